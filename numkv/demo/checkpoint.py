@@ -1,0 +1,209 @@
+"""Reads the weights of a Qwen3 or Llama checkpoint in Hugging Face format into float32 arrays.
+
+A checkpoint is a folder with ``config.json`` and either ``model.safetensors`` or several files listed in
+``model.safetensors.index.json``. Tensors may be stored as bfloat16, float16, float32 or float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # registers bfloat16, without which safetensors cannot hand such tensors to NumPy
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from numkv.demo.config import CheckpointError, ModelConfig, read_json
+
+__all__ = ["LayerWeights", "Weights", "load_weights"]
+
+Array = NDArray[np.float32]
+Progress = Callable[[int, int], None]
+
+_FLOAT_DTYPES = tuple(np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of one decoder layer; matrices are ``(outputs, inputs)``.
+
+    Attributes
+    ----------
+    input_norm, post_norm : ndarray
+        Scales ``(hidden_size,)`` of the norms before attention and before the feed-forward network.
+    qkv : ndarray
+        ``((num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size)``: the projections of q, k and v in one matrix.
+    q_norm, k_norm : ndarray or None
+        Scales ``(head_dim,)`` of the norms of every head (Qwen3).
+    o : ndarray
+        ``(hidden_size, num_q_heads * head_dim)``.
+    gate_up : ndarray
+        ``(2 * intermediate_size, hidden_size)``: the gate's rows, then the up projection's.
+    down : ndarray
+        ``(hidden_size, intermediate_size)``.
+    """
+
+    input_norm: Array
+    qkv: Array
+    q_norm: Array | None
+    k_norm: Array | None
+    o: Array
+    post_norm: Array
+    gate_up: Array
+    down: Array
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a decoder.
+
+    Attributes
+    ----------
+    embedding : ndarray
+        ``(vocab_size, hidden_size)``.
+    layers : tuple of LayerWeights
+        From the first layer to the last.
+    norm : ndarray
+        Scales ``(hidden_size,)`` of the last norm.
+    output : ndarray
+        ``(vocab_size, hidden_size)``; the embedding itself where the two are tied.
+    """
+
+    embedding: Array
+    layers: tuple[LayerWeights, ...]
+    norm: Array
+    output: Array
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights, a tied matrix counted once."""
+        arrays = [self.embedding, self.norm]
+        if self.output is not self.embedding:
+            arrays.append(self.output)
+        arrays += [a for layer in self.layers for a in vars(layer).values() if a is not None]
+        return sum(a.size for a in arrays)
+
+
+class _TensorFiles:
+    """The tensors of a folder by name; each may be taken once, and `finish` tells whether any is left."""
+
+    def __init__(self, directory: Path, progress: Progress | None) -> None:
+        index = directory / "model.safetensors.index.json"
+        single = directory / "model.safetensors"
+        if single.is_file():
+            names = [single.name]
+        elif index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise CheckpointError(f"{index}: weight_map is missing")
+            names = sorted(set(weight_map.values()))
+        else:
+            raise FileNotFoundError(f"{directory}: neither {single.name} nor {index.name} is there")
+        self._owner: dict[str, Any] = {}
+        for name in names:
+            path = directory / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: this shard of the checkpoint is missing")
+            try:
+                tensors = safe_open(path, "np")
+            except SafetensorError as error:
+                raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
+            self._owner.update(dict.fromkeys(tensors.keys(), tensors))
+        self._total = len(self._owner)
+        self._progress = progress
+
+    def take(self, name: str, shape: tuple[int, ...], out: Array | None = None) -> Array:
+        """Read tensor `name` as float32, into `out` if given."""
+        tensors = self._owner.pop(name, None)
+        if tensors is None:
+            raise CheckpointError(f"checkpoint: tensor {name} is missing")
+        stored = tensors.get_tensor(name)
+        if stored.shape != shape:
+            raise CheckpointError(f"checkpoint: tensor {name}: expected shape {shape}, got {stored.shape}")
+        if stored.dtype not in _FLOAT_DTYPES:
+            raise CheckpointError(f"checkpoint: tensor {name}: expected a float dtype, got {stored.dtype}")
+        if out is None:
+            out = np.empty(shape, np.float32)
+        out[...] = stored
+        if self._progress is not None:
+            self._progress(self._total - len(self._owner), self._total)
+        return out
+
+    def take_stacked(self, names: list[str], rows: list[int], columns: int) -> Array:
+        """Read several matrices of `columns` columns as one, the rows of each below the other's."""
+        stacked = np.empty((sum(rows), columns), np.float32)
+        begin = 0
+        for name, count in zip(names, rows, strict=True):
+            self.take(name, (count, columns), out=stacked[begin : begin + count])
+            begin += count
+        return stacked
+
+    def finish(self, tied: bool) -> None:
+        """Raise if a tensor that would matter was not taken."""
+        left = sorted(
+            name
+            for name in self._owner
+            if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+        )
+        if left:
+            raise CheckpointError(
+                f"checkpoint: {len(left)} tensors have no place in this architecture, {left[0]} among them"
+            )
+
+
+def load_weights(directory: Path, config: ModelConfig, progress: Progress | None = None) -> Weights:
+    """Read the weights of a checkpoint.
+
+    Parameters
+    ----------
+    directory : pathlib.Path
+        Folder of the checkpoint.
+    config : ModelConfig
+        Its configuration, which every tensor is checked against.
+    progress : callable, optional
+        Called with the number of tensors read and their total.
+
+    Returns
+    -------
+    Weights
+        Everything in float32.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a file is missing.
+    CheckpointError
+        If a tensor is missing, of another shape, or has no place in the architecture.
+    """
+    files = _TensorFiles(directory, progress)
+    table = (config.vocab_size, config.hidden_size)
+    embedding = files.take("model.embed_tokens.weight", table)
+    layers = tuple(_load_layer(files, config, f"model.layers.{i}.") for i in range(config.num_layers))
+    norm = files.take("model.norm.weight", (config.hidden_size,))
+    output = embedding if config.tied_embeddings else files.take("lm_head.weight", table)
+    files.finish(config.tied_embeddings)
+    return Weights(embedding, layers, norm, output)
+
+
+def _load_layer(files: _TensorFiles, config: ModelConfig, prefix: str) -> LayerWeights:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q_norm = k_norm = None
+    if config.has_qk_norm:
+        q_norm = files.take(prefix + "self_attn.q_norm.weight", (config.head_dim,))
+        k_norm = files.take(prefix + "self_attn.k_norm.weight", (config.head_dim,))
+    qkv_names = [f"{prefix}self_attn.{x}_proj.weight" for x in "qkv"]
+    gate_up_names = [f"{prefix}mlp.{x}_proj.weight" for x in ("gate", "up")]
+    return LayerWeights(
+        input_norm=files.take(prefix + "input_layernorm.weight", (hidden,)),
+        qkv=files.take_stacked(qkv_names, [q_rows, kv_rows, kv_rows], hidden),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        o=files.take(prefix + "self_attn.o_proj.weight", (hidden, q_rows)),
+        post_norm=files.take(prefix + "post_attention_layernorm.weight", (hidden,)),
+        gate_up=files.take_stacked(gate_up_names, [inner, inner], hidden),
+        down=files.take(prefix + "mlp.down_proj.weight", (hidden, inner)),
+    )

@@ -1,0 +1,358 @@
+"""Attention over a paged pool (a contiguous cache is one with long blocks), on the CPU.
+
+For query row (token t, q head h) at position ``p = seq_len - T + t`` and kv head ``g = h // group``::
+
+    score[j] = soft_cap(sm_scale * q[t, h] . k[slot(j), g])       for p - window_left <= j <= p
+    out[t, h] = sum over j of softmax(score)[j] * v[slot(j), g]
+
+The unit of work is an *item*: one sequence, one kv head, one block of query tokens (all q heads of the group) and
+one split of the KV range. Threads take items one after another, so ragged batches balance themselves, and no
+item's result depends on which thread took it. K and V are read once per item, a tile of tokens at a time,
+with the online softmax of Milakov and Gimelshein (arXiv:1805.02867); splits are merged afterwards in order, as in
+Flash-Decoding (Dao et al., 2023). Split boundaries depend on the sequence's own length and window alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu import simd
+from numkv.kernels.cpu.simd import next_item, score_tile, soft_cap_tile, softmax_tile, weigh_tile
+from numkv.kernels.kernel import array, build, parallel_lock
+from numkv.rows.softmax import finish, power_of_2
+
+__all__ = ["attention"]
+
+# Query rows of an item. Many enough that a K tile, read once, is used often; few enough to stay in L1 and L2.
+MAX_ROWS = 64
+# A split of the KV range has at least so many tokens, and a sequence at most so many splits.
+MIN_SPLIT = 1024
+MAX_SPLITS = 64
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def make_attention(K_KIND, V_KIND, COMPUTE):
+    """The attention kernel for a K kind, a V kind and the float type it computes in."""
+    TILE = simd.TILE
+    PAD = simd.LANES  # rows in scratch are padded to whole vectors
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    ROWS, SPLIT_LEN, SPLITS = MAX_ROWS, MIN_SPLIT, MAX_SPLITS
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+
+    def kernel(
+        q, k, v, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks,
+        out, lse, floats, ints, workers,
+    ):  # fmt: skip
+        num_seqs = len(seq_lens)
+        num_q_heads = q.shape[1]
+        num_kv_heads = k.shape[1]
+        block_size = k.shape[2]
+        dim = q.shape[2]
+        dim_v = v.shape[3]
+        group = num_q_heads // num_kv_heads
+        block_tokens = max(1, ROWS // group)
+        max_rows = max(ROWS, group)
+        pad_dim = (dim + PAD - 1) // PAD * PAD
+        pad_v = (dim_v + PAD - 1) // PAD * PAD
+        k_step = [np.int64(s // k.itemsize) for s in k.strides]
+        v_step = [np.int64(s // v.itemsize) for s in v.strides]
+
+        # -- plan: what each sequence needs.  ints: two counters, then three numbers per sequence, then offsets
+        FIRST_ITEM, FIRST_PART, SPAN = 2, 3 + num_seqs, 4 + 2 * num_seqs
+        OFFSETS = 4 + 3 * num_seqs
+        items = np.int64(0)
+        parts = np.int64(0)
+        for b in range(num_seqs):
+            tokens = q_starts[b + 1] - q_starts[b]
+            length = np.int64(seq_lens[b])
+            ints[FIRST_ITEM + b] = items
+            ints[FIRST_PART + b] = parts
+            blocks = (tokens + block_tokens - 1) // block_tokens
+            first = max(np.int64(0), length - tokens - window_left) if window_left >= 0 else 0
+            first -= first % TILE
+            split_len = (length - first + SPLITS - 1) // SPLITS
+            split_len = max(SPLIT_LEN, (split_len + TILE - 1) // TILE * TILE)
+            splits = max(np.int64(1), (length - first + split_len - 1) // split_len)
+            if blocks != 1:  # none, or enough to do without splitting
+                splits = np.int64(1)
+            ints[SPAN + b] = split_len if splits > 1 else np.int64(0)
+            items += blocks * splits * num_kv_heads
+            if splits > 1:
+                parts += splits * tokens * num_q_heads
+        ints[FIRST_ITEM + num_seqs] = items
+        ints[FIRST_PART + num_seqs] = parts
+
+        scratch = max_rows * (pad_dim + pad_v + 2) + 4 * TILE + 4
+        part_size = dim_v + 2
+        need = workers * scratch + parts * part_size
+        if need > len(floats):
+            return need
+        PARTS = workers * scratch
+
+        ints[0] = 0
+        for w in prange(workers):
+            Q = np.int64(w) * scratch
+            O = Q + max_rows * pad_dim
+            MAXIMA = O + max_rows * pad_v
+            SUMS = MAXIMA + max_rows
+            S = SUMS + max_rows
+            RESCALE = S + 4 * TILE
+            k_at = ints[OFFSETS + np.int64(w) * 2 * TILE :][:TILE]
+            v_at = ints[OFFSETS + np.int64(w) * 2 * TILE + TILE :][:TILE]
+            b = np.int64(0)
+            while True:
+                item = next_item(ints)
+                if item >= items:
+                    break
+                while ints[FIRST_ITEM + b + 1] <= item:
+                    b += 1
+                # -- which rows and which part of the KV range
+                tokens = q_starts[b + 1] - q_starts[b]
+                length = np.int64(seq_lens[b])
+                split_len = ints[SPAN + b]
+                inner = item - ints[FIRST_ITEM + b]
+                g = inner % num_kv_heads
+                inner //= num_kv_heads
+                blocks = (tokens + block_tokens - 1) // block_tokens
+                # One of the two is 0: there are either blocks or splits.  Later blocks see more: take them first.
+                block = blocks - 1 - inner if blocks > 1 else np.int64(0)
+                split = inner if blocks == 1 else np.int64(0)
+                t0 = block * block_tokens
+                rows = (min(tokens, t0 + block_tokens) - t0) * group
+                position = length - tokens + t0
+                begin = max(np.int64(0), position - window_left) if window_left >= 0 else 0
+                end = position + rows // group
+                if split_len > 0:
+                    first = begin - begin % TILE
+                    begin = max(begin, first + split * split_len)
+                    end = min(end, first + (split + 1) * split_len)
+
+                scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+                for r in range(rows):
+                    for d in range(dim):
+                        floats[Q + r * pad_dim + d] = scale * F(
+                            q[q_starts[b] + t0 + r // group, g * group + r % group, d]
+                        )
+                    for d in range(dim, pad_dim):
+                        floats[Q + r * pad_dim + d] = F(0)
+                    floats[MAXIMA + r] = F(-np.inf)
+                    floats[SUMS + r] = F(0)
+                    for d in range(pad_v):
+                        floats[O + r * pad_v + d] = F(0)
+
+                # -- tiles of tokens
+                tile = begin - begin % TILE
+                while tile < end:
+                    p = max(tile, begin)
+                    in_block = p % block_size
+                    slot = np.int64(block_table[b, p // block_size])
+                    k_base = slot * k_step[0] + g * k_step[1]
+                    v_base = slot * v_step[0] + g * v_step[1]
+                    for j in range(TILE):
+                        # Tokens outside [begin, end) stand in for their neighbours: they are never looked up.
+                        if p < tile + j and p < end - 1:
+                            p += 1
+                            in_block += 1
+                            if in_block == block_size:
+                                in_block = 0
+                                slot = np.int64(block_table[b, p // block_size])
+                                k_base = slot * k_step[0] + g * k_step[1]
+                                v_base = slot * v_step[0] + g * v_step[1]
+                        k_at[j] = k_base + in_block * k_step[2]
+                        v_at[j] = v_base + in_block * v_step[2]
+
+                    r = np.int64(0)
+                    while r < rows:
+                        at_once = 4 if rows - r >= 4 else 2 if rows - r >= 2 else 1
+                        low, high = _visible(position + r // group, window_left, begin, end, tile)
+                        if at_once > 1:
+                            last = _visible(
+                                position + (r + at_once - 1) // group,
+                                window_left, begin, end, tile,
+                            )  # fmt: skip
+                            # Rows that see different tokens go one by one: a weight of 0 does not hide a NaN.
+                            if last[0] != low or last[1] != high:
+                                at_once = 1
+                        if low < high:
+                            q_at = Q + r * pad_dim
+                            if at_once == 4:
+                                score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim,
+                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                            elif at_once == 2:
+                                score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim,
+                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                            else:
+                                score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim,
+                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                            for i in range(at_once):
+                                if soft_cap > 0:
+                                    soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
+                                maximum, rescale, total = softmax_tile(
+                                    COMPUTE, floats, S + i * TILE, low, high, floats[MAXIMA + r + i]
+                                )
+                                floats[MAXIMA + r + i] = maximum
+                                floats[SUMS + r + i] = floats[SUMS + r + i] * rescale + total
+                                floats[RESCALE + i] = rescale
+                            o_at = O + r * pad_v
+                            if at_once == 4:
+                                weigh_tile(V_KIND, COMPUTE, 4, floats, S, TILE, v, v_at, low, high,
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                            elif at_once == 2:
+                                weigh_tile(V_KIND, COMPUTE, 2, floats, S, TILE, v, v_at, low, high,
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                            else:
+                                weigh_tile(V_KIND, COMPUTE, 1, floats, S, TILE, v, v_at, low, high,
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                        r += at_once
+                    tile += TILE
+
+                # -- the result, or this split's part of it
+                for r in range(rows):
+                    t = t0 + r // group
+                    h = g * group + r % group
+                    o_at = O + r * pad_v
+                    if split_len == 0:
+                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                        factor, log_sum = finish(
+                            floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
+                        )
+                        for d in range(dim_v):
+                            out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
+                        lse[q_starts[b] + t, h] = log_sum
+                    else:
+                        row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
+                        at = PARTS + row * part_size
+                        floats[at] = floats[MAXIMA + r]
+                        floats[at + 1] = floats[SUMS + r]
+                        for d in range(dim_v):
+                            floats[at + 2 + d] = floats[o_at + d]
+
+        # -- merge the splits, in order
+        if parts > 0:
+            ints[1] = 0
+            for _w in prange(workers):
+                while True:
+                    seq_head = next_item(ints[1:])
+                    if seq_head >= num_seqs * num_q_heads:
+                        break
+                    b = seq_head // num_q_heads
+                    h = seq_head % num_q_heads
+                    rows = (q_starts[b + 1] - q_starts[b]) * num_q_heads
+                    if ints[SPAN + b] == 0:
+                        continue
+                    splits = (ints[FIRST_PART + b + 1] - ints[FIRST_PART + b]) // rows
+                    for t in range(q_starts[b + 1] - q_starts[b]):
+                        start = PARTS + (ints[FIRST_PART + b] + t * num_q_heads + h) * part_size
+                        maximum = F(-np.inf)
+                        for i in range(splits):
+                            maximum = max(maximum, floats[start + i * rows * part_size])
+                        total = F(0)
+                        for i in range(splits):
+                            at = start + i * rows * part_size
+                            weight = F(power_of_2(floats[at], maximum))
+                            total += weight * floats[at + 1]
+                            # The first split's row takes the sum.
+                            for d in range(2, part_size):
+                                before = floats[start + d] if i > 0 else F(0)
+                                floats[start + d] = before + weight * floats[at + d]
+                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                        factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
+                        for d in range(dim_v):
+                            out[q_starts[b] + t, h, d] = F(factor) * floats[start + 2 + d]
+                        lse[q_starts[b] + t, h] = log_sum
+        return np.int64(0)
+
+    return kernel
+
+
+@register_jitable
+def _visible(position, window_left, begin, end, tile):
+    """Which tokens of a tile a row at `position` sees, as a range counted from the tile's start."""
+    low = begin
+    if window_left >= 0:
+        low = max(low, position - window_left)
+    high = min(end, position + 1)
+    low = min(max(low - tile, 0), simd.TILE)
+    return low, min(max(high - tile, low), simd.TILE)
+
+
+@functools.cache
+def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
+    words = {"fp64": types.float64, "fp32": types.float32, "fp16": types.uint16, "bf16": types.uint16}
+    real = getattr(types, compute)
+    signature = (
+        array(real, 3), array(words[k_kind], 4), array(words[v_kind], 4), array(types.int32, 2),
+        array(types.int64, 1), array(types.int64, 1), types.float64, types.float64, types.int64,
+        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
+        types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
+    )  # fmt: skip
+    label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
+    return build(make_attention(k_kind, v_kind, compute), signature, label=label, parallel=True)
+
+
+class _Workspace:
+    """Scratch memory that grows and stays; used under `parallel_lock`."""
+
+    def __init__(self) -> None:
+        self.floats = {name: np.empty(0, name) for name in ("float32", "float64")}
+        self.ints = np.empty(0, np.int64)
+
+
+_workspace = _Workspace()
+
+
+def attention(
+    q, k, v, k_kind, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
+    sinks, out, lse,
+):  # fmt: skip
+    """Attend over a paged pool.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        Query rows of all sequences, float32 or float64.
+    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pools, in their kinds' words.
+    k_kind, v_kind : str
+        Names of their kinds.
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical block of each logical block.
+    seq_lens : int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    q_starts : int64 array (num_seqs + 1,)
+        Where each sequence's queries start.
+    sm_scale, logits_soft_cap : float
+        Scale of the scores; their cap, or 0.
+    window_left : int
+        Earlier tokens that a query sees; -1 for all.
+    sinks : array (num_q_heads,) or (0,)
+        Extra scores in the denominator, in q's dtype.
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        Result, in q's dtype.
+    lse : float32 array (num_tokens, num_q_heads)
+        Log of the sum of exponentials.
+    """
+    compute = q.dtype.name
+    kernel = _kernel(k_kind, v_kind, compute)
+    workers = numba.get_num_threads()
+    need = 4 + 3 * len(seq_lens) + workers * 2 * simd.TILE
+    with parallel_lock:
+        if len(_workspace.ints) < need:
+            _workspace.ints = np.empty(need, np.int64)
+        while True:
+            need = kernel(
+                q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
+                sinks, out, lse, _workspace.floats[compute], _workspace.ints, workers,
+            )  # fmt: skip
+            if need == 0:
+                return
+            _workspace.floats[compute] = np.empty(need, compute)

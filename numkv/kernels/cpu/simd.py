@@ -1,0 +1,535 @@
+"""Vector code for the CPU: the one place where LLVM appears.
+
+Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
+middle, half floats to widen. So the four inner steps of attention are written here as LLVM vector code, as
+functions that a kernel calls like any other:
+
+=================  ==========================================================================================
+`score_tile`       dot products of a few query rows with a tile of K rows
+`soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
+`softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
+`weigh_tile`       add the tile's V rows, weighted, to the output rows
+=================  ==========================================================================================
+
+How to read them. `_Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU
+has (AVX-512, AVX2, NEON, or pairs of narrow ones). Sizes that are known when a kernel is built (storage kind, float
+type, lanes, rows at once) come as literal arguments; sizes that vary by call are ordinary numbers, so that one compiled
+kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is loaded
+under a mask.
+
+Arguments named ``*_at`` are element offsets into an array's memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "LANES",
+    "TILE",
+    "next_item",
+    "score_tile",
+    "soft_cap_tile",
+    "softmax_tile",
+    "weigh_tile",
+]
+
+#: Tokens in a tile: scores of a tile stay in L1, and V rows are fetched while K rows are used.
+TILE = 32
+
+_I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+_FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16}
+
+
+def _cpu_features() -> set[str]:
+    """Names of the CPU features that Numba compiles for."""
+    import llvmlite.binding as llvm
+
+    if config.CPU_FEATURES is not None:
+        text = config.CPU_FEATURES
+    elif config.CPU_NAME not in (None, "host"):
+        # Another CPU was asked for by name: take what its family surely has.
+        wide = {"skylake-avx512", "icelake-server", "sapphirerapids", "znver4", "znver5"}
+        if config.CPU_NAME == "generic":
+            return set()
+        return {"avx2", "f16c", "fma"} | ({"avx512f"} if config.CPU_NAME in wide else set())
+    else:
+        return {name for name, there in llvm.get_host_cpu_features().items() if there}
+    return {name[1:] for name in text.split(",") if name.startswith("+")}
+
+
+_FEATURES = _cpu_features()
+#: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
+LANES = 16 if "avx512f" in _FEATURES else 8 if "avx2" in _FEATURES or "avx" in _FEATURES else 4
+# Vector registers that accumulators may take: about half of what there is.
+_ACCUMULATORS = 16 if LANES == 16 else 8
+_HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & _FEATURES)
+
+
+# 2**f for |f| <= 1/2: Chebyshev interpolation (float32), Taylor series of e**(f ln 2) (float64).
+_EXP2_FLOAT = [1.0, 0.6931472067028329, 0.24022650922289554, 0.05550327226669895,
+               0.00961805667843204, 0.0013400428177711937, 0.00015461444724808513]  # fmt: skip
+_EXP2_DOUBLE = [math.log(2.0) ** k / math.factorial(k) for k in range(14)]
+# (tanh(x) - x) / x**3 in powers of x**2: Cephes' tanhf below 0.625; the Taylor series below 0.3.
+_TANH_FLOAT = [-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2,
+               -5.70498872745e-3]  # fmt: skip
+_TANH_DOUBLE = [-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075,
+                -929569 / 638512875, 6404582 / 10854718875, -443861162 / 1856156927625,
+                18888466084 / 194896477400625, -113927491862 / 2900518163668125,
+                58870668456604 / 3698160658676859375,
+                -8374643517010684 / 1298054391195577640625]  # fmt: skip
+
+
+class _Vectors:
+    """Emits vector instructions for one float type.
+
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+        Where to emit.
+    compute : {"float32", "float64"}
+        Element type of the vectors.
+    """
+
+    def __init__(self, builder, compute):
+        self.b = builder
+        self.double = compute == "float64"
+        self.lanes = LANES // 2 if self.double else LANES
+        self.float = _DOUBLE if self.double else _FLOAT
+        self.int = _I64 if self.double else _I32
+        self.type = ir.VectorType(self.float, self.lanes)
+        self.int_type = ir.VectorType(self.int, self.lanes)
+
+    # -- constants and lanes
+
+    def splat(self, value):
+        """A vector whose lanes all hold a number or an LLVM scalar."""
+        if not isinstance(value, ir.Value):
+            return ir.Constant(self.type, [ir.Constant(self.float, float(value))] * self.lanes)
+        first = self.b.insert_element(ir.Constant(self.type, ir.Undefined), value, _I32(0))
+        return self.shuffle(first, first, [0] * self.lanes)
+
+    def splat_int(self, value):
+        """An integer vector whose lanes all hold a number."""
+        return ir.Constant(self.int_type, [ir.Constant(self.int, value)] * self.lanes)
+
+    def shuffle(self, a, b, lanes):
+        """Lanes picked from `a` (0 …) and `b` (from its number of lanes on)."""
+        mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, i) for i in lanes])
+        return self.b.shuffle_vector(a, b, mask)
+
+    def lanes_below(self, count, start=0):
+        """A mask of the lanes whose number plus `start` is below the LLVM integer `count` (i64)."""
+        type_ = ir.VectorType(_I64, self.lanes)
+        iota = ir.Constant(type_, [ir.Constant(_I64, start + i) for i in range(self.lanes)])
+        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), count, _I32(0))
+        return self.b.icmp_signed("<", iota, self.shuffle(first, first, [0] * self.lanes))
+
+    # -- memory
+
+    def _pointer(self, base, at, element):
+        typed = self.b.bitcast(base, element.as_pointer())
+        return self.b.gep(typed, [at])
+
+    def load(self, kind, base, at, mask=None):
+        """Load `lanes` elements of a storage kind, widened; lanes outside `mask` are zero and not touched."""
+        element = _STORED[kind]
+        type_ = ir.VectorType(element, self.lanes)
+        pointer = self._pointer(base, at, element)
+        size = {_I16: 2, _FLOAT: 4, _DOUBLE: 8}[element]
+        if mask is None:
+            value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
+        else:
+            value = self._masked_load(pointer, type_, size, mask)
+        return self._widen(kind, value)
+
+    def _masked_load(self, pointer, type_, size, mask):
+        name = f"llvm.masked.load.v{self.lanes}{'i16' if size == 2 else f'f{8 * size}'}.p0"
+        pointer = self.b.bitcast(pointer, type_.as_pointer())
+        signature = ir.FunctionType(type_, [pointer.type, _I32, mask.type, type_])
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        zero = ir.Constant(type_, None)
+        return self.b.call(function, [pointer, _I32(size), mask, zero])
+
+    def _widen(self, kind, value):
+        if kind == "bf16":
+            wide = self.b.zext(value, ir.VectorType(_I32, self.lanes))
+            bits = ir.VectorType(_I32, self.lanes)
+            shift = ir.Constant(bits, [ir.Constant(_I32, 16)] * self.lanes)
+            value = self.b.bitcast(self.b.shl(wide, shift), ir.VectorType(_FLOAT, self.lanes))
+        elif kind == "fp16":
+            if _HAS_HALF:
+                value = self.b.bitcast(value, ir.VectorType(_HALF, self.lanes))
+                value = self.b.fpext(value, ir.VectorType(_FLOAT, self.lanes))
+            else:
+                value = self._half_by_integers(value)
+        if self.double and kind != "fp64":
+            value = self.b.fpext(value, self.type)
+        elif not self.double and kind == "fp64":
+            value = self.b.fptrunc(value, self.type)
+        return value
+
+    def _half_by_integers(self, words):
+        """Widen half floats without an instruction for it; see `numkv.rows.convert.fp16_to_float32`."""
+        bits = ir.VectorType(_I32, self.lanes)
+        floats = ir.VectorType(_FLOAT, self.lanes)
+
+        def constant(value):
+            return ir.Constant(bits, [ir.Constant(_I32, value)] * self.lanes)
+
+        wide = self.b.zext(words, bits)
+        sign = self.b.shl(self.b.and_(wide, constant(0x8000)), constant(16))
+        magnitude = self.b.shl(self.b.and_(wide, constant(0x7FFF)), constant(13))
+        two_112 = ir.Constant(floats, [ir.Constant(_FLOAT, 2.0**112)] * self.lanes)
+        finite = self.b.bitcast(self.b.fmul(self.b.bitcast(magnitude, floats), two_112), bits)
+        special = self.b.or_(magnitude, constant(0x7F800000))
+        is_finite = self.b.icmp_unsigned("<", magnitude, constant(0x0F800000))
+        return self.b.bitcast(self.b.or_(sign, self.b.select(is_finite, finite, special)), floats)
+
+    def store(self, value, base, at):
+        """Store a float or a vector of floats, of any number of lanes."""
+        pointer = self._pointer(base, at, self.float)
+        size = 8 if self.double else 4
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=size)
+
+    def load_floats(self, base, at):
+        """Load `lanes` floats of the vectors' own type."""
+        return self.load("fp64" if self.double else "fp32", base, at)
+
+    def load_one(self, base, at):
+        """Load one float of the vectors' own type."""
+        return self.b.load(self._pointer(base, at, self.float))
+
+    # -- arithmetic
+
+    def fma(self, a, b, c):
+        """``a * b + c``, rounded once."""
+        name = f"llvm.fma.v{self.lanes}f{64 if self.double else 32}"
+        signature = ir.FunctionType(self.type, [self.type] * 3)
+        return self.b.call(
+            cgutils.get_or_insert_function(self.b.module, signature, name), [a, b, c]
+        )
+
+    def larger(self, a, b):
+        """Lane by lane the larger; `b` where `a` is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def exp2(self, x):
+        """2 to the power of `x`, for x <= 0 or NaN (kept): relative error below 2e-7 (float32), 4e-16 (float64).
+
+        Below the smallest normal number the result is 0.
+        """
+        # 2**x = 2**n * 2**f, n the nearest integer. Adding 1.5 * 2**(mantissa bits) leaves n in the low bits.
+        bits, bias = (52, 1023) if self.double else (23, 127)
+        magic = 1.5 * 2.0**bits
+        lowest = self.splat(1.0 - bias)
+        in_range = self.b.fcmp_ordered(">=", x, lowest)
+        clamped = self.b.select(in_range, x, lowest)
+        shifted = self.b.fadd(clamped, self.splat(magic))
+        f = self.b.fsub(clamped, self.b.fsub(shifted, self.splat(magic)))
+        coefficients = _EXP2_DOUBLE if self.double else _EXP2_FLOAT
+        power = self.splat(coefficients[-1])
+        for c in reversed(coefficients[:-1]):
+            power = self.fma(power, f, self.splat(c))
+        # The low bits of `shifted` hold n; all above them leaves when n moves up to the exponent's place.
+        n = self.b.shl(self.b.bitcast(shifted, self.int_type), self.splat_int(bits))
+        scaled = self.b.bitcast(
+            self.b.add(self.b.bitcast(power, self.int_type), n), self.type
+        )
+        result = self.b.select(in_range, scaled, self.splat(0.0))
+        return self.b.select(self.b.fcmp_unordered("uno", x, x), x, result)
+
+    def tanh(self, x):
+        """Hyperbolic tangent, relative error below 1e-6 (float32), 1e-14 (float64); NaN is kept."""
+        # tanh|x| = 1 - 2 / (e**(2|x|) + 1) loses digits near 0; there (Cephes) an odd polynomial or a series serves.
+        sign_bit = self.splat_int(-(2 ** (63 if self.double else 31)))
+        bits = self.b.bitcast(x, self.int_type)
+        sign = self.b.and_(bits, sign_bit)
+        size = self.b.bitcast(self.b.and_(bits, self.b.not_(sign_bit)), self.type)
+        one = self.splat(1.0)
+        decay = self.exp2(self.b.fmul(size, self.splat(-2.0 * math.log2(math.e))))
+        far = self.b.fdiv(self.b.fsub(one, decay), self.b.fadd(one, decay))
+        square = self.b.fmul(size, size)
+        series = _TANH_DOUBLE if self.double else _TANH_FLOAT
+        near = self.splat(series[-1])
+        for c in reversed(series[:-1]):
+            near = self.fma(near, square, self.splat(c))
+        near = self.fma(self.b.fmul(near, square), size, size)
+        is_near = self.b.fcmp_ordered("<", size, self.splat(0.3 if self.double else 0.625))
+        value = self.b.select(is_near, near, far)
+        return self.b.bitcast(self.b.or_(self.b.bitcast(value, self.int_type), sign), self.type)
+
+    # -- across lanes
+
+    def fold(self, vector, combine):
+        """All lanes combined into one, in halves: a scalar."""
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            other = self.shuffle(vector, vector, [*range(width, 2 * width)])
+            vector = self.shuffle(vector, vector, [*range(width)])
+            vector = combine(vector, other)
+        return self.b.extract_element(vector, _I32(0))
+
+    def sums(self, vectors):
+        """The sums of `lanes` vectors, as one vector in their order.
+
+        Neighbours are merged pairwise, half of the lanes each time, so that each sum adds its lanes in the same
+        order wherever it stands.
+        """
+        step = 1
+        while len(vectors) > 1:
+            low, high = self._merge_lanes(step)
+            vectors = [
+                self.b.fadd(
+                    self.shuffle(vectors[i], vectors[i + 1], low),
+                    self.shuffle(vectors[i], vectors[i + 1], high),
+                )
+                for i in range(0, len(vectors), 2)
+            ]
+            step *= 2
+        return vectors[0]
+
+    def _merge_lanes(self, step):
+        """Which lanes two vectors give to the two terms of a merge, in groups of `step` lanes."""
+        low, high = [], []
+        for start in range(0, self.lanes, 2 * step):
+            group = range(start, start + step)
+            low += [*group, *(self.lanes + i for i in group)]
+            high += [*(i + step for i in group), *(self.lanes + i + step for i in group)]
+        return low, high
+
+
+def _data(context, builder, array_type, value):
+    """The address of an array's first element."""
+    return context.make_array(array_type)(context, builder, value).data
+
+
+def _steps(builder, start, stop, step):
+    """A loop over ``range(start, stop, step)`` for emitting its body; gives the index."""
+    return cgutils.for_range_slice(builder, start, stop, _I64(step), _I64)
+
+
+def _literals(*args):
+    return all(isinstance(a, types.Literal) for a in args)
+
+
+@intrinsic(prefer_literal=True)
+def score_tile(
+    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, s, s_at, s_step
+):
+    """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+
+    Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
+    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`.
+    """
+    if not _literals(KIND, COMPUTE, ROWS):
+        return None
+    kind, compute, rows = (a.literal_value for a in (KIND, COMPUTE, ROWS))
+    signature = types.void(
+        KIND, COMPUTE, ROWS, q, types.int64, types.int64, k, k_offsets, types.int64, types.int64,
+        s, types.int64, types.int64,
+    )  # fmt: skip
+
+    def codegen(context, b, sig, args):
+        q_at, q_step, count, head_dim, s_at, s_step = (args[i] for i in (4, 5, 8, 9, 11, 12))
+        q_data, k_data, offsets, s_data = (
+            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10)
+        )
+        v = _Vectors(b, compute)
+        # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
+        tokens = max(1, v.lanes // rows)
+        sums = [[cgutils.alloca_once(b, v.type) for _ in range(tokens)] for _ in range(rows)]
+        zero = v.splat(0.0)
+        whole = b.and_(head_dim, _I64(-v.lanes))
+        rest = b.sub(head_dim, whole)
+
+        def add_columns(at_token, d, mask):
+            q_rows = [
+                v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
+                for r in range(rows)
+            ]
+            for t in range(tokens):
+                k_row = v.load(kind, k_data, b.add(at_token[t], d), mask)
+                for r in range(rows):
+                    b.store(v.fma(q_rows[r], k_row, b.load(sums[r][t])), sums[r][t])
+
+        with _steps(b, _I64(0), count, tokens) as (t0, _):
+            at_token = [b.load(b.gep(offsets, [b.add(t0, _I64(t))])) for t in range(tokens)]
+            for slot in (slot for row in sums for slot in row):
+                b.store(zero, slot)
+            with _steps(b, _I64(0), whole, v.lanes) as (d, _):
+                add_columns(at_token, d, None)
+            with b.if_then(b.icmp_signed(">", rest, _I64(0))):
+                add_columns(at_token, whole, v.lanes_below(rest))
+            flat = [b.load(slot) for row in sums for slot in row]
+            for start in range(0, len(flat), v.lanes):
+                scores = v.sums(flat[start : start + v.lanes])
+                for first in range(start, start + v.lanes, tokens):
+                    lanes = [*range(first - start, first - start + tokens)]
+                    at = b.add(b.add(s_at, b.mul(_I64(first // tokens), s_step)), t0)
+                    v.store(v.shuffle(scores, scores, lanes), s_data, at)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def soft_cap_tile(typing_context, COMPUTE, s, s_at, cap):
+    """Bound one row's scores of a tile: ``s = cap * tanh(s / cap)``, then times log2(e)."""
+    if not _literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+    float_type = types.float64 if compute == "float64" else types.float32
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[1], args[1])
+        v = _Vectors(b, compute)
+        cap = v.splat(args[3])
+        factor = b.fmul(cap, v.splat(math.log2(math.e)))
+        for i in range(0, TILE, v.lanes):
+            at = b.add(args[2], _I64(i))
+            score = b.fdiv(v.load_floats(data, at), cap)
+            v.store(b.fmul(v.tanh(score), factor), data, at)
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, s, types.int64, float_type), codegen
+
+
+@intrinsic(prefer_literal=True)
+def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
+    """Turn one row's scores of a tile (in base 2) into probabilities relative to the running maximum.
+
+    Scores outside ``[begin, end)`` of the tile become 0. Returns the new maximum, the factor that rescales what was
+    summed before, and the sum of the probabilities: Milakov and Gimelshein (arXiv:1805.02867), algorithm 3.
+    """
+    if not _literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+    float_type = types.float64 if compute == "float64" else types.float32
+    signature = types.UniTuple(float_type, 3)(
+        COMPUTE, s, types.int64, types.int64, types.int64, float_type
+    )
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[1], args[1])
+        _, _, s_at, begin, end, old = args
+        v = _Vectors(b, compute)
+        infinity = v.splat(-math.inf)
+        starts = range(0, TILE, v.lanes)
+        tiles = []
+        for i in starts:
+            seen = b.and_(v.lanes_below(end, i), b.not_(v.lanes_below(begin, i)))
+            score = v.load_floats(data, b.add(s_at, _I64(i)))
+            tiles.append((seen, b.select(seen, score, infinity)))
+        peak = v.splat(old)
+        for _, score in tiles:
+            peak = v.larger(score, peak)
+        new = v.fold(peak, v.larger)
+        # A row that has seen nothing keeps its maximum of -inf; subtracting 0 instead avoids inf - inf.
+        nothing = b.fcmp_ordered("==", new, v.float(-math.inf))
+        base = v.splat(b.select(nothing, v.float(0.0), new))
+        total = v.splat(0.0)
+        for i, (seen, score) in zip(starts, tiles, strict=True):
+            p = b.select(seen, v.exp2(b.fsub(score, base)), v.splat(0.0))
+            v.store(p, data, b.add(s_at, _I64(i)))
+            total = b.fadd(total, p)
+        rescale = b.extract_element(v.exp2(b.fsub(v.splat(old), base)), _I32(0))
+        results = [new, rescale, v.fold(total, b.fadd)]
+        return context.make_tuple(b, sig.return_type, results)
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def weigh_tile(
+    typing_context, KIND, COMPUTE, ROWS, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
+    o, o_at, o_step, rescale, rescale_at,
+):  # fmt: skip
+    """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
+
+    Output rows are padded to whole vectors; columns past `head_dim` get zeros.
+    """
+    if not _literals(KIND, COMPUTE, ROWS):
+        return None
+    kind, compute, rows = (a.literal_value for a in (KIND, COMPUTE, ROWS))
+    i8 = types.int64
+    signature = types.void(
+        KIND, COMPUTE, ROWS, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8
+    )
+
+    def codegen(context, b, sig, args):
+        p_at, p_step, begin, end, head_dim = (args[i] for i in (4, 5, 8, 9, 10))
+        o_at, o_step, rescale_at = (args[i] for i in (12, 13, 15))
+        p_data, v_data, offsets, o_data, rescale_data = (
+            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 11, 14)
+        )
+        lanes = _Vectors(b, compute)
+        factors = [lanes.load_one(rescale_data, b.add(rescale_at, _I64(r))) for r in range(rows)]
+
+        def add_rows(column, vectors, mask):
+            """One pass over the tokens for `vectors` vectors of columns, kept in registers."""
+            sums = [[cgutils.alloca_once(b, lanes.type) for _ in range(vectors)] for _ in range(rows)]
+            places = [
+                [
+                    b.add(
+                        b.add(b.add(o_at, b.mul(_I64(r), o_step)), column),
+                        _I64(i * lanes.lanes),
+                    )
+                    for i in range(vectors)
+                ]
+                for r in range(rows)
+            ]
+            for r in range(rows):
+                factor = lanes.splat(factors[r])
+                for i in range(vectors):
+                    before = lanes.load_floats(o_data, places[r][i])
+                    b.store(b.fmul(before, factor), sums[r][i])
+            with _steps(b, begin, end, 1) as (t, _):
+                row_at = b.add(b.load(b.gep(offsets, [t])), column)
+                weights = [
+                    lanes.splat(
+                        lanes.load_one(p_data, b.add(b.add(p_at, b.mul(_I64(r), p_step)), t))
+                    )
+                    for r in range(rows)
+                ]
+                for i in range(vectors):
+                    at = b.add(row_at, _I64(i * lanes.lanes))
+                    v_row = lanes.load(kind, v_data, at, mask)
+                    for r in range(rows):
+                        b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
+            for r in range(rows):
+                for i in range(vectors):
+                    lanes.store(b.load(sums[r][i]), o_data, places[r][i])
+
+        vectors = min(8, max(1, _ACCUMULATORS // rows))
+        wide = _I64(vectors * lanes.lanes)
+        in_wide = b.mul(b.sdiv(head_dim, wide), wide)
+        whole = b.and_(head_dim, _I64(-lanes.lanes))
+        with _steps(b, _I64(0), in_wide, vectors * lanes.lanes) as (column, _):
+            add_rows(column, vectors, None)
+        with _steps(b, in_wide, whole, lanes.lanes) as (column, _):
+            add_rows(column, 1, None)
+        rest = b.sub(head_dim, whole)
+        with b.if_then(b.icmp_signed(">", rest, _I64(0))):
+            add_rows(whole, 1, lanes.lanes_below(rest))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def next_item(typing_context, counter):
+    """Take the next number of a counter that all threads share (an int64 array of one element)."""
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[0], args[0])
+        return b.atomic_rmw("add", data, _I64(1), "monotonic")
+
+    return types.int64(counter), codegen

@@ -1,0 +1,54 @@
+"""The ends of an online softmax: weights of partial sums, the sink, the normalisation.
+
+Running maxima are kept in base 2 (scores times log2 e), because that is what kernels exponentiate. A maximum of -inf
+means that nothing was seen yet. Milakov and Gimelshein, "Online normalizer calculation for softmax"
+(arXiv:1805.02867), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba.extending import register_jitable
+
+__all__ = ["finish", "power_of_2"]
+
+
+@register_jitable
+def power_of_2(x, maximum):
+    """``2 ** (x - maximum)``, and 1 where both are -inf (a sum of nothing keeps its 0)."""
+    if x == maximum:
+        return np.float32(1)
+    return math.pow(np.float32(2), x - maximum)
+
+
+@register_jitable
+def finish(maximum, total, sink, ln_2):
+    """Normalise a row.
+
+    Parameters
+    ----------
+    maximum, total : float
+        Largest score in base 2, and the sum of ``2 ** (score - maximum)``.
+    sink : float
+        Extra score in base 2 that only joins the denominator; -inf for none.
+    ln_2 : float
+        Natural logarithm of 2, in the computing dtype.
+
+    Returns
+    -------
+    factor, lse : float
+        What the weighted sum of V rows is multiplied by, and the natural log of the sum of exponentials. A row
+        that saw nothing gets factor 0 and -inf (with a sink: the sink).
+    """
+    top = maximum
+    if sink > top:
+        top = sink
+    if top == -np.inf:
+        return total, top + total  # 0 and -inf; NaN scores, which never become a maximum, stay NaN
+    shrink = power_of_2(maximum, top)
+    denominator = total * shrink
+    if sink > -np.inf:
+        denominator += power_of_2(sink, top)
+    return shrink / denominator, top * ln_2 + math.log(denominator)

@@ -1,0 +1,67 @@
+"""What every test shares: the simulator switch, targets, seeded random numbers.
+
+The same tests run on the compiled CPU kernels and on the CUDA kernels, in one process. Without a
+GPU the latter run in Numba's simulator, which has to be chosen before Numba is imported; an
+environment variable that is already set is left alone (``NUMBA_ENABLE_CUDASIM=0`` asks for a GPU,
+or for the compile tests, which need none).
+"""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import zlib
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+
+
+def has_gpu() -> bool:
+    """Is there a driver with a device, and the package that compiles for it?"""
+    if importlib.util.find_spec("numba_cuda") is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+# Simulated threads are threads of the system: hand over between them often.
+sys.setswitchinterval(1e-4)
+sys.path.insert(0, str(TESTS))
+
+import numpy as np  # noqa: E402  (after the switch)
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def target(request) -> str:
+    """The name of the target a test runs on."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def to(target):
+    """Put a NumPy array on the target."""
+    from numkv import targets
+
+    return targets.get(target).asarray
+
+
+@pytest.fixture(scope="session")
+def host(target):
+    """Bring an array of the target back as NumPy, with the dtype a user sees."""
+    from numkv import targets
+
+    return targets.get(target).to_host
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Random numbers that are the same in every run of a test."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -1,0 +1,370 @@
+"""`decode_attention` and `prefill_attention` over contiguous caches, against the oracle.
+
+Bounds are relative L2 errors of each output row, from values as stored (``tolerances.py``).
+"""
+
+import naive
+import numba
+import numpy as np
+import problems
+import pytest
+import tolerances
+from problems import Shape
+
+import numkv
+
+STORED = ["fp32", "fp16", "bf16"]
+KINDS = list(naive.DTYPES)
+
+# Every head dim and group size on the CPU; sizes the simulator can bear on CUDA.
+DECODE = [
+    Shape(2, 2, 32, (7, 33)),
+    Shape(3, 1, 40, (0, 1, 65)),
+    Shape(16, 4, 64, (129, 2, 17)),
+    Shape(5, 1, 80, (31,)),
+    Shape(12, 2, 96, (64, 64)),
+    Shape(14, 2, 128, (300, 5)),
+    Shape(8, 1, 192, (48,)),
+    Shape(16, 1, 256, (19, 100)),
+    Shape(7, 1, 64, (1, 0, 1, 16)),
+    Shape(9, 1, 64, (70,), head_dim_v=32),
+    Shape(22, 2, 192, (33,), head_dim_v=128),
+    Shape(4, 2, 7, (13,), head_dim_v=3),
+    Shape(1, 1, 1, (4,)),
+    Shape(13, 1, 48, (0,)),
+]
+PREFILL = [
+    Shape(4, 2, 64, (40,), new=(40,)),
+    Shape(2, 1, 40, (9, 70, 1, 0), new=(4, 33, 1, 0)),
+    Shape(8, 1, 128, (130, 20), new=(3, 0)),
+    Shape(6, 2, 96, (17, 64), new=(17, 1)),
+    Shape(3, 3, 256, (12,), new=(5,)),
+    Shape(16, 1, 80, (25, 3), new=(2, 3)),
+    Shape(4, 1, 192, (21,), new=(9,), head_dim_v=128),
+    Shape(10, 2, 32, (257,), new=(129,)),
+]
+SMALL = [
+    Shape(2, 1, 32, (9, 0, 1)),
+    Shape(4, 2, 40, (18,), head_dim_v=8),
+    Shape(3, 1, 64, (5, 6), new=(3, 2)),
+    Shape(2, 2, 8, (11, 0, 2), new=(11, 0, 1), head_dim_v=16),
+]
+
+
+def both_targets(large):
+    """Parameters ``target, shape``: everything on the CPU, the small ones on CUDA."""
+    return pytest.mark.parametrize(
+        ("target", "shape"),
+        [("cpu", shape) for shape in large] + [("cuda", shape) for shape in SMALL],
+        indirect=["target"],
+        ids=str,
+    )
+
+
+@both_targets(DECODE + PREFILL + SMALL)
+@pytest.mark.parametrize("kind", STORED)
+def test_every_shape(target, to, host, rng, shape, kind):
+    problems.make(rng, shape, kind).check(to, host)
+
+
+@pytest.mark.parametrize("shape", [SMALL[0], SMALL[2]], ids=str)
+@pytest.mark.parametrize("q_kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_of_q(to, host, rng, shape, kind, q_kind):
+    """Outputs have q's dtype; float64 anywhere means float64 sums."""
+    problems.make(rng, shape, kind, q_kind).check(to, host)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes(rng, seed):
+    """Fresh shapes of the stated ranges, CPU."""
+    group, kv_heads = int(rng.integers(1, 17)), int(rng.integers(1, 4))
+    head_dim = int(rng.choice([32, 40, 64, 80, 96, 128, 192, 256]))
+    lens = [int(n) for n in rng.integers(0, 200, 3)]
+    new = tuple(int(rng.integers(0, min(n, 40) + 1)) for n in lens) if seed % 2 else None
+    shape = Shape(group * kv_heads, kv_heads, head_dim, tuple(lens), new)
+    problems.make(rng, shape, STORED[seed % 3]).check(lambda x: x, lambda x: x)
+
+
+# ---------------------------------------------------------------- options
+
+OPTIONS = [
+    {"sm_scale": 0.05},
+    {"sm_scale": 0.0},
+    {"sm_scale": -1.5},
+    {"logits_soft_cap": 0.7},
+    {"logits_soft_cap": 50.0, "sm_scale": 2.0},
+    {"window_left": 0},
+    {"window_left": 3},
+    {"window_left": 1000},
+    {"sinks": True},
+    {"sinks": True, "window_left": 2, "logits_soft_cap": 1.5, "sm_scale": 0.9},
+]
+
+
+@both_targets([DECODE[2], PREFILL[1], PREFILL[7]])
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda o: "-".join(f"{n}{'' if v is True else v}" for n, v in o.items())
+)
+def test_options(target, to, host, rng, shape, options):
+    if "sinks" in options:
+        sinks = rng.standard_normal(shape.num_q_heads).astype(np.float32)
+        options = options | {"sinks": sinks}
+    problems.make(rng, shape, "bf16").check(to, host, **options)
+
+
+def test_sinks_of_a_row_that_sees_nothing(target, to, host, rng):
+    """0 and the sink itself."""
+    sinks = np.array([0.5, -2.0], np.float32)
+    out, lse = problems.make(rng, Shape(2, 1, 8, (0, 3))).run(to, sinks=sinks, return_lse=True)
+    assert np.all(host(out)[0] == 0)
+    assert np.array_equal(host(lse)[0], sinks)
+
+
+@pytest.mark.parametrize("extreme", [-1e30, 1e30, 88.0, -1e4])
+def test_sinks_far_from_the_scores(target, to, host, rng, extreme):
+    sinks = np.array([extreme, 0.0], np.float32)
+    out, lse = problems.make(rng, Shape(2, 1, 8, (4,))).run(to, sinks=sinks, return_lse=True)
+    assert np.all(np.isfinite(host(out)))
+    assert np.all(np.isfinite(host(lse)))
+    if extreme == 1e30:
+        assert np.all(host(out)[0, 0] == 0)
+
+
+def test_out_is_filled_and_returned(target, to, host, rng):
+    for shape in (SMALL[0], SMALL[2]):
+        problem = problems.make(rng, shape, "fp16")
+        place = to(np.full(problem.q.shape, np.nan, np.float32))
+        assert problem.run(to, out=place) is place
+        assert np.array_equal(host(place), host(problem.run(to)))
+
+
+def test_lse_is_returned_only_when_asked_for(target, to, host, rng):
+    problem = problems.make(rng, SMALL[0])
+    alone = problem.run(to)
+    assert not isinstance(alone, tuple)
+    assert np.array_equal(host(alone), host(problem.run(to, return_lse=True)[0]))
+
+
+# ---------------------------------------------------------------- what may never be read
+
+
+def test_a_later_tokens_nan_does_not_reach_an_earlier_query(target, to, host, rng):
+    """Causality is a limit on what is read, not a weight of zero."""
+    shape = Shape(2, 1, 16, (12,), new=(6,))
+    problem = problems.make(rng, shape)
+    want, _ = problem.expect()
+    problem.k[0, :, 11] = np.nan
+    problem.v[0, :, 10:] = np.nan
+    out = host(problem.run(to))
+    tolerances.assert_rows_close(out[:4], want[:4], 1e-5)
+    assert np.all(np.isnan(out[4:]))
+
+
+def test_nan_left_of_the_window_is_not_read(target, to, host, rng):
+    for shape in (Shape(2, 1, 16, (20,)), Shape(2, 1, 16, (20,), new=(3,))):
+        problem = problems.make(rng, shape)
+        want, _ = problem.expect(window_left=4)
+        first = 20 - (1 if shape.new is None else 3) - 4
+        problem.k[0, :, :first] = np.nan
+        problem.v[0, :, :first] = np.nan
+        tolerances.assert_rows_close(host(problem.run(to, window_left=4)), want, 1e-5)
+
+
+@pytest.mark.parametrize("value", [-1e30, -1e38, -60000.0])
+def test_very_negative_scores_are_scores(target, to, host, value):
+    """A row whose scores are all far below zero is not an empty row."""
+    q = np.zeros((1, 1, 4), np.float32)
+    q[..., 0] = 1
+    k = np.zeros((1, 1, 5, 4), np.float32)
+    k[..., 0] = value
+    v = np.arange(20, dtype=np.float32).reshape(1, 1, 5, 4)
+    arrays = [to(x) for x in (q, k, v, np.array([4], np.int32))]
+    out, lse = numkv.decode_attention(*arrays, sm_scale=1.0, return_lse=True)
+    assert np.allclose(host(out)[0, 0], v[0, 0, :4].mean(axis=0), rtol=1e-6)
+    assert np.allclose(host(lse)[0, 0], value + np.log(4), rtol=1e-6)
+
+
+def test_infinite_scores_of_one_key(target, to, host):
+    """Minus infinity hides one key; the others share the weight."""
+    q = np.ones((1, 1, 2), np.float32)
+    k = np.zeros((1, 1, 3, 2), np.float32)
+    k[0, 0, 1] = -np.inf
+    v = np.array([[[[1, 2], [30, 40], [5, 6]]]], np.float32)
+    out = numkv.decode_attention(*(to(x) for x in (q, k, v, np.array([3], np.int32))))
+    assert np.allclose(host(out)[0, 0], [3, 4], rtol=1e-6)
+
+
+# ---------------------------------------------------------------- views
+
+
+def test_strided_views(target, to, host, rng):
+    """Every array may be a slice of a wider one, as long as its last axis is contiguous."""
+    q = rng.standard_normal((4, 5, 20), np.float32)
+    k = rng.standard_normal((3, 4, 14, 20), np.float32)
+    v = rng.standard_normal((2, 3, 9, 20), np.float32)
+    lens = np.array([[6, 0], [3, 0]], np.int32)
+    cut = np.s_[::2, 1:5, 3:11], np.s_[1:, ::2, ::2, 4:12], np.s_[:, 1:, 2:, 10:16]
+    out = numkv.decode_attention(
+        to(q)[cut[0]], to(k)[cut[1]], to(v)[cut[2]], to(lens[:, 0].copy())
+    )
+    want, _ = naive.attention(q[cut[0]], k[cut[1]], v[cut[2]], lens[:, 0])
+    tolerances.assert_rows_close(host(out), want, 1e-5)
+
+
+def test_strided_out(rng):
+    problem = problems.make(rng, Shape(4, 2, 8, (5, 9)))
+    place = np.full((2, 8, 12), 7, np.float32)
+    problem.run(lambda x: x, out=place[:, ::2, 2:10])
+    tolerances.assert_rows_close(place[:, ::2, 2:10], problem.expect()[0], 1e-5)
+    assert np.all(place[:, 1::2] == 7)
+    assert np.all(place[:, :, :2] == 7)
+
+
+def test_token_major_storage(target, to, host, rng):
+    """K and V with heads and tokens swapped in memory, as a model makes them."""
+    rows = rng.standard_normal((2, 6, 2, 8), np.float32)
+    q = rng.standard_normal((2, 4, 8), np.float32)
+    lens = np.array([6, 4], np.int32)
+    moved = to(rows).swapaxes(1, 2) if target == "cpu" else to(rows).transpose((0, 2, 1, 3))
+    out = numkv.decode_attention(to(q), moved, moved, to(lens))
+    want, _ = naive.attention(q, rows.swapaxes(1, 2), rows.swapaxes(1, 2), lens)
+    tolerances.assert_rows_close(host(out), want, 1e-5)
+
+
+# ---------------------------------------------------------------- splits, batches, threads
+
+LONG = [
+    Shape(2, 1, 64, (5000,)),
+    Shape(4, 2, 32, (3001, 9, 0, 4097)),
+    Shape(2, 1, 32, (4100, 2500), new=(5, 1)),
+]
+
+
+@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_long_contexts(rng, shape, kind):
+    """Long enough that a sequence is split and merged again."""
+    problem = problems.make(rng, shape, kind)
+    problem.check(lambda x: x, lambda x: x)
+    sinks = rng.standard_normal(shape.num_q_heads).astype(np.float32)
+    problem.check(lambda x: x, lambda x: x, window_left=2000, sinks=sinks)
+
+
+def test_long_context_in_float64(rng):
+    problems.make(rng, LONG[0], "fp64", "fp64").check(lambda x: x, lambda x: x)
+
+
+def test_one_outlier_in_a_long_context(rng):
+    """Split merges survive parts whose largest scores are far apart."""
+    problem = problems.make(rng, Shape(1, 1, 32, (4000,)))
+    problem.k[0, 0, 100] = 40 * problem.q[0, 0]
+    problem.k[0, 0, 2000:3000] *= 1e-3
+    problem.check(lambda x: x, lambda x: x)
+
+
+ALONE = {
+    "cpu": [
+        Shape(4, 2, 64, (3000, 0, 1, 300, 5000, 31)),
+        Shape(6, 2, 40, (700, 90, 1, 2500), new=(70, 5, 1, 9)),
+    ],
+    "cuda": [Shape(2, 1, 8, (20, 0, 1, 7)), Shape(2, 1, 8, (9, 4, 1), new=(5, 0, 1))],
+}
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["decode", "prefill"])
+def test_a_result_does_not_depend_on_the_batch(target, to, host, rng, which):
+    """Bit for bit, alone and beside others, in any order, with other unused room."""
+    problem = problems.make(rng, ALONE[target][which], "bf16")
+    together = [host(x) for x in problem.run(to, return_lse=True)]
+    cu = problem.cu_seqlens_q
+    for s in range(len(problem.seq_lens)):
+        rows = np.s_[s : s + 1] if cu is None else np.s_[cu[s] : cu[s + 1]]
+        alone = problem.only(s).run(to, return_lse=True)
+        for got, want in zip(alone, together, strict=True):
+            assert np.array_equal(host(got), want[rows], equal_nan=True)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["decode", "prefill"])
+def test_a_result_does_not_depend_on_the_number_of_threads(rng, which):
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("this machine has one thread")
+    problem = problems.make(rng, ALONE["cpu"][which], "fp32")
+    before, results = numba.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            numba.set_num_threads(threads)
+            results.append(problem.run(lambda x: x, return_lse=True))
+    finally:
+        numba.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert np.array_equal(one, two)
+
+
+def test_the_same_call_gives_the_same_bits(rng):
+    problem = problems.make(rng, ALONE["cpu"][0], "fp16")
+    first = problem.run(lambda x: x)
+    assert all(np.array_equal(first, problem.run(lambda x: x)) for _ in range(3))
+
+
+# ---------------------------------------------------------------- merge_states
+
+
+@pytest.mark.parametrize("q_kind", ["fp32", "fp64", "bf16"])
+def test_merged_halves_are_the_whole(target, to, host, rng, q_kind):
+    problem = problems.make(rng, Shape(2, 1, 16, (14, 9, 0, 1)), "fp32", q_kind)
+    halves = []
+    for begin, end in ((0, 6), (6, 14)):
+        lens = np.clip(problem.seq_lens - begin, 0, end - begin).astype(np.int32)
+        part = problems.replace(
+            problem,
+            k=problem.k[:, :, begin:end].copy(),
+            v=problem.v[:, :, begin:end].copy(),
+            seq_lens=lens,
+        )
+        halves += part.run(to, return_lse=True)
+    out, lse = numkv.merge_states(*halves)
+    want, want_lse = problem.expect()
+    assert host(out).dtype == problem.q.dtype
+    bound = max(1e-5, 4 * tolerances.ROUNDING[q_kind])  # lse comes as float32
+    tolerances.assert_rows_close(host(out), want, bound)
+    tolerances.assert_lse_close(host(lse), want_lse)
+
+
+def test_merge_of_worked_numbers(target, to, host):
+    """Scores 0.5, 2, -1, 3, 0 with values 1 to 5, in two parts."""
+    scores, values = np.array([0.5, 2, -1, 3, 0]), np.arange(1.0, 6)
+    parts = []
+    for part in (np.s_[:3], np.s_[3:]):
+        weights = np.exp(scores[part])
+        parts += [
+            np.full((1, 1, 1), weights @ values[part] / weights.sum(), np.float32),
+            np.full((1, 1), np.log(weights.sum()), np.float32),
+        ]
+    out, lse = numkv.merge_states(*(to(x) for x in parts))
+    assert np.allclose(host(out), 3.3738469, rtol=1e-6)
+    assert np.allclose(host(lse), np.log(np.exp(scores).sum()), rtol=1e-6)
+
+
+def test_merge_with_nothing(target, to, host, rng):
+    """An empty side changes nothing, whatever its rows hold; two of them give 0 and -inf."""
+    o = rng.standard_normal((2, 3, 4), np.float32)
+    lse = rng.standard_normal((2, 3)).astype(np.float32)
+    empty, nothing = np.zeros_like(o), np.full((2, 3), -np.inf, np.float32)
+    for pair in ((o, lse, empty, nothing), (empty, nothing, o, lse)):
+        got, got_lse = numkv.merge_states(*(to(x) for x in pair))
+        assert np.allclose(host(got), o, rtol=1e-6)
+        assert np.allclose(host(got_lse), lse, rtol=1e-6)
+    got, got_lse = numkv.merge_states(*(to(x) for x in (empty, nothing, empty, nothing)))
+    assert np.all(host(got) == 0)
+    assert np.all(host(got_lse) == -np.inf)
+
+
+def test_merge_against_the_oracle(target, to, host, rng):
+    """Log-sum-exps far apart and close together."""
+    o = rng.standard_normal((2, 4, 3, 5), np.float32)
+    lse = (rng.standard_normal((2, 4, 3)) * 10.0 ** rng.integers(-3, 5, (2, 4, 3))).astype(np.float32)
+    out, total = numkv.merge_states(to(o[0]), to(lse[0]), to(o[1]), to(lse[1]))
+    want, want_total = naive.merge_states(o[0], lse[0], o[1], lse[1])
+    tolerances.assert_rows_close(host(out), want, 1e-5)
+    tolerances.assert_lse_close(host(total), want_total)

@@ -1,0 +1,166 @@
+"""The oracle: what numkv must compute, in plain NumPy float64, one loop at a time.
+
+It imports nothing of numkv (``test_layers.py`` checks that) and does no tricks: an invisible row is
+never touched, because only the visible range is sliced out.
+"""
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "fp64": np.dtype(np.float64),
+    "fp32": np.dtype(np.float32),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def words(x):
+    """The bits of an array, as unsigned integers: to compare NaN payloads."""
+    x = np.ascontiguousarray(x)
+    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
+
+
+def round_to(x, kind):
+    """Round to nearest, ties to even."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(DTYPES[kind])
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention_row(q, k, v, sm_scale, logits_soft_cap, sink):
+    """One query against the rows it sees: ``q (d,)``, ``k (n, d)``, ``v (n, dv)`` -> row, lse."""
+    if len(k) == 0:
+        return np.zeros(v.shape[1]), -np.inf if sink is None else float(sink)
+    logits = (k @ q) * sm_scale
+    if logits_soft_cap > 0:
+        logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+    top = logits.max() if sink is None else max(logits.max(), sink)
+    weights = np.exp(logits - top)
+    total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))
+    return (weights / total) @ v, top + np.log(total)
+
+
+def attention(
+    q,
+    k,
+    v,
+    seq_lens,
+    cu_seqlens_q=None,
+    *,
+    sm_scale=None,
+    logits_soft_cap=0.0,
+    window_left=-1,
+    sinks=None,
+):
+    """Decode (one query per sequence) or ragged prefill over contiguous caches.
+
+    ``q (tokens, num_q_heads, d)``, ``k, v (batch, num_kv_heads, capacity, d)``; query ``i`` of the
+    ``T`` of a sequence of length ``n`` sits at position ``n - T + i`` and sees itself, earlier
+    ones, and of these the last ``window_left``. Returns float64 ``(out, lse)``.
+    """
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    num_tokens, num_q_heads, head_dim = q.shape
+    batch, num_kv_heads = k.shape[:2]
+    group = num_q_heads // num_kv_heads
+    if cu_seqlens_q is None:
+        cu_seqlens_q = np.arange(batch + 1)
+        decode = True
+    else:
+        decode = False
+    scale = 1 / np.sqrt(head_dim) if sm_scale is None else sm_scale
+    out = np.zeros((num_tokens, num_q_heads, v.shape[3]))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for s in range(batch):
+        first, last, n = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1]), int(seq_lens[s])
+        for i in range(last - first):
+            position = n - (last - first) + i
+            assert position >= 0 or (decode and n == 0)
+            begin = 0 if window_left < 0 else max(0, position - window_left)
+            for h in range(num_q_heads):
+                g = h // group
+                out[first + i, h], lse[first + i, h] = attention_row(
+                    q[first + i, h],
+                    k[s, g, begin : position + 1],
+                    v[s, g, begin : position + 1],
+                    scale,
+                    logits_soft_cap,
+                    None if sinks is None else float(sinks[h]),
+                )
+    return out, lse
+
+
+def merge_states(o_a, lse_a, o_b, lse_b):
+    """The state of the union of two disjoint sets of rows."""
+    out, lse = np.zeros(np.shape(o_a)), np.full(np.shape(lse_a), -np.inf)
+    for i in np.ndindex(lse.shape):
+        top = max(lse_a[i], lse_b[i])
+        if top == -np.inf:
+            continue
+        a, b = np.exp(lse_a[i] - top), np.exp(lse_b[i] - top)
+        lse[i] = top + np.log(a + b)
+        out[i] = (a * np.float64(o_a[i]) + b * np.float64(o_b[i])) / (a + b)
+    return out, lse
+
+
+# ---------------------------------------------------------------- writing
+
+
+def rms_norm(x, weight, eps):
+    """Root mean square norm over the last axis."""
+    x = np.asarray(x).astype(np.float64)
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(x, cos, sin, interleaved):
+    """Rotate the first ``2 * len(cos)`` dims of each row: ``x (..., d)``, ``cos, sin (half,)``."""
+    x = np.array(x, dtype=np.float64)
+    half = len(cos)
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        first, second = x[..., a].copy(), x[..., b].copy()
+        x[..., a] = first * cos[i] - second * sin[i]
+        x[..., b] = second * cos[i] + first * sin[i]
+    return x
+
+
+def split_qkv(qkv, num_q_heads, num_kv_heads, head_dim):
+    """``(tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)`` -> q, k, v by token and head."""
+    rows = np.asarray(qkv).astype(np.float64).reshape(len(qkv), -1, head_dim)
+    q, k, v = np.split(rows, [num_q_heads, num_q_heads + num_kv_heads], axis=1)
+    return q, k, v
+
+
+NORM_MODES, INTERLEAVED_MODES = (1, 4), (3, 4)
+
+
+def write(qkv, num_q_heads, num_kv_heads, head_dim, mode, cos, sin, q_w, k_w, eps, pos_offset):
+    """What a layer must return as q and store as K and V, in float64."""
+    q, k, v = split_qkv(qkv, num_q_heads, num_kv_heads, head_dim)
+    if mode in NORM_MODES:
+        q, k = rms_norm(q, q_w, eps), rms_norm(k, k_w, eps)
+    if mode != 0:
+        for i in range(len(qkv)):
+            row = pos_offset + i
+            q[i] = rope(q[i], cos[row], sin[row], mode in INTERLEAVED_MODES)
+            k[i] = rope(k[i], cos[row], sin[row], mode in INTERLEAVED_MODES)
+    return q, k, v
+
+
+def rope_tables(positions, rotary_dim, base=10000.0, dtype=np.float32):
+    """``cos, sin (positions, rotary_dim / 2)``."""
+    angles = np.outer(np.arange(positions), base ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def plan_append(new, cache, cache_offsets):
+    """``cache[b, h, offsets[b] + l] = new[b, h, l]`` where that row exists; returns a copy."""
+    out = cache.copy()
+    for b in range(new.shape[0]):
+        for row in range(new.shape[2]):
+            to = int(cache_offsets[b]) + row
+            if 0 <= to < cache.shape[2]:
+                out[b, :, to] = new[b, :, row]
+    return out

@@ -1,0 +1,368 @@
+"""`ContiguousLayer`: one sequence of one layer; fused write, append, attention."""
+
+import enum
+import inspect
+
+import naive
+import numpy as np
+import pytest
+import tolerances
+
+import numkv
+
+KINDS = list(naive.DTYPES)
+MODES = [0, 1, 2, 3, 4]
+
+
+def stored(layer, host):
+    """K and V of the cached tokens, ``(num_kv_heads, tokens, head_dim)``, and the length."""
+    n = layer.seq_len
+    return host(layer.k)[0, :, :n].copy(), host(layer.v)[0, :, :n].copy(), n
+
+
+def whole(layer, host):
+    """All bits of both buffers, used or not, and every length."""
+    lens = np.asarray(host(layer.context_lens)).tolist()
+    return naive.words(host(layer.k)).copy(), naive.words(host(layer.v)).copy(), layer.seq_len, lens
+
+
+def assert_unchanged(layer, host, before):
+    for a, b in zip(whole(layer, host), before, strict=True):
+        assert np.array_equal(a, b)
+
+
+def one_token(x, to, mode, cos=None, sin=None, *, target, **options):
+    """Write one token whose q, k and v are all `x`; returns what came out as q and k."""
+    layer = numkv.ContiguousLayer(8, 1, len(x), kind="fp32", target=target)
+    qkv = to(np.array([x * 3], np.float32))
+    q = layer.write(qkv, num_q_heads=1, cos=cos, sin=sin, qk_mode=mode, **options)
+    return layer, q
+
+
+# ---------------------------------------------------------------- properties
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh(target, host, kind):
+    layer = numkv.ContiguousLayer(16, 2, 8, kind=kind, target=target)
+    assert (layer.seq_len, layer.capacity, layer.num_kv_heads, layer.head_dim) == (0, 16, 2, 8)
+    assert layer.is_paged is False
+    assert layer.block_size == 16  # a contiguous cache is one block
+    assert np.asarray(host(layer.block_table)).tolist() == [[0]]
+    assert np.asarray(host(layer.context_lens)).tolist() == [0]
+    assert list(layer.block_indices) == [0]
+    assert host(layer.k).shape == (1, 2, 16, 8)
+    assert host(layer.k).dtype == naive.DTYPES[kind]
+
+
+def test_kind_defaults_to_fp16():
+    assert inspect.signature(numkv.ContiguousLayer).parameters["kind"].default == "fp16"
+
+
+def test_modes_have_names():
+    assert issubclass(numkv.QkMode, enum.IntEnum)
+    assert [int(mode) for mode in numkv.QkMode] == MODES
+
+
+@pytest.mark.parametrize("bad", [-1, 9, 2**40])
+def test_seq_len_has_bounds(target, to, host, bad):
+    layer = numkv.ContiguousLayer(8, 1, 4, target=target)
+    layer.seq_len = 8
+    assert np.asarray(host(layer.context_lens)).tolist() == [8]
+    with pytest.raises(IndexError, match="seq_len"):
+        layer.seq_len = bad
+    assert layer.seq_len == 8
+    layer.seq_len = 0
+    assert layer.seq_len == 0
+
+
+# ---------------------------------------------------------------- write
+
+A, R = -1.0954451, 0.3651484
+TURN = [-3, 2, 1, 4]
+WORKED = [  # mode, cos, sin, expected of [1, 2, 3, 4]
+    (0, None, None, [1, 2, 3, 4]),
+    (2, [0, 1], [1, 0], TURN),
+    (3, [0, 1], [1, 0], [-2, 1, 3, 4]),
+    (1, [0, 1], [1, 0], [A, 0.7302967, R, 1.4605935]),
+    (4, [0, 1], [1, 0], [-0.7302967, R, 1.0954451, 1.4605935]),
+    (2, [-0.9899925, 0.9995500], [0.1411200, 0.0299955],
+     [-1.4133525, 1.8791181, -2.8288575, 4.0581911]),
+    (3, [-0.9899925, 0.9995500], [0.1411200, 0.0299955],
+     [-1.2722325, -1.8388650, 2.8786681, 4.0881869]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mode", "cos", "sin", "expected"), WORKED)
+def test_worked_numbers(target, to, host, mode, cos, sin, expected):
+    tables = [None if x is None else to(np.array([x], np.float32)) for x in (cos, sin)]
+    weight = to(np.ones(4, np.float32)) if mode in (1, 4) else None
+    layer, q = one_token(
+        [1, 2, 3, 4], to, mode, *tables, target=target, eps=0.0,
+        q_norm_weight=weight, k_norm_weight=weight,
+    )  # fmt: skip
+    k, v, n = stored(layer, host)
+    assert np.allclose(host(q)[0, 0], expected, rtol=1e-6, atol=1e-6)
+    assert np.allclose(k[0, 0], expected, rtol=1e-6, atol=1e-6)
+    assert np.array_equal(v[0, 0], [1, 2, 3, 4])
+    assert n == 1
+
+
+def write_problem(rng, kind, tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, positions=64):
+    width = (num_q_heads + 2 * num_kv_heads) * head_dim
+    cos, sin = naive.rope_tables(positions, rotary_dim)
+    return {
+        "qkv": naive.round_to(rng.standard_normal((tokens, width)), kind),
+        "cos": cos,
+        "sin": sin,
+        "q_w": (1 + 0.1 * rng.standard_normal(head_dim)).astype(np.float32),
+        "k_w": (1 + 0.1 * rng.standard_normal(head_dim)).astype(np.float32),
+    }
+
+
+def check_write(problem, layer, to, host, qkv_kind, mode, num_q_heads, pos_offset=None, **options):
+    """Write after what the layer holds already; compare q, K and V with the oracle."""
+    before = stored(layer, host)
+    tokens, kind = len(problem["qkv"]), layer.kind.name
+    at = before[2] if pos_offset is None else pos_offset
+    want_q, want_k, want_v = naive.write(
+        problem["qkv"], num_q_heads, layer.num_kv_heads, layer.head_dim, mode,
+        problem["cos"].astype(np.float64), problem["sin"].astype(np.float64),
+        problem["q_w"], problem["k_w"], 1e-5, at,
+    )  # fmt: skip
+    weights = {}
+    if mode in (1, 4):
+        weights = {"q_norm_weight": to(problem["q_w"]), "k_norm_weight": to(problem["k_w"])}
+    tables = {"cos": None, "sin": None}
+    if mode:
+        tables = {"cos": to(problem["cos"]), "sin": to(problem["sin"])}
+    q = layer.write(
+        to(problem["qkv"]), num_q_heads=num_q_heads, qk_mode=mode, eps=1e-5,
+        pos_offset=pos_offset, **tables, **weights, **options,
+    )  # fmt: skip
+    k, v, n = stored(layer, host)
+    assert n == before[2] + tokens
+    assert np.asarray(host(layer.context_lens)).tolist() == [n]
+    assert np.array_equal(k[:, : before[2]], before[0])
+    assert np.array_equal(v[:, : before[2]], before[1])
+    assert host(q).dtype == naive.DTYPES[qkv_kind]
+    tolerances.assert_rotated_close(host(q), want_q, qkv_kind)
+    tolerances.assert_rotated_close(k[:, before[2] :].swapaxes(0, 1), want_k, kind)
+    assert np.array_equal(v[:, before[2] :].swapaxes(0, 1), naive.round_to(want_v, kind))
+    return q
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_write(target, to, host, rng, kind, mode):
+    """Five tokens, then one: every mode, in the kind's own dtype and from float32."""
+    layer = numkv.ContiguousLayer(8, 2, 8, kind=kind, target=target)
+    for tokens, qkv_kind in ((5, kind), (1, "fp32")):
+        problem = write_problem(rng, qkv_kind, tokens, 4, 2, 8, 8)
+        check_write(problem, layer, to, host, qkv_kind, mode, 4)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp64"])
+def test_write_in_the_other_kinds(target, to, host, rng, kind):
+    layer = numkv.ContiguousLayer(8, 1, 6, kind=kind, target=target)
+    for qkv_kind in (kind, "fp32"):
+        problem = write_problem(rng, qkv_kind, 2, 2, 1, 6, 6)
+        check_write(problem, layer, to, host, qkv_kind, 1, 2)
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3, 4])
+@pytest.mark.parametrize("rotary_dim", [2, 4, 6])
+def test_partial_rotary(target, to, host, rng, mode, rotary_dim):
+    """The first dims turn, the rest are only normed."""
+    layer = numkv.ContiguousLayer(8, 1, 8, kind="fp32", target=target)
+    problem = write_problem(rng, "fp32", 3, 2, 1, 8, rotary_dim)
+    check_write(problem, layer, to, host, "fp32", mode, 2)
+
+
+@pytest.mark.parametrize("pos_offset", [0, 7, 61])
+def test_pos_offset_only_picks_the_angles(target, to, host, rng, pos_offset):
+    layer = numkv.ContiguousLayer(8, 1, 4, kind="fp32", target=target)
+    problem = write_problem(rng, "fp32", 2, 1, 1, 4, 4)
+    check_write(problem, layer, to, host, "fp32", 2, 1)
+    problem = write_problem(rng, "fp32", 3, 1, 1, 4, 4)
+    check_write(problem, layer, to, host, "fp32", 2, 1, pos_offset=pos_offset)
+
+
+def test_q_out_is_filled_and_returned(target, to, host, rng):
+    layer = numkv.ContiguousLayer(8, 1, 4, kind="fp16", target=target)
+    problem = write_problem(rng, "fp32", 3, 2, 1, 4, 4)
+    q_out = to(np.full((3, 2, 4), np.nan, np.float32))
+    assert check_write(problem, layer, to, host, "fp32", 3, 2, q_out=q_out) is q_out
+    assert np.all(np.isfinite(host(q_out)))
+
+
+def test_large_heads_and_small_eps(target, to, host, rng):
+    """Rows near the ends of float32 are normed without overflow of the mean's root."""
+    layer = numkv.ContiguousLayer(8, 1, 64, kind="fp32", target=target)
+    problem = write_problem(rng, "fp32", 2, 1, 1, 64, 64)
+    problem["qkv"] *= np.float32(1e4)
+    check_write(problem, layer, to, host, "fp32", 1, 1)
+
+
+def test_an_empty_write_changes_nothing(target, to, host, rng):
+    layer = numkv.ContiguousLayer(4, 1, 4, kind="fp32", target=target)
+    problem = write_problem(rng, "fp32", 0, 1, 1, 4, 4)
+    check_write(problem, layer, to, host, "fp32", 2, 1)
+    assert layer.seq_len == 0
+
+
+# ---------------------------------------------------------------- bad writes
+
+
+def filled(rng, to, target, kind="fp32"):
+    layer = numkv.ContiguousLayer(4, 1, 4, kind=kind, target=target)
+    rows = to(rng.standard_normal((2, 1, 4), np.float32))
+    layer.append(rows, rows)
+    return layer
+
+
+F32 = np.float32
+BAD_WRITES = [  # what to change, error, start of the message
+    ({"qkv": np.ones((3, 12), F32)}, numkv.CacheFull, ""),
+    ({"qkv": np.ones((2, 13), F32)}, numkv.DimensionMismatch, "qkv: expected .*got"),
+    ({"qkv": np.ones((2, 12), np.int32)}, numkv.UnsupportedDType, "qkv: expected .*got"),
+    ({"qkv": np.ones(12, F32)}, numkv.DimensionMismatch, "qkv: expected .*got"),
+    ({"num_q_heads": 2}, numkv.DimensionMismatch, "qkv: expected .*got"),
+    ({"cos": np.ones((9, 3), F32)}, numkv.DimensionMismatch, "(cos|sin): expected .*got"),
+    ({"sin": np.ones((8, 2), F32)}, numkv.DimensionMismatch, "(cos|sin): expected .*got"),
+    ({"cos": np.ones((9, 3), F32), "sin": np.ones((9, 3), F32)}, numkv.DimensionMismatch, "cos: "),
+    ({"cos": None}, numkv.NumkvError, "cos"),
+    ({"q_norm_weight": None}, numkv.DimensionMismatch, "q_norm_weight"),
+    ({"k_norm_weight": None}, numkv.DimensionMismatch, "k_norm_weight"),
+    ({"q_norm_weight": np.ones(3, F32)}, numkv.DimensionMismatch, "q_norm_weight: expected"),
+    ({"k_norm_weight": np.ones((4, 1), F32)}, numkv.DimensionMismatch, "k_norm_weight: expected"),
+    ({"q_norm_weight": np.ones(4, np.int8)}, numkv.UnsupportedDType, "q_norm_weight: expected"),
+    ({"pos_offset": 8}, IndexError, ""),
+    ({"pos_offset": -1}, IndexError, ""),
+    ({"qk_mode": 5}, ValueError, ""),
+    ({"qk_mode": -1}, ValueError, ""),
+    ({"q_out": np.ones((2, 1, 5), F32)}, numkv.DimensionMismatch, "q_out: expected .*got"),
+    ({"q_out": np.ones((2, 1, 4), np.float16)}, numkv.UnsupportedDType, "q_out: expected .*got"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD_WRITES)
+def test_bad_writes_change_nothing(target, to, host, rng, change, error, message):
+    layer = filled(rng, to, target)
+    before = whole(layer, host)
+    arguments = {
+        "qkv": np.ones((2, 12), F32),
+        "num_q_heads": 1,
+        "cos": np.ones((9, 2), F32),
+        "sin": np.ones((9, 2), F32),
+        "qk_mode": 1,
+        "q_norm_weight": np.ones(4, F32),
+        "k_norm_weight": np.ones(4, F32),
+    } | change
+    moved = {n: to(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+    with pytest.raises(error, match=message):
+        layer.write(moved.pop("qkv"), **moved)
+    assert_unchanged(layer, host, before)
+
+
+def test_positions_past_the_table(target, to, host, rng):
+    layer = filled(rng, to, target)  # two tokens, so the next two need rows 2 and 3
+    before = whole(layer, host)
+    tables = {"cos": to(np.ones((3, 2), F32)), "sin": to(np.ones((3, 2), F32))}
+    with pytest.raises(IndexError):
+        layer.write(to(np.ones((2, 12), F32)), num_q_heads=1, qk_mode=2, **tables)
+    assert_unchanged(layer, host, before)
+    layer.write(to(np.ones((1, 12), F32)), num_q_heads=1, qk_mode=2, **tables)
+    assert layer.seq_len == 3
+
+
+# ---------------------------------------------------------------- append, truncate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_and_truncate(target, to, host, rng, kind):
+    layer = numkv.ContiguousLayer(6, 2, 4, kind=kind, target=target)
+    k = rng.standard_normal((5, 2, 4), np.float32)
+    v = naive.round_to(rng.standard_normal((5, 2, 4)), kind)
+    layer.append(to(k[:3]), to(v[:3]))
+    layer.append(to(k[3:]), to(v[3:]))
+    got_k, got_v, n = stored(layer, host)
+    assert n == 5
+    assert np.array_equal(got_k.swapaxes(0, 1), naive.round_to(k, kind))
+    assert np.array_equal(got_v.swapaxes(0, 1), v)
+    layer.truncate(2)
+    assert layer.seq_len == 2
+    layer.append(to(k[4:]), to(v[4:]))
+    assert np.array_equal(stored(layer, host)[1].swapaxes(0, 1), v[[0, 1, 4]])
+    before = whole(layer, host)
+    for bad in (-1, 4):
+        with pytest.raises((IndexError, ValueError, numkv.NumkvError)):
+            layer.truncate(bad)
+    with pytest.raises(numkv.CacheFull):
+        layer.append(to(k[:4]), to(v[:4]))
+    assert_unchanged(layer, host, before)
+
+
+# ---------------------------------------------------------------- attention
+
+Q = [[1, 0], [0, 1], [1, 1], [2, -1]]
+K = [[[1, 0], [0, 1], [1, 1]], [[0, 1], [1, 0], [-1, 0]]]
+V = [[[1, 2], [3, 4], [5, 6]], [[-1, 0], [0, 1], [2, 2]]]
+OUT = {
+    1: [[1, 2], [1, 2], [-1, 0], [-1, 0]],
+    2: [[1.6604769, 2.6604769], [2.3395231, 3.3395231], [-0.5, 0.5], [-0.1070418, 0.8929582]],
+    3: [[3, 4], [3.4066726, 4.4066726], [-0.2290414, 0.6625752], [-0.0014095, 0.9484575]],
+}
+
+
+def worked_layer(to, target, kind, tokens):
+    layer = numkv.ContiguousLayer(8, 2, 2, kind=kind, target=target)
+    k, v = np.array(K, np.float32).swapaxes(0, 1), np.array(V, np.float32).swapaxes(0, 1)
+    layer.append(to(k[:tokens].copy()), to(v[:tokens].copy()))
+    return layer
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_worked_attention(target, to, host, kind, tokens):
+    layer = worked_layer(to, target, kind, tokens)
+    out = layer.decode_attention(to(np.array([Q], np.float32)))
+    assert np.allclose(host(out)[0], OUT[tokens], rtol=0, atol=2e-6)
+
+
+def test_worked_prefill(target, to, host):
+    layer = worked_layer(to, target, "fp32", 3)
+    out = layer.decode_attention(to(np.array([Q, Q], np.float32)))
+    assert np.allclose(host(out), [OUT[2], OUT[3]], rtol=0, atol=2e-6)
+
+
+def test_an_empty_layer(target, to, host):
+    layer = numkv.ContiguousLayer(8, 2, 2, target=target)
+    out, lse = layer.decode_attention(to(np.ones((1, 4, 2), np.float32)), return_lse=True)
+    assert np.all(host(out) == 0)
+    assert np.all(host(lse) == -np.inf)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_more_queries_than_tokens(target, to, tokens):
+    layer = worked_layer(to, target, "fp32", tokens)
+    with pytest.raises(numkv.DimensionMismatch, match="q"):
+        layer.decode_attention(to(np.ones((max(2, tokens + 1), 4, 2), np.float32)))
+
+
+def test_options_reach_the_kernel(target, to, host, rng):
+    layer = numkv.ContiguousLayer(16, 2, 8, kind="bf16", target=target)
+    rows = [rng.standard_normal((9, 2, 8), np.float32) for _ in "kv"]
+    layer.append(*map(to, rows))
+    k, v, n = stored(layer, host)
+    q = rng.standard_normal((3, 4, 8), np.float32)
+    sinks = rng.standard_normal(4).astype(np.float32)
+    options = {"sm_scale": 0.4, "logits_soft_cap": 3.0, "window_left": 4}
+    place = to(np.zeros((3, 4, 8), np.float32))
+    out, lse = layer.decode_attention(
+        to(q), sinks=to(sinks), return_lse=True, out=place, **options
+    )
+    want, want_lse = naive.attention(q, k[None], v[None], [n], [0, 3], sinks=sinks, **options)
+    assert out is place
+    tolerances.assert_rows_close(host(out), want, 1e-5)
+    tolerances.assert_lse_close(host(lse), want_lse)

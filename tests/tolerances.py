@@ -1,0 +1,57 @@
+"""How far a result may be from the oracle: one table, by what is computed and in which dtype.
+
+=================  ==========================================================================
+moves and copies   exact, bit for bit
+attention rows     relative L2 error of each output row: the accumulator's, or the output
+                   dtype's own rounding where that is larger
+lse                absolute, per unit of ``max(1, |lse|)``; stored as float32
+rotated rows       per element, relative to the row's largest: arithmetic, then one rounding
+=================  ==========================================================================
+"""
+
+import numpy as np
+
+ACCUMULATOR = {"fp32": 1e-5, "fp64": 1e-12}
+# Half a unit in the last place, with a little room for a result on the wrong side of a tie.
+ROUNDING = {"fp64": 0.0, "fp32": 6.0e-8, "fp16": 5.0e-4, "bf16": 4.0e-3}
+LSE = 1e-5
+ROTATED = {"fp64": 1e-6, "fp32": 1e-6, "fp16": 5.0e-4, "bf16": 4.0e-3}
+
+
+def attention(storage: str, q: str) -> float:
+    """The bound for one storage kind and one dtype of q: float64 where either is."""
+    accumulator = ACCUMULATOR["fp64" if "fp64" in (storage, q) else "fp32"]
+    return max(accumulator, 2 * ROUNDING[q])
+
+
+def row_errors(actual, expected) -> np.ndarray:
+    """Relative L2 error of each row; a row of zeros has to be met exactly."""
+    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected)
+    error = np.linalg.norm(actual - expected, axis=-1)
+    size = np.linalg.norm(expected, axis=-1)
+    return np.where(size > 0, error / np.where(size > 0, size, 1), np.where(error > 0, np.inf, 0))
+
+
+def assert_rows_close(actual, expected, bound: float) -> None:
+    """Every output row within ``bound``; NaN never passes."""
+    assert np.shape(actual) == np.shape(expected)
+    errors = row_errors(actual, expected)
+    assert np.all(errors <= bound), f"row error {np.nanmax(errors)} > {bound}"
+
+
+def assert_lse_close(actual, expected) -> None:
+    """Log-sum-exps; minus infinity has to be met exactly."""
+    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected)
+    assert actual.shape == expected.shape
+    finite = np.isfinite(expected)
+    assert np.array_equal(actual[~finite], expected[~finite])
+    error = np.abs(actual[finite] - expected[finite]) / np.maximum(1, np.abs(expected[finite]))
+    assert np.all(error <= LSE), f"lse error {error.max()}"
+
+
+def assert_rotated_close(actual, expected, kind: str) -> None:
+    """Normed and rotated rows, then rounded to a kind."""
+    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected)
+    assert actual.shape == expected.shape
+    size = np.max(np.abs(expected), axis=-1, keepdims=True)
+    assert np.all(np.abs(actual - expected) <= ROTATED[kind] * size)
