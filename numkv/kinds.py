@@ -105,7 +105,7 @@ _KINDS = {
 }
 _ALIASES = {
     "f64": "fp64", "float64": "fp64", "double": "fp64",
-    "f32": "fp32", "float32": "fp32", "float": "fp32", "single": "fp32",
+    "f32": "fp32", "float32": "fp32", "single": "fp32",
     "f16": "fp16", "float16": "fp16", "half": "fp16",
     "bfloat16": "bf16", "bfp16": "bf16",
 }  # fmt: skip

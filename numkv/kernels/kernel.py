@@ -24,13 +24,16 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache
 
-__all__ = ["array", "build", "cache_stats", "parallel_lock", "source_digest"]
+__all__ = ["WORDS", "array", "build", "cache_stats", "parallel_lock", "source_digest"]
 
 log = logging.getLogger("numkv.kernels")
 
 #: Held while a kernel runs on several threads: Numba's ``workqueue`` threading layer, the only one that is always
 #: there, aborts the process when two Python threads launch parallel kernels at once.
 parallel_lock = threading.Lock()
+
+#: Numba types of the words that storage kinds lie in.
+WORDS = {"fp64": types.float64, "fp32": types.float32, "fp16": types.uint16, "bf16": types.uint16}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _stats = {"hits": 0, "misses": 0}

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["finish", "power_of_2"]
+__all__ = ["finish", "merge_weights", "power_of_2"]
 
 
 @register_jitable
@@ -52,3 +52,28 @@ def finish(maximum, total, sink, ln_2):
     if sink > -np.inf:
         denominator += power_of_2(sink, top)
     return shrink / denominator, top * ln_2 + math.log(denominator)
+
+
+@register_jitable
+def merge_weights(lse_a, lse_b):
+    """Weights of two normalised partial results, and the log of their sum of exponentials.
+
+    Parameters
+    ----------
+    lse_a, lse_b : float
+        Natural logs of the parts' sums of exponentials; -inf where a part saw nothing.
+
+    Returns
+    -------
+    weight_a, weight_b, lse : float
+        Both weights are 0 where both parts saw nothing.
+    """
+    top = lse_a
+    if lse_b > top:
+        top = lse_b
+    if top == -np.inf:
+        return np.float32(0), np.float32(0), top
+    exp_a = np.float32(math.exp(lse_a - top))
+    exp_b = np.float32(math.exp(lse_b - top))
+    total = np.float32(exp_a + exp_b)
+    return exp_a / total, exp_b / total, np.float32(top + np.float32(math.log(total)))

@@ -1,0 +1,10 @@
+"""Operations on the CPU; `numkv.kernels.cuda` has the same ones."""
+
+from __future__ import annotations
+
+from numkv.kernels.cpu.append import append_rows, copy_rows
+from numkv.kernels.cpu.attention import attention
+from numkv.kernels.cpu.merge import merge
+from numkv.kernels.cpu.write import write_rows
+
+__all__ = ["append_rows", "attention", "copy_rows", "merge", "write_rows"]

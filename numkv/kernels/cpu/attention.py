@@ -25,7 +25,8 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu import simd
 from numkv.kernels.cpu.simd import next_item, score_tile, soft_cap_tile, softmax_tile, weigh_tile
-from numkv.kernels.kernel import array, build, parallel_lock
+from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.kernel import WORDS, array, build, parallel_lock
 from numkv.rows.softmax import finish, power_of_2
 
 __all__ = ["attention"]
@@ -287,10 +288,9 @@ def _visible(position, window_left, begin, end, tile):
 
 @functools.cache
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    words = {"fp64": types.float64, "fp32": types.float32, "fp16": types.uint16, "bf16": types.uint16}
     real = getattr(types, compute)
     signature = (
-        array(real, 3), array(words[k_kind], 4), array(words[v_kind], 4), array(types.int32, 2),
+        array(real, 3), array(WORDS[k_kind], 4), array(WORDS[v_kind], 4), array(types.int32, 2),
         array(types.int64, 1), array(types.int64, 1), types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
         types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
@@ -308,18 +308,22 @@ class _Workspace:
 
 
 _workspace = _Workspace()
+# Kinds whose words are what the kernel computes with.
+_WORD_OF = {"fp32": "float32", "fp64": "float64"}
 
 
 def attention(
-    q, k, v, k_kind, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
-    sinks, out, lse,
+    q, q_kind, k, k_kind, v, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
+    window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
     Parameters
     ----------
     q : array (num_tokens, num_q_heads, head_dim)
-        Query rows of all sequences, float32 or float64.
+        Query rows of all sequences, in the words of `q_kind`.
+    q_kind : str
+        Their kind.
     k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
         Pools, in their kinds' words.
     k_kind, v_kind : str
@@ -335,14 +339,18 @@ def attention(
     window_left : int
         Earlier tokens that a query sees; -1 for all.
     sinks : array (num_q_heads,) or (0,)
-        Extra scores in the denominator, in q's dtype.
+        Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
     out : array (num_tokens, num_q_heads, head_dim_v)
-        Result, in q's dtype.
+        Result, in the words of `q_kind`.
     lse : float32 array (num_tokens, num_q_heads)
         Log of the sum of exponentials.
     """
-    compute = q.dtype.name
+    compute = sinks.dtype.name
     kernel = _kernel(k_kind, v_kind, compute)
+    result = out
+    if _WORD_OF.get(q_kind) != compute:
+        q = to_floats(q, q_kind, compute)
+        result = np.empty(out.shape, compute)
     workers = numba.get_num_threads()
     need = 4 + 3 * len(seq_lens) + workers * 2 * simd.TILE
     with parallel_lock:
@@ -351,8 +359,10 @@ def attention(
         while True:
             need = kernel(
                 q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
-                sinks, out, lse, _workspace.floats[compute], _workspace.ints, workers,
+                sinks, result, lse, _workspace.floats[compute], _workspace.ints, workers,
             )  # fmt: skip
             if need == 0:
-                return
+                break
             _workspace.floats[compute] = np.empty(need, compute)
+    if result is not out:
+        from_floats(result, out, q_kind)

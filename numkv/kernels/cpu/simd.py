@@ -17,6 +17,9 @@ type, lanes, rows at once) come as literal arguments; sizes that vary by call ar
 kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is loaded
 under a mask.
 
+Two small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
+vectoriser needs, and `next_item` hands out work to threads.
+
 Arguments named ``*_at`` are element offsets into an array's memory.
 """
 
@@ -33,6 +36,7 @@ __all__ = [
     "LANES",
     "TILE",
     "next_item",
+    "row_of",
     "score_tile",
     "soft_cap_tile",
     "softmax_tile",
@@ -533,3 +537,30 @@ def next_item(typing_context, counter):
         return b.atomic_rmw("add", data, _I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def row_of(typing_context, array, index):
+    """One row of an array whose last axis is contiguous, whatever its other strides: a 1-d C array that shares memory.
+
+    The caller keeps `array` alive, and `index` (one number for each axis but the last) in range.
+    """
+    row_type = types.Array(array.dtype, 1, "C", readonly=not array.mutable)
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[0])(context, b, args[0])
+        at = b.ptrtoint(source.data, _I64)
+        for axis, i in enumerate(cgutils.unpack_tuple(b, args[1])):
+            at = b.add(at, b.mul(i, b.extract_value(source.strides, axis)))
+        row = context.make_array(row_type)(context, b)
+        context.populate_array(
+            row,
+            data=b.inttoptr(at, source.data.type),
+            shape=[b.extract_value(source.shape, array.ndim - 1)],
+            strides=[source.itemsize],
+            itemsize=source.itemsize,
+            meminfo=None,
+        )
+        return row._getvalue()
+
+    return row_type(array, types.UniTuple(types.int64, array.ndim - 1)), codegen

@@ -1,0 +1,159 @@
+"""Checks of arguments, with one message form: "`k_new`: expected float32 (2, 4, 5, 8), got …; …".
+
+They run before anything is changed and cost about a microsecond an array.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.targets import Array, Target
+
+__all__ = ["Shape", "check_array", "check_index", "check_integers", "check_size", "check_writable"]
+
+#: What a shape must be: numbers, and names of sizes that the caller is free to choose.
+Shape = tuple[int | str, ...]
+
+
+def _describe(shape: Shape) -> str:
+    inner = ", ".join(str(n) for n in shape)
+    return f"({inner},)" if len(shape) == 1 else f"({inner})"
+
+
+def _message(name: str, expected: str, x: Array, remedy: str) -> str:
+    return f"`{name}`: expected {expected}, got {x.dtype} {_describe(x.shape)}; {remedy}"
+
+
+def check_array(
+    target: Target, name: str, x: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape
+) -> Array:
+    """Take an array argument: of this target, one of `dtypes`, of `shape`, with a contiguous last axis.
+
+    Parameters
+    ----------
+    target : Target
+        Where it must be.
+    name : str
+        What errors call it.
+    x : object
+        The argument.
+    dtypes : tuple of numpy.dtype
+        The dtypes it may have.
+    shape : tuple of int or str
+        The shape it must have; a string stands for any size, and says in messages which.
+
+    Returns
+    -------
+    array
+        `x` as an array of the target, not copied.
+    """
+    x = target.accept(x, name)
+    if x.dtype not in dtypes:
+        raise UnsupportedDType(
+            _message(
+                name,
+                f"{' or '.join(str(d) for d in dtypes)} {_describe(shape)}",
+                x,
+                "convert it, for example with .astype",
+            )
+        )
+    actual = x.shape
+    if len(actual) != len(shape) or any(
+        a != b for a, b in zip(actual, shape, strict=True) if type(b) is int
+    ):
+        raise DimensionMismatch(
+            _message(name, f"{x.dtype} {_describe(shape)}", x, "pass an array of this shape"),
+            expected=shape,
+            actual=tuple(actual),
+        )
+    if x.strides[-1] != x.dtype.itemsize and actual[-1] > 1 and x.size:
+        raise NotSupported(
+            f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
+            f"step of {x.strides[-1]} bytes along it; pass numpy.ascontiguousarray({name})"
+        )
+    return x
+
+
+def check_writable(name: str, x: Array) -> None:
+    """Refuse a read-only NumPy array as a place to write to."""
+    flags = getattr(x, "flags", None)
+    if isinstance(x, np.ndarray) and flags is not None and not flags.writeable:
+        raise NotSupported(
+            f"`{name}`: expected a writable array, got a read-only one; pass a copy"
+        )
+
+
+def check_integers(
+    target: Target, name: str, x: Any, shape: Shape, dtypes: tuple[Any, ...] = (np.int32, np.int64)
+) -> Array:
+    """Take an argument of indices or lengths; on the CPU a list of ints will do.
+
+    Parameters
+    ----------
+    target : Target
+        Where it must be.
+    name : str
+        What errors call it.
+    x : object
+        The argument.
+    shape : tuple of int or str
+        See `check_array`.
+    dtypes : tuple
+        The integer dtypes it may have.
+    """
+    if isinstance(x, (list, tuple)) and target.name == "cpu":
+        x = np.asarray(x, dtypes[-1] if x else np.int64)
+    return check_array(target, name, x, tuple(np.dtype(d) for d in dtypes), shape)
+
+
+def check_size(name: str, n: Any, least: int = 0) -> int:
+    """Take an integer argument that is a size.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    n : int
+        The argument; anything with ``__index__``.
+    least : int
+        The smallest value it may have.
+    """
+    try:
+        size = operator.index(n)
+    except TypeError:
+        raise TypeError(f"`{name}`: expected an integer, got {type(n).__name__}") from None
+    if size < least:
+        raise DimensionMismatch(
+            f"`{name}`: expected an integer of at least {least}, got {size}",
+            expected=least,
+            actual=size,
+        )
+    return size
+
+
+def check_index(name: str, i: Any, size: int, *, inclusive: bool = False) -> int:
+    """Take an index argument in ``[0, size)``, or ``[0, size]``; negative ones are not accepted.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    i : int
+        The argument; anything with ``__index__``.
+    size : int
+        The bound.
+    inclusive : bool
+        Whether `size` itself is in range.
+    """
+    try:
+        index = operator.index(i)
+    except TypeError:
+        raise TypeError(f"`{name}`: expected an integer, got {type(i).__name__}") from None
+    if not 0 <= index < size + inclusive:
+        closing = "]" if inclusive else ")"
+        raise IndexError(f"`{name}`: expected an index in [0, {size}{closing}, got {index}")
+    return index

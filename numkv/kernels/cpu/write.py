@@ -1,0 +1,129 @@
+"""Write a fused QKV projection into a cache, on the CPU: split, RMS norm of q and k, RoPE, and the write, in one pass.
+
+Row ``i`` of `qkv` is all q heads, then all k heads, then all v heads. Heads of q and k are normalised and rotated as
+asked; q goes to `q_out`, k and v to the slots of positions ``start + i``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.kernel import WORDS, array, build
+from numkv.rows.address import slot_of
+from numkv.rows.convert import codec
+from numkv.rows.rmsnorm import root_mean_square
+from numkv.rows.rope import pair_of, rotate_pair
+
+__all__ = ["write_rows"]
+
+
+def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
+    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    load, store_q = codec(SRC, COMPUTE)
+    _, store_k = codec(K_KIND, COMPUTE)
+    _, store_v = codec(V_KIND, COMPUTE)
+
+    def kernel(
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
+        q_out, k_pool, v_pool, block_table, start,
+    ):  # fmt: skip
+        num_q_heads = q_out.shape[1]
+        num_kv_heads, block_size = k_pool.shape[1], np.int64(k_pool.shape[2])
+        dim = q_out.shape[2]
+        half = cos.shape[1]
+        x = np.empty(dim, F)
+        for t in range(qkv.shape[0]):
+            slot = slot_of(block_table, start + t, block_size)
+            block, offset = slot // block_size, slot % block_size
+            row = row_of(qkv, (np.int64(t),))
+            for h in range(num_q_heads + num_kv_heads):
+                first = h * dim
+                for d in range(dim):
+                    x[d] = load(row[first + d])
+                if normalise:
+                    total = F(0)
+                    for d in range(dim):
+                        total += x[d] * x[d]
+                    root = F(root_mean_square(total, F(dim), F(eps)))
+                    weight = q_weight if h < num_q_heads else k_weight
+                    for d in range(dim):
+                        x[d] = x[d] / root * weight[d]
+                if rotate:
+                    for i in range(half):
+                        c, s = F(cos[first_angle + t, i]), F(sin[first_angle + t, i])
+                        low, high = pair_of(i, half, interleaved)
+                        x[low], x[high] = rotate_pair(x[low], x[high], c, s)
+                if h < num_q_heads:
+                    q_row = row_of(q_out, (np.int64(t), np.int64(h)))
+                    for d in range(dim):
+                        q_row[d] = store_q(x[d])
+                else:
+                    k_row = row_of(k_pool, (block, np.int64(h - num_q_heads), offset))
+                    for d in range(dim):
+                        k_row[d] = store_k(x[d])
+            for h in range(num_kv_heads):
+                first = (num_q_heads + num_kv_heads + h) * dim
+                v_row = row_of(v_pool, (block, np.int64(h), offset))
+                for d in range(dim):
+                    v_row[d] = store_v(load(row[first + d]))
+
+    return kernel
+
+
+@functools.cache
+def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, table: str) -> Any:
+    real, angle = getattr(types, compute), array(getattr(types, table), 2)
+    signature = (
+        array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
+        array(real, 1), array(real, 1), types.float64, types.int64,
+        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
+        array(WORDS[v_kind], 4, out=True), array(types.int32, 1), types.int64,
+    )  # fmt: skip
+    label = f"write_rows, {src} to K {k_kind}, V {v_kind}"
+    return build(make_write_rows(src, k_kind, v_kind, compute), signature, label=label)
+
+
+def write_rows(
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
+    q_out, k_pool, k_kind, v_pool, v_kind, block_table, start,
+):  # fmt: skip
+    """Split, normalise, rotate and write one sequence's new tokens.
+
+    Parameters
+    ----------
+    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        Fused projections, in the words of `qkv_kind`.
+    qkv_kind : str
+        Their kind.
+    cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
+        Tables of angles, of one dtype.
+    normalise, rotate, interleaved : bool
+        Whether q and k are normalised; whether they are rotated, and in which pairs.
+    q_weight, k_weight : array (head_dim,)
+        Norm weights in the computing dtype: float64 if qkv is fp64, else float32.
+    eps : float
+        Added to the mean square.
+    first_angle : int
+        Row of `cos` and `sin` for the first token.
+    q_out : array (num_tokens, num_q_heads, head_dim)
+        Takes q, in the words of `qkv_kind`.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Take k and v.
+    k_kind, v_kind : str
+        Their kinds.
+    block_table : int32 array (max_blocks,)
+        The sequence's blocks.
+    start : int
+        Position of the first new token.
+    """
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name)
+    kernel(
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
+        q_out, k_pool, v_pool, block_table, start,
+    )  # fmt: skip

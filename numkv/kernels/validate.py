@@ -1,0 +1,66 @@
+"""Checks of values inside index arrays, compiled: a look at every sequence costs less than one NumPy call.
+
+They run on the host. For the CPU target they always run; for CUDA only when asked to, on copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import types
+
+from numkv.kernels.kernel import array, build
+
+__all__ = ["check_lengths"]
+
+#: What `check_lengths` found.
+FINE, BAD_LENGTH, TOO_MANY_QUERIES, BAD_STARTS = range(4)
+
+
+def _check_lengths(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing):
+    if q_starts[0] != 0 or q_starts[len(seq_lens)] != num_tokens:
+        return BAD_STARTS, -1
+    for b in range(len(seq_lens)):
+        queries = q_starts[b + 1] - q_starts[b]
+        if queries < 0:
+            return BAD_STARTS, b
+        if seq_lens[b] < 0 or seq_lens[b] > capacity:
+            return BAD_LENGTH, b
+        if queries > seq_lens[b] and not (one_may_see_nothing and queries == 1):
+            return TOO_MANY_QUERIES, b
+    return FINE, -1
+
+
+@functools.cache
+def _kernel() -> Any:
+    index = array(types.int64, 1)
+    signature = (index, index, types.int64, types.int64, types.boolean)
+    return build(_check_lengths, signature, label="check_lengths")
+
+
+def check_lengths(
+    seq_lens: Any, q_starts: Any, num_tokens: int, capacity: int, one_may_see_nothing: bool
+) -> tuple[int, int]:
+    """Find the first sequence whose numbers do not fit.
+
+    Parameters
+    ----------
+    seq_lens : int64 array (num_seqs,)
+        Tokens in the cache.
+    q_starts : int64 array (num_seqs + 1,)
+        Where each sequence's queries start.
+    num_tokens : int
+        Query tokens in all.
+    capacity : int
+        Tokens that a sequence can have.
+    one_may_see_nothing : bool
+        Whether a single query may go with an empty sequence.
+
+    Returns
+    -------
+    finding, sequence : int
+        One of `FINE`, `BAD_LENGTH`, `TOO_MANY_QUERIES`, `BAD_STARTS`, and which sequence (-1: none in particular).
+    """
+    found, b = _kernel()(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing)
+    return int(found), int(b)

@@ -1,0 +1,466 @@
+"""Layers: the K and V of one sequence in one layer, written and attended to in place."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+
+from numkv import structs, targets
+from numkv.attention import FLOAT_DTYPES, Pool, attend, check_queries, too_many_queries
+from numkv.checks import check_array, check_index, check_size, check_writable
+from numkv.errors import CacheFull, DimensionMismatch
+from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.targets import Array
+
+__all__ = ["ContiguousLayer", "QKMode"]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class QKMode(enum.IntEnum):
+    """What happens to q and k on their way into the cache; v is always copied."""
+
+    COPY = 0
+    """Nothing."""
+    NORM_HALF_SPLIT = 1
+    """RMS norm, then RoPE on the pairs (i, i + rotary_dim / 2): Qwen3."""
+    HALF_SPLIT = 2
+    """RoPE on the pairs (i, i + rotary_dim / 2): Llama and Mistral in Hugging Face checkpoints."""
+    INTERLEAVED = 3
+    """RoPE on the pairs (2i, 2i + 1): Llama in GGUF files."""
+    NORM_INTERLEAVED = 4
+    """RMS norm, then RoPE on the pairs (2i, 2i + 1)."""
+
+    @property
+    def normalises(self) -> bool:
+        """Whether q and k are normalised."""
+        return self in (QKMode.NORM_HALF_SPLIT, QKMode.NORM_INTERLEAVED)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pairs are neighbours."""
+        return self in (QKMode.INTERLEAVED, QKMode.NORM_INTERLEAVED)
+
+
+class Layer:
+    """What contiguous and paged layers have in common: a block table over buffers, and a length."""
+
+    def __init__(self, pool: Pool, block_table: np.ndarray[Any, Any], capacity: int) -> None:
+        self._target = pool.target
+        self._pool = pool
+        self._table = block_table  # int32 (max_blocks,), on the host
+        self._capacity = capacity
+        self._context_lens = np.zeros(1, np.int32)  # the length, shared with .jit
+        self._device_table: Array = None
+        self._k_dtypes = tuple(dict.fromkeys((pool.k_kind.dtype, _FLOAT32)))
+        self._v_dtypes = tuple(dict.fromkeys((pool.v_kind.dtype, _FLOAT32)))
+        self._struct: Any = None
+
+    # -- what it is
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K, and of V unless `v_kind` differs."""
+        return self._pool.k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._pool.v_kind
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._target.name
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return int(self._pool.k.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row."""
+        return int(self._pool.k.shape[3])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the layer can hold."""
+        return self._capacity
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``."""
+        return int(self._context_lens[0])
+
+    @seq_len.setter
+    def seq_len(self, length: int) -> None:
+        self._context_lens[0] = check_index("seq_len", length, self._capacity, inclusive=True)
+
+    def __len__(self) -> int:
+        return self.seq_len
+
+    @property
+    def context_lens(self) -> np.ndarray[Any, Any]:
+        """The length as an int32 array of one element, shared with `jit`."""
+        return self._context_lens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers."""
+        return int(self._pool.k.nbytes + self._pool.v.nbytes)
+
+    @property
+    def jit(self) -> Any:
+        """The jitclass instance over this layer's memory, for your own ``@njit`` functions; see `numkv.structs`."""
+        if self._struct is None:
+            if self._target.name == "cpu":
+                make = structs.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
+                none = np.empty((0, 0, 0), np.float32)
+                self._struct = make(
+                    self._pool.k, self._pool.v, none, none, self._table, self._context_lens
+                )
+            else:
+                self._struct = structs.host_struct("int32")(self._table, self._context_lens)
+        return self._struct
+
+    # -- writing
+
+    def _check_room(self, tokens: int) -> int:
+        start = self.seq_len
+        if start + tokens > self._capacity:
+            raise CacheFull(
+                f"expected room for {tokens} more tokens, got {self._capacity - start} of "
+                f"capacity {self._capacity}; truncate, or make the layer larger"
+            )
+        return start
+
+    def _block_table(self) -> Array:
+        """The block table on the target, ``(1, max_blocks)``."""
+        if self._device_table is None:
+            self._device_table = self._target.index(self._table[None, :], np.int32)
+        return self._device_table
+
+    def append(self, k: Any, v: Any) -> None:
+        """Append ready rows: no norm, no rotation.
+
+        Parameters
+        ----------
+        k, v : array (num_tokens, num_kv_heads, head_dim)
+            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even).
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all of them; nothing is written.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            If an array has another shape, dtype, layout or target.
+        """
+        pool, target = self._pool, self._target
+        shape = ("num_tokens", self.num_kv_heads, self.head_dim)
+        k = check_array(target, "k", k, self._k_dtypes, shape)
+        v = check_array(target, "v", v, self._v_dtypes, tuple(k.shape))
+        start = self._check_room(k.shape[0])
+        table = self._block_table()[0]
+        for rows, words, to in ((k, pool.k, pool.k_kind), (v, pool.v, pool.v_kind)):
+            source = kind_of_dtype(rows.dtype)
+            assert source is not None
+            target.ops.append_rows(
+                target.words(rows), source.name, words, to.name, table, start
+            )
+        self._context_lens[0] = start + k.shape[0]
+
+    def write(
+        self,
+        qkv: Any,
+        *,
+        num_q_heads: int,
+        cos: Any = None,
+        sin: Any = None,
+        qk_mode: QKMode | int,
+        q_norm_weight: Any = None,
+        k_norm_weight: Any = None,
+        eps: float = 1e-6,
+        pos_offset: int | None = None,
+        q_out: Any = None,
+    ) -> Array:
+        """Split fused projections, normalise and rotate q and k, and write K and V, in one pass.
+
+        Parameters
+        ----------
+        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+            All q heads, then all k heads, then all v heads of each token; any float dtype.
+        num_q_heads : int
+            Q heads in `qkv`.
+        cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
+            Tables of the rotation, a row per position. With ``rotary_dim < head_dim`` the first dims are
+            rotated. None is fine for ``QKMode.COPY``.
+        qk_mode : QKMode or int
+            What happens to q and k.
+        q_norm_weight, k_norm_weight : array (head_dim,), optional
+            Weights of the RMS norm; needed by the modes that normalise.
+        eps : float
+            Added to the mean square, inside the root.
+        pos_offset : int, optional
+            Row of `cos` and `sin` for the first token; `seq_len` if None. Where K and V go is always `seq_len`.
+        q_out : array (num_tokens, num_q_heads, head_dim), optional
+            Takes q; of qkv's dtype.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim)
+            q, ready for `decode_attention`, in qkv's dtype.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all tokens; nothing is written.
+        IndexError
+            If `cos` and `sin` have no row for a position.
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError
+            If an argument is missing, or has another shape, dtype, layout, value or target.
+        """
+        pool, target = self._pool, self._target
+        mode = QKMode(qk_mode)
+        heads = check_size("num_q_heads", num_q_heads)
+        dim = self.head_dim
+        width = (heads + 2 * self.num_kv_heads) * dim
+        qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
+        tokens = int(qkv.shape[0])
+        qkv_kind = kind_of_dtype(qkv.dtype)
+        assert qkv_kind is not None
+        kinds = (qkv_kind.compute, pool.k_kind.compute, pool.v_kind.compute)
+        compute = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
+        start = self._check_room(tokens)
+        rotate = mode is not QKMode.COPY
+        first = start if pos_offset is None else check_size("pos_offset", pos_offset)
+        if rotate:
+            cos, sin = self._check_tables(cos, sin, mode, first, tokens)
+        else:
+            cos = sin = _empty_table(target.name)
+        if mode.normalises:
+            for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+                if weight is None:
+                    raise DimensionMismatch(
+                        f"`{name}`: expected {compute} ({dim},) for qk_mode {mode}, got None",
+                        expected=(dim,),
+                    )
+            q_norm_weight = target.reals("q_norm_weight", q_norm_weight, compute, (dim,))
+            k_norm_weight = target.reals("k_norm_weight", k_norm_weight, compute, (dim,))
+        else:
+            q_norm_weight = k_norm_weight = target.empty((0,), compute)
+        if q_out is None:
+            q_out = target.empty((tokens, heads, dim), qkv.dtype)
+        else:
+            q_out = check_array(target, "q_out", q_out, (qkv.dtype,), (tokens, heads, dim))
+            check_writable("q_out", q_out)
+        target.ops.write_rows(
+            target.words(qkv), qkv_kind.name, cos, sin, mode.normalises, rotate, mode.interleaved,
+            q_norm_weight, k_norm_weight, float(eps), first, target.words(q_out), pool.k,
+            pool.k_kind.name, pool.v, pool.v_kind.name, self._block_table()[0], start,
+        )  # fmt: skip
+        self._context_lens[0] = start + tokens
+        return q_out
+
+    def _check_tables(
+        self, cos: Any, sin: Any, mode: QKMode, first: int, tokens: int
+    ) -> tuple[Array, Array]:
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table is None:
+                raise DimensionMismatch(
+                    f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
+                    f"{mode}, got None",
+                    expected=("num_positions", "rotary_dim / 2"),
+                )
+        target = self._target
+        shape = ("num_positions", "rotary_dim / 2")
+        cos = check_array(target, "cos", cos, (_FLOAT32, _FLOAT64), shape)
+        sin = check_array(target, "sin", sin, (cos.dtype,), tuple(cos.shape))
+        if 2 * cos.shape[1] > self.head_dim:
+            raise DimensionMismatch(
+                f"`cos`: expected at most head_dim / 2 = {self.head_dim // 2} columns, "
+                f"got {cos.shape[1]}",
+                expected=self.head_dim // 2,
+                actual=int(cos.shape[1]),
+            )
+        if tokens and first + tokens > cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for each of the positions [{first}, {first + tokens}), "
+                f"got {cos.shape[0]} rows; make the tables longer"
+            )
+        return cos, sin
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on.
+
+        Parameters
+        ----------
+        length : int
+            New length, at most `seq_len`.
+
+        Raises
+        ------
+        IndexError
+            If `length` is negative or above `seq_len`.
+        """
+        self._context_lens[0] = check_index("length", length, self.seq_len, inclusive=True)
+
+    # -- attention
+
+    def decode_attention(
+        self,
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with the newest tokens' queries: each sees itself and earlier positions.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` cached positions.
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim)
+            In q's dtype. One query on an empty layer gives 0 (and -inf).
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than cached tokens, or a shape does not fit.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        target = self._target
+        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), self.seq_len
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        lens = target.index(np.array([length]), np.int64)
+        starts = target.index(np.array([0, tokens]), np.int64)
+        return attend(
+            self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+            return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+
+_TABLES: dict[str, Array] = {}
+
+
+def _empty_table(target: str) -> Array:
+    """A cos/sin table without columns: nothing is rotated."""
+    if target not in _TABLES:
+        _TABLES[target] = targets.get(target).empty((0, 0), _FLOAT32)
+    return _TABLES[target]
+
+
+class ContiguousLayer(Layer):
+    """One sequence's K and V in one layer, in one contiguous buffer.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens that it can hold; the buffers are allocated once.
+    num_kv_heads : int
+        Kv heads.
+    head_dim : int
+        Elements of a K or V row.
+    kind : str or Kind
+        Storage kind.
+    target : {"cpu", "cuda"}
+        Where the buffers are and the kernels run.
+    k_kind, v_kind : str or Kind, optional
+        Storage kinds of K and of V where they shall differ from `kind`.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> layer = numkv.ContiguousLayer(capacity=64, num_kv_heads=2, head_dim=16, kind="fp16")
+    >>> rows = np.ones((3, 2, 16), np.float32)
+    >>> layer.append(rows, rows)
+    >>> layer.decode_attention(np.ones((1, 8, 16), np.float32)).shape
+    (1, 8, 16)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: str | Kind = "fp16",
+        target: str = "cpu",
+        k_kind: str | Kind | None = None,
+        v_kind: str | Kind | None = None,
+    ) -> None:
+        place = targets.get(target)
+        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        size = check_size("capacity", capacity)
+        shape = (1, check_size("num_kv_heads", num_kv_heads, 1), size,
+                 check_size("head_dim", head_dim, 1))  # fmt: skip
+        if size > np.iinfo(np.int32).max:
+            raise DimensionMismatch(
+                f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
+                actual=size,
+            )
+        self._k = place.zeros(shape, of_k.dtype)
+        self._v = place.zeros(shape, of_v.dtype)
+        pool = Pool(place, place.words(self._k), place.words(self._v), of_k, of_v)
+        super().__init__(pool, np.zeros(1, np.int32), size)
+
+    @property
+    def k(self) -> Array:
+        """The K buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype; rows from `seq_len` on are free."""
+        return self._k
+
+    @property
+    def v(self) -> Array:
+        """The V buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype."""
+        return self._v
+
+    @property
+    def is_paged(self) -> bool:
+        """False: there is one block, the buffer."""
+        return False
+
+    @property
+    def block_size(self) -> int:
+        """0, as there are no blocks."""
+        return 0
+
+    @property
+    def block_table(self) -> None:
+        """None, as there are no blocks."""
+        return None
+
+    @property
+    def block_indices(self) -> list[int]:
+        """Empty, as there are no blocks."""
+        return []
+
+    def __repr__(self) -> str:
+        return (
+            f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, kind={self.kind}"
+            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}, target={self.target})"
+        )
+
+
+def kinds_of(
+    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
+) -> tuple[Kind, Kind]:
+    """The kinds of K and of V from the three arguments that every object takes."""
+    return kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)

@@ -1,0 +1,197 @@
+"""jitclasses over the buffers of layers and caches, for a user's own ``@njit`` functions.
+
+They share memory with the objects that made them: what compiled code appends, the object sees, and the other way
+round. Compiling them takes a moment, so an object makes its own when ``.jit`` is first asked for, and no kernel of
+numkv takes one (a function with a jitclass argument never hits Numba's disk cache).
+
+On CUDA they hold the host side only (block table and lengths); device buffers lie beside them, on the object.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import types
+from numba.experimental import jitclass
+
+from numkv.kernels.kernel import WORDS
+from numkv.rows.address import slot_of
+from numkv.rows.convert import codec
+
+__all__ = ["cache_struct", "host_struct", "layer_struct"]
+
+
+@functools.cache
+def layer_struct(k_kind, v_kind):
+    """The jitclass of one layer of one sequence.
+
+    Parameters
+    ----------
+    k_kind, v_kind : str
+        Kinds of its buffers.
+
+    Returns
+    -------
+    jitclass
+        Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and ``v_scale``
+        ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32
+        ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
+    """
+    load_k_word, store_k_word = codec(k_kind)
+    load_v_word, store_v_word = codec(v_kind)
+
+    class LayerStruct:
+        def __init__(self, k, v, k_scale, v_scale, block_table, context_lens):
+            self.k = k
+            self.v = v
+            self.k_scale = k_scale
+            self.v_scale = v_scale
+            self.block_table = block_table
+            self.context_lens = context_lens
+
+        @property
+        def length(self):
+            """Tokens in the layer."""
+            return np.int64(self.context_lens[0])
+
+        def slot(self, position):
+            """Flat slot of the token at `position`: ``block * block_size + offset``."""
+            return slot_of(self.block_table, position, self.k.shape[2])
+
+        def append(self, k_row, v_row):
+            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``; False if there is no room."""
+            block_size = np.int64(self.k.shape[2])
+            position = self.length
+            if position >= len(self.block_table) * block_size:
+                return False
+            slot = self.slot(position)
+            block, offset = slot // block_size, slot % block_size
+            for h in range(self.k.shape[1]):
+                for d in range(self.k.shape[3]):
+                    self.k[block, h, offset, d] = store_k_word(k_row[h, d])
+                for d in range(self.v.shape[3]):
+                    self.v[block, h, offset, d] = store_v_word(v_row[h, d])
+            self.context_lens[0] += 1
+            return True
+
+        def load_k(self, position, head, out):
+            """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
+            slot = self.slot(position)
+            block_size = np.int64(self.k.shape[2])
+            for d in range(self.k.shape[3]):
+                out[d] = load_k_word(self.k[slot // block_size, head, slot % block_size, d])
+
+        def load_v(self, position, head, out):
+            """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
+            slot = self.slot(position)
+            block_size = np.int64(self.v.shape[2])
+            for d in range(self.v.shape[3]):
+                out[d] = load_v_word(self.v[slot // block_size, head, slot % block_size, d])
+
+    return jitclass(
+        [
+            ("k", WORDS[k_kind][:, :, :, ::1]),
+            ("v", WORDS[v_kind][:, :, :, ::1]),
+            ("k_scale", types.float32[:, :, ::1]),
+            ("v_scale", types.float32[:, :, ::1]),
+            ("block_table", types.int32[::1]),
+            ("context_lens", types.int32[::1]),
+        ]
+    )(LayerStruct)
+
+
+@functools.cache
+def cache_struct(k_kind, v_kind):
+    """The jitclass of a `numkv.KVCache`.
+
+    Parameters
+    ----------
+    k_kind, v_kind : str
+        Kinds of its buffers.
+
+    Returns
+    -------
+    jitclass
+        Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``context_lens`` int64
+        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property ``length``;
+        methods ``append``, ``advance``, ``load_k``, ``load_v``.
+    """
+    load_k_word, store_k_word = codec(k_kind)
+    load_v_word, store_v_word = codec(v_kind)
+
+    class CacheStruct:
+        def __init__(self, k, v, context_lens, lengths):
+            self.k = k
+            self.v = v
+            self.context_lens = context_lens
+            self.lengths = lengths
+
+        @property
+        def length(self):
+            """Tokens advanced past."""
+            return self.lengths[0]
+
+        def append(self, layer, k_row, v_row):
+            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``; False if there is no room."""
+            position = self.context_lens[layer]
+            if position >= self.k.shape[2]:
+                return False
+            for h in range(self.k.shape[1]):
+                for d in range(self.k.shape[3]):
+                    self.k[layer, h, position, d] = store_k_word(k_row[h, d])
+                for d in range(self.v.shape[3]):
+                    self.v[layer, h, position, d] = store_v_word(v_row[h, d])
+            self.context_lens[layer] += 1
+            return True
+
+        def advance(self, n):
+            """Move the length by `n` tokens; False if a layer has not got them all."""
+            for layer in range(len(self.context_lens)):
+                if self.lengths[0] + n > self.context_lens[layer]:
+                    return False
+            self.lengths[0] += n
+            return True
+
+        def load_k(self, layer, position, head, out):
+            """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
+            for d in range(self.k.shape[3]):
+                out[d] = load_k_word(self.k[layer, head, position, d])
+
+        def load_v(self, layer, position, head, out):
+            """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
+            for d in range(self.v.shape[3]):
+                out[d] = load_v_word(self.v[layer, head, position, d])
+
+    return jitclass(
+        [
+            ("k", WORDS[k_kind][:, :, :, ::1]),
+            ("v", WORDS[v_kind][:, :, :, ::1]),
+            ("context_lens", types.int64[::1]),
+            ("lengths", types.int64[::1]),
+        ]
+    )(CacheStruct)
+
+
+@functools.cache
+def host_struct(lens_dtype):
+    """The jitclass of the host side of a CUDA object.
+
+    Parameters
+    ----------
+    lens_dtype : {"int32", "int64"}
+        Dtype of its lengths.
+
+    Returns
+    -------
+    jitclass
+        Fields ``block_table`` int32 ``(max_blocks,)`` and ``context_lens`` ``(n,)``.
+    """
+
+    class HostStruct:
+        def __init__(self, block_table, context_lens):
+            self.block_table = block_table
+            self.context_lens = context_lens
+
+    lens = getattr(types, lens_dtype)[::1]
+    return jitclass([("block_table", types.int32[::1]), ("context_lens", lens)])(HostStruct)
