@@ -20,7 +20,7 @@ from numkv.errors import (
     NumkvError,
     UnsupportedDType,
 )
-from numkv.kinds import Kind, kind, kinds
+from numkv.kinds import Kind, kind
 from numkv.kv_cache import KVCache
 from numkv.layers import ContiguousLayer, QKMode
 
@@ -44,7 +44,6 @@ __all__ = [
     "append",
     "decode_attention",
     "kind",
-    "kinds",
     "merge_states",
     "prefill_attention",
 ]

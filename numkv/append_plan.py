@@ -4,9 +4,9 @@
 
     k_cache[b, h, cache_offsets[b] + l, :] = k_new[b, h, l, :]        and the same for v
 
-A plan is chosen once for a descriptor and run many times; `append` is the one-shot form. A row whose
-place lies outside ``[0, max_cache_len)``, on either side, is skipped without a word: this rule belongs to the plan (and to
-`append`), and to nothing else in numkv.
+A plan is chosen once for a descriptor and run many times; `append` is the one-shot form. A row whose place lies
+outside ``[0, max_cache_len)``, on either side, is skipped without a word: this rule belongs to the plan (and
+to `append`), and to nothing else in numkv.
 """
 
 from __future__ import annotations
@@ -295,7 +295,8 @@ class AppendPlan:
 def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
     """Copy new rows into caches at an offset per sequence: `AppendPlan` in one call.
 
-    Rows that would land outside ``[0, max_cache_len)`` are skipped without a word. Ranks and dtypes come from the arrays.
+    Rows that would land outside ``[0, max_cache_len)`` are skipped without a word. Extents and dtype come from the
+    arrays.
 
     Parameters
     ----------

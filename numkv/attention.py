@@ -1,6 +1,7 @@
 """Attention over caches: decode, ragged prefill, and the merge of partial results.
 
-All functions here and the ``decode_attention`` methods of caches and layers take the same options and go through `attend`.
+All functions here and the ``decode_attention`` methods of caches and layers take the same options and go through
+`attend`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def attend(
     num_tokens, num_q_heads, head_dim = q.shape
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
-    compute = _FLOAT32
+    compute: np.dtype[Any] = _FLOAT32
     if _FLOAT64 in (q_kind.compute, pool.k_kind.compute, pool.v_kind.compute):
         compute = _FLOAT64
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
@@ -317,7 +318,8 @@ def prefill_attention(
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 
-    A sequence with T queries and length n has query i at position ``n - T + i``; it sees that position and earlier ones.
+    A sequence with T queries and length n has query i at position ``n - T + i``; it sees that position and
+    earlier ones.
 
     Parameters
     ----------

@@ -82,9 +82,7 @@ def check_writable(name: str, x: Array) -> None:
     """Refuse a read-only NumPy array as a place to write to."""
     flags = getattr(x, "flags", None)
     if isinstance(x, np.ndarray) and flags is not None and not flags.writeable:
-        raise NotSupported(
-            f"`{name}`: expected a writable array, got a read-only one; pass a copy"
-        )
+        raise NotSupported(f"`{name}`: expected a writable array, got a read-only one; pass a copy")
 
 
 def check_integers(

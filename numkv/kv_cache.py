@@ -35,8 +35,8 @@ class KVCache:
     head_dim : int
         Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
     max_seq_len : int, optional
-        Tokens that the buffers are made for, once; `append` beyond raises `CacheFull`. Without it they grow by doubling, and
-        views taken before a growth show the old memory.
+        Tokens that the buffers are made for, once; `append` beyond raises `CacheFull`. Without it they grow by
+        doubling, and views taken before a growth show the old memory.
     kind : str or Kind
         Storage kind.
     target : {"cpu", "cuda"}
@@ -81,6 +81,8 @@ class KVCache:
         self._k_dtypes = tuple(dict.fromkeys((self._k_kind.dtype, _FLOAT32)))
         self._v_dtypes = tuple(dict.fromkeys((self._v_kind.dtype, _FLOAT32)))
         self._struct: Any = None
+        self._k_words: Array = None
+        self._v_words: Array = None
         self._allocate(0 if self._bound is None else self._bound)
 
     def _allocate(self, capacity: int) -> None:

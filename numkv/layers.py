@@ -167,9 +167,7 @@ class Layer:
         for rows, words, to in ((k, pool.k, pool.k_kind), (v, pool.v, pool.v_kind)):
             source = kind_of_dtype(rows.dtype)
             assert source is not None
-            target.ops.append_rows(
-                target.words(rows), source.name, words, to.name, table, start
-            )
+            target.ops.append_rows(target.words(rows), source.name, words, to.name, table, start)
         self._context_lens[0] = start + k.shape[0]
 
     def write(
@@ -232,7 +230,7 @@ class Layer:
         qkv_kind = kind_of_dtype(qkv.dtype)
         assert qkv_kind is not None
         kinds = (qkv_kind.compute, pool.k_kind.compute, pool.v_kind.compute)
-        compute = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
+        compute: np.dtype[Any] = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
         start = self._check_room(tokens)
         rotate = mode is not QKMode.COPY
         first = start if pos_offset is None else check_size("pos_offset", pos_offset)
@@ -241,7 +239,10 @@ class Layer:
         else:
             cos = sin = _empty_table(target.name)
         if mode.normalises:
-            for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+            for name, weight in (
+                ("q_norm_weight", q_norm_weight),
+                ("k_norm_weight", k_norm_weight),
+            ):
                 if weight is None:
                     raise DimensionMismatch(
                         f"`{name}`: expected {compute} ({dim},) for qk_mode {mode}, got None",
@@ -423,7 +424,7 @@ class ContiguousLayer(Layer):
 
     @property
     def k(self) -> Array:
-        """The K buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype; rows from `seq_len` on are free."""
+        """The K buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype."""
         return self._k
 
     @property

@@ -34,8 +34,8 @@ def layer_struct(k_kind, v_kind):
     Returns
     -------
     jitclass
-        Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and ``v_scale``
-        ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32
+        Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and
+        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32
         ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
     """
     load_k_word, store_k_word = codec(k_kind)
@@ -114,8 +114,8 @@ def cache_struct(k_kind, v_kind):
     -------
     jitclass
         Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``context_lens`` int64
-        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property ``length``;
-        methods ``append``, ``advance``, ``load_k``, ``load_v``.
+        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property
+        ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
     load_k_word, store_k_word = codec(k_kind)
     load_v_word, store_v_word = codec(v_kind)

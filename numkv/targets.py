@@ -189,7 +189,8 @@ def get(name: str) -> Target:
     if name == "cuda":
         from numkv.targets_cuda import CudaTarget
 
-        return CudaTarget()
+        cuda: Target = CudaTarget()
+        return cuda
     raise ValueError(f'target: expected "cpu" or "cuda", got {name!r}')
 
 

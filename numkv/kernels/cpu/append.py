@@ -3,8 +3,8 @@
 Two operations:
 
 `append_rows`
-    ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` of the block
-    table; elements are converted when the rows come in another kind.
+    ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` by
+    the block table; elements are converted when the rows come in another kind.
 `copy_rows`
     ``cache[b, h, offsets[b] + t] = new[b, h, t]`` word for word; rows that fall outside the cache are skipped.
 """

@@ -24,8 +24,8 @@ from numba import prange, types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu import simd
-from numkv.kernels.cpu.simd import next_item, score_tile, soft_cap_tile, softmax_tile, weigh_tile
 from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.simd import next_item, score_tile, soft_cap_tile, softmax_tile, weigh_tile
 from numkv.kernels.kernel import WORDS, array, build, parallel_lock
 from numkv.rows.softmax import finish, power_of_2
 

@@ -12,10 +12,10 @@ functions that a kernel calls like any other:
 =================  ==========================================================================================
 
 How to read them. `_Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU
-has (AVX-512, AVX2, NEON, or pairs of narrow ones). Sizes that are known when a kernel is built (storage kind, float
-type, lanes, rows at once) come as literal arguments; sizes that vary by call are ordinary numbers, so that one compiled
-kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is loaded
-under a mask.
+has (AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type,
+rows at once) comes as literal arguments; sizes that vary by call are ordinary numbers, so that one compiled
+kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is
+loaded under a mask.
 
 Two small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
 vectoriser needs, and `next_item` hands out work to threads.
@@ -243,9 +243,7 @@ class _Vectors:
             power = self.fma(power, f, self.splat(c))
         # The low bits of `shifted` hold n; all above them leaves when n moves up to the exponent's place.
         n = self.b.shl(self.b.bitcast(shifted, self.int_type), self.splat_int(bits))
-        scaled = self.b.bitcast(
-            self.b.add(self.b.bitcast(power, self.int_type), n), self.type
-        )
+        scaled = self.b.bitcast(self.b.add(self.b.bitcast(power, self.int_type), n), self.type)
         result = self.b.select(in_range, scaled, self.splat(0.0))
         return self.b.select(self.b.fcmp_unordered("uno", x, x), x, result)
 
@@ -326,7 +324,20 @@ def _literals(*args):
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, s, s_at, s_step
+    typing_context,
+    KIND,
+    COMPUTE,
+    ROWS,
+    q,
+    q_at,
+    q_step,
+    k,
+    k_offsets,
+    count,
+    head_dim,
+    s,
+    s_at,
+    s_step,
 ):
     """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
@@ -479,7 +490,9 @@ def weigh_tile(
 
         def add_rows(column, vectors, mask):
             """One pass over the tokens for `vectors` vectors of columns, kept in registers."""
-            sums = [[cgutils.alloca_once(b, lanes.type) for _ in range(vectors)] for _ in range(rows)]
+            sums = [
+                [cgutils.alloca_once(b, lanes.type) for _ in range(vectors)] for _ in range(rows)
+            ]
             places = [
                 [
                     b.add(
