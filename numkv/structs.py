@@ -35,8 +35,8 @@ def layer_struct(k_kind, v_kind):
     -------
     jitclass
         Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and
-        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32
-        ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
+        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``,
+        ``context_lens`` int32 ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
     """
     load_k_word, store_k_word = codec(k_kind)
     load_v_word, store_v_word = codec(v_kind)

@@ -1,0 +1,63 @@
+"""What benchmarks share: a timer that probes the machine around each line, and the table at the end."""
+
+import os
+
+import numpy as np
+import pytest
+
+import numkv
+
+_lines: list[tuple[str, float, float, str, float, float]] = []
+
+
+def pytest_collection_modifyitems(items):
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="the simulator's times mean nothing"))
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def measure(benchmark, request):
+    """``measure(run, bytes, probe)``: time `run` and compare its GB/s with the machine's `probe`."""
+    from perf import bandwidth
+
+    def timed(run, size, probe):
+        if not benchmark.enabled:
+            benchmark(run)
+            return
+        of = getattr(bandwidth, probe)
+        before = of()
+        benchmark.pedantic(run, rounds=15, iterations=1, warmup_rounds=2)
+        after = of()
+        median = benchmark.stats.stats.median
+        rate = size / median / 1e9
+        benchmark.extra_info.update(
+            {
+                "bytes": size,
+                "GB/s": rate,
+                f"{probe} GB/s": [before, after],
+                "numkv": numkv.__version__,
+            }
+        )
+        _lines.append((request.node.nodeid, median, rate, probe, before, after))
+
+    return timed
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not _lines:
+        return
+    write = terminalreporter.write_line
+    terminalreporter.section("share of the machine's bandwidth")
+    write(f"{'benchmark':52} {'median':>11} {'GB/s':>7} {'share':>6}   probe before/after")
+    for name, median, rate, probe, before, after in _lines:
+        share = rate / ((before + after) / 2)
+        write(
+            f"{name.split('/')[-1]:52} {median * 1e6:8.1f} us {rate:7.1f} {share:6.2f}   "
+            f"{probe} {before:.1f}/{after:.1f} GB/s"
+        )

@@ -1,0 +1,43 @@
+"""Appending ready rows: rows are read once and written once."""
+
+import numpy as np
+import pytest
+
+import numkv
+from perf import traffic
+
+
+@pytest.mark.parametrize("tokens", [1, 2048])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def test_append(measure, rng, kind, tokens):
+    heads, dim = 8, 128
+    layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind)
+    rows = rng.standard_normal((tokens, heads, dim), np.float32)
+
+    layer.append(rows, rows)
+    expected = rows.astype(numkv.kind(kind).dtype).transpose(1, 0, 2)
+    assert np.array_equal(layer.k[0, :, :tokens], expected)
+
+    def run():
+        layer.seq_len = 0
+        layer.append(rows, rows)
+
+    measure(run, traffic.append(tokens, heads, dim, kind, 4), "copy")
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_plan(measure, rng, kind):
+    batch, heads, new, length, dim = 8, 8, 512, 4096, 128
+    dtype = numkv.kind(kind).dtype
+    k_new, v_new = (rng.standard_normal((batch, heads, new, dim)).astype(dtype) for _ in range(2))
+    k, v = (np.zeros((batch, heads, length, dim), dtype) for _ in range(2))
+    offsets = np.full(batch, 100)
+    args = numkv.AppendArgs(k_new, v_new, k, v, offsets)
+    plan = numkv.AppendPlan.select(
+        numkv.AppendDescriptor(batch, heads, new, length, dim, dim, dtype)
+    )
+
+    plan.run(args)
+    assert np.array_equal(k[:, :, 100 : 100 + new], k_new)
+
+    measure(lambda: plan.run(args), 2 * (k_new.nbytes + v_new.nbytes), "copy")

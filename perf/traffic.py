@@ -1,0 +1,23 @@
+"""Bytes that an operation must move at least: each input read once, each output written once."""
+
+from numkv import kind
+
+
+def decode_attention(num_seqs, num_q_heads, num_kv_heads, head_dim, seq_len, kind_name, q_bytes=4):
+    """K and V of all sequences, the queries and the outputs."""
+    kv = num_seqs * seq_len * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
+    return kv + 2 * num_seqs * num_q_heads * head_dim * q_bytes
+
+
+def append(num_tokens, num_kv_heads, head_dim, kind_name, source_bytes):
+    """Rows of K and V read in the source's width and written in the kind's."""
+    read = 2 * num_tokens * num_kv_heads * head_dim * source_bytes
+    return read + num_tokens * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
+
+
+def write(num_tokens, num_q_heads, num_kv_heads, head_dim, kind_name, source_bytes):
+    """The fused projections read, q written back in their width, K and V in the kind's."""
+    heads = num_q_heads + 2 * num_kv_heads
+    read = num_tokens * heads * head_dim * source_bytes
+    q = num_tokens * num_q_heads * head_dim * source_bytes
+    return read + q + num_tokens * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
