@@ -64,8 +64,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         max_rows = max(ROWS, group)
         pad_dim = (dim + PAD - 1) // PAD * PAD
         pad_v = (dim_v + PAD - 1) // PAD * PAD
-        k_step = [np.int64(s // k.itemsize) for s in k.strides]
-        v_step = [np.int64(s // v.itemsize) for s in v.strides]
+        k_step = (
+            k.strides[0] // k.itemsize,
+            k.strides[1] // k.itemsize,
+            k.strides[2] // k.itemsize,
+        )
+        v_step = (
+            v.strides[0] // v.itemsize,
+            v.strides[1] // v.itemsize,
+            v.strides[2] // v.itemsize,
+        )
 
         # -- plan: what each sequence needs.  ints: two counters, then three numbers per sequence, then offsets
         FIRST_ITEM, FIRST_PART, SPAN = 2, 3 + num_seqs, 4 + 2 * num_seqs
@@ -107,8 +115,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             SUMS = MAXIMA + max_rows
             S = SUMS + max_rows
             RESCALE = S + 4 * TILE
-            k_at = ints[OFFSETS + np.int64(w) * 2 * TILE :][:TILE]
-            v_at = ints[OFFSETS + np.int64(w) * 2 * TILE + TILE :][:TILE]
+            offsets = ints[
+                OFFSETS + np.int64(w) * 4 * TILE :
+            ]  # of K and V rows, this tile and the next
             b = np.int64(0)
             while True:
                 item = next_item(ints)
@@ -152,25 +161,28 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 
                 # -- tiles of tokens
                 tile = begin - begin % TILE
+                here, ahead = np.int64(0), np.int64(2 * TILE)
+                if begin < end:
+                    _fill_offsets(
+                        offsets[here:],
+                        tile,
+                        begin,
+                        end,
+                        block_table[b],
+                        block_size,
+                        g,
+                        k_step,
+                        v_step,
+                    )
                 while tile < end:
-                    p = max(tile, begin)
-                    in_block = p % block_size
-                    slot = np.int64(block_table[b, p // block_size])
-                    k_base = slot * k_step[0] + g * k_step[1]
-                    v_base = slot * v_step[0] + g * v_step[1]
-                    for j in range(TILE):
-                        # Tokens outside [begin, end) stand in for their neighbours: they are never looked up.
-                        if p < tile + j and p < end - 1:
-                            p += 1
-                            in_block += 1
-                            if in_block == block_size:
-                                in_block = 0
-                                slot = np.int64(block_table[b, p // block_size])
-                                k_base = slot * k_step[0] + g * k_step[1]
-                                v_base = slot * v_step[0] + g * v_step[1]
-                        k_at[j] = k_base + in_block * k_step[2]
-                        v_at[j] = v_base + in_block * v_step[2]
-
+                    k_at, v_at = offsets[here:], offsets[here + TILE :]
+                    k_ahead = k_at
+                    if tile + TILE < end:
+                        k_ahead = offsets[ahead:]
+                        _fill_offsets(
+                            k_ahead, tile + TILE, begin, end, block_table[b], block_size, g,
+                            k_step, v_step,
+                        )  # fmt: skip
                     r = np.int64(0)
                     while r < rows:
                         at_once = 4 if rows - r >= 4 else 2 if rows - r >= 2 else 1
@@ -185,15 +197,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 at_once = 1
                         if low < high:
                             q_at = Q + r * pad_dim
+                            o_at = O + r * pad_v
                             if at_once == 4:
-                                score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim,
-                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                                score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
+                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
                             elif at_once == 2:
-                                score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim,
-                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                                score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim, k, k_at, high,
+                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
                             else:
-                                score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim,
-                                           k, k_at, high, dim, floats, S, TILE)  # fmt: skip
+                                score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
+                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
                             for i in range(at_once):
                                 if soft_cap > 0:
                                     soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
@@ -203,18 +216,21 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 floats[MAXIMA + r + i] = maximum
                                 floats[SUMS + r + i] = floats[SUMS + r + i] * rescale + total
                                 floats[RESCALE + i] = rescale
-                            o_at = O + r * pad_v
                             if at_once == 4:
                                 weigh_tile(V_KIND, COMPUTE, 4, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                           K_KIND, k, k_ahead)  # fmt: skip
                             elif at_once == 2:
                                 weigh_tile(V_KIND, COMPUTE, 2, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                           K_KIND, k, k_ahead)  # fmt: skip
                             else:
                                 weigh_tile(V_KIND, COMPUTE, 1, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE)  # fmt: skip
+                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                           K_KIND, k, k_ahead)  # fmt: skip
                         r += at_once
                     tile += TILE
+                    here, ahead = ahead, here
 
                 # -- the result, or this split's part of it
                 for r in range(rows):
@@ -273,6 +289,30 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         return np.int64(0)
 
     return kernel
+
+
+@register_jitable
+def _fill_offsets(offsets, tile, begin, end, blocks, block_size, head, k_step, v_step):
+    """Where the rows of a tile's tokens start: `TILE` numbers for K, then as many for V.
+
+    Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
+    """
+    p = max(tile, begin)
+    in_block = p % block_size
+    block = np.int64(blocks[p // block_size])
+    k_base = block * k_step[0] + head * k_step[1]
+    v_base = block * v_step[0] + head * v_step[1]
+    for j in range(simd.TILE):
+        if p < tile + j and p < end - 1:
+            p += 1
+            in_block += 1
+            if in_block == block_size:
+                in_block = 0
+                block = np.int64(blocks[p // block_size])
+                k_base = block * k_step[0] + head * k_step[1]
+                v_base = block * v_step[0] + head * v_step[1]
+        offsets[j] = k_base + in_block * k_step[2]
+        offsets[simd.TILE + j] = v_base + in_block * v_step[2]
 
 
 @register_jitable
@@ -352,7 +392,7 @@ def attention(
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
     workers = numba.get_num_threads()
-    need = 4 + 3 * len(seq_lens) + workers * 2 * simd.TILE
+    need = 4 + 3 * len(seq_lens) + workers * 4 * simd.TILE
     with parallel_lock:
         if len(_workspace.ints) < need:
             _workspace.ints = np.empty(need, np.int64)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
@@ -52,22 +53,21 @@ _STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16}
 
 
 def _cpu_features() -> set[str]:
-    """Names of the CPU features that Numba compiles for."""
-    import llvmlite.binding as llvm
-
-    if config.CPU_FEATURES is not None:
-        text = config.CPU_FEATURES
-    elif config.CPU_NAME not in (None, "host"):
-        # Another CPU was asked for by name: take what its family surely has.
-        wide = {"skylake-avx512", "icelake-server", "sapphirerapids", "znver4", "znver5"}
-        if config.CPU_NAME == "generic":
-            return set()
-        return {"avx2", "f16c", "fma"} | ({"avx512f"} if config.CPU_NAME in wide else set())
-    else:
+    """Names of the features of the CPU that Numba compiles for, as far as they matter here."""
+    if config.CPU_FEATURES:
+        return {name[1:] for name in config.CPU_FEATURES.split(",") if name.startswith("+")}
+    if config.CPU_NAME in (None, "", "host"):
         return {name for name, there in llvm.get_host_cpu_features().items() if there}
-    return {name[1:] for name in text.split(",") if name.startswith("+")}
+    # Another CPU, asked for by name: LLVM does not say what it has.
+    if config.CPU_NAME in _AVX512_CPUS:
+        return {"avx512f", "avx2", "f16c"}
+    return {"avx2", "f16c"} if config.CPU_NAME in _AVX2_CPUS else set()
 
 
+_AVX2_CPUS = {"haswell", "broadwell", "skylake", "alderlake", "core-avx2", "x86-64-v3",
+              "znver1", "znver2", "znver3"}  # fmt: skip
+_AVX512_CPUS = {"skylake-avx512", "cascadelake", "icelake-client", "icelake-server",
+                "sapphirerapids", "x86-64-v4", "znver4", "znver5"}  # fmt: skip
 _FEATURES = _cpu_features()
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in _FEATURES else 8 if "avx2" in _FEATURES or "avx" in _FEATURES else 4
@@ -210,6 +210,14 @@ class _Vectors:
         """Load one float of the vectors' own type."""
         return self.b.load(self._pointer(base, at, self.float))
 
+    def prefetch(self, kind, base, at):
+        """Ask for the cache line of an element ahead of time; the address may be anything."""
+        pointer = self.b.bitcast(self._pointer(base, at, _STORED[kind]), ir.IntType(8).as_pointer())
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(self.b.module, signature, "llvm.prefetch.p0")
+        # To read, without staying in the caches (each row is used once), as data.
+        self.b.call(function, [pointer, _I32(0), _I32(0), _I32(1)])
+
     # -- arithmetic
 
     def fma(self, a, b, c):
@@ -324,38 +332,44 @@ def _literals(*args):
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    typing_context,
-    KIND,
-    COMPUTE,
-    ROWS,
-    q,
-    q_at,
-    q_step,
-    k,
-    k_offsets,
-    count,
-    head_dim,
-    s,
-    s_at,
-    s_step,
-):
+    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, s, s_at, s_step,
+    AHEAD_KIND, ahead, ahead_offsets,
+):  # fmt: skip
     """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
     ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`.
+
+    While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
+    is kept busy through the arithmetic.
     """
-    if not _literals(KIND, COMPUTE, ROWS):
+    if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
         return None
-    kind, compute, rows = (a.literal_value for a in (KIND, COMPUTE, ROWS))
+    kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
+    i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, ROWS, q, types.int64, types.int64, k, k_offsets, types.int64, types.int64,
-        s, types.int64, types.int64,
-    )  # fmt: skip
+        KIND,
+        COMPUTE,
+        ROWS,
+        q,
+        i8,
+        i8,
+        k,
+        k_offsets,
+        i8,
+        i8,
+        s,
+        i8,
+        i8,
+        AHEAD_KIND,
+        ahead,
+        ahead_offsets,
+    )
 
     def codegen(context, b, sig, args):
         q_at, q_step, count, head_dim, s_at, s_step = (args[i] for i in (4, 5, 8, 9, 11, 12))
-        q_data, k_data, offsets, s_data = (
-            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10)
+        q_data, k_data, offsets, s_data, ahead_data, ahead_offsets = (
+            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 14, 15)
         )
         v = _Vectors(b, compute)
         # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
@@ -365,24 +379,28 @@ def score_tile(
         whole = b.and_(head_dim, _I64(-v.lanes))
         rest = b.sub(head_dim, whole)
 
-        def add_columns(at_token, d, mask):
+        def add_columns(k_at, ahead_at, d, mask):
             q_rows = [
                 v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
                 for r in range(rows)
             ]
             for t in range(tokens):
-                k_row = v.load(kind, k_data, b.add(at_token[t], d), mask)
+                v.prefetch(ahead_kind, ahead_data, b.add(ahead_at[t], d))
+                k_row = v.load(kind, k_data, b.add(k_at[t], d), mask)
                 for r in range(rows):
                     b.store(v.fma(q_rows[r], k_row, b.load(sums[r][t])), sums[r][t])
 
         with _steps(b, _I64(0), count, tokens) as (t0, _):
-            at_token = [b.load(b.gep(offsets, [b.add(t0, _I64(t))])) for t in range(tokens)]
+            k_at, ahead_at = (
+                [b.load(b.gep(table, [b.add(t0, _I64(t))])) for t in range(tokens)]
+                for table in (offsets, ahead_offsets)
+            )
             for slot in (slot for row in sums for slot in row):
                 b.store(zero, slot)
             with _steps(b, _I64(0), whole, v.lanes) as (d, _):
-                add_columns(at_token, d, None)
+                add_columns(k_at, ahead_at, d, None)
             with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-                add_columns(at_token, whole, v.lanes_below(rest))
+                add_columns(k_at, ahead_at, whole, v.lanes_below(rest))
             flat = [b.load(slot) for row in sums for slot in row]
             for start in range(0, len(flat), v.lanes):
                 scores = v.sums(flat[start : start + v.lanes])
@@ -465,25 +483,27 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
 @intrinsic(prefer_literal=True)
 def weigh_tile(
     typing_context, KIND, COMPUTE, ROWS, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
-    o, o_at, o_step, rescale, rescale_at,
+    o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
 
-    Output rows are padded to whole vectors; columns past `head_dim` get zeros.
+    Output rows are padded to whole vectors; columns past `head_dim` get zeros. While V row t is read, row t of
+    `ahead` (the next tile's K rows) is asked for.
     """
-    if not _literals(KIND, COMPUTE, ROWS):
+    if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
         return None
-    kind, compute, rows = (a.literal_value for a in (KIND, COMPUTE, ROWS))
+    kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, ROWS, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8
-    )
+        KIND, COMPUTE, ROWS, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8,
+        AHEAD_KIND, ahead, ahead_offsets,
+    )  # fmt: skip
 
     def codegen(context, b, sig, args):
         p_at, p_step, begin, end, head_dim = (args[i] for i in (4, 5, 8, 9, 10))
         o_at, o_step, rescale_at = (args[i] for i in (12, 13, 15))
-        p_data, v_data, offsets, o_data, rescale_data = (
-            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 11, 14)
+        p_data, v_data, offsets, o_data, rescale_data, ahead_data, ahead_offsets = (
+            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 11, 14, 17, 18)
         )
         lanes = _Vectors(b, compute)
         factors = [lanes.load_one(rescale_data, b.add(rescale_at, _I64(r))) for r in range(rows)]
@@ -510,6 +530,7 @@ def weigh_tile(
                     b.store(b.fmul(before, factor), sums[r][i])
             with _steps(b, begin, end, 1) as (t, _):
                 row_at = b.add(b.load(b.gep(offsets, [t])), column)
+                ahead_at = b.add(b.load(b.gep(ahead_offsets, [t])), column)
                 weights = [
                     lanes.splat(
                         lanes.load_one(p_data, b.add(b.add(p_at, b.mul(_I64(r), p_step)), t))
@@ -517,7 +538,9 @@ def weigh_tile(
                     for r in range(rows)
                 ]
                 for i in range(vectors):
-                    at = b.add(row_at, _I64(i * lanes.lanes))
+                    step = _I64(i * lanes.lanes)
+                    lanes.prefetch(ahead_kind, ahead_data, b.add(ahead_at, step))
+                    at = b.add(row_at, step)
                     v_row = lanes.load(kind, v_data, at, mask)
                     for r in range(rows):
                         b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
