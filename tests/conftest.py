@@ -25,7 +25,11 @@ def has_gpu() -> bool:
     except OSError:
         return False
     count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        and count.value > 0
+    )
 
 
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
@@ -37,6 +41,11 @@ sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
+
+
+def pytest_configure(config) -> None:
+    """Name the tests that reach every plain index of a CPU kernel."""
+    config.addinivalue_line("markers", "boundscheck: run again with NUMBA_BOUNDSCHECK=1")
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

@@ -128,7 +128,11 @@ def rope(x, cos, sin, interleaved):
 
 def split_qkv(qkv, num_q_heads, num_kv_heads, head_dim):
     """``(tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)`` -> q, k, v by token and head."""
-    rows = np.asarray(qkv).astype(np.float64).reshape(len(qkv), -1, head_dim)
+    rows = (
+        np.asarray(qkv)
+        .astype(np.float64)
+        .reshape(len(qkv), num_q_heads + 2 * num_kv_heads, head_dim)
+    )
     q, k, v = np.split(rows, [num_q_heads, num_q_heads + num_kv_heads], axis=1)
     return q, k, v
 

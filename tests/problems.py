@@ -40,9 +40,7 @@ class Problem:
 
     def expect(self, **options):
         """What the oracle says: out and lse."""
-        return naive.attention(
-            self.q, self.k, self.v, self.seq_lens, self.cu_seqlens_q, **options
-        )
+        return naive.attention(self.q, self.k, self.v, self.seq_lens, self.cu_seqlens_q, **options)
 
     def run(self, to, **options):
         """What numkv says, on the target that `to` moves arrays to."""

@@ -55,7 +55,7 @@ def test_a_mismatch_carries_the_shapes():
         cache.append(0, rows, np.ones((2, 5), np.float32))
     assert caught.value.actual is not None
     assert caught.value.expected is not None
-    assert str(caught.value).startswith("v: expected")
+    assert str(caught.value).startswith("`v`: expected")
     assert len(cache.k(0)) == 0
 
 

@@ -13,7 +13,9 @@ KINDS = list(naive.DTYPES)
 @njit
 def append_all(cache, k, v):
     for t in range(k.shape[0]):
-        cache.append(k[t], v[t])
+        if not cache.append(k[t], v[t]):
+            return t
+    return k.shape[0]
 
 
 @njit
@@ -38,7 +40,7 @@ def test_own_code_appends_and_reads(rng, kind):
     layer = numkv.ContiguousLayer(6, 2, 4, kind=kind)
     k, v = (rng.standard_normal((5, 2, 4), np.float32) for _ in "kv")
     layer.append(k[:2], v[:2])
-    append_all(layer.jit, k[2:], v[2:])
+    assert append_all(layer.jit, k[2:], v[2:]) == 3
     assert layer.seq_len == 5
     want_k, want_v = naive.round_to(k, kind), naive.round_to(v, kind)
     assert np.array_equal(layer.k[0, :, :5].swapaxes(0, 1), want_k)
@@ -62,7 +64,7 @@ def test_fields_are_the_layers_buffers():
     assert jit.k.shape == (1, 2, 6, 4)
     assert np.shares_memory(jit.k, layer.k)
     assert np.shares_memory(jit.v, layer.v)
-    assert jit.block_table.tolist() == [[0]]
+    assert jit.block_table.tolist() == [0]
     assert jit.context_lens.tolist() == [3]
     layer.truncate(1)
     assert jit.context_lens.tolist() == [1]
@@ -74,9 +76,65 @@ def test_slots():
 
 
 def test_own_code_cannot_write_past_the_capacity():
+    """An append without room says so and writes nothing."""
     layer = numkv.ContiguousLayer(2, 1, 4, kind="fp32")
     rows = np.ones((3, 1, 4), np.float32)
-    with pytest.raises(Exception, match=r"(?i)full|room|capacity|range") as caught:
-        append_all(layer.jit, rows, rows)
-    assert isinstance(caught.value, (numkv.CacheFull, IndexError, ValueError))
-    assert layer.seq_len <= 2
+    assert append_all(layer.jit, rows, rows) == 2
+    assert layer.seq_len == 2
+    layer.truncate(1)
+    assert append_all(layer.jit, 2 * rows, rows) == 1
+    assert layer.k[0, 0, :, 0].tolist() == [1, 2]
+
+
+@njit
+def step(cache, k, v):
+    """One token into every layer, then on: a user's own decode loop."""
+    for layer in range(len(cache.context_lens)):
+        if not cache.append(layer, k, v):
+            return False
+    return cache.advance(1)
+
+
+@njit
+def load(cache, layer, position, out):
+    cache.load_k(layer, position, 0, out[0])
+    cache.load_v(layer, position, 0, out[1])
+
+
+def test_a_cache_of_all_layers(rng):
+    cache = numkv.KVCache(2, 1, 4, kind="bf16", max_seq_len=2)
+    k, v = rng.standard_normal((2, 1, 4), np.float32)
+    assert step(cache.jit, k, v)
+    assert len(cache) == 1
+    assert np.array_equal(cache.k(1)[0], naive.round_to(k, "bf16"))
+    cache.append(0, v, k)
+    assert not cache.jit.advance(1)  # layer 1 is not there yet
+    out = np.zeros((2, 4), np.float32)
+    load(cache.jit, 0, 1, out)
+    assert np.array_equal(out[0], naive.round_to(v[0], "bf16").astype(np.float32))
+    assert np.array_equal(out[1], naive.round_to(k[0], "bf16").astype(np.float32))
+    assert not step(cache.jit, k, v)  # layer 0 is full
+
+
+def test_a_cache_that_grew_has_new_buffers():
+    cache, rows = numkv.KVCache(1, 1, 2), np.ones((200, 1, 2), np.float32)
+    cache.append(0, rows[:1], rows[:1])
+    before = cache.jit.k
+    cache.append(0, rows, rows)
+    assert cache.jit.k.shape[2] >= 201
+    assert not np.shares_memory(before, cache.jit.k)
+    assert cache.jit.context_lens.tolist() == [201]
+
+
+def test_on_cuda_it_holds_the_host_side():
+    """Block table and lengths; the device buffers lie beside it, on the object."""
+    from numkv import targets
+
+    rows = targets.get("cuda").asarray(np.ones((3, 2, 4), np.float32))
+    layer = numkv.ContiguousLayer(6, 2, 4, target="cuda")
+    layer.append(rows, rows)
+    assert layer.jit.block_table.tolist() == [0]
+    assert layer.jit.context_lens.tolist() == [3]
+    cache = numkv.KVCache(1, 2, 4, target="cuda")
+    cache.append(0, rows, rows)
+    assert cache.jit.context_lens.tolist() == [3]

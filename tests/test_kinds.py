@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv import kinds
+from numkv.kinds import kinds
 
 TABLE = [  # name, bytes, dtype, word
     ("fp64", 8, np.float64, np.float64),
@@ -39,18 +39,18 @@ def test_aliases_give_the_same_object(name, alias):
 
 
 def test_a_kind_is_its_own_name():
-    for kind in kinds.kinds():
+    for kind in kinds():
         assert numkv.kind(kind) is kind
         assert str(kind) == kind.name
 
 
 def test_registry_is_what_the_table_says():
-    assert [kind.name for kind in kinds.kinds()] == [row[0] for row in TABLE]
+    assert [kind.name for kind in kinds()] == [row[0] for row in TABLE]
 
 
 @pytest.mark.parametrize("bad", ["", "fp12", "int3", "float128", "x", None, 16, np.float32])
 def test_unknown_names(bad):
-    with pytest.raises(numkv.UnsupportedDType, match="kind: expected one of .*fp64"):
+    with pytest.raises(numkv.UnsupportedDType, match=r"kind: expected one of .*fp64"):
         numkv.kind(bad)
 
 

@@ -1,11 +1,13 @@
 """`KVCache`: one sequence, all layers."""
 
 import copy
+import itertools
 
 import naive
 import numpy as np
 import pytest
 import tolerances
+from messages import about
 
 import numkv
 
@@ -87,12 +89,11 @@ def test_no_layers_is_fine(target):
 # ---------------------------------------------------------------- what it stores
 
 
+@pytest.mark.boundscheck
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_seq_len", [None, 9])
 def test_rows_come_back(target, to, host, rng, kind, max_seq_len):
-    cache = numkv.KVCache(
-        2, 3, 8, kind=kind, target=target, max_seq_len=max_seq_len, head_dim_v=5
-    )
+    cache = numkv.KVCache(2, 3, 8, kind=kind, target=target, max_seq_len=max_seq_len, head_dim_v=5)
     parts = [fill(cache, to, rng, tokens) for tokens in (1, 4, 0, 2)]
     for layer in range(2):
         for got, which in ((cache.k(layer), 0), (cache.v(layer), 1)):
@@ -113,9 +114,9 @@ def test_rows_in_the_kinds_own_dtype_are_copied(target, to, host, rng, kind):
 
 
 EDGES = [
-    0.0, -0.0, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 65504.0, 65519.0, 65520.0, -65536.0,
-    6e-8, 2.98e-8, 2**-25, 1e-40, 3.4e38, 3.3961775e38, np.inf, -np.inf, 1e-5, 2**-14, 2**-14 - 2**-25,
-    2**-24 * 1.5, 2**-24 * 2.5, 0.1, -1e-7,
+    0.0, -0.0, 0.1, 1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, np.inf, -np.inf,
+    65504.0, 65519.0, 65520.0, -65536.0, 3.4e38, 3.3961775e38,
+    2**-14, 2**-14 - 2**-25, 2**-24 * 1.5, 2**-24 * 2.5, 2**-25, 6e-8, 2.98e-8, 1e-5, -1e-7, 1e-40,
 ]  # fmt: skip
 
 
@@ -270,7 +271,7 @@ def test_growth_is_amortised():
         cache.append(0, row * t, row)
         cache.advance()
         addresses.append(cache.k(0).__array_interface__["data"][0])
-    moves = sum(a != b for a, b in zip(addresses, addresses[1:], strict=False))
+    moves = sum(a != b for a, b in itertools.pairwise(addresses))
     assert 1 <= moves <= 20
     assert cache.k(0)[:, 0, 0].tolist() == list(range(1000))
 
@@ -305,7 +306,7 @@ def test_copies_are_independent(target, to, host, rng, how):
 
 def test_repr_says_what_it_is(target):
     text = repr(numkv.KVCache(3, 5, 16, kind="bf16", target=target))
-    assert text.startswith("KVCache(") or text.startswith("<KVCache")
+    assert text.startswith(("KVCache(", "<KVCache"))
     for part in ("3", "5", "16", "bf16", target):
         assert part in text
 
@@ -386,7 +387,7 @@ def test_bad_rows_leave_the_cache_as_it_was(target, to, host, rng, name, k, v, e
     cache = numkv.KVCache(2, 2, 4, target=target)
     fill(cache, to, rng, 2)
     before = host(cache.k(1)).copy(), host(cache.v(1)).copy()
-    with pytest.raises(error, match=rf"^{name}: expected .*got"):
+    with pytest.raises(error, match=about(name)):
         cache.append(1, to(k), to(v))
     assert np.array_equal(host(cache.k(1)), before[0])
     assert np.array_equal(host(cache.v(1)), before[1])

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 MODEL_DIR = HELDOUT_JSON.parent
 SEPARATOR = 0
-PHASES = ((0.0, 256), (0.5, 512), (0.8, 2048))
+PHASES = ((0.0, 256), (0.4, 512), (0.5, 1024), (0.8, 2048))
 """Progress of the run from which on windows have a given length."""
 MICRO_BATCH = 4096
 """Bytes per forward and backward pass; few enough for the processor's cache."""
@@ -402,6 +402,7 @@ def export(model: Decoder, directory: Path) -> None:
     config = directory / "config.json.part"
     config.write_text(json.dumps(model.config.to_hugging_face(), indent=2) + "\n")
     for part in (config, weights):
+        part.chmod(0o644)
         os.replace(part, part.with_suffix(""))
 
 

@@ -1,9 +1,11 @@
 """A small language model that runs on numkv: the forward pass in NumPy, the KV cache in numkv.
 
-Nothing in the library imports this package. It reads the bundled model (``numkv/demo/model``), or any local Qwen3
-or Llama checkpoint in Hugging Face format, generates text with it, and measures what a cache kind costs in quality.
+Nothing in the library imports this package. It reads the bundled model (``numkv/demo/model``), or
+any local Qwen3 or Llama checkpoint in Hugging Face format, generates text with it, and measures
+what a cache kind costs in quality.
 
-`numkv.demo.checkpoint` reads files, `numkv.demo.tokenizer` turns text into tokens, `numkv.demo.model` computes,
+`numkv.demo.config` and `numkv.demo.checkpoint` read files, `numkv.demo.tokenizer` turns text into
+tokens, `numkv.demo.cache` names caches, `numkv.demo.model`, `.rotary` and `.blas` compute,
 `numkv.demo.generate` chooses tokens and `numkv.demo.evaluate` compares caches.
 """
 

@@ -1,7 +1,8 @@
 """Reads the weights of a Qwen3 or Llama checkpoint in Hugging Face format into float32 arrays.
 
-A checkpoint is a folder with ``config.json`` and either ``model.safetensors`` or several files listed in
-``model.safetensors.index.json``. Tensors may be stored as bfloat16, float16, float32 or float64.
+A checkpoint is a folder with ``config.json`` and either ``model.safetensors`` or several files
+listed in ``model.safetensors.index.json``. Tensors may be stored as bfloat16, float16, float32 or
+float64.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class LayerWeights:
     input_norm, post_norm : ndarray
         Scales ``(hidden_size,)`` of the norms before attention and before the feed-forward network.
     qkv : ndarray
-        ``((num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size)``: the projections of q, k and v in one matrix.
+        ``((num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size)``: the projections of q, k and
+        v in one matrix.
     q_norm, k_norm : ndarray or None
         Scales ``(head_dim,)`` of the norms of every head (Qwen3).
     o : ndarray
@@ -88,7 +90,7 @@ class Weights:
 
 
 class _TensorFiles:
-    """The tensors of a folder by name; each may be taken once, and `finish` tells whether any is left."""
+    """The tensors of a folder by name; each is taken once, and `finish` raises if one is left."""
 
     def __init__(self, directory: Path, progress: Progress | None) -> None:
         index = directory / "model.safetensors.index.json"
@@ -108,7 +110,7 @@ class _TensorFiles:
             if not path.is_file():
                 raise FileNotFoundError(f"{path}: this shard of the checkpoint is missing")
             try:
-                tensors = safe_open(path, "np")
+                tensors: Any = safe_open(path, "np")
             except SafetensorError as error:
                 raise CheckpointError(f"{path}: not a safetensors file ({error})") from None
             self._owner.update(dict.fromkeys(tensors.keys(), tensors))
@@ -122,9 +124,13 @@ class _TensorFiles:
             raise CheckpointError(f"checkpoint: tensor {name} is missing")
         stored = tensors.get_tensor(name)
         if stored.shape != shape:
-            raise CheckpointError(f"checkpoint: tensor {name}: expected shape {shape}, got {stored.shape}")
+            raise CheckpointError(
+                f"checkpoint: tensor {name}: expected shape {shape}, got {stored.shape}"
+            )
         if stored.dtype not in _FLOAT_DTYPES:
-            raise CheckpointError(f"checkpoint: tensor {name}: expected a float dtype, got {stored.dtype}")
+            raise CheckpointError(
+                f"checkpoint: tensor {name}: expected a float dtype, got {stored.dtype}"
+            )
         if out is None:
             out = np.empty(shape, np.float32)
         out[...] = stored
@@ -150,7 +156,8 @@ class _TensorFiles:
         )
         if left:
             raise CheckpointError(
-                f"checkpoint: {len(left)} tensors have no place in this architecture, {left[0]} among them"
+                f"checkpoint: {len(left)} tensors have no place in this architecture, "
+                f"{left[0]} among them"
             )
 
 
@@ -181,7 +188,9 @@ def load_weights(directory: Path, config: ModelConfig, progress: Progress | None
     files = _TensorFiles(directory, progress)
     table = (config.vocab_size, config.hidden_size)
     embedding = files.take("model.embed_tokens.weight", table)
-    layers = tuple(_load_layer(files, config, f"model.layers.{i}.") for i in range(config.num_layers))
+    layers = tuple(
+        _load_layer(files, config, f"model.layers.{i}.") for i in range(config.num_layers)
+    )
     norm = files.take("model.norm.weight", (config.hidden_size,))
     output = embedding if config.tied_embeddings else files.take("lm_head.weight", table)
     files.finish(config.tied_embeddings)

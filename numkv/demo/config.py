@@ -25,8 +25,8 @@ class Llama3Scaling:
     factor : float
         What frequencies of long wavelength are divided by.
     low_freq_factor, high_freq_factor : float
-        Wavelengths above ``original / low`` are divided, those below ``original / high`` are kept, and those in between
-        are blended.
+        Wavelengths above ``original / low`` are divided, those below ``original / high`` are kept,
+        and those in between are blended.
     original_max_position_embeddings : int
         Context of the model before stretching.
     """
@@ -110,7 +110,10 @@ class ModelConfig:
         generation = directory / "generation_config.json"
         if generation.is_file():
             ends = read_json(generation).get("eos_token_id")
-            content = {**content, "eos_token_id": content.get("eos_token_id") if ends is None else ends}
+            content = {
+                **content,
+                "eos_token_id": content.get("eos_token_id") if ends is None else ends,
+            }
         return cls.from_dict(content)
 
     @classmethod
@@ -128,7 +131,10 @@ class ModelConfig:
         """
         architecture = content.get("model_type")
         if architecture not in ("qwen3", "llama"):
-            raise NotSupported(f"config.json: model_type {architecture!r}; only 'qwen3' and 'llama' are computed here")
+            raise NotSupported(
+                f"config.json: model_type {architecture!r} is not supported, "
+                "only 'qwen3' and 'llama'"
+            )
         _refuse_variants(content)
         num_q_heads = _positive_int(content, "num_attention_heads")
         hidden_size = _positive_int(content, "hidden_size")
@@ -155,10 +161,13 @@ class ModelConfig:
         )
         if config.num_q_heads % config.num_kv_heads:
             raise CheckpointError(
-                f"config.json: {config.num_q_heads} attention heads do not share {config.num_kv_heads} key-value heads evenly"
+                f"config.json: {config.num_q_heads} attention heads do not share "
+                f"{config.num_kv_heads} key-value heads evenly"
             )
         if config.head_dim % 2:
-            raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd; rotation needs pairs")
+            raise CheckpointError(
+                f"config.json: head_dim {config.head_dim} is odd; rotation needs pairs"
+            )
         return config
 
 
@@ -200,7 +209,7 @@ def _positive_int(content: dict[str, Any], key: str, default: int | None = None)
 
 
 def _refuse_variants(content: dict[str, Any]) -> None:
-    """Raise `NotSupported` for members of the two families that the forward pass does not compute."""
+    """Raise `NotSupported` for members of the families that the forward pass does not compute."""
     for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         if content.get(key):
             raise NotSupported(f"config.json: {key} = {content[key]!r} is not supported")
@@ -216,7 +225,9 @@ def _rope_scaling(rope: dict[str, Any]) -> Llama3Scaling | None:
     if rope_type == "default":
         return None
     if rope_type != "llama3":
-        raise NotSupported(f"config.json: rope scaling {rope_type!r} is not supported, only 'default' and 'llama3'")
+        raise NotSupported(
+            f"config.json: rope scaling {rope_type!r} is not supported, only 'default' and 'llama3'"
+        )
     try:
         return Llama3Scaling(
             float(rope["factor"]),

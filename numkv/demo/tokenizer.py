@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes for a vocabulary of 256, else the checkpoint's ``tokenizer.json``."""
+"""Text to tokens and back: bytes for a vocabulary of 256, else the ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class ByteTokenizer:
         Parameters
         ----------
         text : str
-            Any text; a lone surrogate, which stands for an undecodable byte, becomes that byte again.
+            Any text.
 
         Returns
         -------
         list of int
         """
-        return self._start + list(text.encode("utf-8", errors="surrogateescape"))
+        return self._start + list(text.encode())
 
     def stream(self) -> ByteStream:
         """Start turning bytes into text.
@@ -126,6 +126,11 @@ class JsonTokenizer:
         """
         return list(self._backend.encode(text).ids)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._backend.get_vocab_size())
+
     def stream(self) -> JsonStream:
         """Start turning tokens into text.
 
@@ -139,8 +144,9 @@ class JsonTokenizer:
 class JsonStream:
     """A `TextStream` over the tokens of a `JsonTokenizer`.
 
-    A token's text may depend on the token before it (a leading space) and end within a character. So a short window of
-    tokens is decoded twice, without and with the new ones, and only a difference that is whole is given out.
+    A token's text may depend on the token before it (a leading space) and end within a character.
+    So a short window of tokens is decoded twice, without and with the new ones, and only a
+    difference that is whole is given out.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -186,18 +192,25 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     Returns
     -------
     Tokenizer
-        A `JsonTokenizer` where there is a ``tokenizer.json``, else a `ByteTokenizer` for a vocabulary of 256.
+        A `JsonTokenizer` where there is a ``tokenizer.json``, else a `ByteTokenizer` for a
+        vocabulary of 256.
 
     Raises
     ------
     CheckpointError
-        If there is no ``tokenizer.json`` and the vocabulary is not bytes.
+        If there is no ``tokenizer.json`` and the vocabulary is not bytes, or if the file has more
+        tokens than the model.
     """
     path = directory / "tokenizer.json"
     if path.is_file():
-        return JsonTokenizer(path)
+        tokenizer = JsonTokenizer(path)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise CheckpointError(
+                f"{path}: {tokenizer.vocab_size} tokens, but the model knows {config.vocab_size}"
+            )
+        return tokenizer
     if config.vocab_size == 256:
         return ByteTokenizer(config.bos_token)
     raise CheckpointError(
-        f"{directory}: no tokenizer.json, and a vocabulary of {config.vocab_size} is not one of bytes"
+        f"{directory}: no tokenizer.json, and a vocabulary of {config.vocab_size} is not bytes"
     )

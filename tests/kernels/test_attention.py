@@ -49,19 +49,30 @@ SMALL = [
     Shape(3, 1, 64, (5, 6), new=(3, 2)),
     Shape(2, 2, 8, (11, 0, 2), new=(11, 0, 1), head_dim_v=16),
 ]
+# On CUDA alone: more tokens than a split, more queries than an item, rows that are no whole chunks.
+CUDA = [
+    Shape(4, 2, 8, (200, 0, 70)),
+    Shape(2, 1, 8, (150, 90), new=(3, 20)),
+    Shape(16, 1, 80, (5,)),
+    Shape(12, 1, 96, (3, 1)),
+    Shape(2, 1, 256, (9,), new=(4,)),
+    Shape(2, 2, 192, (12,), head_dim_v=128),
+    Shape(3, 1, 13, (40,), new=(5,), head_dim_v=5),
+    Shape(1, 1, 1, (4,)),
+]
 
 
-def both_targets(large):
-    """Parameters ``target, shape``: everything on the CPU, the small ones on CUDA."""
+def both_targets(cpu, cuda):
+    """Parameters ``target, shape``: large shapes on the CPU, small ones on CUDA."""
     return pytest.mark.parametrize(
         ("target", "shape"),
-        [("cpu", shape) for shape in large] + [("cuda", shape) for shape in SMALL],
+        [("cpu", shape) for shape in cpu] + [("cuda", shape) for shape in cuda],
         indirect=["target"],
         ids=str,
     )
 
 
-@both_targets(DECODE + PREFILL + SMALL)
+@both_targets(DECODE + PREFILL + SMALL, SMALL + CUDA)
 @pytest.mark.parametrize("kind", STORED)
 def test_every_shape(target, to, host, rng, shape, kind):
     problems.make(rng, shape, kind).check(to, host)
@@ -102,7 +113,7 @@ OPTIONS = [
 ]
 
 
-@both_targets([DECODE[2], PREFILL[1], PREFILL[7]])
+@both_targets([DECODE[2], PREFILL[1], PREFILL[7]], [SMALL[1], SMALL[3], CUDA[1]])
 @pytest.mark.parametrize(
     "options", OPTIONS, ids=lambda o: "-".join(f"{n}{'' if v is True else v}" for n, v in o.items())
 )
@@ -144,6 +155,14 @@ def test_lse_is_returned_only_when_asked_for(target, to, host, rng):
     alone = problem.run(to)
     assert not isinstance(alone, tuple)
     assert np.array_equal(host(alone), host(problem.run(to, return_lse=True)[0]))
+
+
+def test_inputs_are_left_alone(rng):
+    problem = problems.make(rng, PREFILL[1], "bf16", "fp16")
+    inputs = [problem.q, problem.k, problem.v]
+    before = [naive.words(x).copy() for x in inputs]
+    problem.run(lambda x: x, return_lse=True)
+    assert all(np.array_equal(naive.words(x), y) for x, y in zip(inputs, before, strict=True))
 
 
 # ---------------------------------------------------------------- what may never be read
@@ -205,9 +224,7 @@ def test_strided_views(target, to, host, rng):
     v = rng.standard_normal((2, 3, 9, 20), np.float32)
     lens = np.array([[6, 0], [3, 0]], np.int32)
     cut = np.s_[::2, 1:5, 3:11], np.s_[1:, ::2, ::2, 4:12], np.s_[:, 1:, 2:, 10:16]
-    out = numkv.decode_attention(
-        to(q)[cut[0]], to(k)[cut[1]], to(v)[cut[2]], to(lens[:, 0].copy())
-    )
+    out = numkv.decode_attention(to(q)[cut[0]], to(k)[cut[1]], to(v)[cut[2]], to(lens[:, 0].copy()))
     want, _ = naive.attention(q[cut[0]], k[cut[1]], v[cut[2]], lens[:, 0])
     tolerances.assert_rows_close(host(out), want, 1e-5)
 
@@ -251,6 +268,15 @@ def test_long_contexts(rng, shape, kind):
     problem.check(lambda x: x, lambda x: x, window_left=2000, sinks=sinks)
 
 
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("shape", [DECODE[1], DECODE[9], PREFILL[1], LONG[1], LONG[2]], ids=str)
+def test_nothing_out_of_range_is_touched(rng, shape):
+    """Decode, prefill and splits; compiled with checks of every index when CI asks for it."""
+    sinks = rng.standard_normal(shape.num_q_heads).astype(np.float32)
+    problem = problems.make(rng, problems.replace(shape, spare=0), "fp32")
+    problem.check(lambda x: x, lambda x: x, window_left=33, sinks=sinks, logits_soft_cap=5.0)
+
+
 def test_long_context_in_float64(rng):
     problems.make(rng, LONG[0], "fp64", "fp64").check(lambda x: x, lambda x: x)
 
@@ -268,7 +294,7 @@ ALONE = {
         Shape(4, 2, 64, (3000, 0, 1, 300, 5000, 31)),
         Shape(6, 2, 40, (700, 90, 1, 2500), new=(70, 5, 1, 9)),
     ],
-    "cuda": [Shape(2, 1, 8, (20, 0, 1, 7)), Shape(2, 1, 8, (9, 4, 1), new=(5, 0, 1))],
+    "cuda": [Shape(2, 1, 8, (150, 0, 1, 70)), Shape(2, 1, 8, (90, 4, 1), new=(5, 0, 1))],
 }
 
 
@@ -360,10 +386,13 @@ def test_merge_with_nothing(target, to, host, rng):
     assert np.all(host(got_lse) == -np.inf)
 
 
+@pytest.mark.boundscheck
 def test_merge_against_the_oracle(target, to, host, rng):
     """Log-sum-exps far apart and close together."""
     o = rng.standard_normal((2, 4, 3, 5), np.float32)
-    lse = (rng.standard_normal((2, 4, 3)) * 10.0 ** rng.integers(-3, 5, (2, 4, 3))).astype(np.float32)
+    lse = (rng.standard_normal((2, 4, 3)) * 10.0 ** rng.integers(-3, 5, (2, 4, 3))).astype(
+        np.float32
+    )
     out, total = numkv.merge_states(to(o[0]), to(lse[0]), to(o[1]), to(lse[1]))
     want, want_total = naive.merge_states(o[0], lse[0], o[1], lse[1])
     tolerances.assert_rows_close(host(out), want, 1e-5)

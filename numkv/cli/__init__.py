@@ -1,0 +1,258 @@
+"""The command line: ``python -m numkv`` or ``numkv``.
+
+One file per command; this one reads the arguments and turns errors into one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numkv
+from numkv.cli import evaluate, generate, info, plan
+from numkv.cli.output import UsageError
+from numkv.demo import BUNDLED_MODEL
+from numkv.demo.cache import CacheChoice
+from numkv.errors import NumkvError
+from numkv.kinds import kinds
+
+__all__ = ["main"]
+
+T = TypeVar("T")
+
+_DESCRIPTION = """\
+Generate text with a small language model whose KV cache is numkv's, and say what the cache cost.
+
+Without arguments the bundled model, which has read the Python standard library, continues a few
+lines of Python. The text and the table go to stdout, progress to stderr.
+"""
+_EPILOG = """\
+examples:
+  numkv --prompt 'class Stack:' --tokens 200 --temperature 0
+  numkv --kind fp16 bf16 fp64             compare kinds on the same text
+  numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
+  numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; those of the process by default.
+
+    Returns
+    -------
+    int
+        The exit code: 0, 2 for an error of the user, 130 when interrupted.
+    """
+    _print_any_character()
+    try:
+        arguments = _parser().parse_args(argv)
+        run: Callable[[argparse.Namespace], None] = arguments.run
+        run(arguments)
+        sys.stdout.flush()
+    except (UsageError, NumkvError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        print(f"numkv: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nnumkv: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return " ".join(str(error).split())
+
+
+def _print_any_character() -> None:
+    """Let a terminal that cannot show a character show a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def _checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
+    """An argparse type whose error says what was expected."""
+
+    def check(text: str) -> T:
+        try:
+            return convert(text)
+        except NumkvError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from None
+
+    return check
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        number = int(text.replace(",", "").replace("_", ""))
+        if number < smallest:
+            raise ValueError(text)
+        return number
+
+    return _checked(convert, f"an integer of {smallest} or more")
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=BUNDLED_MODEL,
+        metavar="DIR",
+        help="folder of a Qwen3 or Llama checkpoint in Hugging Face format (default: bundled)",
+    )
+    parser.add_argument(
+        "--target", choices=("cpu", "cuda"), default="cpu", help="where the cache lives"
+    )
+
+
+def _add_kind_option(parser: argparse.ArgumentParser, default: list[str], what: str) -> None:
+    names = ", ".join(kind.name for kind in kinds())
+    parser.add_argument(
+        "--kind",
+        nargs="+",
+        default=[CacheChoice.parse(name) for name in default],
+        type=_checked(CacheChoice.parse, "a kind"),
+        metavar="KIND",
+        help=f"{what}: {names}, or K/V such as fp16/bf16 (default: {' '.join(default)})",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    text: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = _Parser(prog="numkv", description=_DESCRIPTION, epilog=_EPILOG, **text)
+    parser.add_argument("--version", action="version", version=f"numkv {numkv.__version__}")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    source.add_argument("--file", type=Path, metavar="PATH", help="file with the text to continue")
+    parser.add_argument(
+        "--tokens",
+        type=_at_least(1),
+        default=generate.DEFAULT_TOKENS,
+        metavar="N",
+        help="tokens to generate at most; the bundled model's are bytes (default: %(default)s)",
+    )
+    _add_kind_option(
+        parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text"
+    )
+    _add_model_options(parser)
+    parser.add_argument(
+        "--temperature",
+        type=_checked(_temperature, "0 or more"),
+        default=generate.DEFAULT_TEMPERATURE,
+        metavar="T",
+        help="0 takes the most probable token, more is more varied (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=_at_least(0),
+        default=generate.DEFAULT_TOP_K,
+        metavar="K",
+        help="choose among the K most probable tokens, 0 among all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="the same seed gives the same text (default: %(default)s)",
+    )
+    parser.set_defaults(run=generate.run)
+    commands = parser.add_subparsers(title="other commands", prog="numkv")
+    _add_info(commands)
+    _add_plan(commands)
+    _add_eval(commands)
+    return parser
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="versions, targets, threads, kernel cache: what to paste into a bug report",
+        description="Print what a bug report needs to know about this machine.",
+    )
+    parser.set_defaults(run=info.run)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what a token costs, and how many tokens fit in a given memory",
+        description="Say how many bytes a token costs in each kind of cache, and how many tokens "
+        "fit in a given memory. Give a model's config.json, or its sizes.",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="PATH", help="a config.json, or the folder it is in"
+    )
+    for option, meaning in (
+        ("--layers", "layers that have a KV cache"),
+        ("--kv-heads", "key/value heads of a layer"),
+        ("--head-dim", "elements of a key (and of a value)"),
+        ("--head-dim-v", "elements of a value, where they differ"),
+    ):
+        parser.add_argument(option, type=_at_least(1), metavar="N", help=meaning)
+    parser.add_argument(
+        "--memory",
+        type=_checked(plan.parse_bytes, "a size such as 8GiB or 500MB"),
+        default=plan.DEFAULT_MEMORY,
+        metavar="SIZE",
+        help="memory for the cache: 8GiB, 500MB, … (default: 8GiB)",
+    )
+    parser.add_argument(
+        "--tokens", type=_at_least(1), metavar="N", help="also say what N tokens need"
+    )
+    _add_kind_option(parser, [kind.name for kind in kinds()], "kinds to list")
+    parser.set_defaults(run=plan.run)
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="bits per byte, KL divergence and agreement of cache kinds on held-out text",
+        description="Measure what cache kinds cost in quality against an fp32 cache, at full "
+        "context, on modules of the standard library that the bundled model never saw.",
+    )
+    _add_kind_option(parser, ["fp16", "bf16"], "kinds to judge")
+    _add_model_options(parser)
+    parser.add_argument(
+        "--modules", nargs="+", metavar="NAME", help="only these held-out modules, such as csv"
+    )
+    parser.add_argument(
+        "--file", nargs="+", type=Path, metavar="PATH", help="these texts instead of the modules"
+    )
+    parser.add_argument(
+        "--context",
+        type=_at_least(2),
+        metavar="N",
+        help="tokens in a window (default: the model's context)",
+    )
+    parser.set_defaults(run=evaluate.run)

@@ -1,0 +1,77 @@
+"""``numkv eval``: what cache kinds cost in quality."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from numkv.cli.output import KernelProgress, Progress, UsageError, table
+from numkv.demo.blas import blas_threads_for
+from numkv.demo.evaluate import Document, evaluate, held_out
+from numkv.demo.model import Model
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    documents, source = _documents(arguments)
+    with Progress(f"loading {arguments.model}") as progress:
+        model = Model.load(arguments.model, progress.update)
+    context = arguments.context or model.config.max_context
+    if context > model.config.max_context:
+        raise UsageError(f"--context {context:,}: the model has {model.config.max_context:,}")
+    choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
+    caches = {choice.label: choice for choice in choices if choice.label != "fp32"}
+    options = {"context": context, "target": arguments.target}
+    with KernelProgress():
+        for cache in (None, *caches.values()):
+            model.warm_up(cache, arguments.target)
+    with blas_threads_for(model.weights), Progress("evaluating") as progress:
+        scores = evaluate(model, documents, caches, **options, progress=progress.update)
+    reference = scores[0]
+    rows = [
+        (
+            "fp32" if score is reference else score.label,
+            f"{score.bits_per_byte:.4f}",
+            f"{score.bits_per_byte - reference.bits_per_byte:+.5f}",
+            "reference" if score is reference else f"{score.kl_divergence:.2e}",
+            "reference" if score is reference else f"{100 * score.agreement:.2f} %",
+        )
+        for score in scores
+    ]
+    header = ("cache", "bits/byte", "more than fp32", "KL, nats/token", "same top token")
+    print(table(header, rows))
+    print(f"{source}: {reference.num_bytes:,} bytes in windows of {context:,} tokens")
+
+
+def _documents(arguments: argparse.Namespace) -> tuple[list[Document], str]:
+    """The texts, and what to call them."""
+    if arguments.file is not None:
+        try:
+            texts = [Document(str(p), p.read_text(encoding="utf-8")) for p in arguments.file]
+        except UnicodeDecodeError:
+            raise UsageError("--file: not UTF-8 text") from None
+        source = ", ".join(document.name for document in texts)
+    else:
+        found = held_out()
+        texts, source = list(found.documents), str(found)
+        if arguments.modules is not None:
+            by_name = {document.name.removesuffix(".py"): document for document in texts}
+            wanted = [name.removesuffix(".py") for name in arguments.modules]
+            unknown = sorted(set(wanted) - set(by_name))
+            if unknown:
+                raise UsageError(
+                    f"--modules: expected some of {', '.join(by_name)}; got {', '.join(unknown)}"
+                )
+            texts = [by_name[name] for name in wanted]
+            source = f"{', '.join(wanted)} of {source}"
+    if not any(document.text for document in texts):
+        raise UsageError("there is no text to evaluate")
+    return texts, source

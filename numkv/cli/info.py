@@ -1,0 +1,136 @@
+"""``numkv info``: what to paste into a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from numba.core.caching import FunctionCache
+
+import numkv
+from numkv import targets
+from numkv.cli.output import format_bytes
+from numkv.errors import NotSupported
+from numkv.kernels.cpu import simd
+from numkv.kernels.cpu.attention import make_attention
+from numkv.kinds import kinds
+
+__all__ = ["run"]
+
+_PACKAGES = (
+    "numpy",
+    "numba",
+    "llvmlite",
+    "ml_dtypes",
+    "safetensors",
+    "numba-cuda",
+    "tokenizers",
+)
+_VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "neon": 128}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the report.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        No options.
+    """
+    facts = list(_facts())
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        print(f"{name.ljust(width)}  {value}")
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "numkv", f"{numkv.__version__} in {Path(numkv.__file__).parent}"
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "platform", platform.platform()
+    for name in _PACKAGES:
+        yield name, _version(name)
+    yield "blas", _blas()
+    yield "cpu", _cpu()
+    yield "vector width", _vector_width()
+    yield "threads", f"{numba.get_num_threads()} of {os.cpu_count()} cores"
+    yield "threading layer", _threading_layer()
+    yield "targets", _targets()
+    yield "kinds", " ".join(kind.name for kind in kinds())
+    yield "kernel cache", _kernel_cache()
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")]
+    yield "environment", " ".join(settings) or "no NUMBA_ variables"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _blas() -> str:
+    found = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{found['name']} {found.get('version', '')}".rstrip()
+
+
+def _cpu() -> str:
+    name = platform.processor() or platform.machine()
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+                break
+    return f"{name}, {llvm.get_host_cpu_name()} to LLVM"
+
+
+def _vector_width() -> str:
+    half = "yes" if simd._HAS_HALF else "no"
+    return f"{32 * simd.LANES} bits ({simd.LANES} floats), half floats in hardware: {half}"
+
+
+def _threading_layer() -> str:
+    """The layer that Numba chooses once a parallel function has run."""
+
+    @numba.njit(parallel=True)  # type: ignore[untyped-decorator]
+    def count(n: int) -> int:
+        total = 0
+        for _ in numba.prange(n):
+            total += 1
+        return total
+
+    count(2)
+    return str(numba.threading_layer())
+
+
+def _targets() -> str:
+    try:
+        targets.get("cuda")
+    except NotSupported as error:
+        return f"cpu; no cuda ({str(error).partition(';')[0]})"
+    if numba.config.ENABLE_CUDASIM:
+        return "cpu, cuda in Numba's simulator"
+    from numba import cuda
+
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    major, minor = device.compute_capability
+    return f"cpu, cuda on {name} (compute capability {major}.{minor})"
+
+
+def _kernel_cache() -> str:
+    try:
+        folder = Path(FunctionCache(make_attention).cache_path)
+    except RuntimeError as error:
+        return f"none ({error})"
+    kernels = list(folder.glob("*.nbc"))
+    size = sum(path.stat().st_size for path in kernels)
+    return f"{folder} ({len(kernels)} kernels, {format_bytes(size)})"

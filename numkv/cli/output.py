@@ -1,0 +1,164 @@
+"""What commands print: tables, sizes, progress."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TextIO
+
+__all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class UsageError(Exception):
+    """Something the user can put right; printed as one line."""
+
+
+def format_bytes(size: int) -> str:
+    """Write a number of bytes with a unit: in full where that is short, else with three digits.
+
+    Parameters
+    ----------
+    size : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        Such as ``"640 B"``, ``"8 GiB"`` or ``"1.25 MiB"``.
+    """
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if size % 1024**power == 0:
+        return f"{size // 1024**power} {_UNITS[power]}"
+    value = size / 1024**power
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[power]}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay cells out in columns: the first to the left, the others to the right.
+
+    Parameters
+    ----------
+    header : sequence of str
+        Titles of the columns.
+    rows : sequence of sequence of str
+        Cells.
+
+    Returns
+    -------
+    str
+        Lines, the header underlined.
+    """
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    rule = ["-" * width for width in widths]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, rule, *rows)
+    ]
+    return "\n".join(lines)
+
+
+class Progress:
+    """A line on stderr that says what takes so long; work of less than a second shows none.
+
+    On a terminal the line is redrawn in place and removed at the end. Elsewhere a new line is
+    written every few seconds.
+
+    Parameters
+    ----------
+    what : str
+        The work.
+    stream : file, optional
+        Where to write; stderr by default.
+    """
+
+    DELAY = 1.0
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self.what = what
+        self.detail = ""
+        self._stream = sys.stderr if stream is None else stream
+        self._in_place = self._stream.isatty()
+        self._started = time.monotonic()
+        self._drawn = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._draw_until_done, daemon=True)
+
+    def update(self, done: int, total: int) -> None:
+        """Note how far the work is; cheap enough for any loop.
+
+        Parameters
+        ----------
+        done, total : int
+            Units of work.
+        """
+        self.detail = f"{100 * done // total:3d} %"
+
+    def _draw_until_done(self) -> None:
+        wait = self.DELAY
+        while not self._done.wait(wait):
+            line = f"{self.what}… {self.detail}  {time.monotonic() - self._started:.0f} s"
+            if self._in_place:
+                line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line would stay
+                print(f"\r{line.ljust(self._drawn)}", end="", file=self._stream, flush=True)
+                self._drawn = len(line)
+                wait = 0.2
+            else:
+                print(line, file=self._stream, flush=True)
+                wait = 5.0
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._drawn:
+            print(f"\r{' ' * self._drawn}\r", end="", file=self._stream, flush=True)
+
+
+class KernelProgress(logging.Handler):
+    """A `Progress` that names the kernel being loaded or compiled, as the library logs it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._progress = Progress("compiling kernels (first run only)")
+        self._logger = logging.getLogger("numkv.kernels")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a log record."""
+        verb, _, kernel = record.getMessage().partition(" ")
+        if verb == "loading":
+            self._progress.detail = kernel
+
+    def __enter__(self) -> KernelProgress:
+        self._level = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)

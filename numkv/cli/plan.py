@@ -1,0 +1,164 @@
+"""``numkv plan``: what a token costs, and how many tokens fit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from numkv.cli.output import UsageError, format_bytes, table
+from numkv.demo.cache import CacheChoice
+from numkv.demo.config import read_json
+from numkv.errors import NotSupported
+
+__all__ = ["DEFAULT_MEMORY", "CacheSizes", "parse_bytes", "run", "sizes_from_config"]
+
+DEFAULT_MEMORY = 8 * 1024**3
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """What the size of a model's cache depends on.
+
+    Attributes
+    ----------
+    num_layers, num_kv_heads, head_dim, head_dim_v : int
+        Layers with a cache, and the sizes of one.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+
+    def bytes_per_token(self, choice: CacheChoice) -> int:
+        """Bytes that a token costs in all layers.
+
+        Parameters
+        ----------
+        choice : CacheChoice
+            Kinds of K and V.
+
+        Returns
+        -------
+        int
+        """
+        return self.num_layers * choice.bytes_per_token(
+            self.num_kv_heads, self.head_dim, self.head_dim_v
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: ``8GiB`` is 8 · 1024³ bytes, ``8GB`` 8 · 1000³, a bare number bytes.
+
+    Parameters
+    ----------
+    text : str
+        A number and a unit, in any case.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        If it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 8GiB")
+    number, prefix, binary = match.groups()
+    power = " kmgtp".index((prefix or " ").lower())
+    return int(Fraction(number) * (1024 if binary else 1000) ** power)
+
+
+def sizes_from_config(path: Path) -> CacheSizes:
+    """Read the sizes from a ``config.json`` of any model whose layers all keep K and V heads.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        The file, or the folder it is in.
+
+    Returns
+    -------
+    CacheSizes
+
+    Raises
+    ------
+    NotSupported
+        If the model keeps something else than K and V of every head.
+    UsageError
+        If the file does not say.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    content = read_json(path)
+    content = content.get("text_config", content)  # models that also see or hear
+    if content.get("kv_lora_rank"):
+        raise NotSupported(f"{path}: this model caches compressed latents, not K and V heads")
+    num_q_heads = _entry(path, content, "num_attention_heads")
+    head_dim = content.get("head_dim") or _entry(path, content, "hidden_size") // num_q_heads
+    return CacheSizes(
+        num_layers=_entry(path, content, "num_hidden_layers"),
+        num_kv_heads=content.get("num_key_value_heads") or num_q_heads,
+        head_dim=head_dim,
+        head_dim_v=content.get("v_head_dim") or head_dim,
+    )
+
+
+def _entry(path: Path, content: dict[str, Any], key: str) -> int:
+    value = content.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise UsageError(f"{path}: {key}: expected a positive integer, got {value!r}")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the plan.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    sizes = _sizes(arguments)
+    memory = arguments.memory
+    header = ["cache", "bytes/token/layer", "bytes/token", f"tokens in {format_bytes(memory)}"]
+    if arguments.tokens is not None:
+        header.append(f"memory for {arguments.tokens:,} tokens")
+    rows = []
+    for choice in arguments.kind:
+        cost = sizes.bytes_per_token(choice)
+        row = [choice.label, f"{cost // sizes.num_layers:,}", f"{cost:,}", f"{memory // cost:,}"]
+        if arguments.tokens is not None:
+            row.append(format_bytes(cost * arguments.tokens))
+        rows.append(row)
+    dims = f"{sizes.head_dim}"
+    if sizes.head_dim_v != sizes.head_dim:
+        dims += f" (values {sizes.head_dim_v})"
+    print(f"{sizes.num_layers} layers of {sizes.num_kv_heads} key/value heads of {dims}\n")
+    print(table(header, rows))
+
+
+def _sizes(arguments: argparse.Namespace) -> CacheSizes:
+    """The sizes in the file, overruled by those on the command line."""
+    given = (arguments.layers, arguments.kv_heads, arguments.head_dim)
+    if arguments.config is not None:
+        found = sizes_from_config(arguments.config)
+    elif None in given:
+        raise UsageError("plan needs --config, or --layers, --kv-heads and --head-dim")
+    else:
+        found = CacheSizes(*given, head_dim_v=arguments.head_dim)
+    head_dim_v = arguments.head_dim_v or arguments.head_dim or found.head_dim_v
+    return CacheSizes(
+        arguments.layers or found.num_layers,
+        arguments.kv_heads or found.num_kv_heads,
+        arguments.head_dim or found.head_dim,
+        head_dim_v,
+    )

@@ -1,0 +1,256 @@
+"""What a cache kind costs in quality: bits per byte, KL divergence and top-1 agreement.
+
+The texts are modules of the standard library that the bundled model never saw. They are cut into
+windows of the model's whole context, and every window runs through the reference cache and the
+caches to judge side by side, so all of them see the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.demo import BUNDLED_MODEL
+from numkv.demo.cache import CacheChoice, CacheFactory
+from numkv.demo.config import read_json
+from numkv.demo.model import PREFILL_CHUNK, Model, Session
+
+__all__ = ["Document", "HeldOut", "Score", "evaluate", "held_out"]
+
+Array = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to measure on.
+
+    Attributes
+    ----------
+    name : str
+        Name of the text.
+    text : str
+        The text.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out modules as the running Python has them.
+
+    Attributes
+    ----------
+    documents : tuple of Document
+        The modules that were found.
+    python : str
+        Version of Python whose modules are the reference.
+    changed : tuple of str
+        Modules whose text differs from the reference.
+    missing : tuple of str
+        Modules that this Python does not have.
+    """
+
+    documents: tuple[Document, ...]
+    python: str
+    changed: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is the reference text to the byte."""
+        return not self.changed and not self.missing
+
+    def __str__(self) -> str:
+        what = f"{len(self.documents)} held-out modules"
+        if self.is_reference:
+            return f"{what}, exactly those of Python {self.python}"
+        note = f"{what}, not the reference text of Python {self.python}"
+        if self.changed:
+            note += f"; {len(self.changed)} differ"
+        if self.missing:
+            note += f"; missing: {', '.join(self.missing)}"
+        return note
+
+
+def held_out(listing: Path = BUNDLED_MODEL / "heldout.json", root: Path | None = None) -> HeldOut:
+    """Find the held-out modules in the running Python's standard library.
+
+    Parameters
+    ----------
+    listing : pathlib.Path
+        The list of modules and their hashes.
+    root : pathlib.Path, optional
+        Folder of the standard library.
+
+    Returns
+    -------
+    HeldOut
+    """
+    content = read_json(listing)
+    folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    documents, changed, missing = [], [], []
+    for entry in content["modules"]:
+        name = entry["name"]
+        try:
+            data = (folder / name).read_bytes()
+        except OSError:
+            missing.append(name)
+            continue
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            changed.append(name)
+        documents.append(Document(name, data.decode()))
+    return HeldOut(tuple(documents), content["python"], tuple(changed), tuple(missing))
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a cache did.
+
+    Attributes
+    ----------
+    label : str
+        Name of the cache.
+    num_tokens, num_bytes : int
+        How much text was predicted.
+    bits_per_byte : float
+        Bits the model needs for a byte of the text, with this cache.
+    kl_divergence : float
+        Mean over tokens of the divergence of the predicted distribution from the reference's, in
+        nats.
+    agreement : float
+        Share of tokens for which the most probable next token is the reference's.
+    """
+
+    label: str
+    num_tokens: int
+    num_bytes: int
+    bits_per_byte: float
+    kl_divergence: float
+    agreement: float
+
+
+@dataclass
+class _Sums:
+    nats: float = 0.0
+    divergence: float = 0.0
+    agreed: int = 0
+
+
+def evaluate(
+    model: Model,
+    documents: Sequence[Document],
+    caches: Mapping[str, CacheFactory],
+    *,
+    context: int | None = None,
+    reference: CacheFactory | None = None,
+    target: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Score]:
+    """Measure caches on texts.
+
+    Windows start every half context and each token is scored once, in the first window that holds
+    it: all but the first window's worth of a text is predicted from at least half a context.
+
+    Parameters
+    ----------
+    model : Model
+        The ruler.
+    documents : sequence of Document
+        Texts.
+    caches : mapping of str to callable
+        What to judge: a name, and what makes the cache of one layer from
+        ``(capacity, num_kv_heads, head_dim)``, such as a `CacheChoice`.
+    context : int, optional
+        Tokens in a window; the model's whole context by default.
+    reference : callable, optional
+        The cache that predictions are compared with; fp32 by default.
+    target : str
+        Where all the caches live.
+    progress : callable, optional
+        Called with the number of tokens done and their total.
+
+    Returns
+    -------
+    list of Score
+        One for the reference, named ``"reference"``, then one for each cache in order.
+    """
+    size = model.config.max_context if context is None else context
+    if not 2 <= size <= model.config.max_context:
+        raise ValueError(f"context: expected 2 to {model.config.max_context}, got {size}")
+    texts = [np.array(model.tokenizer.encode(document.text)) for document in documents]
+    factories = [reference or CacheChoice("fp32", target=target), *caches.values()]
+    sessions = [model.start(size, factory, target) for factory in factories]
+    sums = [_Sums() for _ in sessions]
+    total = sum(window[1] - window[0] for tokens in texts for window in _windows(len(tokens), size))
+    num_done = num_scored = 0
+    for tokens in texts:
+        for begin, end, first in _windows(len(tokens), size):
+            for session in sessions:
+                session.rewind()
+            for chunk in range(begin, end, PREFILL_CHUNK):
+                stop = min(chunk + PREFILL_CHUNK, end)
+                skip = max(first - chunk, 0)
+                _score(sessions, sums, tokens[chunk : stop + 1], skip)
+                num_scored += max(stop - chunk - skip, 0)
+                num_done += stop - chunk
+                if progress is not None:
+                    progress(num_done, total)
+    if num_scored == 0:
+        raise ValueError("documents: expected texts of two tokens or more")
+    num_bytes = sum(len(d.text.encode()) for d in documents)
+    return [
+        Score(
+            label=label,
+            num_tokens=num_scored,
+            num_bytes=num_bytes,
+            bits_per_byte=s.nats / math.log(2) / num_bytes,
+            kl_divergence=s.divergence / num_scored,
+            agreement=s.agreed / num_scored,
+        )
+        for label, s in zip(("reference", *caches), sums, strict=True)
+    ]
+
+
+def _windows(num_tokens: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Windows ``[begin, end)`` of inputs, and the first input whose prediction is scored."""
+    first = 0
+    for begin in range(0, num_tokens - 1, size // 2):
+        end = min(begin + size, num_tokens - 1)
+        yield begin, end, first
+        first = end
+        if end == num_tokens - 1:
+            return
+
+
+def _score(
+    sessions: list[Session], sums: list[_Sums], tokens: NDArray[np.int64], skip: int
+) -> None:
+    """Run all but the last of `tokens`; score their predictions but the first `skip`."""
+    inputs, targets = tokens[:-1], tokens[1 + skip :]
+    expected: Array | None = None
+    for session, total in zip(sessions, sums, strict=True):
+        logits = session.forward(inputs)[skip:]
+        if len(targets) == 0:
+            continue
+        log_p = _log_softmax(logits)
+        if expected is None:
+            expected = log_p
+        total.nats -= float(log_p[np.arange(len(targets)), targets].sum())
+        total.divergence += float((np.exp(expected) * (expected - log_p)).sum())
+        total.agreed += int((log_p.argmax(-1) == expected.argmax(-1)).sum())
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

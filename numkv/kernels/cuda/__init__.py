@@ -1,0 +1,34 @@
+"""Operations on CUDA: the same as in `numkv.kernels.cpu`, with the same parameters.
+
+Arrays are device arrays. Their values are not known to the host, so a slot or block out of range is skipped where a
+kernel meets it. Integer arrays may be int32 or int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from numkv.kernels.cuda.append import append_rows, copy_rows
+from numkv.kernels.cuda.attention import attention
+from numkv.kernels.cuda.merge import merge
+from numkv.kernels.cuda.write import write_rows
+
+__all__ = ["append_rows", "attention", "copy_rows", "merge", "write_rows"]
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Every kernel, for the kinds that bring out all of its branches: what can be compiled without a GPU.
+
+    Yields
+    ------
+    name : str
+        The kernel, and in brackets what it is for.
+    kernel : function
+        Plain Python, as ``numba.cuda.compile`` takes it.
+    signature : tuple of numba types
+        Types of its arguments.
+    """
+    for name in ("append", "attention", "merge", "splits", "write"):
+        yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

@@ -1,0 +1,504 @@
+"""Attention over a paged pool (a contiguous cache is one with long blocks), on CUDA.
+
+What is computed is on top of `numkv.kernels.cpu.attention`. The unit of work is an *item*: one sequence, one kv head,
+up to eight query rows (a row is a token and a q head of the group) and one split of the KV range. The host knows
+neither lengths nor query starts, so each block adds up itself how many items there are, and takes every
+``gridDim``-th. Nothing is left over to launch blocks for.
+
+Within an item, a tile of tokens at a time:
+
+1. *Scores.* Teams of adjacent threads read a K row together, 16 bytes each, for several tokens at once; every element
+   read serves all query rows. Partial sums go to shared memory.
+2. *Softmax.* Threads take (row, token) pairs: they add the team's sums up, mask, find the tile's maximum and turn
+   scores into probabilities: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), in base 2.
+3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
+   teams when the item ends.
+
+Splits depend on the sequence's own length, number of queries and window alone. Their parts are merged in order by a
+second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends on the sequence
+and the head dims alone, so results do not depend on the batch or the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.simd import (
+    THREADS, WIDTH, aligned, c_array, ceil_div, jit, launch, natural, reader,
+)  # fmt: skip
+from numkv.kernels.cuda.splits import (
+    AT_ONCE, LN_2, LOG2_E, MAX_SPLIT_QUERIES, TEAM, extent, max_splits, merge_splits, parts_of,
+    tile_of,
+)  # fmt: skip
+from numkv.kernels.kernel import WORDS
+from numkv.rows.convert import codec
+from numkv.rows.softmax import finish
+
+__all__ = ["attention"]
+
+# Query rows of an item, as many as the group has or as registers allow, and for each choice how many blocks shall fit
+# on a multiprocessor. With fewer registers than that leaves (102, 128 and 170), the loops would spill.
+ROW_CHOICES = {1: 5, 4: 4, 8: 3}
+# Shared memory for q rows: half of what a block has without asking. The other arrays fit into the other half.
+Q_BYTES = 24 * 1024
+# Elements between the rows of two chunks of q in shared memory.
+Q_PAD = 4
+
+
+@register_jitable
+def _look_up(blocks, offsets, lost, TILE, block_table, b, tile, begin, end, pool, thread):
+    """Put down where a tile's tokens lie, with block -1 for those that do not count, and whether a block is lost.
+
+    Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``.
+    """
+    num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
+    for n in range((TILE + THREADS - 1) // THREADS):
+        j = thread + n * THREADS
+        if j < TILE:
+            position = tile + j
+            block, offset = np.int64(-1), np.int64(0)
+            if begin <= position and position < end:
+                block = np.int64(block_table[b, position // block_size])
+                offset = position % block_size
+                if block < 0 or block >= num_blocks:
+                    block = np.int64(-1)
+                    lost[0] = 1
+            blocks[(tile & TILE) + j] = block
+            offsets[(tile & TILE) + j] = offset
+
+
+def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
+    """The attention kernel.
+
+    Parameters
+    ----------
+    Q_KIND, K_KIND, V_KIND : str
+        Kinds of q and the output, of K and of V.
+    COMPUTE : {"float32", "float64"}
+        What it computes in.
+    ROWS : int
+        Query rows of an item.
+    COLUMNS : int
+        Chunks of an output row that a thread takes; 1 unless the head dim is huge.
+    WIDE : bool
+        Whether all rows of K and V can be read in chunks of 16 bytes.
+    """
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+    load_q, store_q = codec(Q_KIND, COMPUTE)
+    read_k, read_v = reader(K_KIND, COMPUTE, WIDE), reader(V_KIND, COMPUTE, WIDE)
+    K_WIDTH, V_WIDTH = WIDTH[K_KIND], WIDTH[V_KIND]
+    TOKENS = AT_ONCE[COMPUTE]
+    TEAMS = THREADS // TEAM
+    TILE = tile_of(COMPUTE)
+    SCORES, CHUNKS_K = ROWS * TOKENS, TOKENS * K_WIDTH
+    SUMS, CHUNKS_V = COLUMNS * ROWS * V_WIDTH, TOKENS * V_WIDTH
+    # Chunks of q lie a few banks apart, as the lanes of a team read different ones.
+    Q_STEP = ROWS * K_WIDTH + Q_PAD
+    # So do the partial sums of a team's lanes, which one warp writes.
+    PART_STEP = ROWS * TILE + max(1, 32 // TEAM)
+    # The same memory takes the teams' output sums in the end, for some of the rows at a time.
+    PARTS = max(TEAM * PART_STEP, THREADS * V_WIDTH)
+    ROWS_AT_ONCE = min(ROWS, PARTS // (THREADS * V_WIDTH))
+    # Softmax: with as many threads as a tile has tokens or more, a thread takes one token of every ROW_STEP-th row.
+    ROW_STEP = max(1, THREADS // TILE)
+    TOKENS_EACH, ROWS_EACH = max(1, TILE // THREADS), ceil_div(ROWS, ROW_STEP)
+    SEARCHERS = min(8, THREADS // ROWS)  # threads that look for the maximum of one row
+    PROBABILITIES, MAXIMA, PLACES = ROWS * TILE, ROWS * SEARCHERS, 2 * TILE
+
+    def kernel(
+        q, k, v, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks, out, lse,
+        parts,
+    ):  # fmt: skip
+        num_tokens, num_q_heads, dim = q.shape
+        num_kv_heads = k.shape[1]
+        dim_v = v.shape[3]
+        num_seqs = seq_lens.shape[0]
+        num_sinks = sinks.shape[0]
+        capacity = np.int64(block_table.shape[1]) * k.shape[2]
+        group = num_q_heads // num_kv_heads
+        by_token = num_tokens <= MAX_SPLIT_QUERIES * num_seqs  # how parts are laid out
+        k_chunks = (dim + K_WIDTH - 1) // K_WIDTH
+        v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
+        thread = natural(cuda.threadIdx.x)
+        lane, team = thread % TEAM, thread // TEAM
+        # V rows may be longer or shorter than what a team of the scores reads: theirs have a lane for each chunk.
+        v_lanes = natural(min(v_chunks, THREADS))
+        v_teams = natural(min(THREADS // v_lanes, TILE))
+        v_lane, v_team = natural(thread % v_lanes), natural(thread // v_lanes)
+
+        q_rows = cuda.shared.array(0, REAL)  # [chunk, row, element of the chunk]
+        partial = cuda.shared.array(PARTS, F)
+        p = cuda.shared.array(PROBABILITIES, F)  # [token, row]: scores, then probabilities
+        peaks = cuda.shared.array(MAXIMA, F)
+        tops = cuda.shared.array(ROWS, F)
+        factors = cuda.shared.array(ROWS, F)
+        # Of each row: its token among those of `q`, its q head, its position, and where its parts go.
+        row_token = cuda.shared.array(ROWS, np.int64)
+        row_head = cuda.shared.array(ROWS, np.int64)
+        row_position = cuda.shared.array(ROWS, np.int64)
+        row_part = cuda.shared.array(ROWS, np.int64)
+        blocks = cuda.shared.array(PLACES, np.int32)  # of two tiles' tokens: this one's and the next one's
+        offsets = cuda.shared.array(PLACES, np.int32)
+        lost = cuda.shared.array(1, np.int32)  # whether a block of the item lies outside the pool
+        counts = cuda.shared.array(THREADS, np.int64)
+
+        scores = cuda.local.array(SCORES, F)
+        k_floats = cuda.local.array(CHUNKS_K, F)
+        v_floats = cuda.local.array(CHUNKS_V, F)
+        sums = cuda.local.array(SUMS, F)
+        totals = cuda.local.array(ROWS, F)
+        maxima = cuda.local.array(ROWS, F)
+        bases = cuda.local.array(ROWS, F)
+
+        # -- how many items there are: each thread counts those of some sequences
+        seqs_each = (num_seqs + THREADS - 1) // THREADS
+        count = np.int64(0)
+        for b in range(thread * seqs_each, min((thread + 1) * seqs_each, num_seqs)):
+            _, tokens, _, _, _, splits = extent(
+                q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+            )
+            count += (tokens * group + ROWS - 1) // ROWS * splits * num_kv_heads
+        counts[thread] = count
+        cuda.syncthreads()
+        items = np.int64(0)
+        for i in range(min(num_seqs, THREADS)):
+            items += counts[natural(i)]
+
+        for item in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
+            # -- which sequence, rows and part of the KV range
+            before = np.int64(0)
+            counter = np.int64(0)
+            while before + counts[counter] <= item:
+                before += counts[counter]
+                counter += 1
+            b = counter * seqs_each
+            while True:
+                start, tokens, length, first, split_len, splits = extent(
+                    q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+                )
+                row_blocks = (tokens * group + ROWS - 1) // ROWS
+                count = row_blocks * splits * num_kv_heads
+                if item < before + count:
+                    break
+                before += count
+                b += 1
+            inner = item - before
+            # Later rows see more: take them first.
+            row0 = (row_blocks - 1 - inner % row_blocks) * ROWS
+            inner //= row_blocks
+            g, split = inner % num_kv_heads, inner // num_kv_heads
+            rows = min(np.int64(ROWS), tokens * group - row0)
+            position = length - tokens  # of the first query; negative if there are more queries than tokens
+            # Tokens that any row sees, and those that all of them see.
+            begin, all_begin = np.int64(0), np.int64(0)
+            all_end = position + row0 // group + 1
+            end = position + (row0 + rows - 1) // group + 1
+            if window_left >= 0:
+                begin, all_begin = max(begin, all_end - 1 - window_left), end - 1 - window_left
+            end = min(end, capacity)
+            if splits > 1:
+                begin = max(begin, first + split * split_len)
+                end = min(end, first + (split + 1) * split_len)
+            tile = begin - begin % TILE
+            if thread == 0:
+                lost[0] = 0
+            cuda.syncthreads()
+            if thread < ROWS:
+                t = (row0 + thread) // group
+                row_token[thread] = start + t
+                row_head[thread] = g * group + row0 + thread - t * group
+                row_position[thread] = position + t if thread < rows else np.int64(-1)
+                row_part[thread] = start + t if by_token else b * MAX_SPLIT_QUERIES + t
+            _look_up(blocks, offsets, lost, TILE, block_table, b, tile, begin, end, k, thread)
+            cuda.syncthreads()
+
+            scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+            for r in range(ROWS):
+                for i in range(thread, k_chunks * K_WIDTH, THREADS):
+                    d = natural(i)
+                    x = F(0)
+                    if r < rows and d < dim:
+                        x = scale * load_q(q[row_token[r], row_head[r], d])
+                    q_rows[d // K_WIDTH * Q_STEP + r * K_WIDTH + d % K_WIDTH] = x
+            for r in range(ROWS):
+                maxima[r] = F(-np.inf)
+                totals[r] = F(0)
+            for i in range(SUMS):
+                sums[i] = F(0)
+            cuda.syncthreads()
+
+            while tile < end:
+                at = tile & TILE
+                # -- scores: parts of dot products
+                for i in range(SCORES):
+                    scores[i] = F(0)
+                for chunk in range(lane, k_chunks, TEAM):
+                    c = natural(chunk)
+                    for i in range(TOKENS):
+                        # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
+                        block = max(blocks[at + team + i * TEAMS], 0)
+                        offset = offsets[at + team + i * TEAMS]
+                        read_k(k, block, g, offset, c, k_floats, i * K_WIDTH)
+                    for e in range(K_WIDTH):
+                        for r in range(ROWS):
+                            x = q_rows[c * Q_STEP + r * K_WIDTH + e]
+                            for i in range(TOKENS):
+                                scores[r * TOKENS + i] = cuda.fma(
+                                    x, k_floats[i * K_WIDTH + e], scores[r * TOKENS + i]
+                                )
+                for r in range(ROWS):
+                    for i in range(TOKENS):
+                        partial[lane * PART_STEP + r * TILE + team + i * TEAMS] = scores[
+                            r * TOKENS + i
+                        ]
+                cuda.syncthreads()
+
+                # -- whole scores, capped and masked
+                for m in range(TOKENS_EACH):
+                    j = thread % TILE + m * THREADS
+                    for n in range(ROWS_EACH):
+                        r = thread // TILE + n * ROW_STEP
+                        if r < ROWS:
+                            score = F(0)
+                            for i in range(TEAM):
+                                score += partial[i * PART_STEP + r * TILE + j]
+                            if soft_cap > 0:
+                                score = F(soft_cap) * F(math.tanh(score / F(soft_cap)))
+                                score *= F(TO_BASE_2)
+                            behind = row_position[r] - tile - j
+                            if blocks[at + j] < 0 or behind < 0 or behind > window_left >= 0:
+                                score = F(-np.inf)
+                            p[j * ROWS + r] = score
+                # Where the next tile's tokens lie; everyone is done with the tile before this one.
+                _look_up(blocks, offsets, lost, TILE, block_table, b, tile + TILE, begin, end, k, thread)
+                cuda.syncthreads()
+                if thread < MAXIMA:
+                    top = F(-np.inf)
+                    for n in range(TILE // SEARCHERS):
+                        j = n * SEARCHERS + thread % SEARCHERS
+                        top = max(top, p[j * ROWS + thread // SEARCHERS])
+                    peaks[thread] = top
+                cuda.syncthreads()
+
+                # -- probabilities relative to the running maximum, and what that makes of earlier sums
+                for r in range(ROWS):
+                    top = maxima[r]
+                    for i in range(SEARCHERS):
+                        top = max(top, peaks[r * SEARCHERS + i])
+                    # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
+                    bases[r] = top if top > F(-np.inf) else F(0)
+                    shrink = F(math.exp2(maxima[r] - bases[r]))
+                    maxima[r] = top
+                    # An fma, so that no compiler makes one of it with the sum that follows, here but not there.
+                    totals[r] = cuda.fma(totals[r], shrink, F(0))
+                    for n in range(COLUMNS):
+                        for e in range(V_WIDTH):
+                            sums[(n * ROWS + r) * V_WIDTH + e] *= shrink
+                for m in range(TOKENS_EACH):
+                    j = thread % TILE + m * THREADS
+                    for r in range(ROWS):  # not by ROW_STEP, so that `bases` stays in registers
+                        if r % ROW_STEP == thread // TILE:
+                            p[j * ROWS + r] = F(math.exp2(p[j * ROWS + r] - bases[r]))
+                cuda.syncthreads()
+
+                # -- output: weighted V rows
+                ragged = tile < all_begin or tile + TILE > all_end or lost[0] != 0
+                for j0 in range(v_team * TOKENS if v_team < v_teams else TILE, TILE, v_teams * TOKENS):
+                    j = natural(j0)
+                    for n in range(COLUMNS):
+                        # Threads beyond the last chunk read it too; what they add up is not used.
+                        c = min(v_lane + n * THREADS, v_chunks - 1)
+                        if ragged:
+                            # Not all rows see all of these tokens, and a weight of 0 would not hide a NaN.
+                            for i in range(TOKENS):
+                                block, offset = blocks[at + j + i], offsets[at + j + i]
+                                if block >= 0:
+                                    read_v(v, block, g, offset, c, v_floats, 0)
+                                    for r in range(ROWS):
+                                        weight = p[(j + i) * ROWS + r]
+                                        if n == 0:
+                                            totals[r] += weight
+                                        if weight != 0:
+                                            for e in range(V_WIDTH):
+                                                s = (n * ROWS + r) * V_WIDTH + e
+                                                sums[s] = cuda.fma(weight, v_floats[e], sums[s])
+                        else:
+                            for i in range(TOKENS):
+                                block, offset = blocks[at + j + i], offsets[at + j + i]
+                                read_v(v, block, g, offset, c, v_floats, i * V_WIDTH)
+                            for r in range(ROWS):
+                                for i in range(TOKENS):
+                                    weight = p[(j + i) * ROWS + r]
+                                    if n == 0:
+                                        totals[r] += weight
+                                    for e in range(V_WIDTH):
+                                        s = (n * ROWS + r) * V_WIDTH + e
+                                        x = v_floats[i * V_WIDTH + e]
+                                        sums[s] = cuda.fma(weight, x, sums[s])
+                tile += TILE
+
+            # -- add up over the teams
+            cuda.syncthreads()
+            for r in range(ROWS):
+                if thread == 0:
+                    tops[r] = maxima[r]
+                if v_lane == 0 and v_team < v_teams:
+                    p[v_team * ROWS + r] = totals[r]
+            cuda.syncthreads()
+            if thread < rows:
+                h = row_head[thread]
+                total = F(0)
+                for i in range(v_teams):
+                    total += p[natural(i) * ROWS + thread]
+                if splits > 1:
+                    factors[thread] = F(1)
+                    parts[row_part[thread], h, split, dim_v] = tops[thread]
+                    parts[row_part[thread], h, split, dim_v + 1] = total
+                else:
+                    sink = F(sinks[h]) * F(TO_BASE_2) if num_sinks > 0 else F(-np.inf)
+                    factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
+                    factors[thread] = F(factor)
+                    lse[row_token[thread], h] = log_sum
+            for n in range(COLUMNS):
+                for r0 in range(0, ROWS, ROWS_AT_ONCE):
+                    cuda.syncthreads()
+                    for i in range(ROWS_AT_ONCE):
+                        for e in range(V_WIDTH):
+                            if r0 + i < ROWS:
+                                partial[(i * V_WIDTH + e) * THREADS + thread] = sums[
+                                    (n * ROWS + r0 + i) * V_WIDTH + e
+                                ]
+                    cuda.syncthreads()
+                    for s in range(v_team, ROWS_AT_ONCE * V_WIDTH, v_teams):
+                        i = natural(s)
+                        r = r0 + i // V_WIDTH
+                        d = (v_lane + n * THREADS) * V_WIDTH + i % V_WIDTH
+                        if r < rows and d < dim_v and v_team < v_teams:
+                            x = F(0)
+                            for m in range(v_teams):
+                                x += partial[i * THREADS + natural(m) * v_lanes + v_lane]
+                            x *= factors[r]
+                            if splits > 1:
+                                parts[row_part[r], row_head[r], split, d] = x
+                            else:
+                                out[row_token[r], row_head[r], d] = store_q(x)
+            cuda.syncthreads()
+
+    return kernel
+
+
+@functools.cache
+def _attention(
+    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
+) -> Any:
+    kernel = make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    return jit(kernel, ROW_CHOICES[rows])
+
+
+def attention(
+    q, q_kind, k, k_kind, v, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
+    window_left, sinks, out, lse,
+):  # fmt: skip
+    """Attend over a paged pool.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        Query rows of all sequences, in the words of `q_kind`.
+    q_kind : str
+        Their kind.
+    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pools, in their kinds' words.
+    k_kind, v_kind : str
+        Names of their kinds.
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical block of each logical block.
+    seq_lens : int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    q_starts : int64 array (num_seqs + 1,)
+        Where each sequence's queries start.
+    sm_scale, logits_soft_cap : float
+        Scale of the scores; their cap, or 0.
+    window_left : int
+        Earlier tokens that a query sees; -1 for all.
+    sinks : array (num_q_heads,) or (0,)
+        Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        Result, in the words of `q_kind`.
+    lse : float32 array (num_tokens, num_q_heads)
+        Log of the sum of exponentials.
+    """
+    compute = sinks.dtype
+    num_tokens, num_q_heads, dim = q.shape
+    num_kv_heads, block_size, dim_v = v.shape[1:]
+    num_seqs = seq_lens.shape[0]
+    if 0 in (num_tokens, num_seqs, num_q_heads, dim_v):
+        return
+
+    # -- which kernel
+    group = num_q_heads // num_kv_heads
+    wanted = group * ceil_div(num_tokens, num_seqs)
+    width = WIDTH[k_kind]
+    sizes = {n: ceil_div(dim, width) * (n * width + Q_PAD) * compute.itemsize for n in ROW_CHOICES}
+    fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
+    rows = next((n for n in fitting if n >= wanted), fitting[-1])
+    columns = ceil_div(ceil_div(dim_v, WIDTH[v_kind]), THREADS)
+    wide = aligned(k, k_kind) and aligned(v, v_kind)
+    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+
+    # -- how much there can be to do
+    splits = max_splits(block_table.shape[1] * block_size, window_left, compute.name)
+    parts = parts_of(num_tokens, num_seqs, num_q_heads, splits, dim_v, compute.name)
+    row_blocks = min(
+        num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
+    )  # fmt: skip
+    launch(
+        kernel, row_blocks * splits * num_kv_heads, THREADS,
+        q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left, sinks,
+        out, lse, parts,
+        shared_bytes=sizes[rows],
+    )  # fmt: skip
+    if splits > 1:
+        merge_splits(
+            parts, q_kind, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse
+        )
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    own = [(kind, kind, kind) for kind in WORDS]
+    others = [
+        ("fp32", "fp16", "fp16"), ("fp32", "bf16", "bf16"), ("fp16", "fp32", "fp32"),
+        ("bf16", "fp64", "fp64"), ("fp64", "bf16", "bf16"), ("bf16", "fp16", "bf16"),
+    ]  # fmt: skip
+    cases = [(*kinds, 8, 1, True) for kinds in own + others]
+    # Items of fewer rows; long rows; rows that do not start at multiples of 16 bytes.
+    cases += [(*kinds, rows, 1, True) for kinds in own for rows in (1, 4)]
+    cases += [("bf16", "bf16", "bf16", 4, 2, True)]
+    cases += [(*kinds, 4, 1, False) for kinds in own]
+    for q_kind, k_kind, v_kind, rows, columns, wide in cases:
+        compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
+        pool = "C" if wide else "A"
+        real = getattr(types, compute)
+        signature = (
+            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool),
+            types.Array(WORDS[v_kind], 4, pool), c_array(types.int32, 2), c_array(types.int64, 1),
+            c_array(types.int64, 1), types.float64, types.float64, types.int64, c_array(real, 1),
+            c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
+        )  # fmt: skip
+        name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
+        name += "]" if wide else ", strided]"
+        yield (
+            name,
+            make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide),
+            signature,
+        )

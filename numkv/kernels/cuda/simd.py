@@ -1,0 +1,224 @@
+"""How CUDA kernels are compiled and launched, and the only code that the simulator does not run as it stands.
+
+`load_chunk` reads 16 bytes at once, which plain indexing of 16-bit words never does. The simulator cannot run it, so
+there it has a twin with the same parameters; everything else in a kernel is what both run.
+
+Launch sizes live here too. In the simulator a thread of the GPU is a thread of the system, so blocks are small and
+few there, and short test cases still go round every loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda, types
+from numba.core import cgutils, config
+from numba.extending import register_jitable
+
+from numkv.rows.convert import codec
+
+__all__ = [
+    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "jit", "launch",
+    "load_chunk", "natural", "reader",
+]  # fmt: skip
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+#: Threads of a block.
+THREADS = 8 if SIMULATED else 128
+#: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
+LANES = 4 if SIMULATED else 32
+#: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
+#: two to four times what runs at once.
+MAX_BLOCKS = 3 if SIMULATED else 2048
+
+#: Elements of a kind that `load_chunk` reads: 16 bytes.
+WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8}
+
+_simulator_lock = threading.Lock()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+def c_array(dtype: Any, ndim: int) -> Any:
+    """The Numba type of a contiguous device array."""
+    return types.Array(dtype, ndim, "C")
+
+
+def jit(kernel: Any, blocks_per_multiprocessor: int = 0) -> Any:
+    """Make a kernel; it is compiled for the types of its arguments when it is first launched.
+
+    Parameters
+    ----------
+    kernel : function
+        The kernel.
+    blocks_per_multiprocessor : int
+        Blocks of `THREADS` that shall fit at once, which bounds the registers; 0 leaves that to the compiler.
+    """
+    if SIMULATED or not blocks_per_multiprocessor:
+        return cuda.jit(kernel)
+    return cuda.jit(kernel, launch_bounds=(THREADS, blocks_per_multiprocessor))
+
+
+def launch(
+    kernel: Any, blocks: int, threads: Any, *args: Any, stream: Any = None, shared_bytes: int = 0
+) -> None:
+    """Launch a kernel over at most `MAX_BLOCKS` blocks; nothing happens where there are none.
+
+    Parameters
+    ----------
+    kernel : object
+        What `jit` returned.
+    blocks : int
+        Blocks wanted.
+    threads : int or tuple of int
+        Threads of a block.
+    args : object
+        The kernel's arguments.
+    stream : object, optional
+        Stream to run on; the default stream if None.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    if blocks <= 0:
+        return
+    stream = 0 if stream is None else stream
+    configured = min(blocks, MAX_BLOCKS), threads, stream, shared_bytes
+    if not SIMULATED:
+        kernel[configured](*args)
+        return
+    # The simulator runs one kernel at a time, and NumPy's scalars warn of what a GPU does in silence.
+    with _simulator_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[configured](*args)
+
+
+@register_jitable
+def natural(i):
+    """`i`, which is not negative and fits 31 bits, in a way that the compiler knows it.
+
+    So it leaves out what an index needs to mean Python's negative ones, and can divide by shifting.
+    """
+    return np.int64(i) & np.int64(0x7FFFFFFF)
+
+
+def aligned(array: Any, kind: str) -> bool:
+    """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of 16 bytes."""
+    if tuple(array.shape)[-1] % WIDTH[kind] or any(step % 16 for step in array.strides[:-1]):
+        return False
+    return SIMULATED or array.device_ctypes_pointer.value % 16 == 0
+
+
+def _simulated_load_chunk(KIND, array, a, b, c, d, floats, at):
+    load = codec(KIND, floats.dtype.name)[0]
+    row = array[a, b, c]
+    for i in range(WIDTH[KIND]):
+        floats[at + i] = load(row[d + i])
+
+
+def _load_chunk(typing_context, KIND, array, a, b, c, d, floats, at):
+    """Put ``array[a, b, c, d : d + WIDTH[KIND]]`` as floats at ``floats[at:]``; 16 bytes, aligned.
+
+    `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
+    """
+    if not isinstance(KIND, types.StringLiteral):
+        return None
+    kind = KIND.literal_value
+    as_float = floats.dtype
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[1])(context, b, args[1])
+        to = context.make_array(sig.args[6])(context, b, args[6])
+        i64, i32 = ir.IntType(64), ir.IntType(32)
+        address = b.ptrtoint(source.data, i64)
+        steps = cgutils.unpack_tuple(b, source.strides)
+        for index, index_type, step in zip(args[2:6], sig.args[2:6], steps, strict=True):
+            wide = context.cast(b, index, index_type, types.int64)
+            address = b.add(address, b.mul(wide, step))
+        vector = ir.VectorType(i32, 4)
+        # Arrays come as generic pointers; these are all in global memory.
+        pointer = b.addrspacecast(
+            b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
+        )
+        chunk = b.load(pointer)
+        chunk.align = 16
+        real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
+        at_ = context.cast(b, args[7], sig.args[7], types.int64)
+        for i, value in enumerate(_floats_of(b, kind, chunk)):
+            if value.type != real:
+                value = (
+                    b.fpext(value, real) if as_float == types.float64 else b.fptrunc(value, real)
+                )
+            b.store(value, b.gep(to.data, [b.add(at_, ir.Constant(i64, i))]))
+        return context.get_dummy_value()
+
+    return types.void(KIND, array, a, b, c, d, floats, at), codegen
+
+
+def _floats_of(b, kind, chunk):
+    """The elements of 16 bytes, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    if kind == "bf16":  # the upper half of a float32
+        for i in range(4):
+            pair = b.extract_element(chunk, ir.Constant(i32, i))
+            yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
+            yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
+        return
+    element, count = {
+        "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
+    }[kind]  # fmt: skip
+    elements = b.bitcast(chunk, ir.VectorType(element, count))
+    for i in range(count):
+        value = b.extract_element(elements, ir.Constant(i32, i))
+        yield b.fpext(value, single) if kind == "fp16" else value
+
+
+if SIMULATED:
+    load_chunk = _simulated_load_chunk
+else:
+    from numba.cuda.extending import intrinsic
+
+    load_chunk = intrinsic(_load_chunk)
+
+
+def reader(KIND, COMPUTE, WIDE):
+    """The function that reads a chunk of a row: `WIDTH` elements, as floats.
+
+    Parameters
+    ----------
+    KIND : str
+        Kind of the array.
+    COMPUTE : {"float32", "float64"}
+        What its elements become.
+    WIDE : bool
+        Whether the array is `aligned`.
+
+    Returns
+    -------
+    function
+        ``read(array, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
+        ``floats[at:]``; elements past the end of the row are 0.
+    """
+    load, _ = codec(KIND, COMPUTE)
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    STEP = WIDTH[KIND]
+
+    @register_jitable
+    def read(array, a, b, c, chunk, floats, at):
+        if WIDE:
+            load_chunk(KIND, array, a, b, c, chunk * STEP, floats, at)
+        else:
+            for i in range(STEP):
+                d = chunk * STEP + i
+                floats[at + i] = load(array[a, b, c, d]) if d < array.shape[3] else F(0)
+
+    return read

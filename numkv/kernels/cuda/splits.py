@@ -1,0 +1,215 @@
+"""How attention splits long KV ranges on CUDA, and the kernel that merges the parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.simd import SIMULATED, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.kernel import WORDS
+from numkv.rows.convert import codec
+from numkv.rows.softmax import finish
+
+__all__ = [
+    "AT_ONCE", "LN_2", "LOG2_E", "MAX_SPLIT_QUERIES", "TEAM", "extent", "max_splits",
+    "merge_splits", "parts_of", "tile_of",
+]  # fmt: skip
+
+# Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
+TEAM = 2 if SIMULATED else 8
+# Tokens that a team scores at once, so that enough reads are under way; also rows of V that a thread reads ahead.
+AT_ONCE = {"float32": 4, "float64": 2}
+# A split of the KV range has at least so many tokens, and a sequence at most so many splits. Sequences with more
+# queries than MAX_SPLIT_QUERIES have enough items without: they are not split.
+MIN_SPLIT = 64 if SIMULATED else 256
+MAX_SPLITS = 64
+MAX_SPLIT_QUERIES = 8
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+# Longer than any sequence, and far from overflowing.
+FAR = 1 << 40
+
+
+def tile_of(compute: str) -> int:
+    """Tokens of a tile: as many as a block scores at once."""
+    return THREADS // TEAM * AT_ONCE[compute]
+
+
+def max_splits(capacity: int, window_left: int, compute: str) -> int:
+    """Splits that a sequence can have, whatever its length."""
+    reach = capacity
+    if window_left >= 0:
+        reach = min(reach, window_left + MAX_SPLIT_QUERIES + tile_of(compute))
+    return max(1, min(MAX_SPLITS, ceil_div(reach, MIN_SPLIT)))
+
+
+@register_jitable
+def extent(q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE):
+    """What there is to do for a sequence; nothing is trusted, as the host has not seen the values.
+
+    Returns its first query, number of queries and length, the first token that any query sees (rounded down to
+    tiles), and the length and number of its splits.
+    """
+    start = np.int64(q_starts[b])
+    tokens = np.int64(q_starts[b + 1]) - start
+    if start < 0 or tokens < 0 or tokens > num_tokens or start > num_tokens - tokens:
+        tokens = np.int64(0)
+    length = min(max(np.int64(seq_lens[b]), np.int64(0)), np.int64(FAR))
+    first = np.int64(0)
+    if window_left >= 0:
+        first = max(first, length - tokens - window_left)
+        first -= first % TILE
+    span = max(min(length, capacity) - first, np.int64(0))
+    split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
+    split_len = max(np.int64(MIN_SPLIT), (split_len + TILE - 1) // TILE * TILE)
+    splits = np.int64(1)
+    if tokens <= MAX_SPLIT_QUERIES and span > split_len:
+        splits = (span + split_len - 1) // split_len
+    return start, tokens, length, first, split_len, splits
+
+
+class _Workspace(threading.local):
+    """Device memory for the parts of splits, which stays: allocating is slow.
+
+    Each thread of the host has its own; its launches, all on one stream, come one after another.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Any] = {}
+        self._views: dict[str, Any] = {}
+
+    def get(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """An array of `shape` and `dtype` whose elements are undefined."""
+        view = self._views.get(dtype)
+        if view is None or view.shape != shape:
+            size = math.prod(shape)
+            if dtype not in self._flat or self._flat[dtype].size < size:
+                self._flat[dtype] = cuda.device_array(size, dtype)
+            view = self._views[dtype] = self._flat[dtype][:size].reshape(shape)
+        return view
+
+
+_workspace = _Workspace()
+
+
+def parts_of(num_tokens: int, num_seqs: int, num_q_heads: int, splits: int, dim_v: int, compute: str) -> Any:
+    """Memory for the parts of splits: ``[row, q head, split]`` has a sum over V rows, its maximum and its total.
+
+    Rows are tokens, or `MAX_SPLIT_QUERIES` for each sequence where that is less.
+    """
+    rows = min(num_tokens, MAX_SPLIT_QUERIES * num_seqs) if splits > 1 else 1
+    return _workspace.get((rows, num_q_heads, splits, dim_v + 2), compute)
+
+
+def make_merge_splits(Q_KIND, COMPUTE):
+    """The kernel that merges the parts of split sequences, in order."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+    TILE = tile_of(COMPUTE)
+    _, store_q = codec(Q_KIND, COMPUTE)
+
+    def kernel(parts, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse):
+        num_tokens, num_q_heads, dim_v = out.shape
+        num_seqs = seq_lens.shape[0]
+        num_sinks = sinks.shape[0]
+        capacity = np.int64(block_table.shape[1]) * block_size
+        thread = np.int64(cuda.threadIdx.x)
+        tops = cuda.shared.array(MAX_SPLITS, F)
+        weights = cuda.shared.array(MAX_SPLITS, F)
+        for row in range(
+            np.int64(cuda.blockIdx.x), parts.shape[0] * num_q_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            at, h = row // num_q_heads, row % num_q_heads
+            if num_tokens <= MAX_SPLIT_QUERIES * num_seqs:
+                # The sequence whose queries token `at` is one of: the last that starts no later.
+                b, above = np.int64(0), np.int64(num_seqs)
+                while above - b > 1:
+                    middle = (b + above) // 2
+                    if q_starts[middle] <= at:
+                        b = middle
+                    else:
+                        above = middle
+                t = at - np.int64(q_starts[b])
+            else:
+                b, t = at // MAX_SPLIT_QUERIES, at % MAX_SPLIT_QUERIES
+            start, tokens, _, _, _, splits = extent(
+                q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+            )
+            if splits == 1 or t < 0 or t >= tokens:
+                continue
+            for i in range(thread, splits, THREADS):
+                tops[i] = parts[at, h, i, dim_v]
+            cuda.syncthreads()
+            top = F(-np.inf)
+            for i in range(splits):
+                top = max(top, tops[i])
+            base = top if top > F(-np.inf) else F(0)
+            for i in range(thread, splits, THREADS):
+                weights[i] = F(math.exp2(tops[i] - base))
+            cuda.syncthreads()
+            total = F(0)
+            for i in range(splits):
+                total += weights[i] * parts[at, h, i, dim_v + 1]
+            sink = F(sinks[h]) * F(TO_BASE_2) if num_sinks > 0 else F(-np.inf)
+            factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
+            for d in range(thread, dim_v, THREADS):
+                x = F(0)
+                for i in range(splits):
+                    x = cuda.fma(weights[i], parts[at, h, i, d], x)
+                out[start + t, h, d] = store_q(F(factor) * x)
+            if thread == 0:
+                lse[start + t, h] = log_sum
+            cuda.syncthreads()
+
+    return kernel
+
+
+@functools.cache
+def _merge_splits(q_kind: str, compute: str) -> Any:
+    return jit(make_merge_splits(q_kind, compute))
+
+
+def merge_splits(
+    parts, q_kind, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse
+):  # fmt: skip
+    """Merge the parts of split sequences.
+
+    Parameters
+    ----------
+    parts : array (num_rows, num_q_heads, splits, head_dim_v + 2)
+        See `parts_of`.
+    q_kind : str
+        Kind of `out`.
+    block_size : int
+        Tokens of a block.
+    block_table, seq_lens, q_starts, window_left, sinks, out, lse
+        See `numkv.kernels.cuda.attention.attention`.
+    """
+    launch(
+        _merge_splits(q_kind, sinks.dtype.name), parts.shape[0] * parts.shape[1], THREADS,
+        parts, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse,
+    )  # fmt: skip
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    for q_kind, compute in (
+        ("fp64", "float64"), ("fp32", "float32"), ("fp16", "float32"), ("bf16", "float32"),
+        ("bf16", "float64"),
+    ):  # fmt: skip
+        real = getattr(types, compute)
+        signature = (
+            c_array(real, 4), types.int64, c_array(types.int32, 2), c_array(types.int64, 1),
+            c_array(types.int64, 1), types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3),
+            c_array(types.float32, 2),
+        )  # fmt: skip
+        name = f"splits[{q_kind}, in {compute}]"
+        yield name, make_merge_splits(q_kind, compute), signature

@@ -1,0 +1,70 @@
+"""Every CUDA kernel, for every kind, compiles to PTX; no GPU needed.
+
+The simulator shows what a kernel computes, not that CUDA accepts it: it does no typing. Numba reads
+the simulator's switch once, at import, so this file runs in a process of its own::
+
+    NUMBA_ENABLE_CUDASIM=0 python -m pytest tests/compile
+"""
+
+import importlib.util
+import os
+import re
+
+import pytest
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    pytest.skip("the simulator is on: compile in a process without it", allow_module_level=True)
+if importlib.util.find_spec("numba_cuda") is None:
+    pytest.skip("numba-cuda is not installed (extra: cuda)", allow_module_level=True)
+
+from numba import cuda
+from numba.cuda import dispatcher
+
+from numkv.kernels.cuda import catalogue
+
+TARGETS = [(8, 0), (9, 0)]
+KERNELS = list(catalogue())
+
+
+class NoDevice:
+    """Stands in for the device that a kernel's helpers are compiled for."""
+
+    compute_capability = (8, 0)
+
+
+def ids(kernels) -> list[str]:
+    seen: dict[str, int] = {}
+    names = []
+    for name, *_ in kernels:
+        seen[name] = seen.get(name, -1) + 1
+        names.append(f"{name}-{seen[name]}" if seen[name] else name)
+    return names
+
+
+@pytest.mark.parametrize("cc", TARGETS, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
+@pytest.mark.parametrize(("name", "kernel", "signature"), KERNELS, ids=ids(KERNELS))
+def test_compiles(monkeypatch, name, kernel, signature, cc):
+    device = NoDevice()
+    device.compute_capability = cc
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: device)
+    python = getattr(kernel, "py_func", kernel)
+    ptx, _ = cuda.compile(python, signature, device=False, cc=cc, output="ptx", abi="numba")
+    ptx = ptx if isinstance(ptx, str) else ptx.decode()
+    assert re.search(rf"^\.target sm_{cc[0]}{cc[1]}\b", ptx, re.M)
+    assert ".entry" in ptx
+
+
+def test_every_kernel_file_is_in_the_catalogue():
+    from pathlib import Path
+
+    import numkv.kernels.cuda as package
+
+    files = {p.stem for p in Path(package.__file__).parent.glob("*.py")} - {"__init__"}
+    with_kernels = {
+        stem
+        for stem in files
+        if "@cuda.jit" in (Path(package.__file__).parent / f"{stem}.py").read_text()
+    }
+    assert with_kernels
+    found = {name.split("[")[0].split("-")[0] for name, *_ in KERNELS}
+    assert with_kernels <= {stem for stem in files for name in found if name.startswith(stem)}

@@ -1,0 +1,174 @@
+"""The public surface: what is listed, and that documented parameters are the real ones."""
+
+import dataclasses
+import inspect
+import re
+import types
+
+import pytest
+
+import numkv
+
+CONTRACT = {
+    "AppendArgs", "AppendDescriptor", "AppendPlan", "CacheFull", "ContiguousLayer",
+    "DimensionMismatch", "KVCache", "NonFiniteInput", "NotSupported", "NumkvError",
+    "UnsupportedDType", "append", "decode_attention", "kind", "merge_states",
+    "prefill_attention",
+}  # fmt: skip
+
+
+def test_the_contract_is_there():
+    assert set(numkv.__all__) >= CONTRACT
+
+
+def test_the_list_is_sorted_and_complete():
+    assert numkv.__all__ == sorted(set(numkv.__all__))
+    public = {
+        name
+        for name, value in vars(numkv).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public - {"annotations"} == {n for n in numkv.__all__ if not n.startswith("_")} - {
+        n for n in numkv.__all__ if isinstance(getattr(numkv, n), types.ModuleType)
+    }
+
+
+def test_the_version_is_a_version():
+    assert re.fullmatch(r"\d+\.\d+(\.\d+)?(\.?(dev|a|b|rc)\d+)?", numkv.__version__)
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+def documented(docstring: str, section: str = "Parameters") -> list[str]:
+    """Names in a section of a NumPy-style docstring."""
+    lines, names, inside = inspect.cleandoc(docstring).splitlines(), [], False
+    for i, line in enumerate(lines):
+        underlined = i + 1 < len(lines) and re.fullmatch(r"-{3,}", lines[i + 1])
+        if underlined:
+            inside = line.strip() == section
+        elif inside and line and not line[0].isspace() and not line.startswith("---"):
+            names += [n.strip().lstrip("*") for n in line.split(" :")[0].split(",")]
+    return names
+
+
+def parameters(function) -> list[str]:
+    return [n for n in inspect.signature(function).parameters if n != "self"]
+
+
+def public_callables():
+    """Every public function, class and method: name, object that is called, its docstring."""
+    for name in numkv.__all__:
+        value = getattr(numkv, name)
+        if inspect.isfunction(value):
+            yield name, value, value.__doc__
+        elif inspect.isclass(value) and not issubclass(value, (Exception, int)):
+            yield name, value, value.__doc__
+            for method, member in vars(value).items():
+                if method.startswith("_") or isinstance(member, property):
+                    continue
+                function = inspect.unwrap(getattr(value, method))
+                if callable(function):
+                    yield f"{name}.{method}", function, function.__doc__
+
+
+CALLABLES = list(public_callables())
+
+
+@pytest.mark.parametrize(
+    ("function", "doc"), [c[1:] for c in CALLABLES], ids=[c[0] for c in CALLABLES]
+)
+def test_documented_parameters_are_the_real_ones(function, doc):
+    """The fields of a dataclass are its parameters; `select` and the like make other objects."""
+    assert doc, "public, but without a docstring"
+    names = documented(doc)
+    if dataclasses.is_dataclass(function):
+        names = documented(doc, "Attributes")
+    elif not names and any(isinstance(x, classmethod) for x in vars(function).values()):
+        return
+    assert sorted(names) == sorted(parameters(function))
+
+
+def test_properties_and_errors_are_documented():
+    for name in numkv.__all__:
+        value = getattr(numkv, name)
+        if inspect.isclass(value):
+            assert value.__doc__, name
+            for member, item in vars(value).items():
+                if isinstance(item, property) and not member.startswith("_"):
+                    assert item.__doc__, f"{name}.{member}"
+
+
+def test_the_reader_of_docstrings_reads():
+    doc = """Do it.
+
+    Parameters
+    ----------
+    a, b : int
+        Both.
+    *rest
+        More.
+
+    Returns
+    -------
+    c : int
+    """
+    assert documented(doc) == ["a", "b", "rest"]
+
+
+SIGNATURES = {  # as the contract writes them
+    "KVCache": [
+        "num_layers", "num_kv_heads", "head_dim", "max_seq_len", "kind", "target", "head_dim_v",
+    ],
+    "ContiguousLayer": ["capacity", "num_kv_heads", "head_dim", "kind", "target"],
+    "AppendDescriptor": [
+        "batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v", "dtype",
+    ],
+    "AppendArgs": ["k_new", "v_new", "k_cache", "v_cache", "cache_offsets"],
+    "AppendPlan.select": ["descriptor", "target", "preference"],
+    "AppendPlan.run": ["args", "stream", "workspace"],
+    "AppendPlan.can_implement": ["args"],
+    "append": ["k_new", "v_new", "k_cache", "v_cache", "cache_offsets"],
+    "KVCache.append": ["layer", "k", "v"],
+    "KVCache.advance": ["n"],
+    "KVCache.truncate": ["length"],
+    "ContiguousLayer.append": ["k", "v"],
+    "ContiguousLayer.truncate": ["length"],
+    "ContiguousLayer.write": [
+        "qkv", "num_q_heads", "cos", "sin", "qk_mode", "q_norm_weight", "k_norm_weight", "eps",
+        "pos_offset", "q_out",
+    ],
+    "merge_states": ["o_a", "lse_a", "o_b", "lse_b"],
+}  # fmt: skip
+OPTIONS = ["sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse", "out"]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_and_order_of_the_contract(name):
+    function = numkv
+    for part in name.split("."):
+        function = getattr(function, part)
+    found = parameters(function)
+    assert [n for n in found if n in SIGNATURES[name]] == SIGNATURES[name]
+    extra = [inspect.signature(function).parameters[n] for n in found if n not in SIGNATURES[name]]
+    assert all(p.default is not p.empty and p.kind is p.KEYWORD_ONLY for p in extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "leading"),
+    [
+        ("decode_attention", ["q", "k", "v", "seq_lens"]),
+        ("prefill_attention", ["q", "k", "v", "seq_lens", "cu_seqlens_q"]),
+        ("KVCache.decode_attention", ["layer", "q"]),
+        ("ContiguousLayer.decode_attention", ["q"]),
+    ],
+)
+def test_attention_options_are_the_same_everywhere(name, leading):
+    function = numkv
+    for part in name.split("."):
+        function = getattr(function, part)
+    signature = inspect.signature(function).parameters
+    assert parameters(function)[: len(leading)] == leading
+    for option, default in zip(OPTIONS, [None, 0.0, -1, None, False, None], strict=True):
+        assert signature[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert signature[option].default == default
