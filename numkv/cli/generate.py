@@ -21,19 +21,18 @@ from numkv.demo.model import Model, Session
 __all__ = ["DEFAULT_PROMPT", "DEFAULT_TEMPERATURE", "DEFAULT_TOKENS", "DEFAULT_TOP_K", "run"]
 
 DEFAULT_PROMPT = '''\
-"""Read and write tables of text."""
-
+import json
 import os
-import sys
 
 
-class Table:
-    """A table with named columns."""
+class Config:
+    """Settings read from a file."""
 
-    def __init__(self, path, encoding="utf-8"):
+    def __init__(self, path):
+        self.path = path
 '''
 DEFAULT_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.6
+DEFAULT_TEMPERATURE = 0.8
 DEFAULT_TOP_K = 40
 
 #: Control characters would move the cursor or worse; the text shows a sign in their place.

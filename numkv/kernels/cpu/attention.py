@@ -36,6 +36,9 @@ MAX_ROWS = 64
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
+# Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
+# only when it suits the system.
+SERIAL_WORK = 2_000_000
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -46,7 +49,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     TILE = simd.TILE
     PAD = simd.LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
-    ROWS, SPLIT_LEN, SPLITS = MAX_ROWS, MIN_SPLIT, MAX_SPLITS
+    ROWS = MAX_ROWS
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(
@@ -75,36 +78,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             v.strides[2] // v.itemsize,
         )
 
-        # -- plan: what each sequence needs.  ints: two counters, then three numbers per sequence, then offsets
-        FIRST_ITEM, FIRST_PART, SPAN = 2, 3 + num_seqs, 4 + 2 * num_seqs
+        # Places in `ints`, which `_plan` has filled, and in `floats`.
+        FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
         OFFSETS = 4 + 3 * num_seqs
-        items = np.int64(0)
-        parts = np.int64(0)
-        for b in range(num_seqs):
-            tokens = q_starts[b + 1] - q_starts[b]
-            length = np.int64(seq_lens[b])
-            ints[FIRST_ITEM + b] = items
-            ints[FIRST_PART + b] = parts
-            blocks = (tokens + block_tokens - 1) // block_tokens
-            first = max(np.int64(0), length - tokens - window_left) if window_left >= 0 else 0
-            first -= first % TILE
-            split_len = (length - first + SPLITS - 1) // SPLITS
-            split_len = max(SPLIT_LEN, (split_len + TILE - 1) // TILE * TILE)
-            splits = max(np.int64(1), (length - first + split_len - 1) // split_len)
-            if blocks != 1:  # none, or enough to do without splitting
-                splits = np.int64(1)
-            ints[SPAN + b] = split_len if splits > 1 else np.int64(0)
-            items += blocks * splits * num_kv_heads
-            if splits > 1:
-                parts += splits * tokens * num_q_heads
-        ints[FIRST_ITEM + num_seqs] = items
-        ints[FIRST_PART + num_seqs] = parts
-
-        scratch = max_rows * (pad_dim + pad_v + 2) + 4 * TILE + 4
-        part_size = dim_v + 2
-        need = workers * scratch + parts * part_size
-        if need > len(floats):
-            return need
+        items, parts = ints[FIRST_ITEM + num_seqs], ints[FIRST_PART + num_seqs]
+        scratch, part_size = scratch_size(group, pad_dim, pad_v), dim_v + 2
         PARTS = workers * scratch
 
         ints[0] = 0
@@ -128,7 +106,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 # -- which rows and which part of the KV range
                 tokens = q_starts[b + 1] - q_starts[b]
                 length = np.int64(seq_lens[b])
-                split_len = ints[SPAN + b]
+                split_len = ints[SPLIT_LEN + b]
                 inner = item - ints[FIRST_ITEM + b]
                 g = inner % num_kv_heads
                 inner //= num_kv_heads
@@ -264,7 +242,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     b = seq_head // num_q_heads
                     h = seq_head % num_q_heads
                     rows = (q_starts[b + 1] - q_starts[b]) * num_q_heads
-                    if ints[SPAN + b] == 0:
+                    if ints[SPLIT_LEN + b] == 0:
                         continue
                     splits = (ints[FIRST_PART + b + 1] - ints[FIRST_PART + b]) // rows
                     for t in range(q_starts[b + 1] - q_starts[b]):
@@ -286,9 +264,49 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         for d in range(dim_v):
                             out[q_starts[b] + t, h, d] = F(factor) * floats[start + 2 + d]
                         lse[q_starts[b] + t, h] = log_sum
-        return np.int64(0)
 
     return kernel
+
+
+@register_jitable
+def scratch_size(group, pad_dim, pad_v):
+    """Floats that a thread needs: q rows, output rows, a maximum and a sum for each; scores; rescaling factors."""
+    return max(MAX_ROWS, group) * (pad_dim + pad_v + 2) + 4 * simd.TILE + 4
+
+
+def _plan(seq_lens, q_starts, group, num_kv_heads, window_left, ints):
+    """Say what each sequence needs, and how many multiply-adds of a single column there are in all.
+
+    Fills `ints`: two counters for threads, then for the sequences the first item and the first part (both with the
+    total at the end), and the length of a split, or 0 where there is only one.
+    """
+    num_seqs = len(seq_lens)
+    FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
+    block_tokens = max(1, MAX_ROWS // group)
+    items = np.int64(0)
+    parts = np.int64(0)
+    work = np.int64(0)
+    for b in range(num_seqs):
+        tokens = q_starts[b + 1] - q_starts[b]
+        ints[FIRST_ITEM + b] = items
+        ints[FIRST_PART + b] = parts
+        blocks = (tokens + block_tokens - 1) // block_tokens
+        first = max(np.int64(0), seq_lens[b] - tokens - window_left) if window_left >= 0 else 0
+        first -= first % simd.TILE
+        span = seq_lens[b] - first
+        split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
+        split_len = max(MIN_SPLIT, (split_len + simd.TILE - 1) // simd.TILE * simd.TILE)
+        splits = max(np.int64(1), (span + split_len - 1) // split_len)
+        if blocks != 1:  # none, or enough to do without splitting
+            splits = np.int64(1)
+        ints[SPLIT_LEN + b] = split_len if splits > 1 else np.int64(0)
+        items += blocks * splits * num_kv_heads
+        if splits > 1:
+            parts += splits * tokens * num_kv_heads * group
+        work += tokens * span * num_kv_heads * group
+    ints[FIRST_ITEM + num_seqs] = items
+    ints[FIRST_PART + num_seqs] = parts
+    return work
 
 
 @register_jitable
@@ -339,12 +357,27 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
     return build(make_attention(k_kind, v_kind, compute), signature, label=label, parallel=True)
 
 
+@functools.cache
+def _plan_kernel() -> Any:
+    index = array(types.int64, 1)
+    signature = (
+        index, index, types.int64, types.int64, types.int64, types.Array(types.int64, 1, "C"),
+    )  # fmt: skip
+    return build(_plan, signature, label="plan of attention")
+
+
 class _Workspace:
     """Scratch memory that grows and stays; used under `parallel_lock`."""
 
     def __init__(self) -> None:
-        self.floats = {name: np.empty(0, name) for name in ("float32", "float64")}
-        self.ints = np.empty(0, np.int64)
+        self._arrays: dict[str, Any] = {}
+
+    def take(self, dtype: str, size: int) -> Any:
+        """At least `size` elements, with whatever they hold."""
+        have = self._arrays.get(dtype)
+        if have is None or len(have) < size:
+            have = self._arrays[dtype] = np.empty(size, dtype)
+        return have
 
 
 _workspace = _Workspace()
@@ -391,18 +424,24 @@ def attention(
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
-    workers = numba.get_num_threads()
-    need = 4 + 3 * len(seq_lens) + workers * 4 * simd.TILE
+    group, (dim, dim_v) = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
+    threads = numba.get_num_threads()
     with parallel_lock:
-        if len(_workspace.ints) < need:
-            _workspace.ints = np.empty(need, np.int64)
-        while True:
-            need = kernel(
+        ints = _workspace.take("int64", 4 + 3 * len(seq_lens) + threads * 4 * simd.TILE)
+        work = _plan_kernel()(seq_lens, q_starts, group, k.shape[1], window_left, ints)
+        workers = 1 if work * (dim + dim_v) < SERIAL_WORK else threads
+        scratch = scratch_size(group, dim + simd.LANES, dim_v + simd.LANES)
+        parts = int(ints[3 + 2 * len(seq_lens)])
+        floats = _workspace.take(compute, workers * scratch + parts * (dim_v + 2))
+        if workers < threads:
+            numba.set_num_threads(workers)
+        try:
+            kernel(
                 q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
-                sinks, result, lse, _workspace.floats[compute], _workspace.ints, workers,
+                sinks, result, lse, floats, ints, workers,
             )  # fmt: skip
-            if need == 0:
-                break
-            _workspace.floats[compute] = np.empty(need, compute)
+        finally:
+            if workers < threads:
+                numba.set_num_threads(threads)
     if result is not out:
         from_floats(result, out, q_kind)
