@@ -8,43 +8,29 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_integers, check_writable
+from numkv.checks import Shape, check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
-from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.kinds import Kind, kind, kind_of_dtype, kinds
+from numkv.pool import Pool
 from numkv.targets import Array, Target
 
-__all__ = ["Pool", "attend", "decode_attention", "merge_states", "prefill_attention"]
+__all__ = [
+    "attend",
+    "decode_attention",
+    "merge_states",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "prefill_attention",
+]
 
 FLOAT_DTYPES = tuple(k.dtype for k in kinds() if not k.has_scales)
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """K and V as kernels take them.
-
-    Attributes
-    ----------
-    target : Target
-        Where the buffers are.
-    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Buffers, in words.
-    k_kind, v_kind : Kind
-        Their kinds.
-    """
-
-    target: Target
-    k: Array
-    v: Array
-    k_kind: Kind
-    v_kind: Kind
 
 
 def attend(
@@ -109,8 +95,8 @@ def attend(
         check_writable("out", out)
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
-        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.v, pool.v_kind.name,
-        block_table, seq_lens, q_starts, scale, float(logits_soft_cap), int(window_left), sinks,
+        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
+        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, scale, float(logits_soft_cap), int(window_left), sinks,
         target.words(out), lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -189,22 +175,48 @@ def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMis
     )
 
 
-def _contiguous_pool(target: Target, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
-    """Check the buffers of a contiguous cache."""
-    k = check_array(
-        target, "k", k, FLOAT_DTYPES, ("num_seqs", "num_kv_heads", "capacity", "head_dim")
-    )
-    v = check_array(target, "v", v, FLOAT_DTYPES, (*k.shape[:3], "head_dim_v"))
-    for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
+_INT8 = np.dtype(np.int8)
+_STORED = (*FLOAT_DTYPES, _INT8)
+
+
+def stored_pool(
+    target: Target, names: tuple[str, str], k: Any, v: Any, scales: tuple[Any, Any], shape: Shape
+) -> Pool:
+    """Check K and V buffers that a caller passes, with their scales where they hold codes."""
+    k = check_array(target, names[0], k, _STORED, shape)
+    v = check_array(target, names[1], v, _STORED, (*k.shape[:3], "head_dim_v"))
+    k_kind, k_scale = _stored_kind(target, "k_scale", k, scales[0])
+    v_kind, v_scale = _stored_kind(target, "v_scale", v, scales[1])
+    return Pool(target, target.words(k), target.words(v), k_kind, v_kind, k_scale, v_scale)
+
+
+def _stored_kind(target: Target, name: str, x: Array, scale: Any) -> tuple[Kind, Array]:
+    """The kind of a buffer, and its scales; floats have none, int8 codes need them."""
+    found = kind_of_dtype(x.dtype)
+    shape = tuple(int(n) for n in x.shape[:3])
+    if found is not None:
         if scale is not None:
             raise NotSupported(
-                f"`{name}`: expected None for float storage, got an array; scales belong to "
+                f"`{name}`: expected None for {found} storage, got an array; scales belong to "
                 "quantised kinds"
             )
-    k_kind, v_kind = kind_of_dtype(k.dtype), kind_of_dtype(v.dtype)
-    assert k_kind is not None
-    assert v_kind is not None
-    return Pool(target, target.words(k), target.words(v), k_kind, v_kind)
+        return found, _no_scale(target.name)
+    if scale is None:
+        raise DimensionMismatch(
+            f"`{name}`: expected float32 {shape} for int8 storage, got None", expected=shape
+        )
+    return kind("int8"), check_array(target, name, scale, (_FLOAT32,), shape)
+
+
+@functools.cache
+def _no_scale(target: str) -> Array:
+    return targets.get(target).empty((0, 0, 0), _FLOAT32)
+
+
+def _contiguous_pool(target: Target, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
+    """Check the buffers of a contiguous cache."""
+    shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
+    return stored_pool(target, ("k", "v"), k, v, scales, shape)
 
 
 def decode_attention(
@@ -231,7 +243,7 @@ def decode_attention(
         The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
         kv head ``h // (num_q_heads // num_kv_heads)``.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind. Slots past a sequence's length are never read.
+        Cached keys, of any float kind, or int8 codes. Slots past a sequence's length are never read.
     v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -248,8 +260,8 @@ def decode_attention(
         Whether to return the log of the sum of exponentials too.
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype.
-    k_scale, v_scale : array, optional
-        Scales of quantised storage; None for float kinds.
+    k_scale, v_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
+        Scales of int8 storage; None for float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
 

@@ -26,7 +26,7 @@ class Kind:
     Attributes
     ----------
     name : str
-        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
+        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"int8"``.
     bytes_per_element : int or float
         Bytes of one stored element, without scales.
     dtype : numpy.dtype
@@ -101,6 +101,7 @@ _KINDS = {
         _float_kind("fp32", np.float32, np.float32, np.float32),
         _float_kind("fp16", np.float16, np.uint16, np.float32),
         _float_kind("bf16", ml_dtypes.bfloat16, np.uint16, np.float32),
+        Kind("int8", 1, np.dtype(np.float32), np.dtype(np.int8), True, np.dtype(np.float32), 4),
     )
 }
 _ALIASES = {
@@ -108,6 +109,7 @@ _ALIASES = {
     "f32": "fp32", "float32": "fp32", "single": "fp32",
     "f16": "fp16", "float16": "fp16", "half": "fp16",
     "bfloat16": "bf16", "bfp16": "bf16",
+    "i8": "int8", "q8": "int8",
 }  # fmt: skip
 _BY_DTYPE = {k.dtype: k for k in _KINDS.values() if not k.has_scales}
 

@@ -7,16 +7,16 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import structs, targets
-from numkv.attention import Pool, attend, check_queries, one_block_each, too_many_queries
-from numkv.checks import check_array, check_index, check_size
-from numkv.errors import CacheFull, DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.attention import attend, check_queries, one_block_each, too_many_queries
+from numkv.checks import check_index, check_size
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
+from numkv.kinds import Kind
 from numkv.layers import kinds_of
+from numkv.pool import Pool
 from numkv.targets import Array
 
 __all__ = ["KVCache"]
 
-_FLOAT32 = np.dtype(np.float32)
 # Tokens that a cache without a bound makes room for at first.
 _FIRST_CAPACITY = 16
 
@@ -78,24 +78,27 @@ class KVCache:
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         self._rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
-        self._k_dtypes = tuple(dict.fromkeys((self._k_kind.dtype, _FLOAT32)))
-        self._v_dtypes = tuple(dict.fromkeys((self._v_kind.dtype, _FLOAT32)))
         self._struct: Any = None
-        self._k_words: Array = None
-        self._v_words: Array = None
-        self._allocate(0 if self._bound is None else self._bound)
+        self._pool = self._make_pool(0 if self._bound is None else self._bound)
 
-    def _allocate(self, capacity: int) -> None:
-        """Make buffers for `capacity` tokens and move what is stored into them."""
-        target, layers = self._target, len(self._rows)
-        k = target.zeros((layers, self._heads, capacity, self._k_dim), self._k_kind.dtype)
-        v = target.zeros((layers, self._heads, capacity, self._v_dim), self._v_kind.dtype)
-        k_words, v_words = target.words(k), target.words(v)
+    def _make_pool(self, capacity: int) -> Pool:
+        """Buffers for `capacity` tokens: a block for each layer."""
+        shape = (len(self._rows), self._heads, capacity)
+        kinds = (self._k_kind, self._v_kind)
+        return Pool.allocate(self._target, shape, self._k_dim, self._v_dim, *kinds)
+
+    def _move(self, capacity: int) -> None:
+        """Move what is stored into buffers for `capacity` tokens."""
+        old, new = self._pool, self._make_pool(capacity)
+        layers, copy_rows = len(self._rows), self._target.ops.copy_rows
         if layers and self._rows.max() > 0:
-            start = target.index(np.zeros(layers), np.int64)
-            target.ops.copy_rows(self._k_words, k_words, start)
-            target.ops.copy_rows(self._v_words, v_words, start)
-        self._k, self._v, self._k_words, self._v_words = k, v, k_words, v_words
+            start = self._target.index(np.zeros(layers), np.int64)
+            copy_rows(old.k, new.k, start)
+            copy_rows(old.v, new.v, start)
+            for scale, to in ((old.k_scale, new.k_scale), (old.v_scale, new.v_scale)):
+                if scale.size:  # rows of one element
+                    copy_rows(scale.reshape((*scale.shape, 1)), to.reshape((*to.shape, 1)), start)
+        self._pool = new
         self._struct = None
 
     # -- what it is
@@ -148,12 +151,12 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Tokens that the buffers hold now."""
-        return int(self._k.shape[2])
+        return int(self._pool.k.shape[2])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V buffers."""
-        return int(self._k.nbytes + self._v.nbytes)
+        """Bytes of the K and V buffers, scales included."""
+        return self._pool.nbytes
 
     @property
     def is_empty(self) -> bool:
@@ -179,7 +182,10 @@ class KVCache:
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.cache_struct(self._k_kind.name, self._v_kind.name)
-                self._struct = make(self._k_words, self._v_words, self._rows, self._length)
+                pool = self._pool
+                self._struct = make(
+                    pool.k, pool.v, pool.k_scale, pool.v_scale, self._rows, self._length
+                )
             else:
                 table = np.arange(self.num_layers, dtype=np.int32)
                 self._struct = structs.host_struct("int64")(table, self._rows)
@@ -187,7 +193,7 @@ class KVCache:
 
     # -- writing
 
-    def append(self, layer: int, k: Any, v: Any) -> None:
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append the rows of one token or of several to a layer; the length stays.
 
         Parameters
@@ -195,29 +201,28 @@ class KVCache:
         layer : int
             Which layer.
         k : array (num_kv_heads, head_dim), (num_kv_heads * head_dim,) or (num_tokens, num_kv_heads, head_dim)
-            Keys, in the kind's own dtype or in float32.
+            Keys, in the kind's own dtype or in float32; for int8 in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
+        check_finite : bool
+            Whether rows that are to be quantised are looked at first.
 
         Raises
         ------
         CacheFull
             If `max_seq_len` leaves no room; nothing is written.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity; nothing is written.
         IndexError
             If there is no such layer.
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
         layer = check_index("layer", layer, self.num_layers)
-        k = self._check_rows("k", k, self._k_dtypes, self._k_dim)
-        v = self._check_rows("v", v, self._v_dtypes, self._v_dim)
+        k = self._token_rows("k", k, self._k_dim)
+        v = self._token_rows("v", v, self._v_dim)
+        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
         tokens, start = int(k.shape[0]), int(self._rows[layer])
-        if v.shape[0] != tokens:
-            raise DimensionMismatch(
-                f"`v`: expected as many tokens as `k`, {tokens}, got {v.shape[0]}",
-                expected=tokens,
-                actual=int(v.shape[0]),
-            )
         if start + tokens > self.capacity:
             if self._bound is not None:
                 raise CacheFull(
@@ -225,24 +230,25 @@ class KVCache:
                     f"{self._bound - start} of max_seq_len {self._bound}; truncate, or make the "
                     "cache larger"
                 )
-            self._allocate(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
-        target = self._target
-        table = one_block_each(target.name, self.num_layers)[layer]
-        for rows, words, to in ((k, self._k_words, self._k_kind), (v, self._v_words, self._v_kind)):
-            source = kind_of_dtype(rows.dtype)
-            assert source is not None
-            target.ops.append_rows(target.words(rows), source.name, words, to.name, table, start)
+            self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
+        table = one_block_each(self._target.name, self.num_layers)[layer]
+        self._pool.append(k, v, table, start)
         self._rows[layer] = start + tokens
 
-    def _check_rows(self, name: str, x: Any, dtypes: tuple[Any, ...], dim: int) -> Array:
+    def _token_rows(self, name: str, x: Any, dim: int) -> Array:
+        """Rows of one token, flat or by head, as rows of several; others as they are."""
         x = self._target.accept(x, name)
-        if len(x.shape) == 1:
-            x = check_array(self._target, name, x, dtypes, (self._heads * dim,))
-            return x.reshape((1, self._heads, dim))
-        if len(x.shape) == 2:
-            x = check_array(self._target, name, x, dtypes, (self._heads, dim))
-            return x.reshape((1, self._heads, dim))
-        return check_array(self._target, name, x, dtypes, ("num_tokens", self._heads, dim))
+        shape = (self._heads, dim) if len(x.shape) == 2 else (self._heads * dim,)
+        if len(x.shape) > 2 or tuple(x.shape) != shape:
+            if len(x.shape) in (1, 2):
+                raise DimensionMismatch(
+                    f"`{name}`: expected {shape}, got {x.dtype} {tuple(x.shape)}; pass one "
+                    "token's rows, or (num_tokens, num_kv_heads, head_dim)",
+                    expected=shape,
+                    actual=tuple(x.shape),
+                )
+            return x
+        return x.reshape((1, self._heads, dim))
 
     def advance(self, n: int = 1) -> None:
         """Move the length past tokens whose rows are in every layer.
@@ -301,15 +307,61 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            A view, in the kind's dtype; valid until the cache grows.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for int8 a float32 copy.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         """
-        layer = check_index("layer", layer, self.num_layers)
-        return self._target.token_major(self._k[layer, :, : int(self._rows[layer])])
+        return self._read("k", layer)
+
+    def k_codes(self, layer: int) -> Array:
+        """Codes of a layer's keys, as stored; see `k_scales`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        int8 array (tokens, num_kv_heads, head_dim)
+            A view, valid until the cache grows.
+
+        Raises
+        ------
+        NotSupported
+            If the kind stores floats.
+        IndexError
+            If there is no such layer.
+        """
+        layer = self._quantised("k", layer)
+        return self._target.token_major(self._pool.k[layer, :, : int(self._rows[layer])])
+
+    def k_scales(self, layer: int) -> Array:
+        """Scales of a layer's keys: a value is its code times the scale of its token and head.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        float32 array (tokens, num_kv_heads)
+            A view, valid until the cache grows.
+
+        Raises
+        ------
+        NotSupported
+            If the kind stores floats.
+        IndexError
+            If there is no such layer.
+        """
+        layer = self._quantised("k", layer)
+        scale = self._pool.k_scale[layer, :, : int(self._rows[layer])]
+        return self._target.token_major(scale.reshape((*scale.shape, 1)))[:, :, 0]
 
     def v(self, layer: int) -> Array:
         """Values of a layer, rows not yet advanced included.
@@ -322,15 +374,79 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim_v)
-            A view, in the kind's dtype; valid until the cache grows.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for int8 a float32 copy.
 
         Raises
         ------
         IndexError
             If there is no such layer.
         """
+        return self._read("v", layer)
+
+    def v_codes(self, layer: int) -> Array:
+        """Codes of a layer's values, as stored; see `v_scales`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        int8 array (tokens, num_kv_heads, head_dim_v)
+            A view, valid until the cache grows.
+
+        Raises
+        ------
+        NotSupported
+            If the kind stores floats.
+        IndexError
+            If there is no such layer.
+        """
+        layer = self._quantised("v", layer)
+        return self._target.token_major(self._pool.v[layer, :, : int(self._rows[layer])])
+
+    def v_scales(self, layer: int) -> Array:
+        """Scales of a layer's values: a value is its code times the scale of its token and head.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        float32 array (tokens, num_kv_heads)
+            A view, valid until the cache grows.
+
+        Raises
+        ------
+        NotSupported
+            If the kind stores floats.
+        IndexError
+            If there is no such layer.
+        """
+        layer = self._quantised("v", layer)
+        scale = self._pool.v_scale[layer, :, : int(self._rows[layer])]
+        return self._target.token_major(scale.reshape((*scale.shape, 1)))[:, :, 0]
+
+    def _quantised(self, which: str, layer: int) -> int:
+        kind = self._k_kind if which == "k" else self._v_kind
+        if not kind.has_scales:
+            raise NotSupported(
+                f"expected a quantised kind, got {kind}, which has neither codes nor scales; "
+                f"read {which}(layer)"
+            )
+        return check_index("layer", layer, self.num_layers)
+
+    def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, self.num_layers)
-        return self._target.token_major(self._v[layer, :, : int(self._rows[layer])])
+        rows = int(self._rows[layer])
+        stored = self._pool.values(which)[layer, :, :rows]
+        scale = self._pool.k_scale if which == "k" else self._pool.v_scale
+        if scale.size:
+            stored = self._target.dequantise(stored, scale[layer, :, :rows])
+        return self._target.token_major(stored)
 
     def copy(self) -> Self:
         """A deep copy that shares no memory.
@@ -342,7 +458,7 @@ class KVCache:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new._rows, new._length = self._rows.copy(), self._length.copy()
-        new._allocate(self.capacity)
+        new._move(self.capacity)
         return new
 
     __copy__ = copy
@@ -404,9 +520,8 @@ class KVCache:
         tokens, length = int(q.shape[0]), int(self._rows[layer])
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
-        pool = Pool(target, self._k_words, self._v_words, self._k_kind, self._v_kind)
         result = attend(
-            pool, one_block_each(target.name, self.num_layers)[layer : layer + 1], q,
+            self._pool, one_block_each(target.name, self.num_layers)[layer : layer + 1], q,
             target.index(np.array([length]), np.int64),
             target.index(np.array([0, tokens]), np.int64), sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from numkv import structs, targets
-from numkv.attention import FLOAT_DTYPES, Pool, attend, check_queries, too_many_queries
+from numkv.attention import FLOAT_DTYPES, attend, check_queries, too_many_queries
 from numkv.checks import check_array, check_index, check_size, check_writable
 from numkv.errors import CacheFull, DimensionMismatch
 from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.pool import Pool
 from numkv.targets import Array
 
 __all__ = ["ContiguousLayer", "QKMode"]
@@ -54,8 +55,6 @@ class Layer:
         self._capacity = capacity
         self._context_lens = np.zeros(1, np.int32)  # the length, shared with .jit
         self._device_table: Array = None
-        self._k_dtypes = tuple(dict.fromkeys((pool.k_kind.dtype, _FLOAT32)))
-        self._v_dtypes = tuple(dict.fromkeys((pool.v_kind.dtype, _FLOAT32)))
         self._struct: Any = None
 
     # -- what it is
@@ -103,14 +102,37 @@ class Layer:
         return self.seq_len
 
     @property
+    def k(self) -> Array:
+        """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype; int8: the codes.
+
+        A contiguous layer has one block, of its capacity.
+        """
+        return self._pool.values("k")
+
+    @property
+    def v(self) -> Array:
+        """The V buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype; int8: the codes."""
+        return self._pool.values("v")
+
+    @property
+    def k_scale(self) -> Array:
+        """Scales of K ``(num_blocks, num_kv_heads, block_size)``; of float kinds an empty array."""
+        return self._pool.k_scale
+
+    @property
+    def v_scale(self) -> Array:
+        """Scales of V ``(num_blocks, num_kv_heads, block_size)``; of float kinds an empty array."""
+        return self._pool.v_scale
+
+    @property
     def context_lens(self) -> np.ndarray[Any, Any]:
         """The length as an int32 array of one element, shared with `jit`."""
         return self._context_lens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V buffers."""
-        return int(self._pool.k.nbytes + self._pool.v.nbytes)
+        """Bytes of the K and V buffers, scales included."""
+        return self._pool.nbytes
 
     @property
     def jit(self) -> Any:
@@ -118,9 +140,9 @@ class Layer:
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
-                none = np.empty((0, 0, 0), np.float32)
+                pool = self._pool
                 self._struct = make(
-                    self._pool.k, self._pool.v, none, none, self._table, self._context_lens
+                    pool.k, pool.v, pool.k_scale, pool.v_scale, self._table, self._context_lens
                 )
             else:
                 self._struct = structs.host_struct("int32")(self._table, self._context_lens)
@@ -143,31 +165,29 @@ class Layer:
             self._device_table = self._target.index(self._table[None, :], np.int32)
         return self._device_table
 
-    def append(self, k: Any, v: Any) -> None:
+    def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no rotation.
 
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, head_dim)
-            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even).
+            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 in fp32,
+            fp16 or bf16.
+        check_finite : bool
+            Whether rows that are to be quantised are looked at first.
 
         Raises
         ------
         CacheFull
             If there is no room for all of them; nothing is written.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity; nothing is written.
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        pool, target = self._pool, self._target
-        shape = ("num_tokens", self.num_kv_heads, self.head_dim)
-        k = check_array(target, "k", k, self._k_dtypes, shape)
-        v = check_array(target, "v", v, self._v_dtypes, tuple(k.shape))
+        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
         start = self._check_room(k.shape[0])
-        table = self._block_table()[0]
-        for rows, words, to in ((k, pool.k, pool.k_kind), (v, pool.v, pool.v_kind)):
-            source = kind_of_dtype(rows.dtype)
-            assert source is not None
-            target.ops.append_rows(target.words(rows), source.name, words, to.name, table, start)
+        self._pool.append(k, v, self._block_table()[0], start)
         self._context_lens[0] = start + k.shape[0]
 
     def write(
@@ -183,6 +203,7 @@ class Layer:
         eps: float = 1e-6,
         pos_offset: int | None = None,
         q_out: Any = None,
+        check_finite: bool = True,
     ) -> Array:
         """Split fused projections, normalise and rotate q and k, and write K and V, in one pass.
 
@@ -205,6 +226,8 @@ class Layer:
             Row of `cos` and `sin` for the first token; `seq_len` if None. Where K and V go is always `seq_len`.
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
+        check_finite : bool
+            Whether projections that are to be quantised are looked at first.
 
         Returns
         -------
@@ -215,6 +238,8 @@ class Layer:
         ------
         CacheFull
             If there is no room for all tokens; nothing is written.
+        NonFiniteInput
+            If projections to be quantised hold NaN or infinity; nothing is written.
         IndexError
             If `cos` and `sin` have no row for a position.
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
@@ -257,10 +282,13 @@ class Layer:
         else:
             q_out = check_array(target, "q_out", q_out, (qkv.dtype,), (tokens, heads, dim))
             check_writable("q_out", q_out)
+        if check_finite and (pool.k_kind.has_scales or pool.v_kind.has_scales):
+            pool.check_finite(qkv=qkv.reshape((tokens, 1, width)))
         target.ops.write_rows(
             target.words(qkv), qkv_kind.name, cos, sin, mode.normalises, rotate, mode.interleaved,
             q_norm_weight, k_norm_weight, float(eps), first, target.words(q_out), pool.k,
-            pool.k_kind.name, pool.v, pool.v_kind.name, self._block_table()[0], start,
+            pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
+            self._block_table()[0], start,
         )  # fmt: skip
         self._context_lens[0] = start + tokens
         return q_out
@@ -410,27 +438,15 @@ class ContiguousLayer(Layer):
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         size = check_size("capacity", capacity)
-        shape = (1, check_size("num_kv_heads", num_kv_heads, 1), size,
-                 check_size("head_dim", head_dim, 1))  # fmt: skip
+        heads = check_size("num_kv_heads", num_kv_heads, 1)
+        dim = check_size("head_dim", head_dim, 1)
         if size > np.iinfo(np.int32).max:
             raise DimensionMismatch(
                 f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
                 actual=size,
             )
-        self._k = place.zeros(shape, of_k.dtype)
-        self._v = place.zeros(shape, of_v.dtype)
-        pool = Pool(place, place.words(self._k), place.words(self._v), of_k, of_v)
+        pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v)
         super().__init__(pool, np.zeros(1, np.int32), size)
-
-    @property
-    def k(self) -> Array:
-        """The K buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype."""
-        return self._k
-
-    @property
-    def v(self) -> Array:
-        """The V buffer, ``(1, num_kv_heads, capacity, head_dim)`` in the kind's dtype."""
-        return self._v
 
     @property
     def is_paged(self) -> bool:

@@ -17,7 +17,7 @@ from numba.experimental import jitclass
 
 from numkv.kernels.kernel import WORDS
 from numkv.rows.address import slot_of
-from numkv.rows.convert import codec
+from numkv.rows.store import row_load, row_store
 
 __all__ = ["cache_struct", "host_struct", "layer_struct"]
 
@@ -38,8 +38,11 @@ def layer_struct(k_kind, v_kind):
         ``v_scale`` ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``,
         ``context_lens`` int32 ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
     """
-    load_k_word, store_k_word = codec(k_kind)
-    load_v_word, store_v_word = codec(v_kind)
+    load_k_row, load_k_word = row_load(k_kind)
+    load_v_row, load_v_word = row_load(v_kind)
+    store_k_row, store_k_word = row_store(k_kind)
+    store_v_row, store_v_word = row_store(v_kind)
+    K_SCALES, V_SCALES = k_kind == "int8", v_kind == "int8"
 
     class LayerStruct:
         def __init__(self, k, v, k_scale, v_scale, block_table, context_lens):
@@ -68,10 +71,12 @@ def layer_struct(k_kind, v_kind):
             slot = self.slot(position)
             block, offset = slot // block_size, slot % block_size
             for h in range(self.k.shape[1]):
-                for d in range(self.k.shape[3]):
-                    self.k[block, h, offset, d] = store_k_word(k_row[h, d])
-                for d in range(self.v.shape[3]):
-                    self.v[block, h, offset, d] = store_v_word(v_row[h, d])
+                scale = store_k_row(k_row[h], self.k[block, h, offset], store_k_word)
+                if K_SCALES:
+                    self.k_scale[block, h, offset] = scale
+                scale = store_v_row(v_row[h], self.v[block, h, offset], store_v_word)
+                if V_SCALES:
+                    self.v_scale[block, h, offset] = scale
             self.context_lens[0] += 1
             return True
 
@@ -79,15 +84,17 @@ def layer_struct(k_kind, v_kind):
             """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
             slot = self.slot(position)
             block_size = np.int64(self.k.shape[2])
-            for d in range(self.k.shape[3]):
-                out[d] = load_k_word(self.k[slot // block_size, head, slot % block_size, d])
+            block, offset = slot // block_size, slot % block_size
+            scale = self.k_scale[block, head, offset] if K_SCALES else np.float32(1)
+            load_k_row(self.k[block, head, offset], scale, out, load_k_word)
 
         def load_v(self, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
             slot = self.slot(position)
             block_size = np.int64(self.v.shape[2])
-            for d in range(self.v.shape[3]):
-                out[d] = load_v_word(self.v[slot // block_size, head, slot % block_size, d])
+            block, offset = slot // block_size, slot % block_size
+            scale = self.v_scale[block, head, offset] if V_SCALES else np.float32(1)
+            load_v_row(self.v[block, head, offset], scale, out, load_v_word)
 
     return jitclass(
         [
@@ -113,17 +120,23 @@ def cache_struct(k_kind, v_kind):
     Returns
     -------
     jitclass
-        Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``context_lens`` int64
+        Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``k_scale`` and ``v_scale``
+        ``(num_layers, num_kv_heads, capacity)``, ``context_lens`` int64
         ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property
         ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
-    load_k_word, store_k_word = codec(k_kind)
-    load_v_word, store_v_word = codec(v_kind)
+    load_k_row, load_k_word = row_load(k_kind)
+    load_v_row, load_v_word = row_load(v_kind)
+    store_k_row, store_k_word = row_store(k_kind)
+    store_v_row, store_v_word = row_store(v_kind)
+    K_SCALES, V_SCALES = k_kind == "int8", v_kind == "int8"
 
     class CacheStruct:
-        def __init__(self, k, v, context_lens, lengths):
+        def __init__(self, k, v, k_scale, v_scale, context_lens, lengths):
             self.k = k
             self.v = v
+            self.k_scale = k_scale
+            self.v_scale = v_scale
             self.context_lens = context_lens
             self.lengths = lengths
 
@@ -138,10 +151,12 @@ def cache_struct(k_kind, v_kind):
             if position >= self.k.shape[2]:
                 return False
             for h in range(self.k.shape[1]):
-                for d in range(self.k.shape[3]):
-                    self.k[layer, h, position, d] = store_k_word(k_row[h, d])
-                for d in range(self.v.shape[3]):
-                    self.v[layer, h, position, d] = store_v_word(v_row[h, d])
+                scale = store_k_row(k_row[h], self.k[layer, h, position], store_k_word)
+                if K_SCALES:
+                    self.k_scale[layer, h, position] = scale
+                scale = store_v_row(v_row[h], self.v[layer, h, position], store_v_word)
+                if V_SCALES:
+                    self.v_scale[layer, h, position] = scale
             self.context_lens[layer] += 1
             return True
 
@@ -155,18 +170,20 @@ def cache_struct(k_kind, v_kind):
 
         def load_k(self, layer, position, head, out):
             """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
-            for d in range(self.k.shape[3]):
-                out[d] = load_k_word(self.k[layer, head, position, d])
+            scale = self.k_scale[layer, head, position] if K_SCALES else np.float32(1)
+            load_k_row(self.k[layer, head, position], scale, out, load_k_word)
 
         def load_v(self, layer, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
-            for d in range(self.v.shape[3]):
-                out[d] = load_v_word(self.v[layer, head, position, d])
+            scale = self.v_scale[layer, head, position] if V_SCALES else np.float32(1)
+            load_v_row(self.v[layer, head, position], scale, out, load_v_word)
 
     return jitclass(
         [
             ("k", WORDS[k_kind][:, :, :, ::1]),
             ("v", WORDS[v_kind][:, :, :, ::1]),
+            ("k_scale", types.float32[:, :, ::1]),
+            ("v_scale", types.float32[:, :, ::1]),
             ("context_lens", types.int64[::1]),
             ("lengths", types.int64[::1]),
         ]

@@ -59,6 +59,12 @@ class Target(Protocol):
     def words(self, x: Array) -> Array:
         """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
 
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words: the inverse of `words`."""
+
+    def dequantise(self, codes: Array, scale: Array) -> Array:
+        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
+
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
 
@@ -141,6 +147,14 @@ class CpuTarget:
     def words(self, x: Array) -> Array:
         """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
         return x.view(np.uint16) if x.dtype in _HALVES else x
+
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words."""
+        return words.view(dtype)
+
+    def dequantise(self, codes: Array, scale: Array) -> Array:
+        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
+        return codes.astype(np.float32) * scale[:, :, None]
 
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""

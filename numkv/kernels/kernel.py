@@ -33,7 +33,13 @@ log = logging.getLogger("numkv.kernels")
 parallel_lock = threading.Lock()
 
 #: Numba types of the words that storage kinds lie in.
-WORDS = {"fp64": types.float64, "fp32": types.float32, "fp16": types.uint16, "bf16": types.uint16}
+WORDS = {
+    "fp64": types.float64,
+    "fp32": types.float32,
+    "fp16": types.uint16,
+    "bf16": types.uint16,
+    "int8": types.int8,
+}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _stats = {"hits": 0, "misses": 0}

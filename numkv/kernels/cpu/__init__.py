@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from numkv.kernels.cpu.append import append_rows, copy_rows
+from numkv.kernels.cpu.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cpu.attention import attention
+from numkv.kernels.cpu.finite import first_non_finite
 from numkv.kernels.cpu.merge import merge
-from numkv.kernels.cpu.write import write_rows
+from numkv.kernels.cpu.write import scatter_write, write_rows
 
-__all__ = ["append_rows", "attention", "copy_rows", "merge", "write_rows"]
+__all__ = [
+    "append_rows",
+    "attention",
+    "copy_rows",
+    "first_non_finite",
+    "merge",
+    "scatter_rows",
+    "scatter_write",
+    "write_rows",
+]

@@ -1,10 +1,12 @@
 """Append ready rows to a cache, on the CPU.
 
-Two operations:
+Three operations:
 
 `append_rows`
     ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` by
-    the block table; elements are converted when the rows come in another kind.
+    the block table; rows are converted or quantised when they come in another kind.
+`scatter_rows`
+    The same, with the slot of each row given; slot -1 skips the row.
 `copy_rows`
     ``cache[b, h, offsets[b] + t] = new[b, h, t]`` word for word; rows that fall outside the cache are skipped.
 """
@@ -21,40 +23,58 @@ from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.store import row_store
 
-__all__ = ["append_rows", "copy_rows"]
+__all__ = ["append_rows", "copy_rows", "scatter_rows"]
 
 
-def make_append_rows(SRC, DST):
-    """The kernel that appends rows of kind `SRC` to a pool of kind `DST`."""
+def make_append_rows(SRC, DST, BY_SLOT):
+    """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     load, _ = codec(SRC)
-    _, store = codec(DST)
+    store_row, store = row_store(DST)
 
-    def kernel(rows, pool, block_table, start):
+    def kernel(rows, pool, scale, places, start):
         block_size = np.int64(pool.shape[2])
+        x = np.empty(pool.shape[3], np.float32)
         for t in range(rows.shape[0]):
-            slot = slot_of(block_table, start + t, block_size)
+            if BY_SLOT:
+                slot = np.int64(places[t])
+                if slot < 0:
+                    continue
+            else:
+                slot = slot_of(places, start + t, block_size)
+            block, offset = slot // block_size, slot % block_size
             for h in range(rows.shape[1]):
                 source = row_of(rows, (np.int64(t), np.int64(h)))
-                target = row_of(pool, (slot // block_size, np.int64(h), slot % block_size))
-                for d in range(len(source)):
-                    if SRC == DST:
+                target = row_of(pool, (block, np.int64(h), offset))
+                if SRC == DST:
+                    for d in range(len(source)):
                         target[d] = source[d]
-                    else:
-                        target[d] = store(load(source[d]))
+                elif DST == "fp64":
+                    for d in range(len(source)):
+                        target[d] = source[d]
+                else:
+                    for d in range(len(source)):
+                        x[d] = load(source[d])
+                    row_scale = store_row(x, target, store)
+                    if DST == "int8":
+                        scale[block, h, offset] = row_scale
 
     return kernel
 
 
 @functools.cache
-def _append_rows(src: str, dst: str) -> Any:
+def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
+    place = types.int64 if by_slot else types.int32
     signature = (
-        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(types.int32, 1), types.int64,
+        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(types.float32, 3, out=True),
+        array(place, 1), types.int64,
     )  # fmt: skip
-    return build(make_append_rows(src, dst), signature, label=f"append_rows, {src} to {dst}")
+    label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
+    return build(make_append_rows(src, dst, by_slot), signature, label=label)
 
 
-def append_rows(rows, rows_kind, pool, pool_kind, block_table, start):
+def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     """Append the rows of one sequence.
 
     Parameters
@@ -67,12 +87,35 @@ def append_rows(rows, rows_kind, pool, pool_kind, block_table, start):
         Where they go, in the words of `pool_kind`.
     pool_kind : str
         Its kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
         Position of the first new token.
     """
-    _append_rows(rows_kind, pool_kind)(rows, pool, block_table, start)
+    _append_rows(rows_kind, pool_kind, False)(rows, pool, scale, block_table, start)
+
+
+def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
+    """Put each row into its slot.
+
+    Parameters
+    ----------
+    rows : array (num_tokens, num_kv_heads, head_dim)
+        K or V rows, in the words of `rows_kind`.
+    rows_kind : str
+        Their kind.
+    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Where they go, in the words of `pool_kind`.
+    pool_kind : str
+        Its kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
+    slot_mapping : int64 array (num_tokens,)
+        ``block * block_size + offset`` of each row; -1 skips it.
+    """
+    _append_rows(rows_kind, pool_kind, True)(rows, pool, scale, slot_mapping, 0)
 
 
 def make_copy_rows(WORD):
@@ -99,7 +142,7 @@ def make_copy_rows(WORD):
 
 @functools.cache
 def _copy_rows(bytes_: int) -> Any:
-    word = {2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
+    word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
     signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1))
     return build(make_copy_rows(bytes_), signature, label=f"copy_rows, {bytes_} bytes an element")
 
@@ -110,7 +153,7 @@ def copy_rows(new, cache, offsets, stream=None):
     Parameters
     ----------
     new : array (batch, num_heads, new_len, head_dim)
-        Rows, in words (uint16, float32 or float64) that are copied bit by bit.
+        Rows, in words (int8, uint16, float32 or float64) that are copied bit by bit.
     cache : array (batch, num_heads, max_cache_len, head_dim)
         The cache, in the same words.
     offsets : int64 array (batch,)

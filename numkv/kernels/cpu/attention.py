@@ -25,7 +25,14 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu import simd
 from numkv.kernels.cpu.convert import from_floats, to_floats
-from numkv.kernels.cpu.simd import next_item, score_tile, soft_cap_tile, softmax_tile, weigh_tile
+from numkv.kernels.cpu.simd import (
+    multiply_tile,
+    next_item,
+    score_tile,
+    soft_cap_tile,
+    softmax_tile,
+    weigh_tile,
+)
 from numkv.kernels.kernel import WORDS, array, build, parallel_lock
 from numkv.rows.softmax import finish, power_of_2
 
@@ -53,7 +60,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(
-        q, k, v, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks,
         out, lse, floats, ints, workers,
     ):  # fmt: skip
         num_seqs = len(seq_lens)
@@ -92,7 +99,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             MAXIMA = O + max_rows * pad_v
             SUMS = MAXIMA + max_rows
             S = SUMS + max_rows
-            RESCALE = S + 4 * TILE
+            K_SCALES = S + 4 * TILE  # of the tile's tokens, for quantised kinds
+            V_SCALES = K_SCALES + TILE
+            RESCALE = V_SCALES + TILE
             offsets = ints[
                 OFFSETS + np.int64(w) * 4 * TILE :
             ]  # of K and V rows, this tile and the next
@@ -161,6 +170,28 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             k_ahead, tile + TILE, begin, end, block_table[b], block_size, g,
                             k_step, v_step,
                         )  # fmt: skip
+                    if K_KIND == "int8":
+                        _gather_scales(
+                            floats[K_SCALES:],
+                            k_scale,
+                            tile,
+                            begin,
+                            end,
+                            block_table[b],
+                            block_size,
+                            g,
+                        )
+                    if V_KIND == "int8":
+                        _gather_scales(
+                            floats[V_SCALES:],
+                            v_scale,
+                            tile,
+                            begin,
+                            end,
+                            block_table[b],
+                            block_size,
+                            g,
+                        )
                     r = np.int64(0)
                     while r < rows:
                         at_once = 4 if rows - r >= 4 else 2 if rows - r >= 2 else 1
@@ -186,6 +217,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
                                            dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
                             for i in range(at_once):
+                                if K_KIND == "int8":
+                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES)
                                 if soft_cap > 0:
                                     soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
                                 maximum, rescale, total = softmax_tile(
@@ -194,6 +227,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 floats[MAXIMA + r + i] = maximum
                                 floats[SUMS + r + i] = floats[SUMS + r + i] * rescale + total
                                 floats[RESCALE + i] = rescale
+                                if V_KIND == "int8":
+                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES)
                             if at_once == 4:
                                 weigh_tile(V_KIND, COMPUTE, 4, floats, S, TILE, v, v_at, low, high,
                                            dim_v, floats, o_at, pad_v, floats, RESCALE,
@@ -271,7 +306,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 @register_jitable
 def scratch_size(group, pad_dim, pad_v):
     """Floats that a thread needs: q rows, output rows, a maximum and a sum for each; scores; rescaling factors."""
-    return max(MAX_ROWS, group) * (pad_dim + pad_v + 2) + 4 * simd.TILE + 4
+    return max(MAX_ROWS, group) * (pad_dim + pad_v + 2) + 6 * simd.TILE + 4
 
 
 def _plan(seq_lens, q_starts, group, num_kv_heads, window_left, ints):
@@ -334,6 +369,22 @@ def _fill_offsets(offsets, tile, begin, end, blocks, block_size, head, k_step, v
 
 
 @register_jitable
+def _gather_scales(scales, pool_scale, tile, begin, end, blocks, block_size, head):
+    """The scales of a tile's tokens; as in `_fill_offsets`, tokens outside ``[begin, end)`` are never looked up."""
+    p = max(tile, begin)
+    in_block = p % block_size
+    block = np.int64(blocks[p // block_size])
+    for j in range(simd.TILE):
+        if p < tile + j and p < end - 1:
+            p += 1
+            in_block += 1
+            if in_block == block_size:
+                in_block = 0
+                block = np.int64(blocks[p // block_size])
+        scales[j] = pool_scale[block, head, in_block]
+
+
+@register_jitable
 def _visible(position, window_left, begin, end, tile):
     """Which tokens of a tile a row at `position` sees, as a range counted from the tile's start."""
     low = begin
@@ -348,7 +399,7 @@ def _visible(position, window_left, begin, end, tile):
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 3), array(WORDS[k_kind], 4), array(WORDS[v_kind], 4), array(types.int32, 2),
+        array(real, 3), array(WORDS[k_kind], 4), array(types.float32, 3), array(WORDS[v_kind], 4), array(types.float32, 3), array(types.int32, 2),
         array(types.int64, 1), array(types.int64, 1), types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
         types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
@@ -386,8 +437,8 @@ _WORD_OF = {"fp32": "float32", "fp64": "float64"}
 
 
 def attention(
-    q, q_kind, k, k_kind, v, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
-    window_left, sinks, out, lse,
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, sm_scale,
+    logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
@@ -401,6 +452,8 @@ def attention(
         Pools, in their kinds' words.
     k_kind, v_kind : str
         Names of their kinds.
+    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block.
     seq_lens : int64 array (num_seqs,)
@@ -437,7 +490,7 @@ def attention(
             numba.set_num_threads(workers)
         try:
             kernel(
-                q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
+                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
                 sinks, result, lse, floats, ints, workers,
             )  # fmt: skip
         finally:

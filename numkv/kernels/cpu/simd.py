@@ -1,11 +1,12 @@
 """Vector code for the CPU: the one place where LLVM appears.
 
 Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
-middle, half floats to widen. So the four inner steps of attention are written here as LLVM vector code, as
+middle, half floats to widen. So the five inner steps of attention are written here as LLVM vector code, as
 functions that a kernel calls like any other:
 
 =================  ==========================================================================================
 `score_tile`       dot products of a few query rows with a tile of K rows
+`multiply_tile`    a factor for each token of a tile: the scales of quantised rows
 `soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
 `softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
 `weigh_tile`       add the tile's V rows, weighted, to the output rows
@@ -36,6 +37,7 @@ from numba.extending import intrinsic
 __all__ = [
     "LANES",
     "TILE",
+    "multiply_tile",
     "next_item",
     "row_of",
     "score_tile",
@@ -47,9 +49,9 @@ __all__ = [
 #: Tokens in a tile: scores of a tile stay in L1, and V rows are fetched while K rows are used.
 TILE = 32
 
-_I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16}
+_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16, "int8": _I8}
 
 
 def _cpu_features() -> set[str]:
@@ -146,7 +148,7 @@ class _Vectors:
         element = _STORED[kind]
         type_ = ir.VectorType(element, self.lanes)
         pointer = self._pointer(base, at, element)
-        size = {_I16: 2, _FLOAT: 4, _DOUBLE: 8}[element]
+        size = {_I8: 1, _I16: 2, _FLOAT: 4, _DOUBLE: 8}[element]
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
         else:
@@ -154,7 +156,7 @@ class _Vectors:
         return self._widen(kind, value)
 
     def _masked_load(self, pointer, type_, size, mask):
-        name = f"llvm.masked.load.v{self.lanes}{'i16' if size == 2 else f'f{8 * size}'}.p0"
+        name = f"llvm.masked.load.v{self.lanes}{'i' if size < 4 else 'f'}{8 * size}.p0"
         pointer = self.b.bitcast(pointer, type_.as_pointer())
         signature = ir.FunctionType(type_, [pointer.type, _I32, mask.type, type_])
         function = cgutils.get_or_insert_function(self.b.module, signature, name)
@@ -173,6 +175,8 @@ class _Vectors:
                 value = self.b.fpext(value, ir.VectorType(_FLOAT, self.lanes))
             else:
                 value = self._half_by_integers(value)
+        elif kind == "int8":
+            return self.b.sitofp(self.b.sext(value, self.int_type), self.type)
         if self.double and kind != "fp64":
             value = self.b.fpext(value, self.type)
         elif not self.double and kind == "fp64":
@@ -433,6 +437,26 @@ def soft_cap_tile(typing_context, COMPUTE, s, s_at, cap):
         return context.get_dummy_value()
 
     return types.void(COMPUTE, s, types.int64, float_type), codegen
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at):
+    """Multiply one row's scores or probabilities of a tile by a number for each token: the scales of quantised rows."""
+    if not _literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[1], args[1])
+        factors = _data(context, b, sig.args[3], args[3])
+        v = _Vectors(b, compute)
+        for i in range(0, TILE, v.lanes):
+            at = b.add(args[2], _I64(i))
+            factor = v.load_floats(factors, b.add(args[4], _I64(i)))
+            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, s, types.int64, factors, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -18,20 +18,24 @@ from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
+from numkv.rows.store import row_store
 
-__all__ = ["write_rows"]
+__all__ = ["scatter_write", "write_rows"]
 
 
-def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
-    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`."""
+def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
+    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
+
+    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first token's.
+    """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
-    _, store_k = codec(K_KIND, COMPUTE)
-    _, store_v = codec(V_KIND, COMPUTE)
+    store_k_row, store_k = row_store(K_KIND, COMPUTE)
+    store_v_row, store_v = row_store(V_KIND, COMPUTE)
 
     def kernel(
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-        q_out, k_pool, v_pool, block_table, start,
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
+        q_out, k_pool, k_scale, v_pool, v_scale, places, start,
     ):  # fmt: skip
         num_q_heads = q_out.shape[1]
         num_kv_heads, block_size = k_pool.shape[1], np.int64(k_pool.shape[2])
@@ -39,10 +43,15 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
         half = cos.shape[1]
         x = np.empty(dim, F)
         for t in range(qkv.shape[0]):
-            slot = slot_of(block_table, start + t, block_size)
+            if BY_SLOT:
+                slot, angle = np.int64(places[t]), np.int64(angles[t])
+            else:
+                slot, angle = slot_of(places, start + t, block_size), first_angle + t
             block, offset = slot // block_size, slot % block_size
             row = row_of(qkv, (np.int64(t),))
             for h in range(num_q_heads + num_kv_heads):
+                if h >= num_q_heads and slot < 0:
+                    continue
                 first = h * dim
                 for d in range(dim):
                     x[d] = load(row[first + d])
@@ -56,7 +65,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
                         x[d] = x[d] / root * weight[d]
                 if rotate:
                     for i in range(half):
-                        c, s = F(cos[first_angle + t, i]), F(sin[first_angle + t, i])
+                        c, s = F(cos[angle, i]), F(sin[angle, i])
                         low, high = pair_of(i, half, interleaved)
                         x[low], x[high] = rotate_pair(x[low], x[high], c, s)
                 if h < num_q_heads:
@@ -65,33 +74,45 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
                         q_row[d] = store_q(x[d])
                 else:
                     k_row = row_of(k_pool, (block, np.int64(h - num_q_heads), offset))
-                    for d in range(dim):
-                        k_row[d] = store_k(x[d])
+                    scale = store_k_row(x, k_row, store_k)
+                    if K_KIND == "int8":
+                        k_scale[block, h - num_q_heads, offset] = scale
+            if slot < 0:
+                continue
             for h in range(num_kv_heads):
                 first = (num_q_heads + num_kv_heads + h) * dim
-                v_row = row_of(v_pool, (block, np.int64(h), offset))
                 for d in range(dim):
-                    v_row[d] = store_v(load(row[first + d]))
+                    x[d] = load(row[first + d])
+                v_row = row_of(v_pool, (block, np.int64(h), offset))
+                scale = store_v_row(x, v_row, store_v)
+                if V_KIND == "int8":
+                    v_scale[block, h, offset] = scale
 
     return kernel
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, table: str) -> Any:
+def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, table: str, by_slot: bool) -> Any:
     real, angle = getattr(types, compute), array(getattr(types, table), 2)
+    scale = array(types.float32, 3, out=True)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
-        array(real, 1), array(real, 1), types.float64, types.int64,
-        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
-        array(WORDS[v_kind], 4, out=True), array(types.int32, 1), types.int64,
+        array(real, 1), array(real, 1), types.float64, array(types.int64, 1), types.int64,
+        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True), scale,
+        array(WORDS[v_kind], 4, out=True), scale,
+        array(types.int64 if by_slot else types.int32, 1), types.int64,
     )  # fmt: skip
-    label = f"write_rows, {src} to K {k_kind}, V {v_kind}"
-    return build(make_write_rows(src, k_kind, v_kind, compute), signature, label=label)
+    label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
+    kernel = make_write_rows(src, k_kind, v_kind, compute, by_slot)
+    return build(kernel, signature, label=label)
+
+
+_NO_PLACES = np.empty(0, np.int64)
 
 
 def write_rows(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-    q_out, k_pool, k_kind, v_pool, v_kind, block_table, start,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
 ):  # fmt: skip
     """Split, normalise, rotate and write one sequence's new tokens.
 
@@ -117,13 +138,39 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
+    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Take the scales of quantised pools; of float pools an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
         Position of the first new token.
     """
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name, False)
     kernel(
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-        q_out, k_pool, v_pool, block_table, start,
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
+        q_out, k_pool, k_scale, v_pool, v_scale, block_table, start,
+    )  # fmt: skip
+
+
+def scatter_write(
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
+):  # fmt: skip
+    """Split, normalise, rotate and write the new tokens of many sequences.
+
+    Parameters
+    ----------
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
+        See `write_rows`.
+    positions : int64 array (num_tokens,)
+        Row of `cos` and `sin` for each token.
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale
+        See `write_rows`.
+    slot_mapping : int64 array (num_tokens,)
+        ``block * block_size + offset`` of each token; -1 leaves K and V out.
+    """
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name, True)
+    kernel(
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,
+        q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0,
     )  # fmt: skip

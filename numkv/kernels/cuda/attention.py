@@ -146,7 +146,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         row_head = cuda.shared.array(ROWS, np.int64)
         row_position = cuda.shared.array(ROWS, np.int64)
         row_part = cuda.shared.array(ROWS, np.int64)
-        blocks = cuda.shared.array(PLACES, np.int32)  # of two tiles' tokens: this one's and the next one's
+        blocks = cuda.shared.array(
+            PLACES, np.int32
+        )  # of two tiles' tokens: this one's and the next one's
         offsets = cuda.shared.array(PLACES, np.int32)
         lost = cuda.shared.array(1, np.int32)  # whether a block of the item lies outside the pool
         counts = cuda.shared.array(THREADS, np.int64)
@@ -197,7 +199,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             inner //= row_blocks
             g, split = inner % num_kv_heads, inner // num_kv_heads
             rows = min(np.int64(ROWS), tokens * group - row0)
-            position = length - tokens  # of the first query; negative if there are more queries than tokens
+            position = (
+                length - tokens
+            )  # of the first query; negative if there are more queries than tokens
             # Tokens that any row sees, and those that all of them see.
             begin, all_begin = np.int64(0), np.int64(0)
             all_end = position + row0 // group + 1
@@ -279,7 +283,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                                 score = F(-np.inf)
                             p[j * ROWS + r] = score
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
-                _look_up(blocks, offsets, lost, TILE, block_table, b, tile + TILE, begin, end, k, thread)
+                _look_up(
+                    blocks, offsets, lost, TILE, block_table, b, tile + TILE, begin, end, k, thread
+                )
                 cuda.syncthreads()
                 if thread < MAXIMA:
                     top = F(-np.inf)
@@ -312,7 +318,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
 
                 # -- output: weighted V rows
                 ragged = tile < all_begin or tile + TILE > all_end or lost[0] != 0
-                for j0 in range(v_team * TOKENS if v_team < v_teams else TILE, TILE, v_teams * TOKENS):
+                for j0 in range(
+                    v_team * TOKENS if v_team < v_teams else TILE, TILE, v_teams * TOKENS
+                ):
                     j = natural(j0)
                     for n in range(COLUMNS):
                         # Threads beyond the last chunk read it too; what they add up is not used.

@@ -1,0 +1,63 @@
+"""Look for NaN and infinity in rows that are to be quantised, on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.kernel import WORDS, array, build
+from numkv.rows.convert import codec
+from numkv.rows.quantize import is_finite
+
+__all__ = ["first_non_finite"]
+
+
+def make_first_non_finite(KIND):
+    """The kernel for rows of a float kind."""
+    load, _ = codec(KIND)
+
+    def kernel(rows):
+        dim = np.int64(rows.shape[2])
+        for t in range(rows.shape[0]):
+            for h in range(rows.shape[1]):
+                row = row_of(rows, (np.int64(t), np.int64(h)))
+                # One comparison a row: a sum of zeros stays 0 unless an element is not finite.
+                total = np.float32(0)
+                for d in range(dim):
+                    total += load(row[d]) * np.float32(0)
+                if total == 0:
+                    continue
+                for d in range(dim):
+                    if not is_finite(load(row[d])):
+                        return (np.int64(t) * rows.shape[1] + h) * dim + d
+        return np.int64(-1)
+
+    return kernel
+
+
+@functools.cache
+def _first_non_finite(kind: str) -> Any:
+    signature = (array(WORDS[kind], 3),)
+    return build(make_first_non_finite(kind), signature, label=f"first_non_finite, {kind}")
+
+
+def first_non_finite(rows, kind):
+    """Find the first element that is NaN or infinite.
+
+    Parameters
+    ----------
+    rows : array (num_tokens, num_heads, head_dim)
+        Rows, in the words of `kind`.
+    kind : str
+        Their kind.
+
+    Returns
+    -------
+    int
+        Its flat index, or -1.
+    """
+    return int(_first_non_finite(kind)(rows))

@@ -1,0 +1,174 @@
+"""`Pool`: the K and V buffers of a cache as kernels take them, and what every write and read of them goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from numkv.checks import check_array
+from numkv.errors import DimensionMismatch, NonFiniteInput
+from numkv.kinds import Kind, kind_of_dtype
+from numkv.targets import Array, Target
+
+__all__ = ["Pool", "source_dtypes"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """K and V buffers with their kinds and scales.
+
+    Attributes
+    ----------
+    target : Target
+        Where the buffers are.
+    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Buffers, in words.
+    k_kind, v_kind : Kind
+        Their kinds.
+    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of quantised kinds; of float kinds an empty array.
+    """
+
+    target: Target
+    k: Array
+    v: Array
+    k_kind: Kind
+    v_kind: Kind
+    k_scale: Array
+    v_scale: Array
+
+    @classmethod
+    def allocate(
+        cls,
+        target: Target,
+        shape: tuple[int, int, int],
+        head_dim: int,
+        head_dim_v: int,
+        k_kind: Kind,
+        v_kind: Kind,
+    ) -> Self:
+        """Make buffers of zeros.
+
+        Parameters
+        ----------
+        target : Target
+            Where.
+        shape : tuple of int
+            ``(num_blocks, num_kv_heads, block_size)``.
+        head_dim, head_dim_v : int
+            Elements of a K row and of a V row.
+        k_kind, v_kind : Kind
+            Their kinds.
+
+        Returns
+        -------
+        Pool
+        """
+
+        def scale(kind: Kind) -> Array:
+            return target.zeros(shape if kind.has_scales else (0, 0, 0), _FLOAT32)
+
+        return cls(
+            target,
+            target.zeros((*shape, head_dim), k_kind.word),
+            target.zeros((*shape, head_dim_v), v_kind.word),
+            k_kind,
+            v_kind,
+            scale(k_kind),
+            scale(v_kind),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, scales included."""
+        return int(self.k.nbytes + self.v.nbytes + self.k_scale.nbytes + self.v_scale.nbytes)
+
+    def values(self, which: str) -> Array:
+        """The K or V buffer as a user sees it: float kinds in their dtype, quantised kinds as codes."""
+        words, kind = (self.k, self.k_kind) if which == "k" else (self.v, self.v_kind)
+        return words if kind.has_scales else self.target.typed(words, kind.dtype)
+
+    def check_finite(self, **rows: Array) -> None:
+        """Refuse rows that are to be quantised and hold NaN or infinity.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_heads, head_dim)
+            Checked rows, by argument name.
+        """
+        for name, x in rows.items():
+            kind = kind_of_dtype(x.dtype)
+            assert kind is not None
+            flat = self.target.ops.first_non_finite(self.target.words(x), kind.name)
+            if flat >= 0:
+                index = tuple(int(i) for i in np.unravel_index(flat, tuple(x.shape)))
+                raise NonFiniteInput(
+                    f"`{name}`: expected finite numbers for storage in "
+                    f"{self.k_kind if name[0] == 'k' else self.v_kind}, got NaN or infinity at "
+                    f"{index}; mask it, or pass check_finite=False",
+                    index=index,
+                )
+
+    def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
+        """Write checked rows of one sequence, by its block table."""
+        ops, words = self.target.ops, self.target.words
+        ops.append_rows(
+            words(k), _source(k), self.k, self.k_kind.name, self.k_scale, block_table, start
+        )
+        ops.append_rows(
+            words(v), _source(v), self.v, self.v_kind.name, self.v_scale, block_table, start
+        )
+
+    def scatter(self, k: Array, v: Array, slot_mapping: Array) -> None:
+        """Write checked rows into slots."""
+        ops, words = self.target.ops, self.target.words
+        ops.scatter_rows(words(k), _source(k), self.k, self.k_kind.name, self.k_scale, slot_mapping)
+        ops.scatter_rows(words(v), _source(v), self.v, self.v_kind.name, self.v_scale, slot_mapping)
+
+    def check_rows(self, k: Any, v: Any, *, check_finite: bool) -> tuple[Array, Array]:
+        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V."""
+        heads = int(self.k.shape[1])
+        shape = ("num_tokens", heads, int(self.k.shape[3]))
+        k = check_array(self.target, "k", k, source_dtypes(self.k_kind), shape)
+        v = check_array(
+            self.target,
+            "v",
+            v,
+            source_dtypes(self.v_kind),
+            ("num_tokens", heads, int(self.v.shape[3])),
+        )
+        if v.shape[0] != k.shape[0]:
+            raise DimensionMismatch(
+                f"`v`: expected as many tokens as `k`, {k.shape[0]}, got {v.shape[0]}",
+                expected=int(k.shape[0]),
+                actual=int(v.shape[0]),
+            )
+        if check_finite:
+            quantised = {"k": k} if self.k_kind.has_scales else {}
+            if self.v_kind.has_scales:
+                quantised["v"] = v
+            self.check_finite(**quantised)
+        return k, v
+
+
+def _source(x: Array) -> str:
+    kind = kind_of_dtype(x.dtype)
+    assert kind is not None
+    return kind.name
+
+
+_BY_KIND: dict[str, tuple[np.dtype[Any], ...]] = {}
+
+
+def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:
+    """Dtypes that new rows may have: the kind's own and float32; for quantised kinds fp32, fp16 and bf16."""
+    if kind.name not in _BY_KIND:
+        from numkv.kinds import kind as named
+
+        own = (named("fp16").dtype, named("bf16").dtype) if kind.has_scales else (kind.dtype,)
+        _BY_KIND[kind.name] = tuple(dict.fromkeys((*own, _FLOAT32)))
+    return _BY_KIND[kind.name]

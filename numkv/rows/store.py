@@ -1,0 +1,83 @@
+"""One row into a cache and out of it, for every storage kind: the last step of a write and the first of a read.
+
+`row_store` and `row_load` choose the functions when a kernel is built. Quantised kinds give a row's scale back and take
+it; float kinds give 0 and ignore it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba.extending import register_jitable
+
+from numkv.rows.convert import codec
+from numkv.rows.quantize import int8_code, int8_scale
+
+__all__ = ["row_load", "row_store"]
+
+
+@register_jitable
+def _store_int8(x, target, store):
+    largest = np.float32(0)
+    for d in range(len(x)):
+        largest = max(largest, np.float32(abs(x[d])))
+    scale = int8_scale(largest)
+    for d in range(len(x)):
+        target[d] = int8_code(x[d], scale)
+    return scale
+
+
+@register_jitable
+def _store_floats(x, target, store):
+    for d in range(len(x)):
+        target[d] = store(x[d])
+    return np.float32(0)
+
+
+def row_store(kind, compute="float32"):
+    """How a row of floats is stored in a kind.
+
+    Parameters
+    ----------
+    kind : str
+        Name of a storage kind.
+    compute : {"float32", "float64"}
+        Dtype of the row.
+
+    Returns
+    -------
+    store_row, store : function
+        ``store_row(x, target, store) -> scale`` puts the floats `x` into the words `target`.
+    """
+    if kind == "int8":
+        return _store_int8, codec("fp32", compute)[1]
+    return _store_floats, codec(kind, compute)[1]
+
+
+@register_jitable
+def _load_int8(words, scale, out, load):
+    for d in range(len(words)):
+        out[d] = np.float32(words[d]) * scale
+
+
+@register_jitable
+def _load_floats(words, scale, out, load):
+    for d in range(len(words)):
+        out[d] = load(words[d])
+
+
+def row_load(kind):
+    """How a stored row becomes float32.
+
+    Parameters
+    ----------
+    kind : str
+        Name of a storage kind.
+
+    Returns
+    -------
+    load_row, load : function
+        ``load_row(words, scale, out, load)`` puts the values of `words` into `out`.
+    """
+    if kind == "int8":
+        return _load_int8, codec("fp32")[0]
+    return _load_floats, codec(kind)[0]
