@@ -100,7 +100,9 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 
-def parts_of(num_tokens: int, num_seqs: int, num_q_heads: int, splits: int, dim_v: int, compute: str) -> Any:
+def parts_of(
+    num_tokens: int, num_seqs: int, num_q_heads: int, splits: int, dim_v: int, compute: str
+) -> Any:
     """Memory for the parts of splits: ``[row, q head, split]`` has a sum over V rows, its maximum and its total.
 
     Rows are tokens, or `MAX_SPLIT_QUERIES` for each sequence where that is less.
