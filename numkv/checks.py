@@ -61,14 +61,14 @@ def check_array(
                 "convert it, for example with .astype",
             )
         )
-    actual = x.shape
+    actual = tuple(x.shape)
     if len(actual) != len(shape) or any(
         a != b for a, b in zip(actual, shape, strict=True) if type(b) is int
     ):
         raise DimensionMismatch(
             _message(name, f"{x.dtype} {_describe(shape)}", x, "pass an array of this shape"),
             expected=shape,
-            actual=tuple(actual),
+            actual=actual,
         )
     if x.strides[-1] != x.dtype.itemsize and actual[-1] > 1 and x.size:
         raise NotSupported(

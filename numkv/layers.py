@@ -258,7 +258,7 @@ class Layer:
         compute: np.dtype[Any] = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
         start = self._check_room(tokens)
         rotate = mode is not QKMode.COPY
-        first = start if pos_offset is None else check_size("pos_offset", pos_offset)
+        first = start if pos_offset is None else int(pos_offset)
         if rotate:
             cos, sin = self._check_tables(cos, sin, mode, first, tokens)
         else:
@@ -314,7 +314,7 @@ class Layer:
                 expected=self.head_dim // 2,
                 actual=int(cos.shape[1]),
             )
-        if tokens and first + tokens > cos.shape[0]:
+        if tokens and not 0 <= first <= cos.shape[0] - tokens:
             raise IndexError(
                 f"`cos`: expected a row for each of the positions [{first}, {first + tokens}), "
                 f"got {cos.shape[0]} rows; make the tables longer"

@@ -101,6 +101,11 @@ class CpuTarget:
             return x
         if isinstance(x, np.ndarray):
             return x.view(np.ndarray)
+        if getattr(x, "__cuda_ndarray__", False):  # the simulator's would even pass for host arrays
+            raise NotSupported(
+                f"`{name}`: expected an array in host memory, got one on the CUDA device; "
+                'bring it to the host first, or use target="cuda"'
+            )
         if type(x).__module__.partition(".")[0] == "torch":
             return self._from_torch(x, name)
         if hasattr(x, "__array_interface__"):

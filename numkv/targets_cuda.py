@@ -36,9 +36,7 @@ def _load_cuda() -> Any:
     try:
         from numba import cuda
     except ImportError as error:
-        raise NotSupported(
-            f'target "cuda": numba-cuda does not load ({error}); {_REMEDY}'
-        ) from error
+        raise NotSupported(f'target "cuda" does not load ({error}); {_REMEDY}') from error
     if not cuda.is_available():
         reason = " ".join(str(cuda.cuda_error() or "no device").split())
         raise NotSupported(f'target "cuda": there is no usable GPU ({reason}); {_REMEDY}')
@@ -92,13 +90,9 @@ class CudaTarget:
         if getattr(x, "__cuda_ndarray__", False):
             return x
         if self._on_host(x):
-            kind = (
-                "a NumPy array"
-                if isinstance(x, np.ndarray)
-                else f"a {type(x).__name__} on the host"
-            )
+            what = "a NumPy array" if isinstance(x, np.ndarray) else f"a host {type(x).__name__}"
             raise NotSupported(
-                f"`{name}`: expected an array on the CUDA device, got {kind}; copy it with "
+                f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
                 f'numkv.targets.get("cuda").asarray({name})'
             )
         if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # no typestr names bfloat16

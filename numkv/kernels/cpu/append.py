@@ -47,10 +47,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
             for h in range(rows.shape[1]):
                 source = row_of(rows, (np.int64(t), np.int64(h)))
                 target = row_of(pool, (block, np.int64(h), offset))
-                if SRC == DST:
-                    for d in range(len(source)):
-                        target[d] = source[d]
-                elif DST == "fp64":
+                if SRC == DST or DST == "fp64":
                     for d in range(len(source)):
                         target[d] = source[d]
                 else:

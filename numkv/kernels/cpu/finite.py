@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.kernel import WORDS, array, build

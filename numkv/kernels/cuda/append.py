@@ -51,7 +51,7 @@ def make_append_rows(SRC, DST):
 
 @functools.cache
 def _append_rows(src: str, dst: str) -> Any:
-    return jit(make_append_rows(src, dst))
+    return jit(make_append_rows(src, dst), 8)
 
 
 def append_rows(rows, rows_kind, pool, pool_kind, block_table, start):
@@ -101,7 +101,7 @@ def make_copy_rows(WORD):
 
 @functools.cache
 def _copy_rows(bytes_: int) -> Any:
-    return jit(make_copy_rows(bytes_))
+    return jit(make_copy_rows(bytes_), 8)
 
 
 def copy_rows(new, cache, offsets, stream=None):

@@ -44,7 +44,7 @@ def make_merge(KIND, COMPUTE):
 
 @functools.cache
 def _merge(kind: str) -> Any:
-    return jit(make_merge(kind, _compute(kind)))
+    return jit(make_merge(kind, _compute(kind)), 8)
 
 
 def _compute(kind: str) -> str:

@@ -10,7 +10,6 @@ few there, and short test cases still go round every loop.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from typing import Any
@@ -24,8 +23,8 @@ from numba.extending import register_jitable
 from numkv.rows.convert import codec
 
 __all__ = [
-    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "jit", "launch",
-    "load_chunk", "natural", "reader",
+    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "jit",
+    "launch", "load_chunk", "natural", "reader",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -91,15 +90,22 @@ def launch(
     """
     if blocks <= 0:
         return
-    stream = 0 if stream is None else stream
-    configured = min(blocks, MAX_BLOCKS), threads, stream, shared_bytes
+    sizes = min(blocks, MAX_BLOCKS), threads, 0 if stream is None else stream, shared_bytes
     if not SIMULATED:
-        kernel[configured](*args)
+        _configured(kernel, sizes)(*args)
         return
     # The simulator runs one kernel at a time, and NumPy's scalars warn of what a GPU does in silence.
     with _simulator_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[configured](*args)
+        kernel[sizes](*args)
+
+
+@functools.lru_cache(maxsize=256)
+def _configured(kernel: Any, sizes: tuple[Any, ...]) -> Any:
+    """A kernel with its launch sizes, without Numba's warning of small grids: one token is no mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Grid size")
+        return kernel[sizes]
 
 
 @register_jitable
@@ -115,7 +121,9 @@ def aligned(array: Any, kind: str) -> bool:
     """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of 16 bytes."""
     if tuple(array.shape)[-1] % WIDTH[kind] or any(step % 16 for step in array.strides[:-1]):
         return False
-    return SIMULATED or array.device_ctypes_pointer.value % 16 == 0
+    return (
+        SIMULATED or (array.device_ctypes_pointer.value or 0) % 16 == 0
+    )  # None is an empty array's
 
 
 def _simulated_load_chunk(KIND, array, a, b, c, d, floats, at):

@@ -104,7 +104,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
 
 @functools.cache
 def _write_rows(src: str, k_kind: str, v_kind: str, compute: str) -> Any:
-    return jit(make_write_rows(src, k_kind, v_kind, compute))
+    return jit(make_write_rows(src, k_kind, v_kind, compute), 6)
 
 
 def write_rows(
