@@ -96,8 +96,8 @@ def attend(
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
-        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, scale, float(logits_soft_cap), int(window_left), sinks,
-        target.words(out), lse,
+        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, scale,
+        float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -399,7 +399,8 @@ def _visible(position, window_left, begin, end, tile):
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 3), array(WORDS[k_kind], 4), array(types.float32, 3), array(WORDS[v_kind], 4), array(types.float32, 3), array(types.int32, 2),
+        array(real, 3), array(WORDS[k_kind], 4), array(types.float32, 3), array(WORDS[v_kind], 4),
+        array(types.float32, 3), array(types.int32, 2),
         array(types.int64, 1), array(types.int64, 1), types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
         types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,

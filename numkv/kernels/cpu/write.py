@@ -26,7 +26,8 @@ __all__ = ["scatter_write", "write_rows"]
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
-    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first token's.
+    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
+    token's.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
