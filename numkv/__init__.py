@@ -22,7 +22,15 @@ from numkv.errors import (
 )
 from numkv.kinds import Kind, kind
 from numkv.kv_cache import KVCache
-from numkv.layers import ContiguousLayer, QKMode
+from numkv.layers import ContiguousLayer
+from numkv.paged import PagedLayer, PagedPool
+from numkv.paged_functions import (
+    paged_append,
+    paged_decode_attention,
+    paged_prefill_attention,
+    paged_write,
+)
+from numkv.projection import QKMode
 
 __all__ = [
     "AppendArgs",
@@ -37,6 +45,8 @@ __all__ = [
     "NonFiniteInput",
     "NotSupported",
     "NumkvError",
+    "PagedLayer",
+    "PagedPool",
     "PrecisionGuarantee",
     "QKMode",
     "UnsupportedDType",
@@ -45,5 +55,9 @@ __all__ = [
     "decode_attention",
     "kind",
     "merge_states",
+    "paged_append",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "paged_write",
     "prefill_attention",
 ]

@@ -24,8 +24,6 @@ __all__ = [
     "attend",
     "decode_attention",
     "merge_states",
-    "paged_decode_attention",
-    "paged_prefill_attention",
     "prefill_attention",
 ]
 

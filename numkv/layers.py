@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import numpy as np
 
 from numkv import structs, targets
-from numkv.attention import FLOAT_DTYPES, attend, check_queries, too_many_queries
-from numkv.checks import check_array, check_index, check_size, check_writable
+from numkv.attention import attend, check_queries, too_many_queries
+from numkv.checks import check_index, check_size
 from numkv.errors import CacheFull, DimensionMismatch
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.kinds import Kind, kind
 from numkv.pool import Pool
+from numkv.projection import Projection, QKMode
 from numkv.targets import Array
 
 __all__ = ["ContiguousLayer", "QKMode"]
-
-_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-class QKMode(enum.IntEnum):
-    """What happens to q and k on their way into the cache; v is always copied."""
-
-    COPY = 0
-    """Nothing."""
-    NORM_HALF_SPLIT = 1
-    """RMS norm, then RoPE on the pairs (i, i + rotary_dim / 2): Qwen3."""
-    HALF_SPLIT = 2
-    """RoPE on the pairs (i, i + rotary_dim / 2): Llama and Mistral in Hugging Face checkpoints."""
-    INTERLEAVED = 3
-    """RoPE on the pairs (2i, 2i + 1): Llama in GGUF files."""
-    NORM_INTERLEAVED = 4
-    """RMS norm, then RoPE on the pairs (2i, 2i + 1)."""
-
-    @property
-    def normalises(self) -> bool:
-        """Whether q and k are normalised."""
-        return self in (QKMode.NORM_HALF_SPLIT, QKMode.NORM_INTERLEAVED)
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether pairs are neighbours."""
-        return self in (QKMode.INTERLEAVED, QKMode.NORM_INTERLEAVED)
 
 
 class Layer:
@@ -159,6 +132,9 @@ class Layer:
             )
         return start
 
+    def _take_room(self, length: int) -> None:
+        """Get hold of the memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
+
     def _block_table(self) -> Array:
         """The block table on the target, ``(1, max_blocks)``."""
         if self._device_table is None:
@@ -187,6 +163,7 @@ class Layer:
         """
         k, v = self._pool.check_rows(k, v, check_finite=check_finite)
         start = self._check_room(k.shape[0])
+        self._take_room(start + k.shape[0])
         self._pool.append(k, v, self._block_table()[0], start)
         self._context_lens[0] = start + k.shape[0]
 
@@ -246,80 +223,23 @@ class Layer:
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
         pool, target = self._pool, self._target
-        mode = QKMode(qk_mode)
-        heads = check_size("num_q_heads", num_q_heads)
-        dim = self.head_dim
-        width = (heads + 2 * self.num_kv_heads) * dim
-        qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
-        tokens = int(qkv.shape[0])
-        qkv_kind = kind_of_dtype(qkv.dtype)
-        assert qkv_kind is not None
-        kinds = (qkv_kind.compute, pool.k_kind.compute, pool.v_kind.compute)
-        compute: np.dtype[Any] = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
-        start = self._check_room(tokens)
-        rotate = mode is not QKMode.COPY
+        p = Projection.check(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )
+        start = self._check_room(p.num_tokens)
         first = start if pos_offset is None else int(pos_offset)
-        if rotate:
-            cos, sin = self._check_tables(cos, sin, mode, first, tokens)
-        else:
-            cos = sin = _empty_table(target.name)
-        if mode.normalises:
-            for name, weight in (
-                ("q_norm_weight", q_norm_weight),
-                ("k_norm_weight", k_norm_weight),
-            ):
-                if weight is None:
-                    raise DimensionMismatch(
-                        f"`{name}`: expected {compute} ({dim},) for qk_mode {mode}, got None",
-                        expected=(dim,),
-                    )
-            q_norm_weight = target.reals("q_norm_weight", q_norm_weight, compute, (dim,))
-            k_norm_weight = target.reals("k_norm_weight", k_norm_weight, compute, (dim,))
-        else:
-            q_norm_weight = k_norm_weight = target.empty((0,), compute)
-        if q_out is None:
-            q_out = target.empty((tokens, heads, dim), qkv.dtype)
-        else:
-            q_out = check_array(target, "q_out", q_out, (qkv.dtype,), (tokens, heads, dim))
-            check_writable("q_out", q_out)
-        if check_finite and (pool.k_kind.has_scales or pool.v_kind.has_scales):
-            pool.check_finite(qkv=qkv.reshape((tokens, 1, width)))
+        p.check_positions(first)
+        if check_finite:
+            p.check_finite(pool)
+        self._take_room(start + p.num_tokens)
         target.ops.write_rows(
-            target.words(qkv), qkv_kind.name, cos, sin, mode.normalises, rotate, mode.interleaved,
-            q_norm_weight, k_norm_weight, float(eps), first, target.words(q_out), pool.k,
-            pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
+            target.words(p.qkv), p.kind.name, p.cos, p.sin, p.mode.normalises, p.rotates,
+            p.mode.interleaved, p.q_weight, p.k_weight, p.eps, first, target.words(p.q_out),
+            pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
             self._block_table()[0], start,
         )  # fmt: skip
-        self._context_lens[0] = start + tokens
-        return q_out
-
-    def _check_tables(
-        self, cos: Any, sin: Any, mode: QKMode, first: int, tokens: int
-    ) -> tuple[Array, Array]:
-        for name, table in (("cos", cos), ("sin", sin)):
-            if table is None:
-                raise DimensionMismatch(
-                    f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
-                    f"{mode}, got None",
-                    expected=("num_positions", "rotary_dim / 2"),
-                )
-        target = self._target
-        shape = ("num_positions", "rotary_dim / 2")
-        cos = check_array(target, "cos", cos, (_FLOAT32, _FLOAT64), shape)
-        sin = check_array(target, "sin", sin, (cos.dtype,), tuple(cos.shape))
-        if 2 * cos.shape[1] > self.head_dim:
-            raise DimensionMismatch(
-                f"`cos`: expected at most head_dim / 2 = {self.head_dim // 2} columns, "
-                f"got {cos.shape[1]}",
-                expected=self.head_dim // 2,
-                actual=int(cos.shape[1]),
-            )
-        if tokens and not 0 <= first <= cos.shape[0] - tokens:
-            raise IndexError(
-                f"`cos`: expected a row for each of the positions [{first}, {first + tokens}), "
-                f"got {cos.shape[0]} rows; make the tables longer"
-            )
-        return cos, sin
+        self._context_lens[0] = start + p.num_tokens
+        return p.q_out
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from position `length` on.
@@ -384,16 +304,6 @@ class Layer:
             logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
             return_lse=return_lse, out=out,
         )  # fmt: skip
-
-
-_TABLES: dict[str, Array] = {}
-
-
-def _empty_table(target: str) -> Array:
-    """A cos/sin table without columns: nothing is rotated."""
-    if target not in _TABLES:
-        _TABLES[target] = targets.get(target).empty((0, 0), _FLOAT32)
-    return _TABLES[target]
 
 
 class ContiguousLayer(Layer):

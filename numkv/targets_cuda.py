@@ -173,6 +173,18 @@ class CudaTarget:
         """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
         return x.view(np.uint16) if x.dtype in _HALVES else x
 
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words: the inverse of `words`."""
+        return words.view(dtype) if dtype in _HALVES else words
+
+    def dequantise(self, codes: Array, scale: Array) -> Array:
+        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
+        from numkv.kernels.cuda.convert import dequantise
+
+        out = self.empty(tuple(codes.shape), np.float32)
+        dequantise(codes, scale, out)
+        return out
+
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         if self._simulated:

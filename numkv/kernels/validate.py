@@ -12,7 +12,7 @@ from numba import types
 
 from numkv.kernels.kernel import array, build
 
-__all__ = ["check_lengths"]
+__all__ = ["check_lengths", "first_bad_blocks", "first_outside"]
 
 #: What `check_lengths` found.
 FINE, BAD_LENGTH, TOO_MANY_QUERIES, BAD_STARTS = range(4)
@@ -64,3 +64,68 @@ def check_lengths(
     """
     found, b = _kernel()(seq_lens, q_starts, num_tokens, capacity, one_may_see_nothing)
     return int(found), int(b)
+
+
+def _first_bad_blocks(block_table, seq_lens, block_size, num_blocks):
+    for b in range(len(seq_lens)):
+        for i in range((seq_lens[b] + block_size - 1) // block_size):
+            if block_table[b, i] < 0 or block_table[b, i] >= num_blocks:
+                return b
+    return -1
+
+
+@functools.cache
+def _blocks_kernel() -> Any:
+    signature = (array(types.int32, 2), array(types.int64, 1), types.int64, types.int64)
+    return build(_first_bad_blocks, signature, label="first_bad_blocks")
+
+
+def first_bad_blocks(block_table: Any, seq_lens: Any, block_size: int, num_blocks: int) -> int:
+    """Find the first sequence with a block outside the pool, among those that its length needs.
+
+    Parameters
+    ----------
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical blocks.
+    seq_lens : int64 array (num_seqs,)
+        Lengths, checked against the table.
+    block_size, num_blocks : int
+        Sizes of the pool.
+
+    Returns
+    -------
+    int
+        Which sequence, or -1.
+    """
+    return int(_blocks_kernel()(block_table, seq_lens, block_size, num_blocks))
+
+
+def _first_outside(numbers, low, high):
+    for i in range(len(numbers)):
+        if numbers[i] < low or numbers[i] >= high:
+            return i
+    return -1
+
+
+@functools.cache
+def _outside_kernel() -> Any:
+    signature = (array(types.int64, 1), types.int64, types.int64)
+    return build(_first_outside, signature, label="first_outside")
+
+
+def first_outside(numbers: Any, low: int, high: int) -> int:
+    """Find the first number outside ``[low, high)``.
+
+    Parameters
+    ----------
+    numbers : int64 array (n,)
+        Numbers.
+    low, high : int
+        The range.
+
+    Returns
+    -------
+    int
+        Its index, or -1.
+    """
+    return int(_outside_kernel()(numbers, low, high))

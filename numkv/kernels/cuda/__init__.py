@@ -10,16 +10,28 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from numkv.kernels.cuda.append import append_rows, copy_rows
+from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cuda.attention import attention
+from numkv.kernels.cuda.finite import first_non_finite
 from numkv.kernels.cuda.merge import merge
-from numkv.kernels.cuda.write import write_rows
+from numkv.kernels.cuda.write import scatter_write, write_rows
 
-__all__ = ["append_rows", "attention", "copy_rows", "merge", "write_rows"]
+__all__ = [
+    "append_rows",
+    "attention",
+    "copy_rows",
+    "first_non_finite",
+    "merge",
+    "scatter_rows",
+    "scatter_write",
+    "write_rows",
+]
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Every kernel, for the kinds that bring out all of its branches: what can be compiled without a GPU.
+    """Every kernel, for kinds that bring out all of its branches: what can be compiled without a GPU.
+
+    Not all combinations of kinds are there, as each takes seconds.
 
     Yields
     ------
@@ -30,5 +42,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     signature : tuple of numba types
         Types of its arguments.
     """
-    for name in ("append", "attention", "merge", "splits", "write"):
+    for name in ("append", "attention", "convert", "finite", "merge", "splits", "write"):
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

@@ -1,6 +1,6 @@
-"""Append ready rows to a cache, on CUDA; see `numkv.kernels.cpu.append` for the two operations.
+"""Append ready rows to a cache, on CUDA; see `numkv.kernels.cpu.append` for the three operations.
 
-A warp takes a row, its lanes adjacent elements. Rows whose block lies outside the pool are skipped.
+A warp takes a row, its lanes adjacent elements. Rows whose slot lies outside the pool are skipped.
 """
 
 from __future__ import annotations
@@ -16,45 +16,76 @@ from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, laun
 from numkv.kernels.kernel import WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.quantize import int8_code, int8_scale
 
-__all__ = ["append_rows", "copy_rows"]
+__all__ = ["append_rows", "copy_rows", "scatter_rows"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 
 
-def make_append_rows(SRC, DST):
-    """The kernel that appends rows of kind `SRC` to a pool of kind `DST`."""
+def make_append_rows(SRC, DST, BY_SLOT):
+    """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     load, _ = codec(SRC)
-    _, store = codec(DST)
+    QUANTISED = DST == "int8"
+    _, store = codec("fp32" if QUANTISED else DST)
+    SHAPE = (ROWS, LANES)
 
-    def kernel(rows, pool, block_table, start):
+    def kernel(rows, pool, scale, places, start):
         num_tokens, num_heads, dim = rows.shape
         num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
-        first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
-        for row in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS):
+        lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
+        if QUANTISED:
+            peaks = cuda.shared.array(SHAPE, np.float32)
+        # All threads go round equally often, as those that quantise wait for each other inside.
+        for first in range(
+            np.int64(cuda.blockIdx.x) * ROWS, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS
+        ):  # fmt: skip
+            row = first + mine
             t, h = row // num_heads, row % num_heads
-            position = start + t
-            if position < 0 or position >= block_table.shape[0] * block_size:
-                continue
-            slot = slot_of(block_table, position, block_size)
-            if slot < 0 or slot >= num_blocks * block_size:
-                continue
-            block, offset = slot // block_size, slot % block_size
-            for d in range(cuda.threadIdx.x, dim, LANES):
-                if SRC == DST:
-                    pool[block, h, offset, d] = rows[t, h, d]
+            slot = np.int64(-1)
+            if row < num_tokens * num_heads:
+                if BY_SLOT:
+                    slot = np.int64(places[t])
                 else:
-                    pool[block, h, offset, d] = store(load(rows[t, h, d]))
+                    position = start + t
+                    if position >= 0 and position < places.shape[0] * block_size:
+                        slot = slot_of(places, position, block_size)
+            here = slot >= 0 and slot < num_blocks * block_size
+            block, offset = np.int64(0), np.int64(0)
+            if here:
+                block, offset = slot // block_size, slot % block_size
+            if QUANTISED:
+                largest = np.float32(0)
+                if here:
+                    for d in range(lane, dim, LANES):
+                        largest = max(largest, np.float32(abs(load(rows[t, h, d]))))
+                peaks[mine, lane] = largest
+                cuda.syncthreads()
+                for i in range(LANES):
+                    largest = max(largest, peaks[mine, i])
+                row_scale = int8_scale(largest)
+                if here:
+                    if lane == 0:
+                        scale[block, h, offset] = row_scale
+                    for d in range(lane, dim, LANES):
+                        pool[block, h, offset, d] = int8_code(load(rows[t, h, d]), row_scale)
+                cuda.syncthreads()
+            elif here:
+                for d in range(lane, dim, LANES):
+                    if SRC == DST:
+                        pool[block, h, offset, d] = rows[t, h, d]
+                    else:
+                        pool[block, h, offset, d] = store(load(rows[t, h, d]))
 
     return kernel
 
 
 @functools.cache
-def _append_rows(src: str, dst: str) -> Any:
-    return jit(make_append_rows(src, dst), 8)
+def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
+    return jit(make_append_rows(src, dst, by_slot), 8)
 
 
-def append_rows(rows, rows_kind, pool, pool_kind, block_table, start):
+def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     """Append the rows of one sequence.
 
     Parameters
@@ -67,14 +98,39 @@ def append_rows(rows, rows_kind, pool, pool_kind, block_table, start):
         Where they go, in the words of `pool_kind`.
     pool_kind : str
         Its kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
         Position of the first new token.
     """
     blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
-    kernel = _append_rows(rows_kind, pool_kind)
-    launch(kernel, blocks, (LANES, ROWS), rows, pool, block_table, start)
+    kernel = _append_rows(rows_kind, pool_kind, False)
+    launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, block_table, start)
+
+
+def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
+    """Put each row into its slot.
+
+    Parameters
+    ----------
+    rows : array (num_tokens, num_kv_heads, head_dim)
+        K or V rows, in the words of `rows_kind`.
+    rows_kind : str
+        Their kind.
+    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Where they go, in the words of `pool_kind`.
+    pool_kind : str
+        Its kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
+    slot_mapping : int32 or int64 array (num_tokens,)
+        ``block * block_size + offset`` of each row; -1, or any slot outside the pool, skips it.
+    """
+    blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
+    kernel = _append_rows(rows_kind, pool_kind, True)
+    launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, slot_mapping, 0)
 
 
 def make_copy_rows(WORD):
@@ -110,7 +166,7 @@ def copy_rows(new, cache, offsets, stream=None):
     Parameters
     ----------
     new : array (batch, num_heads, new_len, head_dim)
-        Rows, in words (uint16, float32 or float64) that are copied bit by bit.
+        Rows, in words (int8, uint16, float32 or float64) that are copied bit by bit.
     cache : array (batch, num_heads, max_cache_len, head_dim)
         The cache, in the same words.
     offsets : int64 array (batch,)
@@ -128,11 +184,19 @@ def copy_rows(new, cache, offsets, stream=None):
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for src, dst in dict.fromkeys([(k, k) for k in WORDS] + [("fp32", k) for k in WORDS]):
+    cases = [
+        ("fp64", "fp64", None), ("fp32", "fp32", None), ("fp16", "fp16", None),
+        ("bf16", "bf16", types.int64), ("fp32", "fp16", types.int64), ("fp32", "bf16", None),
+        ("fp32", "fp64", types.int32), ("fp32", "int8", None), ("fp16", "int8", types.int64),
+        ("bf16", "int8", types.int32),
+    ]  # fmt: skip
+    for src, dst, slot in cases:
         signature = (
-            c_array(WORDS[src], 3), c_array(WORDS[dst], 4), c_array(types.int32, 1), types.int64,
+            c_array(WORDS[src], 3), c_array(WORDS[dst], 4), c_array(types.float32, 3),
+            c_array(slot or types.int32, 1), types.int64,
         )  # fmt: skip
-        yield f"append_rows[{src} to {dst}]", make_append_rows(src, dst), signature
-    for word in (types.uint16, types.uint32, types.uint64):
+        name = "append_rows" if slot is None else "scatter_rows"
+        yield f"{name}[{src} to {dst}]", make_append_rows(src, dst, slot is not None), signature
+    for word in (types.uint8, types.uint16, types.uint32, types.uint64):
         signature = (c_array(word, 4), c_array(word, 4), c_array(types.int64, 1))
         yield f"copy_rows[{word}]", make_copy_rows(word.bitwidth // 8), signature

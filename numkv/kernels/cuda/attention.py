@@ -14,6 +14,9 @@ Within an item, a tile of tokens at a time:
 3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
    teams when the item ends.
 
+INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
+probabilities, once these have been summed. Only scales of tokens that count are read.
+
 Splits depend on the sequence's own length, number of queries and window alone. Their parts are merged in order by a
 second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends on the sequence
 and the head dims alone, so results do not depend on the batch or the launch.
@@ -66,6 +69,10 @@ ROW_CHOICES = {1: 5, 4: 4, 8: 3}
 Q_BYTES = 24 * 1024
 # Elements between the rows of two chunks of q in shared memory.
 Q_PAD = 4
+# Elements of V that a thread reads at once, and rows of V that it reads ahead where those are not AT_ONCE. As many
+# sums as 16 codes need would not fit into registers: half as many are read, of twice as many rows.
+V_WIDTHS = {**WIDTH, "int8": 8}
+V_AT_ONCE = {"int8": 2}
 
 
 @register_jitable
@@ -110,13 +117,16 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
     load_q, store_q = codec(Q_KIND, COMPUTE)
-    read_k, read_v = reader(K_KIND, COMPUTE, WIDE), reader(V_KIND, COMPUTE, WIDE)
-    K_WIDTH, V_WIDTH = WIDTH[K_KIND], WIDTH[V_KIND]
+    K_WIDTH, V_WIDTH = WIDTH[K_KIND], V_WIDTHS[V_KIND]
+    read_k = reader(K_KIND, COMPUTE, K_WIDTH, WIDE)
+    read_v = reader(V_KIND, COMPUTE, V_WIDTH, WIDE)
+    K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
     TOKENS = AT_ONCE[COMPUTE]
+    V_TOKENS = TOKENS * V_AT_ONCE.get(V_KIND, 1)
     TEAMS = THREADS // TEAM
     TILE = tile_of(COMPUTE)
     SCORES, CHUNKS_K = ROWS * TOKENS, TOKENS * K_WIDTH
-    SUMS, CHUNKS_V = COLUMNS * ROWS * V_WIDTH, TOKENS * V_WIDTH
+    SUMS, CHUNKS_V = COLUMNS * ROWS * V_WIDTH, V_TOKENS * V_WIDTH
     # Chunks of q lie a few banks apart, as the lanes of a team read different ones.
     Q_STEP = ROWS * K_WIDTH + Q_PAD
     # So do the partial sums of a team's lanes, which one warp writes.
@@ -129,10 +139,40 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     TOKENS_EACH, ROWS_EACH = max(1, TILE // THREADS), ceil_div(ROWS, ROW_STEP)
     SEARCHERS = min(8, THREADS // ROWS)  # threads that look for the maximum of one row
     PROBABILITIES, MAXIMA, PLACES = ROWS * TILE, ROWS * SEARCHERS, 2 * TILE
+    V_SCALES = TILE if V_SCALED else 1
+    # What the innermost loops take at once; the compiler unrolls them whole, which it would not do with more.
+    K_STEP, V_STEP = min(K_WIDTH, 8), TOKENS
+
+    @register_jitable
+    def add_products(scores, q_rows, at, k_floats, first):
+        """Add the products of `K_STEP` elements of each token, from the chunk's element `first` on."""
+        for n in range(K_STEP):
+            e = first + n
+            for r in range(ROWS):
+                x = q_rows[at + r * K_WIDTH + e]
+                for i in range(TOKENS):
+                    scores[r * TOKENS + i] = cuda.fma(
+                        x, k_floats[i * K_WIDTH + e], scores[r * TOKENS + i]
+                    )
+
+    @register_jitable
+    def add_rows(sums, totals, n, p, v_scales, j, v_floats, first):
+        """Add the weighted chunks of `V_STEP` rows, from the one of token ``j + first`` on, to column `n`."""
+        for r in range(ROWS):
+            for m in range(V_STEP):
+                i = first + m
+                weight = p[(j + i) * ROWS + r]
+                if n == 0:
+                    totals[r] += weight
+                if V_SCALED:
+                    weight *= v_scales[j + i]
+                for e in range(V_WIDTH):
+                    s = (n * ROWS + r) * V_WIDTH + e
+                    sums[s] = cuda.fma(weight, v_floats[i * V_WIDTH + e], sums[s])
 
     def kernel(
-        q, k, v, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks, out, lse,
-        parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left,
+        sinks, out, lse, parts,
     ):  # fmt: skip
         num_tokens, num_q_heads, dim = q.shape
         num_kv_heads = k.shape[1]
@@ -167,6 +207,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         offsets = cuda.shared.array(PLACES, np.int32)
         lost = cuda.shared.array(1, np.int32)  # whether a block of the item lies outside the pool
         counts = cuda.shared.array(THREADS, np.int64)
+        v_scales = cuda.shared.array(V_SCALES, F)  # of the tile's tokens
 
         scores = cuda.local.array(SCORES, F)
         k_floats = cuda.local.array(CHUNKS_K, F)
@@ -175,6 +216,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         totals = cuda.local.array(ROWS, F)
         maxima = cuda.local.array(ROWS, F)
         bases = cuda.local.array(ROWS, F)
+        # Scales of the tokens that the thread takes in the softmax.
+        k_factors = cuda.local.array(TOKENS_EACH, F)
+        v_factors = cuda.local.array(TOKENS_EACH, F)
 
         # -- how many items there are: each thread counts those of some sequences
         seqs_each = (num_seqs + THREADS - 1) // THREADS
@@ -256,6 +300,16 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
 
             while tile < end:
                 at = tile & TILE
+                if K_SCALED or V_SCALED:  # on their way while K is read
+                    for m in range(TOKENS_EACH):
+                        j = thread % TILE + m * THREADS
+                        k_factors[m], v_factors[m] = F(0), F(0)
+                        block, offset = blocks[at + j], offsets[at + j]
+                        if block >= 0:
+                            if K_SCALED:
+                                k_factors[m] = F(k_scale[block, g, offset])
+                            if V_SCALED:
+                                v_factors[m] = F(v_scale[block, g, offset])
                 # -- scores: parts of dot products
                 for i in range(SCORES):
                     scores[i] = F(0)
@@ -266,13 +320,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                         block = max(blocks[at + team + i * TEAMS], 0)
                         offset = offsets[at + team + i * TEAMS]
                         read_k(k, block, g, offset, c, k_floats, i * K_WIDTH)
-                    for e in range(K_WIDTH):
-                        for r in range(ROWS):
-                            x = q_rows[c * Q_STEP + r * K_WIDTH + e]
-                            for i in range(TOKENS):
-                                scores[r * TOKENS + i] = cuda.fma(
-                                    x, k_floats[i * K_WIDTH + e], scores[r * TOKENS + i]
-                                )
+                    add_products(scores, q_rows, c * Q_STEP, k_floats, 0)
+                    if K_WIDTH > K_STEP:
+                        add_products(scores, q_rows, c * Q_STEP, k_floats, K_STEP)
                 for r in range(ROWS):
                     for i in range(TOKENS):
                         partial[lane * PART_STEP + r * TILE + team + i * TEAMS] = scores[
@@ -289,6 +339,8 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                             score = F(0)
                             for i in range(TEAM):
                                 score += partial[i * PART_STEP + r * TILE + j]
+                            if K_SCALED:
+                                score *= k_factors[m]
                             if soft_cap > 0:
                                 score = F(soft_cap) * F(math.tanh(score / F(soft_cap)))
                                 score *= F(TO_BASE_2)
@@ -328,19 +380,21 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                     for r in range(ROWS):  # not by ROW_STEP, so that `bases` stays in registers
                         if r % ROW_STEP == thread // TILE:
                             p[j * ROWS + r] = F(math.exp2(p[j * ROWS + r] - bases[r]))
+                    if V_SCALED and thread < TILE:
+                        v_scales[j] = v_factors[m]
                 cuda.syncthreads()
 
                 # -- output: weighted V rows
                 ragged = tile < all_begin or tile + TILE > all_end or lost[0] != 0
-                mine = v_team * TOKENS if v_team < v_teams else TILE
-                for j0 in range(mine, TILE, v_teams * TOKENS):
+                mine = v_team * V_TOKENS if v_team < v_teams else TILE
+                for j0 in range(mine, TILE, v_teams * V_TOKENS):
                     j = natural(j0)
                     for n in range(COLUMNS):
                         # Threads beyond the last chunk read it too; what they add up is not used.
                         c = min(v_lane + n * THREADS, v_chunks - 1)
                         if ragged:
                             # Not all rows see all of these tokens, and a weight of 0 would not hide a NaN.
-                            for i in range(TOKENS):
+                            for i in range(V_TOKENS):
                                 block, offset = blocks[at + j + i], offsets[at + j + i]
                                 if block >= 0:
                                     read_v(v, block, g, offset, c, v_floats, 0)
@@ -349,22 +403,18 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                                         if n == 0:
                                             totals[r] += weight
                                         if weight != 0:
+                                            if V_SCALED:
+                                                weight *= v_scales[j + i]
                                             for e in range(V_WIDTH):
                                                 s = (n * ROWS + r) * V_WIDTH + e
                                                 sums[s] = cuda.fma(weight, v_floats[e], sums[s])
                         else:
-                            for i in range(TOKENS):
+                            for i in range(V_TOKENS):
                                 block, offset = blocks[at + j + i], offsets[at + j + i]
                                 read_v(v, block, g, offset, c, v_floats, i * V_WIDTH)
-                            for r in range(ROWS):
-                                for i in range(TOKENS):
-                                    weight = p[(j + i) * ROWS + r]
-                                    if n == 0:
-                                        totals[r] += weight
-                                    for e in range(V_WIDTH):
-                                        s = (n * ROWS + r) * V_WIDTH + e
-                                        x = v_floats[i * V_WIDTH + e]
-                                        sums[s] = cuda.fma(weight, x, sums[s])
+                            add_rows(sums, totals, n, p, v_scales, j, v_floats, 0)
+                            if V_TOKENS > V_STEP:
+                                add_rows(sums, totals, n, p, v_scales, j, v_floats, V_STEP)
                 tile += TILE
 
             # -- add up over the teams
@@ -426,8 +476,8 @@ def _attention(
 
 
 def attention(
-    q, q_kind, k, k_kind, v, v_kind, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
-    window_left, sinks, out, lse,
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, sm_scale,
+    logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
@@ -441,6 +491,8 @@ def attention(
         Pools, in their kinds' words.
     k_kind, v_kind : str
         Names of their kinds.
+    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block.
     seq_lens : int64 array (num_seqs,)
@@ -472,8 +524,8 @@ def attention(
     sizes = {n: ceil_div(dim, width) * (n * width + Q_PAD) * compute.itemsize for n in ROW_CHOICES}
     fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
-    columns = ceil_div(ceil_div(dim_v, WIDTH[v_kind]), THREADS)
-    wide = aligned(k, k_kind) and aligned(v, v_kind)
+    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
+    wide = aligned(k, width) and aligned(v, V_WIDTHS[v_kind])
     kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
 
     # -- how much there can be to do
@@ -484,8 +536,8 @@ def attention(
     )  # fmt: skip
     launch(
         kernel, row_blocks * splits * num_kv_heads, THREADS,
-        q, k, v, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left, sinks,
-        out, lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
+        window_left, sinks, out, lse, parts,
         shared_bytes=sizes[rows],
     )  # fmt: skip
     if splits > 1:
@@ -496,25 +548,30 @@ def attention(
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    own = [(kind, kind, kind) for kind in WORDS]
-    others = [
-        ("fp32", "fp16", "fp16"), ("fp16", "fp32", "fp32"), ("fp64", "bf16", "bf16"),
-        ("bf16", "fp16", "bf16"),
+    # Items of the most rows, and of fewer; rows that do not start at multiples of 16 bytes; output rows longer than
+    # a block.
+    cases = [
+        ("fp64", "fp64", "fp64", 8, 1, True), ("fp32", "fp32", "fp32", 8, 1, True),
+        ("fp16", "fp16", "fp16", 8, 1, True), ("bf16", "bf16", "bf16", 8, 1, True),
+        ("bf16", "int8", "int8", 8, 1, True), ("fp32", "fp16", "bf16", 8, 1, True),
+        ("fp16", "int8", "fp16", 8, 1, True), ("bf16", "fp32", "int8", 8, 1, True),
+        ("fp64", "int8", "int8", 8, 1, True),
+        ("fp64", "bf16", "fp32", 4, 1, False), ("fp32", "fp32", "fp16", 4, 1, False),
+        ("fp32", "int8", "int8", 4, 1, False), ("fp16", "int8", "int8", 4, 1, True),
+        ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
+        ("bf16", "bf16", "bf16", 1, 1, True),
     ]  # fmt: skip
-    cases = [(*kinds, 8, 1, True) for kinds in own + others]
-    # Rows that do not start at multiples of 16 bytes; items of fewer rows; output rows longer than a block.
-    cases += [(*kinds, 4, 1, False) for kinds in own]
-    cases += [("bf16", "bf16", "bf16", rows, 1, True) for rows in (1, 4)]
-    cases += [("bf16", "bf16", "bf16", 4, 2, True)]
+    scale = c_array(types.float32, 3)
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
         compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
         pool = "C" if wide else "A"
         real = getattr(types, compute)
         signature = (
-            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool),
-            types.Array(WORDS[v_kind], 4, pool), c_array(types.int32, 2), c_array(types.int64, 1),
-            c_array(types.int64, 1), types.float64, types.float64, types.int64, c_array(real, 1),
-            c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
+            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool), scale,
+            types.Array(WORDS[v_kind], 4, pool), scale, c_array(types.int32, 2),
+            c_array(types.int64, 1), c_array(types.int64, 1), types.float64, types.float64,
+            types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3), c_array(types.float32, 2),
+            c_array(real, 4),
         )  # fmt: skip
         name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
         name += "]" if wide else ", strided]"

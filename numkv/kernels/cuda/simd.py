@@ -1,6 +1,6 @@
 """How CUDA kernels are compiled and launched, and the only code that the simulator does not run as it stands.
 
-`load_chunk` reads 16 bytes at once, which plain indexing of 16-bit words never does. The simulator cannot run it, so
+`load_chunk` reads 16 bytes at once, which plain indexing of small words never does. The simulator cannot run it, so
 there it has a twin with the same parameters; everything else in a kernel is what both run.
 
 Launch sizes live here too. In the simulator a thread of the GPU is a thread of the system, so blocks are small and
@@ -24,7 +24,7 @@ from numkv.rows.convert import codec
 
 __all__ = [
     "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "jit",
-    "launch", "load_chunk", "natural", "reader",
+    "launch", "load_chunk", "loader", "natural", "reader",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -37,8 +37,8 @@ LANES = 4 if SIMULATED else 32
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048
 
-#: Elements of a kind that `load_chunk` reads: 16 bytes.
-WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8}
+#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once.
+WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8, "int8": 16}
 
 _simulator_lock = threading.Lock()
 
@@ -117,50 +117,65 @@ def natural(i):
     return np.int64(i) & np.int64(0x7FFFFFFF)
 
 
-def aligned(array: Any, kind: str) -> bool:
-    """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of 16 bytes."""
-    if tuple(array.shape)[-1] % WIDTH[kind] or any(step % 16 for step in array.strides[:-1]):
+def aligned(array: Any, width: int) -> bool:
+    """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
+
+    Parameters
+    ----------
+    array : array
+        The array, in words.
+    width : int
+        Elements of a chunk.
+    """
+    size = width * array.dtype.itemsize
+    if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
         return False
     return (
-        SIMULATED or (array.device_ctypes_pointer.value or 0) % 16 == 0
+        SIMULATED or (array.device_ctypes_pointer.value or 0) % size == 0
     )  # None is an empty array's
 
 
-def _simulated_load_chunk(KIND, array, a, b, c, d, floats, at):
-    load = codec(KIND, floats.dtype.name)[0]
+def loader(KIND, COMPUTE="float32"):
+    """The function that turns a word of any storage kind into a float; a code is its own value, not yet scaled."""
+    return codec("fp32" if KIND == "int8" else KIND, COMPUTE)[0]
+
+
+def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
+    load = loader(KIND, floats.dtype.name)
     row = array[a, b, c]
-    for i in range(WIDTH[KIND]):
+    for i in range(WIDTH):
         floats[at + i] = load(row[d + i])
 
 
-def _load_chunk(typing_context, KIND, array, a, b, c, d, floats, at):
-    """Put ``array[a, b, c, d : d + WIDTH[KIND]]`` as floats at ``floats[at:]``; 16 bytes, aligned.
+def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
+    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 8 or 16 bytes, aligned.
 
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
-    if not isinstance(KIND, types.StringLiteral):
+    if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
         return None
-    kind = KIND.literal_value
+    kind, width = KIND.literal_value, WIDTH.literal_value
     as_float = floats.dtype
 
     def codegen(context, b, sig, args):
-        source = context.make_array(sig.args[1])(context, b, args[1])
-        to = context.make_array(sig.args[6])(context, b, args[6])
+        source = context.make_array(sig.args[2])(context, b, args[2])
+        to = context.make_array(sig.args[7])(context, b, args[7])
         i64, i32 = ir.IntType(64), ir.IntType(32)
         address = b.ptrtoint(source.data, i64)
         steps = cgutils.unpack_tuple(b, source.strides)
-        for index, index_type, step in zip(args[2:6], sig.args[2:6], steps, strict=True):
+        for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
-        vector = ir.VectorType(i32, 4)
+        size = width * sig.args[2].dtype.bitwidth // 8
+        vector = ir.VectorType(i32, size // 4)
         # Arrays come as generic pointers; these are all in global memory.
         pointer = b.addrspacecast(
             b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
         )
         chunk = b.load(pointer)
-        chunk.align = 16
+        chunk.align = size
         real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
-        at_ = context.cast(b, args[7], sig.args[7], types.int64)
+        at_ = context.cast(b, args[8], sig.args[8], types.int64)
         for i, value in enumerate(_floats_of(b, kind, chunk)):
             if value.type != real:
                 value = (
@@ -169,17 +184,16 @@ def _load_chunk(typing_context, KIND, array, a, b, c, d, floats, at):
             b.store(value, b.gep(to.data, [b.add(at_, ir.Constant(i64, i))]))
         return context.get_dummy_value()
 
-    return types.void(KIND, array, a, b, c, d, floats, at), codegen
+    return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
 
 
 def _floats_of(b, kind, chunk):
-    """The elements of 16 bytes, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
+    """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
     i32, single = ir.IntType(32), ir.FloatType()
-    if kind == "bf16":  # the upper half of a float32
-        for i in range(4):
-            pair = b.extract_element(chunk, ir.Constant(i32, i))
-            yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
-            yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
+    if kind in ("bf16", "int8"):
+        part = _bf16_floats if kind == "bf16" else _int8_floats
+        for i in range(chunk.type.count):
+            yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
         return
     element, count = {
         "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
@@ -190,6 +204,29 @@ def _floats_of(b, kind, chunk):
         yield b.fpext(value, single) if kind == "fp16" else value
 
 
+def _bf16_floats(b, pair):
+    """Two bfloat16s: each is the upper half of a float32."""
+    i32, single = ir.IntType(32), ir.FloatType()
+    yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
+    yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
+
+
+def _int8_floats(b, codes):
+    """Four int8s, without the GPU's conversion, which is several times slower than arithmetic on some devices.
+
+    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to it.
+    """
+    i32, single = ir.IntType(32), ir.FloatType()
+    bytes_ = b.xor(codes, ir.Constant(i32, 0x80808080))
+    permute = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
+    )
+    for i in range(4):
+        # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
+        bits = b.call(permute, [bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i)])
+        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, 2.0**23 + 128))
+
+
 if SIMULATED:
     load_chunk = _simulated_load_chunk
 else:
@@ -198,8 +235,8 @@ else:
     load_chunk = intrinsic(_load_chunk)
 
 
-def reader(KIND, COMPUTE, WIDE):
-    """The function that reads a chunk of a row: `WIDTH` elements, as floats.
+def reader(KIND, COMPUTE, STEP, WIDE):
+    """The function that reads a chunk of a row: `STEP` elements, as floats.
 
     Parameters
     ----------
@@ -207,6 +244,8 @@ def reader(KIND, COMPUTE, WIDE):
         Kind of the array.
     COMPUTE : {"float32", "float64"}
         What its elements become.
+    STEP : int
+        Elements of a chunk: `WIDTH`, or half of that.
     WIDE : bool
         Whether the array is `aligned`.
 
@@ -216,14 +255,13 @@ def reader(KIND, COMPUTE, WIDE):
         ``read(array, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
         ``floats[at:]``; elements past the end of the row are 0.
     """
-    load, _ = codec(KIND, COMPUTE)
+    load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
-    STEP = WIDTH[KIND]
 
     @register_jitable
     def read(array, a, b, c, chunk, floats, at):
         if WIDE:
-            load_chunk(KIND, array, a, b, c, chunk * STEP, floats, at)
+            load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
         else:
             for i in range(STEP):
                 d = chunk * STEP + i

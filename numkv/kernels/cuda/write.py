@@ -17,26 +17,32 @@ from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, laun
 from numkv.kernels.kernel import WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.quantize import int8_code, int8_scale
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-__all__ = ["write_rows"]
+__all__ = ["scatter_write", "write_rows"]
 
 ROWS = THREADS // LANES  # heads that a block takes at once
 
 
-def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
-    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`."""
+def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
+    """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
+
+    With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
+    token's. A token whose row lies outside the tables is left out altogether.
+    """
     F = np.float32 if COMPUTE == "float32" else np.float64
     REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
     load, store_q = codec(SRC, COMPUTE)
-    _, store_k = codec(K_KIND, COMPUTE)
-    _, store_v = codec(V_KIND, COMPUTE)
+    K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
+    _, store_k = codec("fp32" if K_SCALED else K_KIND, COMPUTE)
+    _, store_v = codec("fp32" if V_SCALED else V_KIND, COMPUTE)
     SHAPE = (ROWS, LANES)
 
     def kernel(
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-        q_out, k_pool, v_pool, block_table, start,
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
+        q_out, k_pool, k_scale, v_pool, v_scale, places, start,
     ):  # fmt: skip
         num_q_heads, dim = q_out.shape[1], q_out.shape[2]
         num_blocks, num_kv_heads = k_pool.shape[0], k_pool.shape[1]
@@ -53,7 +59,19 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
         ):  # fmt: skip
             row = first + mine
             t, h = row // num_heads, row % num_heads
-            here = row < rows
+            angle, slot = np.int64(0), np.int64(-1)
+            if row < rows:
+                if rotate:
+                    angle = np.int64(angles[t]) if BY_SLOT else np.int64(first_angle + t)
+                if h >= num_q_heads:
+                    if BY_SLOT:
+                        slot = np.int64(places[t])
+                    else:
+                        position = start + t
+                        if position >= 0 and position < places.shape[0] * block_size:
+                            slot = slot_of(places, position, block_size)
+            here = row < rows and (not rotate or (angle >= 0 and angle < cos.shape[0]))
+            stored = here and slot >= 0 and slot < num_blocks * block_size
             turned = h < num_q_heads + num_kv_heads  # q and k; v goes as it is
             total = F(0)
             if here:
@@ -77,7 +95,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
                     a, b = x[at + low], x[at + high]
                     if normalise:
                         a, b = a / root * weight[low], b / root * weight[high]
-                    c, s = F(cos[first_angle + t, i]), F(sin[first_angle + t, i])
+                    c, s = F(cos[angle, i]), F(sin[angle, i])
                     x[at + low], x[at + high] = rotate_pair(a, b, c, s)
                 if normalise:
                     for d in range(2 * half + lane, dim, LANES):
@@ -86,15 +104,34 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
             if here and h < num_q_heads:
                 for d in range(lane, dim, LANES):
                     q_out[t, h, d] = store_q(x[at + d])
-            position = start + t
-            if here and h >= num_q_heads and position < block_table.shape[0] * block_size:
-                slot = slot_of(block_table, position, block_size)
-                block, offset = slot // block_size, slot % block_size
-                if block >= 0 and block < num_blocks:
-                    g = (h - num_q_heads) % num_kv_heads
+            scale = np.float32(0)
+            if K_SCALED or V_SCALED:
+                largest = np.float32(0)
+                if stored:
                     for d in range(lane, dim, LANES):
-                        if turned:
+                        largest = max(largest, np.float32(abs(x[at + d])))
+                squares[mine, lane] = F(largest)
+                cuda.syncthreads()
+                for i in range(LANES):
+                    largest = max(largest, np.float32(squares[mine, i]))
+                scale = int8_scale(largest)
+            if stored:
+                g = (h - num_q_heads) % num_kv_heads
+                block, offset = slot // block_size, slot % block_size
+                if turned:
+                    if K_SCALED and lane == 0:
+                        k_scale[block, g, offset] = scale
+                    for d in range(lane, dim, LANES):
+                        if K_SCALED:
+                            k_pool[block, g, offset, d] = int8_code(x[at + d], scale)
+                        else:
                             k_pool[block, g, offset, d] = store_k(x[at + d])
+                else:
+                    if V_SCALED and lane == 0:
+                        v_scale[block, g, offset] = scale
+                    for d in range(lane, dim, LANES):
+                        if V_SCALED:
+                            v_pool[block, g, offset, d] = int8_code(x[at + d], scale)
                         else:
                             v_pool[block, g, offset, d] = store_v(x[at + d])
             cuda.syncthreads()
@@ -103,13 +140,28 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE):
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str) -> Any:
-    return jit(make_write_rows(src, k_kind, v_kind, compute), 6)
+def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool) -> Any:
+    return jit(make_write_rows(src, k_kind, v_kind, compute, by_slot), 6)
+
+
+def _write(
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
+    first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, places, start, by_slot,
+):  # fmt: skip
+    compute = q_weight.dtype
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot)
+    heads = q_out.shape[1] + 2 * k_pool.shape[1]
+    launch(
+        kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
+        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
+        first_angle, q_out, k_pool, k_scale, v_pool, v_scale, places, start,
+        shared_bytes=ROWS * q_out.shape[2] * compute.itemsize,
+    )  # fmt: skip
 
 
 def write_rows(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-    q_out, k_pool, k_kind, v_pool, v_kind, block_table, start,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
 ):  # fmt: skip
     """Split, normalise, rotate and write one sequence's new tokens.
 
@@ -135,35 +187,67 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
+    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Take the scales of quantised pools; of float pools an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
         Position of the first new token.
     """
-    compute = q_weight.dtype
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name)
-    heads = q_out.shape[1] + 2 * k_pool.shape[1]
-    launch(
-        kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-        q_out, k_pool, v_pool, block_table, start,
-        shared_bytes=ROWS * q_out.shape[2] * compute.itemsize,
+    _write(
+        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
+        block_table, first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
+        block_table, start, False,
+    )  # fmt: skip
+
+
+def scatter_write(
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
+):  # fmt: skip
+    """Split, normalise, rotate and write the new tokens of many sequences.
+
+    Parameters
+    ----------
+    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
+        See `write_rows`.
+    positions : int32 or int64 array (num_tokens,)
+        Row of `cos` and `sin` for each token; a token with a row outside them is left out altogether. Not read
+        where nothing is rotated.
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale
+        See `write_rows`.
+    slot_mapping : int32 or int64 array (num_tokens,)
+        ``block * block_size + offset`` of each token; -1, or any slot outside the pool, leaves K and V out.
+    """
+    _write(
+        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
+        positions, 0, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
+        slot_mapping, 0, True,
     )  # fmt: skip
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    kinds = [(kind, kind, kind) for kind in WORDS]
-    kinds += [("fp32", "fp16", "bf16"), ("bf16", "fp64", "fp32"), ("fp64", "bf16", "fp16")]
-    for src, k_kind, v_kind in kinds:
+    cases = [
+        ("fp64", "fp64", "fp64", None), ("fp32", "fp32", "fp32", types.int64),
+        ("fp16", "fp16", "bf16", None), ("bf16", "bf16", "fp16", types.int64),
+        ("bf16", "int8", "int8", None), ("fp32", "int8", "int8", types.int32),
+        ("fp16", "fp32", "int8", types.int64), ("fp64", "int8", "fp16", None),
+    ]  # fmt: skip
+    scale = c_array(types.float32, 3)
+    for src, k_kind, v_kind, slot in cases:
         compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"
         real = getattr(types, compute)
-        angles = c_array(real, 2)
+        angles, places = c_array(real, 2), c_array(slot or types.int32, 1)
         signature = (
             c_array(WORDS[src], 2), angles, angles, types.boolean, types.boolean, types.boolean,
-            c_array(real, 1), c_array(real, 1), types.float64, types.int64,
-            c_array(WORDS[src], 3), c_array(WORDS[k_kind], 4), c_array(WORDS[v_kind], 4),
-            c_array(types.int32, 1), types.int64,
+            c_array(real, 1), c_array(real, 1), types.float64, places, types.int64,
+            c_array(WORDS[src], 3), c_array(WORDS[k_kind], 4), scale, c_array(WORDS[v_kind], 4),
+            scale, places, types.int64,
         )  # fmt: skip
-        name = f"write_rows[{src} to K {k_kind}, V {v_kind}]"
-        yield name, make_write_rows(src, k_kind, v_kind, compute), signature
+        name = "write_rows" if slot is None else "scatter_write"
+        yield (
+            f"{name}[{src} to K {k_kind}, V {v_kind}]",
+            make_write_rows(src, k_kind, v_kind, compute, slot is not None),
+            signature,
+        )

@@ -1,0 +1,75 @@
+"""Look for NaN and infinity in rows that are to be quantised, on CUDA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.kernel import WORDS
+from numkv.rows.convert import codec
+from numkv.rows.quantize import is_finite
+
+__all__ = ["first_non_finite"]
+
+ROWS = THREADS // LANES  # rows that a block takes at once
+NOWHERE = (1 << 63) - 1  # greater than any index
+
+
+def make_first_non_finite(KIND):
+    """The kernel for rows of a float kind."""
+    load, _ = codec(KIND)
+
+    def kernel(rows, found):
+        num_tokens, num_heads, dim = rows.shape
+        mine = np.int64(NOWHERE)
+        first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
+        for row in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS):
+            t, h = row // num_heads, row % num_heads
+            for d in range(cuda.threadIdx.x, dim, LANES):
+                if not is_finite(load(rows[t, h, d])):
+                    mine = min(mine, row * dim + d)
+        if mine < NOWHERE:
+            cuda.atomic.min(found, 0, mine)
+
+    return kernel
+
+
+@functools.cache
+def _first_non_finite(kind: str) -> Any:
+    return jit(make_first_non_finite(kind), 8)
+
+
+def first_non_finite(rows, kind):
+    """Find the first element that is NaN or infinite; waits for the device.
+
+    Parameters
+    ----------
+    rows : array (num_tokens, num_heads, head_dim)
+        Rows, in the words of `kind`.
+    kind : str
+        Their kind.
+
+    Returns
+    -------
+    int
+        Its flat index, or -1.
+    """
+    if not rows.size:
+        return -1
+    found = cuda.to_device(np.array([NOWHERE], np.int64))
+    blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
+    launch(_first_non_finite(kind), blocks, (LANES, ROWS), rows, found)
+    index = int(found.copy_to_host()[0])
+    return index if index < NOWHERE else -1
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    for kind in ("fp64", "fp32", "fp16", "bf16"):
+        signature = (c_array(WORDS[kind], 3), c_array(types.int64, 1))
+        yield f"first_non_finite[{kind}]", make_first_non_finite(kind), signature

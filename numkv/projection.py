@@ -1,0 +1,177 @@
+"""`Projection`: the checked arguments of a fused write (split, q/k norm, RoPE, write), for layers and pools."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.attention import FLOAT_DTYPES
+from numkv.checks import check_array, check_size, check_writable
+from numkv.errors import DimensionMismatch
+from numkv.kinds import Kind, kind_of_dtype
+from numkv.pool import Pool
+from numkv.targets import Array, Target
+
+__all__ = ["Projection", "QKMode"]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class QKMode(enum.IntEnum):
+    """What happens to q and k on their way into the cache; v is always copied."""
+
+    COPY = 0
+    """Nothing."""
+    NORM_HALF_SPLIT = 1
+    """RMS norm, then RoPE on the pairs (i, i + rotary_dim / 2): Qwen3."""
+    HALF_SPLIT = 2
+    """RoPE on the pairs (i, i + rotary_dim / 2): Llama and Mistral in Hugging Face checkpoints."""
+    INTERLEAVED = 3
+    """RoPE on the pairs (2i, 2i + 1): Llama in GGUF files."""
+    NORM_INTERLEAVED = 4
+    """RMS norm, then RoPE on the pairs (2i, 2i + 1)."""
+
+    @property
+    def normalises(self) -> bool:
+        """Whether q and k are normalised."""
+        return self in (QKMode.NORM_HALF_SPLIT, QKMode.NORM_INTERLEAVED)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pairs are neighbours."""
+        return self in (QKMode.INTERLEAVED, QKMode.NORM_INTERLEAVED)
+
+
+@functools.cache
+def _empty(target: str, shape: tuple[int, ...], dtype: str) -> Array:
+    return targets.get(target).empty(shape, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Checked projections, and what is to happen to them.
+
+    Attributes
+    ----------
+    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        The projections.
+    kind : Kind
+        Their float kind.
+    mode : QKMode
+        What happens to q and k.
+    cos, sin : array (num_positions, rotary_dim / 2)
+        Tables; empty where nothing is rotated.
+    q_weight, k_weight : array (head_dim,)
+        Norm weights in the computing dtype; empty where nothing is normalised.
+    eps : float
+        Added to the mean square.
+    q_out : array (num_tokens, num_q_heads, head_dim)
+        Takes q.
+    """
+
+    qkv: Array
+    kind: Kind
+    mode: QKMode
+    cos: Array
+    sin: Array
+    q_weight: Array
+    k_weight: Array
+    eps: float
+    q_out: Array
+
+    @classmethod
+    def check(
+        cls, pool: Pool, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int,
+        q_norm_weight: Any, k_norm_weight: Any, eps: float, q_out: Any,
+    ) -> Self:  # fmt: skip
+        """Check the arguments of a fused write; see `numkv.ContiguousLayer.write`."""
+        target = pool.target
+        mode = QKMode(qk_mode)
+        heads = check_size("num_q_heads", num_q_heads)
+        kv_heads, dim = int(pool.k.shape[1]), int(pool.k.shape[3])
+        width = (heads + 2 * kv_heads) * dim
+        qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
+        kind = kind_of_dtype(qkv.dtype)
+        assert kind is not None
+        kinds = (kind.compute, pool.k_kind.compute, pool.v_kind.compute)
+        compute: np.dtype[Any] = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
+        if mode is QKMode.COPY:
+            cos = sin = _empty(target.name, (0, 0), "float32")
+        else:
+            cos, sin = _check_tables(target, cos, sin, mode, dim)
+        weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
+        if mode.normalises:
+            for name, weight in weights.items():
+                if weight is None:
+                    raise DimensionMismatch(
+                        f"`{name}`: expected {compute} ({dim},) for qk_mode {mode}, got None; "
+                        "pass the model's weights",
+                        expected=(dim,),
+                    )
+                weights[name] = target.reals(name, weight, compute, (dim,))
+        else:
+            weights = dict.fromkeys(weights, _empty(target.name, (0,), compute.name))
+        shape = (int(qkv.shape[0]), heads, dim)
+        if q_out is None:
+            q_out = target.empty(shape, qkv.dtype)
+        else:
+            q_out = check_array(target, "q_out", q_out, (qkv.dtype,), shape)
+            check_writable("q_out", q_out)
+        q_weight, k_weight = weights.values()
+        return cls(qkv, kind, mode, cos, sin, q_weight, k_weight, float(eps), q_out)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return int(self.qkv.shape[0])
+
+    @property
+    def rotates(self) -> bool:
+        """Whether q and k are rotated."""
+        return self.mode is not QKMode.COPY
+
+    def check_positions(self, first: int) -> None:
+        """Refuse positions, from `first` on, for which the tables have no row."""
+        if (
+            self.rotates
+            and self.num_tokens
+            and not 0 <= first <= self.cos.shape[0] - self.num_tokens
+        ):
+            raise IndexError(
+                f"`cos`: expected a row for each of the positions [{first}, {first + self.num_tokens}), "
+                f"got {self.cos.shape[0]} rows; make the tables longer"
+            )
+
+    def check_finite(self, pool: Pool) -> None:
+        """Refuse NaN and infinity where the pool is quantised."""
+        if pool.k_kind.has_scales or pool.v_kind.has_scales:
+            tokens, width = self.qkv.shape
+            pool.check_finite(qkv=self.qkv.reshape((tokens, 1, width)))
+
+
+def _check_tables(
+    target: Target, cos: Any, sin: Any, mode: QKMode, head_dim: int
+) -> tuple[Array, Array]:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is None:
+            raise DimensionMismatch(
+                f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
+                f"{mode}, got None; pass the model's table",
+                expected=("num_positions", "rotary_dim / 2"),
+            )
+    shape = ("num_positions", "rotary_dim / 2")
+    cos = check_array(target, "cos", cos, (_FLOAT32, _FLOAT64), shape)
+    sin = check_array(target, "sin", sin, (cos.dtype,), tuple(cos.shape))
+    if 2 * cos.shape[1] > head_dim:
+        raise DimensionMismatch(
+            f"`cos`: expected at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[1]}; "
+            "pass rotary_dim / 2 columns",
+            expected=head_dim // 2,
+            actual=int(cos.shape[1]),
+        )
+    return cos, sin
