@@ -24,6 +24,7 @@ from numkv.kinds import Kind, kind
 from numkv.kv_cache import KVCache
 from numkv.layers import ContiguousLayer
 from numkv.paged import PagedLayer, PagedPool
+from numkv.paged_cache import PagedKVCache, PagedStats, Step, SwappedSequence
 from numkv.paged_functions import (
     paged_append,
     paged_decode_attention,
@@ -45,10 +46,14 @@ __all__ = [
     "NonFiniteInput",
     "NotSupported",
     "NumkvError",
+    "PagedKVCache",
     "PagedLayer",
     "PagedPool",
+    "PagedStats",
     "PrecisionGuarantee",
     "QKMode",
+    "Step",
+    "SwappedSequence",
     "UnsupportedDType",
     "__version__",
     "append",

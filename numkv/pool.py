@@ -87,6 +87,38 @@ class Pool:
         """Bytes of the buffers, scales included."""
         return int(self.k.nbytes + self.v.nbytes + self.k_scale.nbytes + self.v_scale.nbytes)
 
+    def copy_blocks(self, source_ids: Array, to: Pool, to_ids: Array) -> None:
+        """Copy whole blocks, scales included, to a pool of the same kinds and shapes, which may be this one.
+
+        Parameters
+        ----------
+        source_ids, to_ids : int32 array (n,)
+            Blocks of this pool, and of the other, on the target.
+        to : Pool
+            Where they go.
+        """
+        for source, target in zip(self._buffers(), to._buffers(), strict=True):
+            if source.size:
+                self.target.ops.copy_blocks(source, source_ids, target, to_ids)
+
+    def _buffers(self) -> tuple[Array, Array, Array, Array]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
+    def like(self, num_blocks: int) -> Pool:
+        """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
+        _, heads, block_size, head_dim = (int(n) for n in self.k.shape)
+        shape, kinds = (num_blocks, heads, block_size), (self.k_kind, self.v_kind)
+        return Pool.allocate(self.target, shape, head_dim, int(self.v.shape[3]), *kinds)
+
+    def from_host(self, buffers: tuple[np.ndarray[Any, Any], ...]) -> Pool:
+        """A pool of this one's kinds on the target, with the content of `to_host`."""
+        k, v, k_scale, v_scale = (self.target.asarray(x) for x in buffers)
+        return Pool(self.target, k, v, self.k_kind, self.v_kind, k_scale, v_scale)
+
+    def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """All buffers in host memory."""
+        return tuple(self.target.to_host(x) for x in self._buffers())
+
     def values(self, which: str) -> Array:
         """The K or V buffer as a user sees it: float kinds in their dtype, quantised kinds as codes."""
         words, kind = (self.k, self.k_kind) if which == "k" else (self.v, self.v_kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numkv.kernels.cpu.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cpu.attention import attention
+from numkv.kernels.cpu.copy import copy_blocks
 from numkv.kernels.cpu.finite import first_non_finite
 from numkv.kernels.cpu.merge import merge
 from numkv.kernels.cpu.write import scatter_write, write_rows
@@ -11,6 +12,7 @@ from numkv.kernels.cpu.write import scatter_write, write_rows
 __all__ = [
     "append_rows",
     "attention",
+    "copy_blocks",
     "copy_rows",
     "first_non_finite",
     "merge",

@@ -1,0 +1,1018 @@
+"""`PagedKVCache`: many sequences, all layers, one pool of blocks.
+
+A *block* holds the K and V of `block_size` tokens in a *group* of layers. Layers that attend to everything make one
+group; layers with a sliding window make groups of their own, whose blocks go back to the pool as the window leaves
+them behind. All groups have as many layers (the greatest common divisor of what there is), so that their blocks have
+one size and come from one free list.
+
+Work goes in steps, because all layers write the same tokens::
+
+    step = cache.reserve(sequences, new_lens)      # takes blocks for all of them, or raises CacheFull
+    for layer in range(cache.num_layers):
+        q = step.write(layer, qkv, ...)            # or step.append(layer, k, v)
+        out = step.attention(layer, q)
+    cache.commit(step, token_ids=...)              # or cache.rollback(step)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.attention import attend, check_queries
+from numkv.block_pool import BlockPool, PoolStats
+from numkv.checks import check_index, check_integers, check_size
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.kinds import Kind
+from numkv.layers import kinds_of
+from numkv.paging import slot_mapping
+from numkv.pool import Pool
+from numkv.prefix import block_digests, token_ids
+from numkv.projection import Projection, QKMode
+from numkv.targets import Array
+
+__all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
+
+Ints = NDArray[np.int64]
+Extra = Mapping[str, int | str | bytes]
+
+
+@dataclass
+class _Sequence:
+    """What is known of one sequence."""
+
+    length: int
+    tables: list[NDArray[np.int32]]  # a block table per group; -1 where a window has moved on
+    extra: Extra | None
+    tokens: NDArray[np.int32]  # ids of the first tokens, as far as they are known
+    digests: list[NDArray[np.uint8]]  # of the full blocks whose tokens are known, per group
+    registered: int  # blocks that are findable already
+    reserved: int = 0  # tokens of a step that is open
+    cached: int = 0  # tokens that came from the prefix cache when it was added
+
+
+@dataclass(frozen=True)
+class PagedStats:
+    """What a cache is like now."""
+
+    num_seqs: int
+    """Sequences."""
+    num_tokens: int
+    """Tokens of all sequences, shared ones counted for each."""
+    unused_slots: int
+    """Slots in the sequences' last blocks, in full-attention groups, that hold no token."""
+    pool: PoolStats
+    """Blocks, and what has happened to them."""
+
+
+@dataclass(frozen=True)
+class SwappedSequence:
+    """A sequence in host memory, apart from any cache.
+
+    Attributes
+    ----------
+    length : int
+        Tokens.
+    tokens : int32 array (n,)
+        Ids of the first tokens, as far as they are known.
+    geometry : tuple
+        What a cache must be like to take it.
+    """
+
+    length: int
+    tokens: NDArray[np.int32]
+    extra: Extra | None
+    geometry: tuple[Any, ...]
+    logical: list[NDArray[np.int64]] = field(repr=False)  # which blocks of each group's table
+    buffers: list[tuple[NDArray[Any], ...]] = field(
+        repr=False
+    )  # K, V and scales of each layer of a group
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K, V and scales."""
+        return sum(x.nbytes for layer in self.buffers for x in layer)
+
+
+class Step:
+    """New tokens of some sequences, with room for them in every layer; made by `PagedKVCache.reserve`.
+
+    Attributes
+    ----------
+    sequences : tuple of int
+        The sequences, in order.
+    new_lens : int64 array (num_seqs,)
+        How many tokens each of them gets.
+    positions : int64 array (num_tokens,)
+        Position of each new token in its sequence, on the host.
+    """
+
+    def __init__(self, cache: PagedKVCache, sequences: tuple[int, ...], new_lens: Ints) -> None:
+        self._cache = cache
+        self.sequences = sequences
+        self.new_lens = new_lens
+        self.open = True
+        starts = np.array([cache.length(s) for s in sequences], np.int64)
+        lens = starts + new_lens
+        self.positions = np.concatenate(
+            [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
+        )
+        place = cache._target
+        self._positions = place.index(self.positions, np.int64)
+        self._lens = place.index(lens, np.int64)
+        self._starts = place.index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
+        self._tables, self._slots = [], []
+        for group in range(cache.num_groups):
+            table = cache._block_table(sequences, group)
+            slots = slot_mapping(table, lens, cache.block_size, new_lens=new_lens)
+            self._tables.append(place.index(table, np.int32))
+            self._slots.append(place.index(slots, np.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.positions)
+
+    def _layer(self, layer: int) -> tuple[Pool, int]:
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        layer = check_index("layer", layer, self._cache.num_layers)
+        return self._cache._place(layer)
+
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+        """Write ready rows of the new tokens.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        k, v : array (num_tokens, num_kv_heads, head_dim)
+            Rows of all sequences, one after another.
+        check_finite : bool
+            Whether rows that are to be quantised are looked at first.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError
+            See `numkv.ContiguousLayer.append`; nothing is written.
+        """
+        pool, group = self._layer(layer)
+        k, v = pool.check_rows(k, v, check_finite=check_finite)
+        self._check_tokens("k", int(k.shape[0]))
+        pool.scatter(k, v, self._slots[group])
+
+    def write(
+        self,
+        layer: int,
+        qkv: Any,
+        *,
+        num_q_heads: int,
+        cos: Any = None,
+        sin: Any = None,
+        qk_mode: QKMode | int,
+        q_norm_weight: Any = None,
+        k_norm_weight: Any = None,
+        eps: float = 1e-6,
+        q_out: Any = None,
+        check_finite: bool = True,
+    ) -> Array:
+        """Split, normalise, rotate and write the new tokens' projections, in one pass.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+            Projections of all sequences, one after another.
+        num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out, check_finite
+            See `numkv.ContiguousLayer.write`; angles are those of `positions`.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim)
+            q, in qkv's dtype.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError, ValueError
+            See `numkv.ContiguousLayer.write`; nothing is written.
+        """
+        pool, group = self._layer(layer)
+        p = Projection.check(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )
+        self._check_tokens("qkv", p.num_tokens)
+        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
+                "make the tables longer"
+            )
+        if check_finite:
+            p.check_finite(pool)
+        words = pool.target.words
+        pool.target.ops.scatter_write(
+            words(p.qkv), p.kind.name, p.cos, p.sin, p.mode.normalises, p.rotates,
+            p.mode.interleaved, p.q_weight, p.k_weight, p.eps, self._positions, words(p.q_out),
+            pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
+            self._slots[group],
+        )  # fmt: skip
+        return p.q_out
+
+    def attention(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with the new tokens' queries, each to itself and what is before it, within the layer's window.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another.
+        sm_scale, logits_soft_cap, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            In q's dtype.
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        return attend(
+            pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=self._cache.window_of(layer), sinks=sinks,
+            return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+    def _check_tokens(self, name: str, tokens: int) -> None:
+        if tokens != self.num_tokens:
+            raise DimensionMismatch(
+                f"`{name}`: expected rows of the step's {self.num_tokens} tokens, got {tokens}",
+                expected=self.num_tokens,
+                actual=tokens,
+            )
+
+
+class PagedKVCache:
+    """Keys and values of many sequences in one pool, with shared prefixes, forks and rollback.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        The model's.
+    num_blocks : int
+        Blocks in the pool; a block serves `layers_per_block` layers.
+    block_size : int
+        Tokens in a block.
+    kind : str or Kind
+        Storage kind.
+    target : {"cpu", "cuda"}
+        Where the buffers are and the kernels run.
+    head_dim_v : int, optional
+        Elements of a V row.
+    k_kind, v_kind : str or Kind, optional
+        Storage kinds of K and of V where they shall differ from `kind`.
+    windows : sequence of int, optional
+        `window_left` of each layer: earlier tokens that it sees, -1 for all.
+
+    Attributes
+    ----------
+    blocks : BlockPool
+        The bookkeeping of blocks.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> cache = numkv.PagedKVCache(2, 2, 8, num_blocks=64)
+    >>> a, b = cache.add(), cache.add()
+    >>> step = cache.reserve([a, b], [5, 3])
+    >>> for layer in range(2):
+    ...     step.append(layer, np.ones((8, 2, 8), np.float32), np.ones((8, 2, 8), np.float32))
+    >>> cache.commit(step)
+    >>> cache.length(a), cache.length(b)
+    (5, 3)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        kind: str | Kind = "fp16",
+        target: str = "cpu",
+        head_dim_v: int | None = None,
+        k_kind: str | Kind | None = None,
+        v_kind: str | Kind | None = None,
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        layers = check_size("num_layers", num_layers, 1)
+        self._windows = [-1] * layers if windows is None else [int(w) for w in windows]
+        if len(self._windows) != layers or min(self._windows) < -1:
+            raise DimensionMismatch(
+                f"`windows`: expected {layers} numbers of at least -1, got {windows!r}",
+                expected=layers,
+                actual=len(self._windows),
+            )
+        self._target = targets.get(target)
+        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        heads = check_size("num_kv_heads", num_kv_heads, 1)
+        dim = check_size("head_dim", head_dim, 1)
+        dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
+        shape = (
+            check_size("num_blocks", num_blocks),
+            heads,
+            check_size("block_size", block_size, 1),
+        )
+        by_window: dict[int, list[int]] = {}
+        for layer, window in enumerate(self._windows):
+            by_window.setdefault(window, []).append(layer)
+        per_block = math.gcd(*(len(members) for members in by_window.values()))
+        # Full attention first: its table is the longest, and what prefixes are looked up by.
+        self._groups = [
+            (window, by_window[window][i : i + per_block])
+            for window in sorted(by_window)
+            for i in range(0, len(by_window[window]), per_block)
+        ]
+        self._places = {
+            layer: (slot, group)
+            for group, (_, members) in enumerate(self._groups)
+            for slot, layer in enumerate(members)
+        }
+        self._pools = [
+            Pool.allocate(self._target, shape, dim, dim_v, of_k, of_v) for _ in range(per_block)
+        ]
+        self.blocks = BlockPool(shape[0], shape[2])
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+
+    # -- what it is
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self._windows)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers that share a block table."""
+        return len(self._groups)
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers whose K and V a block holds."""
+        return len(self._pools)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.blocks.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.blocks.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached prefixes included."""
+        return self.blocks.num_free
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, in the order in which they came."""
+        return tuple(self._sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers, scales included."""
+        return sum(pool.nbytes for pool in self._pools)
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer; -1 for none."""
+        return self._windows[layer]
+
+    def length(self, seq: int) -> int:
+        """Tokens of a sequence that are committed."""
+        return self._sequence(seq).length
+
+    def cached_len(self, seq: int) -> int:
+        """Tokens of a sequence that came from the prefix cache when it was added."""
+        return self._sequence(seq).cached
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __repr__(self) -> str:
+        pool = self._pools[0]
+        kinds = str(pool.k_kind) + ("" if pool.k_kind is pool.v_kind else f"/{pool.v_kind}")
+        return (
+            f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
+            f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "
+            f"kind={kinds}, target={self._target.name}, nbytes={self.nbytes})"
+        )
+
+    def _sequence(self, seq: int) -> _Sequence:
+        found = self._sequences.get(seq)
+        if found is None:
+            raise IndexError(f"`seq`: expected one of the cache's sequences, got {seq!r}")
+        return found
+
+    def _idle(self, seq: int) -> _Sequence:
+        found = self._sequence(seq)
+        if found.reserved:
+            raise NumkvError(
+                f"expected sequence {seq} to have no open step, got one of {found.reserved} tokens; "
+                "commit it or roll it back first"
+            )
+        return found
+
+    def _place(self, layer: int) -> tuple[Pool, int]:
+        slot, group = self._places[layer]
+        return self._pools[slot], group
+
+    def _block_table(self, sequences: Iterable[int], group: int) -> NDArray[np.int32]:
+        tables = [self._sequence(s).tables[group] for s in sequences]
+        padded = np.full((len(tables), max((len(t) for t in tables), default=0)), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    # -- sequences
+
+    def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
+        """Add a sequence; with its token ids, take over what the prefix cache has of them.
+
+        At least the last token is left to compute, so that there are logits to go on with.
+
+        Parameters
+        ----------
+        tokens : array-like of int, optional
+            Ids of the prompt. Only these are looked up; `reserve` and `commit` follow for the rest of them.
+        extra : mapping, optional
+            What else the content depends on, such as ``{"adapter": 7}``; see `numkv.prefix.block_digests`.
+
+        Returns
+        -------
+        int
+            The sequence. `cached_len` says how many tokens it has already.
+
+        Raises
+        ------
+        UnsupportedDType, ValueError
+            If `tokens` are no token ids.
+        """
+        ids = token_ids([] if tokens is None else tokens)
+        size = self.block_size
+        usable = max(0, len(ids) - 1) // size
+        digests = self._digests(ids[: usable * size], extra, None)
+        blocks, tables = self._find_prefix(ids[: usable * size], digests)
+        for table in tables:
+            self.blocks.acquire(table[table >= 0])
+        seq, self._next = self._next, self._next + 1
+        self._sequences[seq] = _Sequence(
+            blocks * size, tables, extra, ids[: blocks * size],
+            [d[:blocks] for d in digests], blocks, cached=blocks * size,
+        )  # fmt: skip
+        return seq
+
+    def _digests(
+        self, ids: NDArray[np.int32], extra: Extra | None, parents: list[Any] | None
+    ) -> list[NDArray[np.uint8]]:
+        """Names of the full blocks of `ids`, for each group: what a block holds depends on it."""
+        names = []
+        for group in range(self.num_groups):
+            if parents is None:
+                tagged = {**(extra or {}), "numkv group": group} if group else extra
+                names.append(block_digests(ids, self.block_size, tagged))
+            else:
+                names.append(block_digests(ids, self.block_size, parent=parents[group]))
+        return names
+
+    def _find_prefix(
+        self, ids: NDArray[np.int32], digests: list[NDArray[np.uint8]]
+    ) -> tuple[int, list[NDArray[np.int32]]]:
+        """The longest prefix whose blocks are there: all in full groups, those in the window in sliding ones."""
+        found = [self.blocks.find(names, ids) for names in digests]
+        blocks = len(ids) // self.block_size
+        for (window, _), there in zip(self._groups, found, strict=True):
+            if window < 0:
+                missing = np.flatnonzero(there[:blocks] < 0)
+                blocks = int(missing[0]) if len(missing) else blocks
+        while blocks > 0:
+            first = [
+                self._first_needed(window, blocks * self.block_size) for window, _ in self._groups
+            ]
+            holes = [
+                np.flatnonzero(there[start:blocks] < 0) + start
+                for there, start in zip(found, first, strict=True)
+            ]
+            if not any(len(h) for h in holes):
+                break
+            blocks = min(int(h[-1]) for h in holes if len(h))
+        tables = []
+        for (window, _), there in zip(self._groups, found, strict=True):
+            table = there[:blocks].astype(np.int32)
+            table[: self._first_needed(window, blocks * self.block_size)] = -1
+            tables.append(table)
+        return blocks, tables
+
+    def _first_needed(self, window: int, length: int) -> int:
+        """First block that the newest of `length` tokens, and those after it, still see."""
+        return 0 if window < 0 else max(0, length - 1 - window) // self.block_size
+
+    def fork(self, seq: int) -> int:
+        """A second sequence with the same tokens; blocks are shared until one of the two writes into them.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence to fork.
+
+        Returns
+        -------
+        int
+            The new sequence.
+        """
+        old = self._idle(seq)
+        for table in old.tables:
+            self.blocks.acquire(table[table >= 0])
+        new, self._next = self._next, self._next + 1
+        self._sequences[new] = _Sequence(
+            old.length, [t.copy() for t in old.tables], old.extra, old.tokens,
+            list(old.digests), old.registered,
+        )  # fmt: skip
+        return new
+
+    def remove(self, seq: int) -> None:
+        """Remove a sequence; blocks whose tokens are known stay findable until they are needed.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        """
+        for table in self._idle(seq).tables:
+            self.blocks.release(table[table >= 0])
+        del self._sequences[seq]
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Drop a sequence's tokens from position `length` on.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        length : int
+            New length, at most the present one.
+
+        Raises
+        ------
+        IndexError
+            If `length` is negative or above the sequence's.
+        NotSupported
+            If a sliding layer's window has moved past what would be needed again.
+        """
+        state = self._idle(seq)
+        length = check_index("length", length, state.length, inclusive=True)
+        keep = -(-length // self.block_size)
+        for (window, _), table in zip(self._groups, state.tables, strict=True):
+            if (table[self._first_needed(window, length) : keep] < 0).any():
+                raise NotSupported(
+                    f"`length`: expected one that the sliding window of {window} tokens still covers, "
+                    f"got {length} of {state.length}; its blocks are gone"
+                )
+        self._shrink(state, length)
+
+    def _shrink(self, state: _Sequence, length: int) -> None:
+        keep = -(-length // self.block_size)
+        for group, table in enumerate(state.tables):
+            gone = table[keep:]
+            self.blocks.release(gone[gone >= 0])
+            state.tables[group] = table[:keep].copy()
+        full = length // self.block_size
+        state.length = length
+        state.cached = min(state.cached, length)
+        state.tokens = state.tokens[:length]
+        state.digests = [d[:full] for d in state.digests]
+        state.registered = min(state.registered, full)
+
+    def pin(self, seq: int) -> None:
+        """Keep a sequence's findable blocks from ever being evicted, also after it is removed.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        """
+        self.blocks.pin(self._findable(seq))
+
+    def unpin(self, seq: int) -> None:
+        """Take one pin of `pin` back.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        """
+        self.blocks.unpin(self._findable(seq))
+
+    def _findable(self, seq: int) -> NDArray[np.int32]:
+        ids = np.concatenate([t[t >= 0] for t in self._sequence(seq).tables])
+        return ids[self.blocks.is_cached(ids)]
+
+    # -- steps
+
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
+        """Take room for new tokens of some sequences, all or nothing.
+
+        Parameters
+        ----------
+        sequences : iterable of int
+            The sequences, each once.
+        new_lens : int or int array (num_seqs,)
+            How many tokens each of them gets.
+
+        Returns
+        -------
+        Step
+            What to write them with; `commit` or `rollback` ends it.
+
+        Raises
+        ------
+        CacheFull
+            If there are not enough blocks; nothing is taken.
+        IndexError
+            If there is no such sequence, or a number is negative.
+        NumkvError
+            If a sequence has an open step.
+        """
+        seqs = tuple(sequences)
+        if isinstance(new_lens, int):
+            new_lens = [new_lens] * len(seqs)
+        lens = check_integers(targets.get("cpu"), "new_lens", new_lens, (len(seqs),)).astype(
+            np.int64
+        )
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"`sequences`: expected each sequence once, got {seqs}")
+        if (lens < 0).any():
+            raise IndexError(f"`new_lens`: expected no negative numbers, got {lens.tolist()}")
+        states = [self._idle(s) for s in seqs]
+        # What each table lacks, and which last blocks cannot be written to because someone else has them too.
+        wanted, shared = [], []
+        for state, n in zip(states, lens.tolist(), strict=True):
+            need = -(-(state.length + n) // self.block_size)
+            for group, table in enumerate(state.tables):
+                copies = False
+                if n and state.length % self.block_size:
+                    # Others may use the block, or find it by what it held before a truncation.
+                    last = table[-1:]
+                    copies = bool(
+                        self.blocks.ref_count(last)[0] > 1 or self.blocks.is_cached(last)[0]
+                    )
+                shared.append((state, group) if copies else None)
+                wanted.append(max(0, need - len(table)) + copies)
+        taken = self.blocks.allocate(sum(wanted))
+        given = iter(np.split(taken, np.cumsum(wanted)[:-1]) if wanted else [])
+        copy_from: list[int] = []
+        copy_to: list[int] = []
+        for i, (state, n) in enumerate(zip(states, lens.tolist(), strict=True)):
+            for group in range(self.num_groups):
+                new = next(given)
+                table = state.tables[group]
+                if shared[i * self.num_groups + group] is not None:
+                    copy_from.append(int(table[-1]))
+                    copy_to.append(int(new[0]))
+                    table = table.copy()
+                    table[-1], new = new[0], new[1:]
+                state.tables[group] = np.concatenate([table, new]).astype(np.int32)
+            state.reserved = n
+        if copy_from:
+            self._copy(copy_from, copy_to)
+            self.blocks.release(np.array(copy_from, np.int32))
+        return Step(self, seqs, lens)
+
+    def _copy(self, source: list[int], to: list[int]) -> None:
+        source_ids, to_ids = (self._target.index(np.array(x), np.int32) for x in (source, to))
+        for pool in self._pools:
+            pool.copy_blocks(source_ids, pool, to_ids)
+
+    def commit(self, step: Step, accepted: Any = None, *, token_ids: Any = None) -> None:
+        """End a step: its tokens, or the first of them, belong to their sequences now.
+
+        Parameters
+        ----------
+        step : Step
+            The step.
+        accepted : int array (num_seqs,), optional
+            How many of its tokens each sequence keeps; all if None. The others are rolled back.
+        token_ids : array-like of int (num_tokens,), optional
+            Ids of the step's tokens, accepted or not, which make full blocks findable by other sequences.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended already.
+        IndexError
+            If more tokens are accepted than there are.
+        DimensionMismatch
+            If the number of ids is not that of the step's tokens.
+        """
+        self._check_open(step)
+        keep = step.new_lens
+        if accepted is not None:
+            shape = (len(step.sequences),)
+            keep = check_integers(targets.get("cpu"), "accepted", accepted, shape).astype(np.int64)
+        if ((keep < 0) | (keep > step.new_lens)).any():
+            raise IndexError(
+                f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
+            )
+        ids = None if token_ids is None else _ids(token_ids, step.num_tokens)
+        step.open = False
+        starts = np.concatenate([[0], np.cumsum(step.new_lens)])
+        for i, seq in enumerate(step.sequences):
+            state = self._sequences[seq]
+            state.reserved = 0
+            known = len(state.tokens) == state.length
+            length = state.length + int(keep[i])
+            if ids is not None and known:
+                new = ids[starts[i] : starts[i] + int(keep[i])]
+                state.tokens = np.concatenate([state.tokens, new])
+            state.length = length
+            self._drop_surplus(state)
+            self._register(state)
+            self._slide(state)
+
+    def rollback(self, step: Step) -> None:
+        """End a step as if it had not been.
+
+        Parameters
+        ----------
+        step : Step
+            The step.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended already.
+        """
+        self.commit(step, np.zeros(len(step.sequences), np.int64))
+
+    def _check_open(self, step: Step) -> None:
+        if step._cache is not self or not step.open:
+            raise NumkvError(
+                "`step`: expected an open step of this cache, got another or an ended one"
+            )
+
+    def _drop_surplus(self, state: _Sequence) -> None:
+        """Give back blocks that only tokens not accepted were in."""
+        keep = -(-state.length // self.block_size)
+        for group, table in enumerate(state.tables):
+            if len(table) > keep:
+                self.blocks.release(table[keep:])
+                state.tables[group] = table[:keep].copy()
+
+    def _register(self, state: _Sequence) -> None:
+        """Make full blocks findable whose tokens are known."""
+        size = self.block_size
+        first, full = state.registered, len(state.tokens) // size
+        if full <= first:
+            return
+        new = state.tokens[first * size : full * size]
+        parents = [d[-1] for d in state.digests] if first else None
+        digests = self._digests(new, state.extra, parents)
+        for group, names in enumerate(digests):
+            state.digests[group] = np.concatenate([state.digests[group], names])
+            ids = state.tables[group][first:full]
+            there = ids >= 0  # a window may have moved past some already
+            if there.any():
+                self.blocks.register(ids[there], names[there], new.reshape(-1, size)[there])
+        state.registered = full
+
+    def _slide(self, state: _Sequence) -> None:
+        """Give back blocks that a window has left behind."""
+        for group, (window, _) in enumerate(self._groups):
+            table = state.tables[group]
+            gone = table[: self._first_needed(window, state.length)]
+            if (gone >= 0).any():
+                self.blocks.release(gone[gone >= 0])
+                state.tables[group] = table.copy()
+                state.tables[group][: len(gone)] = -1
+
+    # -- attention over what is committed
+
+    def decode_attention(
+        self,
+        layer: int,
+        sequences: Iterable[int],
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with the newest committed token's query of any of the sequences.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        sequences : iterable of int
+            Which sequences; one may come more than once.
+        q : array (num_seqs, num_q_heads, head_dim)
+            A query for each.
+        sm_scale, logits_soft_cap, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_seqs, num_q_heads, head_dim_v)
+            In q's dtype. An empty sequence gives 0 (and -inf).
+        lse : float32 array (num_seqs, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._place(check_index("layer", layer, self.num_layers))
+        seqs = tuple(sequences)
+        place = self._target
+        q = check_queries(place, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_seqs")
+        if q.shape[0] != len(seqs):
+            raise DimensionMismatch(
+                f"`q`: expected a query for each of {len(seqs)} sequences, got {q.shape[0]}",
+                expected=len(seqs),
+                actual=int(q.shape[0]),
+            )
+        lens = np.array([self.length(s) for s in seqs], np.int64)
+        return attend(
+            pool, place.index(self._block_table(seqs, group), np.int32), q,
+            place.index(lens, np.int64), place.index(np.arange(len(seqs) + 1), np.int64),
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=self._windows[layer],
+            sinks=sinks, return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+    # -- to the host and back
+
+    @property
+    def _geometry(self) -> tuple[Any, ...]:
+        pool = self._pools[0]
+        sizes = (int(pool.k.shape[1]), self.block_size, int(pool.k.shape[3]), int(pool.v.shape[3]))
+        return (sizes, pool.k_kind.name, pool.v_kind.name, tuple(self._windows))
+
+    def swap_out(self, seq: int) -> SwappedSequence:
+        """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        SwappedSequence
+            What `swap_in` of this or another cache takes.
+        """
+        state = self._idle(seq)
+        logical = [np.flatnonzero(t >= 0) for t in state.tables]
+        ids = np.concatenate([t[t >= 0] for t in state.tables])
+        source = self._target.index(ids, np.int32)
+        to = self._target.index(np.arange(len(ids)), np.int32)
+        buffers = []
+        for pool in self._pools:
+            staging = pool.like(len(ids))
+            pool.copy_blocks(source, staging, to)
+            buffers.append(staging.to_host())
+        return SwappedSequence(
+            state.length, state.tokens, state.extra, self._geometry, logical, buffers
+        )
+
+    def swap_in(self, swapped: SwappedSequence) -> int:
+        """Bring a swapped sequence into the cache as a new one.
+
+        Parameters
+        ----------
+        swapped : SwappedSequence
+            From `swap_out` of a cache of the same geometry, on any target.
+
+        Returns
+        -------
+        int
+            The sequence.
+
+        Raises
+        ------
+        DimensionMismatch
+            If it comes from a cache of another geometry.
+        CacheFull
+            If there are not enough blocks; nothing is taken.
+        """
+        if swapped.geometry != self._geometry:
+            raise DimensionMismatch(
+                f"`swapped`: expected a sequence of geometry {self._geometry}, got {swapped.geometry}",
+                expected=self._geometry,
+                actual=swapped.geometry,
+            )
+        counts = [len(x) for x in swapped.logical]
+        ids = self.blocks.allocate(sum(counts))
+        source = self._target.index(np.arange(len(ids)), np.int32)
+        to = self._target.index(ids, np.int32)
+        for pool, buffers in zip(self._pools, swapped.buffers, strict=True):
+            pool.from_host(buffers).copy_blocks(source, pool, to)
+        blocks = -(-swapped.length // self.block_size)
+        tables = []
+        for part, logical in zip(
+            np.split(ids, np.cumsum(counts)[:-1]), swapped.logical, strict=True
+        ):
+            table = np.full(blocks, -1, np.int32)
+            table[logical] = part
+            tables.append(table)
+        seq, self._next = self._next, self._next + 1
+        none = [np.empty((0, 32), np.uint8)] * self.num_groups
+        state = _Sequence(swapped.length, tables, swapped.extra, swapped.tokens, none, 0)
+        self._register(state)
+        self._sequences[seq] = state
+        return seq
+
+    # -- accounting
+
+    def stats(self) -> PagedStats:
+        """What the cache is like now.
+
+        Returns
+        -------
+        PagedStats
+        """
+        lengths = [s.length for s in self._sequences.values()]
+        unused = sum(-n % self.block_size for n in lengths)
+        full = sum(window < 0 for window, _ in self._groups)
+        return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
+
+    def check(self) -> None:
+        """Prove the accounting: every block is referenced by as many table entries as its count says.
+
+        Raises
+        ------
+        NumkvError
+            If something does not add up.
+        """
+        self.blocks.check()
+        entries = [t[t >= 0] for s in self._sequences.values() for t in s.tables]
+        held = np.bincount(
+            np.concatenate(entries) if entries else np.empty(0, np.int64), minlength=self.num_blocks
+        )
+        counts = self.blocks.ref_count(np.arange(self.num_blocks))
+        wrong = np.flatnonzero(held != counts)
+        if len(wrong):
+            raise NumkvError(
+                f"block {wrong[0]}: expected {held[wrong[0]]} references, one for each table entry, got "
+                f"{counts[wrong[0]]}"
+            )
+        for seq, state in self._sequences.items():
+            need = -(-(state.length + state.reserved) // self.block_size)
+            for (window, _), table in zip(self._groups, state.tables, strict=True):
+                first = self._first_needed(window, state.length)
+                if len(table) != need or (table[first:] < 0).any():
+                    raise NumkvError(
+                        f"sequence {seq}: expected {need} blocks, got the table {table}"
+                    )
+
+
+def _ids(tokens: Any, num_tokens: int) -> NDArray[np.int32]:
+    ids = token_ids(tokens, "token_ids")
+    if ids.shape != (num_tokens,):
+        raise DimensionMismatch(
+            f"`token_ids`: expected an id for each of the step's {num_tokens} tokens, got shape {ids.shape}",
+            expected=num_tokens,
+            actual=ids.shape,
+        )
+    return ids
