@@ -360,8 +360,7 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("k", layer)
-        scale = self._pool.k_scale[layer, :, : int(self._rows[layer])]
-        return self._target.token_major(scale.reshape((*scale.shape, 1)))[:, :, 0]
+        return self._scales(self._pool.k_scale, layer)
 
     def v(self, layer: int) -> Array:
         """Values of a layer, rows not yet advanced included.
@@ -427,8 +426,11 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("v", layer)
-        scale = self._pool.v_scale[layer, :, : int(self._rows[layer])]
-        return self._target.token_major(scale.reshape((*scale.shape, 1)))[:, :, 0]
+        return self._scales(self._pool.v_scale, layer)
+
+    def _scales(self, scale: Array, layer: int) -> Array:
+        rows = scale.reshape((*scale.shape, 1))[layer, :, : int(self._rows[layer])]
+        return self._target.token_major(rows)[:, :, 0]
 
     def _quantised(self, which: str, layer: int) -> int:
         kind = self._k_kind if which == "k" else self._v_kind

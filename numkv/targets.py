@@ -65,6 +65,9 @@ class Target(Protocol):
     def dequantise(self, codes: Array, scale: Array) -> Array:
         """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
 
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
 
@@ -160,6 +163,10 @@ class CpuTarget:
     def dequantise(self, codes: Array, scale: Array) -> Array:
         """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
         return codes.astype(np.float32) * scale[:, :, None]
+
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        return x[:, None, :]
 
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""

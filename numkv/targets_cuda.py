@@ -185,6 +185,18 @@ class CudaTarget:
         dequantise(codes, scale, out)
         return out
 
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        tokens, width = x.shape
+        if self._simulated:
+            return x.reshape((tokens, 1, width))
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        by_token, by_element = x.strides
+        return DeviceNDArray(  # its own reshape is for contiguous arrays
+            (tokens, 1, width), (by_token, by_token, by_element), x.dtype, x.stream, x.gpu_data
+        )
+
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         if self._simulated:

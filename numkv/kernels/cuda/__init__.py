@@ -12,6 +12,7 @@ from typing import Any
 
 from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cuda.attention import attention
+from numkv.kernels.cuda.copy import copy_blocks
 from numkv.kernels.cuda.finite import first_non_finite
 from numkv.kernels.cuda.merge import merge
 from numkv.kernels.cuda.write import scatter_write, write_rows
@@ -19,6 +20,7 @@ from numkv.kernels.cuda.write import scatter_write, write_rows
 __all__ = [
     "append_rows",
     "attention",
+    "copy_blocks",
     "copy_rows",
     "first_non_finite",
     "merge",
@@ -42,5 +44,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     signature : tuple of numba types
         Types of its arguments.
     """
-    for name in ("append", "attention", "convert", "finite", "merge", "splits", "write"):
+    for name in (
+        "append", "attention", "convert", "copy", "finite", "merge", "splits", "write",
+    ):  # fmt: skip
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

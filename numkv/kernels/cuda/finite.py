@@ -70,6 +70,6 @@ def first_non_finite(rows, kind):
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in ("fp64", "fp32", "fp16", "bf16"):
+    for kind in ("fp64", "bf16"):
         signature = (c_array(WORDS[kind], 3), c_array(types.int64, 1))
         yield f"first_non_finite[{kind}]", make_first_non_finite(kind), signature

@@ -74,6 +74,6 @@ def merge(o_a, lse_a, o_b, lse_b, kind, out, lse):
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     lse = c_array(types.float32, 2)
-    for kind in ("fp64", "fp32", "fp16", "bf16"):
+    for kind in ("fp64", "fp16", "bf16"):
         o = c_array(WORDS[kind], 3)
         yield f"merge[{kind}]", make_merge(kind, _compute(kind)), (o, lse, o, lse, o, lse)

@@ -203,10 +203,7 @@ def merge_splits(
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for q_kind, compute in (
-        ("fp64", "float64"), ("fp32", "float32"), ("fp16", "float32"), ("bf16", "float32"),
-        ("bf16", "float64"),
-    ):  # fmt: skip
+    for q_kind, compute in (("fp32", "float32"), ("fp16", "float32"), ("bf16", "float64")):
         real = getattr(types, compute)
         signature = (
             c_array(real, 4), types.int64, c_array(types.int32, 2), c_array(types.int64, 1),
