@@ -10,7 +10,7 @@ import pytest
 import test_demo
 
 import numkv
-from numkv.cli import generate, main
+from numkv.cli import generate, main, screen
 from numkv.cli.output import Progress, format_bytes, table
 from numkv.cli.plan import parse_bytes
 
@@ -60,15 +60,105 @@ def test_text_and_table(tiny, capsys):
     assert 1e-7 < float(cells(output, "bf16")[-1]) < 0.1
 
 
+def test_int8_beside_fp32(tiny, capsys):
+    options = ("--model", tiny, "--prompt", "def f(", "--tokens", 8, "--temperature", 0)
+    output = run(capsys, *options, "--kind", "int8", "int8/fp16")
+    # 2 layers of 2 heads, K and V: 8 codes and a scale of 4 bytes, or 8 elements of 2 bytes
+    assert cells(output, "int8")[1] == f"{2 * 2 * 2 * 12}"
+    assert cells(output, "int8/fp16")[1] == f"{2 * 2 * (12 + 16)}"
+    assert 1e-5 < float(cells(output, "int8")[-1]) < 0.2
+    assert cells(output, "fp32")[-2:] == ["reference", "reference"]
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_block_size(tiny, capsys, size):
+    options = ("--model", tiny, "--prompt", "def f(", "--tokens", 9, "--temperature", 0)
+    contiguous = run(capsys, *options)
+    output = run(capsys, *options, "--block-size", size)
+    assert output.split("cache")[0] == contiguous.split("cache")[0]
+    assert "room for 16" in contiguous
+    # a start token, 6 of the prompt and 8 of those generated: the last one is not computed
+    blocks = -(-15 // size)
+    assert f"15 tokens are stored, in {blocks} blocks of {size};" in output
+    assert f"{blocks * size - 15} of {blocks * size} slots are empty" in output
+    assert cells(output, "fp16")[1] == cells(contiguous, "fp16")[1] == "128"
+
+
+def test_several_files_are_one_batch(tiny, tmp_path, capsys):
+    prompts = {"a.py": "import os\nimport sys\nx = 1\n", "b.py": "import os\nimport sys\ndef f("}
+    files = []
+    for name, text in prompts.items():
+        (tmp_path / name).write_text(text)
+        files += ["--file", tmp_path / name]
+    options = ("--model", tiny, "--tokens", 12, "--temperature", 0, "--kind", "int8")
+    output = run(capsys, *options, *files)
+    for name, text in prompts.items():
+        alone = run(capsys, *options, "--file", tmp_path / name, "--block-size", 16)
+        assert alone.startswith(text)
+        assert f"==> {tmp_path / name} <==\n{alone.split('cache')[0]}" in output
+    assert cells(output, "int8")[1] == "96"
+    assert "56 tokens read, 24 generated." in output
+    # 22 tokens are the same, of which a block of 16 can be shared
+    assert "62 tokens are stored, in 5 blocks of 16; 18 of 80 slots are empty." in output
+    assert (
+        "The texts have 78 tokens: a common beginning is stored once (shared blocks: 1)" in output
+    )
+    assert "saves 1.50 KiB with int8 (21 %)" in output
+
+
+def test_several_prompts(tiny, capsys):
+    options = ("--model", tiny, "--tokens", 3, "--temperature", 0, "--block-size", 2)
+    output = run(capsys, *options, "--prompt", "a", "--prompt", "bcd")
+    assert output.startswith("==> prompt 1 <==\na")
+    assert "\n\n==> prompt 2 <==\nbcd" in output
+    assert "The texts have no block in common." in output
+
+
+def test_a_text_at_the_end_of_the_context_leaves_the_others_alone(tiny, capsys):
+    options = ("--model", tiny, "--tokens", 30, "--temperature", 0)
+    output = run(capsys, *options, "--prompt", "x" * 60, "--prompt", "y")
+    assert "63 tokens read, 33 generated." in output
+    assert "1 of the texts reached the end of the model's context, 64." in output
+    alone = run(capsys, *options, "--prompt", "x" * 60)
+    assert "61 tokens read, 3 generated, room for 64." in alone
+    assert "The text reached the end of the model's context, 64." in alone
+    assert main([str(x) for x in (*options, "--prompt", "y", "--prompt", "x" * 70)]) == 2
+    message = "numkv: prompt 2: 71 tokens leave no room to go on in the model's context of 64\n"
+    assert capsys.readouterr().err == message
+
+
+def test_the_screen_shows_one_text_at_a_time(capsys):
+    texts = [screen.Text("a", "A\n"), screen.Text("b", "1\n2\n"), screen.Text("c", "C\n")]
+    shown = screen.Screen(test_demo.ByteTokenizer(), texts)
+
+    def new():
+        return capsys.readouterr().out
+
+    assert new() == "==> a <==\nA\n"
+    shown.show(1, ord("x"))
+    shown.show(2, ord("y"))
+    assert new() == ""
+    shown.show(0, ord("z"))
+    assert new() == "z"
+    shown.show(2, None)
+    shown.show(0, None)
+    assert new() == "\n\n==> b <==\n1\n2\nx"
+    shown.show(1, ord("w"))
+    assert new() == "w"
+    shown.show(1, None)
+    assert new() == "\n\n==> c <==\nC\ny\n\n"
+
+
 def test_fp32_alone_is_the_reference(tiny, capsys):
     output = run(capsys, "--model", tiny, "--prompt", "x", "--tokens", 4, "--kind", "fp32")
     assert cells(output, "fp32")[-2:] == ["reference", "reference"]
 
 
 def test_cuda(tiny, capsys):
-    options = ("--model", tiny, "--prompt", "x", "--tokens", 2, "--kind", "fp32")
-    output = run(capsys, *options, "--target", "cuda", "--temperature", 0)
-    assert output.splitlines()[0] == run(capsys, *options, "--temperature", 0).splitlines()[0]
+    options = ("--model", tiny, "--tokens", 2, "--kind", "fp32", "--temperature", 0)
+    for prompts in (["--prompt", "x"], ["--prompt", "x", "--prompt", "x"]):
+        output = run(capsys, *options, *prompts, "--target", "cuda")
+        assert output.split("cache")[0] == run(capsys, *options, *prompts).split("cache")[0]
 
 
 def test_seed(tiny, capsys):
@@ -89,7 +179,7 @@ def test_file_and_long_prompts(tiny, tmp_path, capsys):
 
 
 def test_control_characters_are_shown_as_a_sign(capsys):
-    generate._show("a\x1b[2Jb\tc\n\x00")
+    screen.show("a\x1b[2Jb\tc\n\x00")
     assert capsys.readouterr().out == "a\ufffd[2Jb\tc\n\ufffd"
 
 
@@ -111,9 +201,12 @@ def test_plan_by_sizes(capsys):
     output = run(capsys, "plan", *options, "--memory", "1.125GiB", "--tokens", "1,024")
     assert cells(output, "fp16") == ["fp16", "4,096", "147,456", "8,192", "144", "MiB"]
     assert cells(output, "fp32")[3] == "4,096"
-    labels = [line.split()[0] for line in output.splitlines()[4:]]
+    labels = [line.split()[0] for line in output.splitlines()[4:-1]]
     assert labels == [kind.name for kind in numkv.kinds.kinds()]
+    assert cells(output, "int8")[1] == f"{8 * 2 * (128 + 4):,}"
+    assert "scales of int8 are counted" in output
     output = run(capsys, "plan", *options, "--head-dim-v", 64, "--kind", "bf16")
+    assert "scales" not in output
     assert cells(output, "bf16")[2] == f"{36 * 8 * (128 + 64) * 2:,}"
 
 
@@ -130,10 +223,11 @@ def test_eval(tiny, tmp_path, capsys):
     path = tmp_path / "text.py"
     path.write_text("import os\n" * 5)
     options = ("eval", "--model", tiny, "--context", 16)
-    output = run(capsys, *options, "--file", path, "--kind", "fp32", "fp64", "bf16")
+    output = run(capsys, *options, "--file", path, "--kind", "fp32", "fp64", "bf16", "int8")
     assert cells(output, "fp32")[2:] == ["+0.00000", "reference", "reference"]
     assert cells(output, "fp64")[-2:] == ["100.00", "%"]
     assert 0 < float(cells(output, "bf16")[3]) < 1e-2
+    assert 0 < float(cells(output, "int8")[3]) < 1e-2
     assert f"{path}: 50 bytes in windows of 16 tokens" in output
 
 
@@ -183,11 +277,12 @@ def test_python_m_numkv():
         (["--tokens", "0"], "argument --tokens: expected an integer of 1 or more, got '0'"),
         (["--temperature", "nan"], "argument --temperature: expected 0 or more, got 'nan'"),
         (["--target", "tpu"], "argument --target: invalid choice: 'tpu'"),
+        (["--block-size", "0"], "argument --block-size: expected an integer of 1 or more, got '0'"),
+        (["--kind", "int8/int7"], "expected one of fp64, fp32, fp16, bf16, int8"),
         (["--prompt", "a", "--file", "b"], "not allowed with argument"),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt: no such file or directory"),
         (["--model", "/nowhere"], "/nowhere/config.json: no such file or directory"),
-        (["--prompt", "x" * 3000], "more than the model's context of 2,048"),
-        (["--tokens", "2048"], "more than the model's context of 2,048"),
+        (["--prompt", "x" * 3000], "leave no room to go on in the model's context of 2,048"),
         (["--prompt", "\udce4"], "--prompt: not UTF-8 text"),
         (["plan", "--memory", "lots"], "expected a size such as 8GiB or 500MB, got 'lots'"),
         (["plan", "--config", "/nowhere"], "/nowhere: no such file or directory"),

@@ -33,7 +33,8 @@ lines of Python. The text and the table go to stdout, progress to stderr.
 _EPILOG = """\
 examples:
   numkv --prompt 'class Stack:' --tokens 200 --temperature 0
-  numkv --kind fp16 bf16 fp64             compare kinds on the same text
+  numkv --kind int8 fp16                  compare kinds on the same text
+  numkv --file a.py --file b.py           a batch; a common beginning is stored once
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
 """
@@ -143,7 +144,7 @@ def _add_kind_option(parser: argparse.ArgumentParser, default: list[str], what: 
         default=[CacheChoice.parse(name) for name in default],
         type=_checked(CacheChoice.parse, "a kind"),
         metavar="KIND",
-        help=f"{what}: {names}, or K/V such as fp16/bf16 (default: {' '.join(default)})",
+        help=f"{what}: {names}, or K/V such as int8/fp16 (default: {' '.join(default)})",
     )
 
 
@@ -152,8 +153,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="numkv", description=_DESCRIPTION, epilog=_EPILOG, **text)
     parser.add_argument("--version", action="version", version=f"numkv {numkv.__version__}")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    source.add_argument("--file", type=Path, metavar="PATH", help="file with the text to continue")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; given more than once, all texts are one batch",
+    )
+    source.add_argument(
+        "--file",
+        action="append",
+        type=Path,
+        metavar="PATH",
+        help="file with the text to continue; given more than once, all texts are one batch",
+    )
     parser.add_argument(
         "--tokens",
         type=_at_least(1),
@@ -163,6 +175,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_kind_option(
         parser, ["fp16"], "storage kind of the cache; with several, the others repeat the text"
+    )
+    parser.add_argument(
+        "--block-size",
+        type=_at_least(1),
+        metavar="N",
+        help="keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
+        f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)",
     )
     _add_model_options(parser)
     parser.add_argument(
@@ -241,13 +260,18 @@ def _add_eval(commands: Any) -> None:
         description="Measure what cache kinds cost in quality against an fp32 cache, at full "
         "context, on modules of the standard library that the bundled model never saw.",
     )
-    _add_kind_option(parser, ["fp16", "bf16"], "kinds to judge")
+    _add_kind_option(parser, ["fp16", "bf16", "int8"], "kinds to judge")
     _add_model_options(parser)
     parser.add_argument(
         "--modules", nargs="+", metavar="NAME", help="only these held-out modules, such as csv"
     )
     parser.add_argument(
-        "--file", nargs="+", type=Path, metavar="PATH", help="these texts instead of the modules"
+        "--file",
+        action="extend",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="these texts instead of the modules",
     )
     parser.add_argument(
         "--context",

@@ -144,6 +144,8 @@ def run(arguments: argparse.Namespace) -> None:
         dims += f" (values {sizes.head_dim_v})"
     print(f"{sizes.num_layers} layers of {sizes.num_kv_heads} key/value heads of {dims}\n")
     print(table(header, rows))
+    if any(choice.has_scales for choice in arguments.kind):
+        print("The scales of int8 are counted: 4 bytes for each key and each value of a head.")
 
 
 def _sizes(arguments: argparse.Namespace) -> CacheSizes:

@@ -5,8 +5,9 @@ any local Qwen3 or Llama checkpoint in Hugging Face format, generates text with 
 what a cache kind costs in quality.
 
 `numkv.demo.config` and `numkv.demo.checkpoint` read files, `numkv.demo.tokenizer` turns text into
-tokens, `numkv.demo.cache` names caches, `numkv.demo.model`, `.rotary` and `.blas` compute,
-`numkv.demo.generate` chooses tokens and `numkv.demo.evaluate` compares caches.
+tokens, `numkv.demo.cache` names caches, `numkv.demo.network`, `.rotary` and `.blas` compute,
+`numkv.demo.model` and `.batch` hold a model and its texts, `numkv.demo.generate` chooses tokens and
+`numkv.demo.evaluate` compares caches.
 """
 
 from __future__ import annotations

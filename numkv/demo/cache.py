@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 import numkv
+from numkv.demo.config import ModelConfig
+from numkv.layers import Layer
 
-__all__ = ["CacheChoice", "CacheFactory", "CacheLayer"]
+__all__ = ["Cache", "CacheChoice", "CacheFactory", "LayerCache", "Sharing", "Step"]
 
 
-class CacheLayer(Protocol):
-    """What the forward pass asks of the cache of one layer; `numkv.ContiguousLayer` is one."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens in the cache."""
-
-    def truncate(self, length: int) -> None:
-        """Forget all but the first tokens."""
+class Step(Protocol):
+    """New tokens on their way through the layers; `numkv.Step` is one."""
 
     def write(
         self,
+        layer: int,
         qkv: Any,
         *,
         num_q_heads: int,
@@ -35,17 +33,132 @@ class CacheLayer(Protocol):
     ) -> Any:
         """Norm and rotate q and k, store k and v, return q."""
 
-    def decode_attention(self, q: Any) -> Any:
-        """Attend with queries of the last tokens."""
+    def attention(self, layer: int, q: Any) -> Any:
+        """Attend with queries of the new tokens."""
 
 
-#: Makes the cache of one layer from ``(capacity, num_kv_heads, head_dim)``.
-CacheFactory = Callable[[int, int, int], CacheLayer]
+class Cache(Protocol):
+    """What the forward pass asks of the cache of all layers; `numkv.PagedKVCache` is one."""
+
+    def add(self, tokens: Any = None) -> int:
+        """Add a text, with what is cached already of a prompt; return its number."""
+
+    def length(self, seq: int) -> int:
+        """Tokens of a text."""
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget all but the first tokens of a text."""
+
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> Any:
+        """Return a `Step` of new tokens of some texts."""
+
+    def commit(self, step: Any, *, token_ids: Any = None) -> None:
+        """Keep the tokens of a step."""
+
+    def rollback(self, step: Any) -> None:
+        """Forget the tokens of a step."""
+
+
+#: Makes a cache from the model's configuration and the tokens that each text may have.
+CacheFactory = Callable[[ModelConfig, Sequence[int]], Cache]
+
+
+class LayerCache:
+    """A `Cache` of one text: an object such as `numkv.ContiguousLayer` for each layer.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        From the first layer to the last.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
+
+    def add(self, tokens: Any = None) -> int:
+        """Return the number of the one text; nothing is known of its prompt."""
+        return 0
+
+    def length(self, seq: int) -> int:
+        """Tokens of the text."""
+        return self.layers[0].seq_len
+
+    def truncate(self, seq: int, length: int) -> None:
+        """Forget all but the first tokens."""
+        for layer in self.layers:
+            layer.truncate(length)
+
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> _LayerStep:
+        """Start a step; the layers find out for themselves whether there is room."""
+        return _LayerStep(self.layers)
+
+    def commit(self, step: _LayerStep, *, token_ids: Any = None) -> None:
+        """Keep the tokens of a step, which the layers have done."""
+
+    def rollback(self, step: _LayerStep) -> None:
+        """Forget the tokens of a step, also where only some layers have them."""
+        self.truncate(0, step.start)
+
+
+class _LayerStep:
+    """A `Step` of a `LayerCache`."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self.start = layers[0].seq_len
+
+    def write(self, layer: int, qkv: Any, **options: Any) -> Any:
+        """Norm and rotate q and k, store k and v, return q."""
+        return self._layers[layer].write(qkv, **options)
+
+    def attention(self, layer: int, q: Any) -> Any:
+        """Attend with queries of the new tokens."""
+        return self._layers[layer].decode_attention(q)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the texts in a paged cache share its blocks.
+
+    Attributes
+    ----------
+    num_tokens : int
+        Tokens of all texts, shared ones counted for each.
+    num_stored : int
+        Tokens in the cache, each counted once.
+    num_blocks : int
+        Blocks in use.
+    num_shared : int
+        Blocks among them that several texts use.
+    """
+
+    num_tokens: int
+    num_stored: int
+    num_blocks: int
+    num_shared: int
+
+    @classmethod
+    def of(cls, cache: numkv.PagedKVCache) -> Sharing:
+        """Look at a cache.
+
+        Parameters
+        ----------
+        cache : numkv.PagedKVCache
+            A cache whose layers all attend to everything, without forks: shared blocks are full.
+
+        Returns
+        -------
+        Sharing
+        """
+        stats = cache.stats()
+        users = cache.blocks.ref_count(np.arange(cache.num_blocks))
+        num_stored = stats.pool.used * cache.block_size - stats.unused_slots
+        return cls(stats.num_tokens, num_stored, stats.pool.used, int((users > 1).sum()))
 
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """A contiguous cache of a storage kind; calling it makes the cache of one layer.
+    """A storage kind, contiguous or in blocks; calling it makes the cache of a model.
 
     Parameters
     ----------
@@ -55,16 +168,19 @@ class CacheChoice:
         Kinds of K and of V where they differ.
     target : str
         ``"cpu"`` or ``"cuda"``.
+    block_size : int, optional
+        Tokens in a block of a paged cache; the cache is contiguous, and of one text, if None.
     """
 
     kind: str = "fp32"
     k_kind: str | None = None
     v_kind: str | None = None
     target: str = "cpu"
+    block_size: int | None = None
 
     @classmethod
     def parse(cls, text: str, target: str = "cpu") -> CacheChoice:
-        """Read ``"fp16"``, or ``"fp16/bf16"`` for K and V apart.
+        """Read ``"fp16"``, or ``"int8/fp16"`` for K and V apart.
 
         Parameters
         ----------
@@ -94,10 +210,15 @@ class CacheChoice:
         """What `parse` reads."""
         return self.kind if self.v_kind is None else f"{self.k_kind or self.kind}/{self.v_kind}"
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows of K or of V carry scales."""
+        return any(numkv.kind(kind or self.kind).has_scales for kind in (self.k_kind, self.v_kind))
+
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
     ) -> int:
-        """Bytes that a token costs in one layer.
+        """Bytes that a token costs in one layer, scales included.
 
         Parameters
         ----------
@@ -113,14 +234,24 @@ class CacheChoice:
         k, v = (numkv.kind(kind or self.kind) for kind in (self.k_kind, self.v_kind))
         return num_kv_heads * (k.row_bytes(head_dim) + v.row_bytes(head_dim_v or head_dim))
 
-    def __call__(self, capacity: int, num_kv_heads: int, head_dim: int) -> CacheLayer:
-        """Make the cache of one layer."""
-        return numkv.ContiguousLayer(
-            capacity,
-            num_kv_heads,
-            head_dim,
-            kind=self.kind,
-            k_kind=self.k_kind,
-            v_kind=self.v_kind,
-            target=self.target,
+    def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
+        """Make a cache for texts of so many tokens each."""
+        sizes = (config.num_kv_heads, config.head_dim)
+        kinds: dict[str, Any] = {"kind": self.kind, "k_kind": self.k_kind, "v_kind": self.v_kind}
+        if self.block_size is not None:
+            return numkv.PagedKVCache(
+                config.num_layers,
+                *sizes,
+                num_blocks=sum(-(-capacity // self.block_size) for capacity in capacities),
+                block_size=self.block_size,
+                target=self.target,
+                **kinds,
+            )
+        if len(capacities) != 1:
+            raise ValueError(f"block_size: expected one for {len(capacities)} texts, got None")
+        return LayerCache(
+            [
+                numkv.ContiguousLayer(capacities[0], *sizes, target=self.target, **kinds)
+                for _ in range(config.num_layers)
+            ]
         )

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.demo import BUNDLED_MODEL
+from numkv.demo.batch import PREFILL_CHUNK, Session
 from numkv.demo.cache import CacheChoice, CacheFactory
 from numkv.demo.config import read_json
-from numkv.demo.model import PREFILL_CHUNK, Model, Session
+from numkv.demo.model import Model
 
 __all__ = ["Document", "HeldOut", "Score", "evaluate", "held_out"]
 
@@ -168,8 +169,7 @@ def evaluate(
     documents : sequence of Document
         Texts.
     caches : mapping of str to callable
-        What to judge: a name, and what makes the cache of one layer from
-        ``(capacity, num_kv_heads, head_dim)``, such as a `CacheChoice`.
+        What to judge: a name, and what makes the cache, such as a `CacheChoice`.
     context : int, optional
         Tokens in a window; the model's whole context by default.
     reference : callable, optional

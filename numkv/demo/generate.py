@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.demo.model import Session
+from numkv.demo.batch import Session
 
-__all__ = ["Sampler", "generate"]
+__all__ = ["Choice", "Chooser", "Replay", "Sampler", "generate"]
 
 
 @dataclass(frozen=True)
-class Step:
-    """A token that was generated, and what it was chosen from.
+class Choice:
+    """A token that was chosen for a text, and from what.
 
     Attributes
     ----------
-    token : int
-        The chosen token.
+    text : int
+        Which text.
+    token : int or None
+        The token; None where the text has ended.
     logits : ndarray
         ``(vocab_size,)``, before temperature and top-k.
     """
 
-    token: int
+    text: int
+    token: int | None
     logits: NDArray[np.float32]
+
+
+class Chooser(Protocol):
+    """Chooses the next token of a text."""
+
+    def choose(self, logits: NDArray[np.floating[Any]]) -> int:
+        """Return a token, with the logits of all."""
 
 
 class Sampler:
@@ -74,41 +84,64 @@ class Sampler:
         return int(np.argmax(scaled + self._random.gumbel(size=len(scaled))))
 
 
-def generate(
-    session: Session,
-    prompt: Sequence[int],
-    num_tokens: int,
-    sampler: Sampler,
-    stop: Collection[int] = (),
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Step]:
-    """Continue a text.
+class Replay:
+    """Chooses given tokens, whatever the logits.
 
     Parameters
     ----------
-    session : Session
-        Where the text is computed.
-    prompt : sequence of int
-        Tokens to put before, at least one.
-    num_tokens : int
-        Tokens to generate at most.
-    sampler : Sampler
-        How a token is chosen.
+    tokens : sequence of int
+        The tokens, in order.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = iter(tokens)
+
+    def choose(self, logits: NDArray[np.floating[Any]]) -> int:
+        """Return the next token."""
+        return next(self._tokens)
+
+
+def generate(
+    sessions: Sequence[Session],
+    logits: NDArray[np.float32],
+    limits: Sequence[int],
+    choosers: Sequence[Chooser],
+    stop: Collection[int] = (),
+) -> Iterator[Choice]:
+    """Continue texts, all of them in one pass per token; a text that ends leaves the others alone.
+
+    Parameters
+    ----------
+    sessions : sequence of Session
+        The texts, of one batch.
+    logits : ndarray
+        ``(num_texts, vocab_size)``, of the first token; both as `Batch.prefill` returns them.
+    limits : sequence of int
+        Tokens to generate at most, for each text.
+    choosers : sequence of Chooser
+        How the tokens of each text are chosen.
     stop : collection of int
-        Tokens that end the text; they are not yielded.
-    progress : callable, optional
-        Called during prefill with the number of prompt tokens done and their total.
+        Tokens that end a text; they are not yielded.
 
     Yields
     ------
-    Step
-        Each token as soon as it is chosen.
+    Choice
+        Each token as soon as it is chosen, and one without a token for the end of each text.
     """
-    logits = session.prefill(prompt, progress)
-    for index in range(num_tokens):
-        token = sampler.choose(logits)
-        if token in stop:
-            return
-        yield Step(token, logits)
-        if index + 1 < num_tokens:
-            logits = session.step(token)
+    left = list(limits)
+    running = list(range(len(sessions)))
+    while running:
+        chosen = {}
+        for text, row in zip(running, logits, strict=True):
+            token = choosers[text].choose(row) if left[text] > 0 else None
+            if token is not None and token not in stop:
+                yield Choice(text, token, row)
+                left[text] -= 1
+                if left[text] > 0:
+                    chosen[text] = token
+            if text not in chosen:
+                yield Choice(text, None, row)
+        running = list(chosen)
+        if running:
+            batch = sessions[0].batch
+            logits = batch.step([sessions[text] for text in running], list(chosen.values()))

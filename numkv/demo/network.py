@@ -1,0 +1,136 @@
+"""The forward pass of a Qwen3 or Llama decoder: matrices in NumPy, the KV cache in numkv.
+
+The cache takes the fused q, k and v projections of a layer, norms and rotates them, stores K and V,
+and attends; where and how it keeps them is its own affair. All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import QKMode, targets
+from numkv.demo.cache import Step
+from numkv.demo.checkpoint import LayerWeights, Weights
+from numkv.demo.config import ModelConfig
+from numkv.demo.rotary import rotary_tables
+
+__all__ = ["Network"]
+
+Array = NDArray[np.float32]
+
+
+class Network:
+    """All layers of a decoder, over caches on one target.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        Sizes and constants.
+    weights : Weights
+        Everything that was learned.
+    num_positions : int
+        The most tokens that a text may have.
+    target : str
+        Where caches live; arrays are moved there and back.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, num_positions: int, target: str
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        place = targets.get(target)
+        self._to_target = place.asarray
+        self._to_host = place.to_host
+        cos, sin = rotary_tables(config, num_positions)
+        common = {
+            "num_q_heads": config.num_q_heads,
+            "qk_mode": QKMode.NORM_HALF_SPLIT if config.has_qk_norm else QKMode.HALF_SPLIT,
+            "cos": self._to_target(cos),
+            "sin": self._to_target(sin),
+        }
+        self._write_options = [{**common, **self._norms_of(layer)} for layer in weights.layers]
+
+    def _norms_of(self, layer: LayerWeights) -> dict[str, Any]:
+        if layer.q_norm is None or layer.k_norm is None:
+            return {}
+        return {
+            "q_norm_weight": self._to_target(layer.q_norm),
+            "k_norm_weight": self._to_target(layer.k_norm),
+            "eps": self._config.rms_norm_eps,
+        }
+
+    def hidden(self, tokens: NDArray[np.integer[Any]], step: Step) -> Array:
+        """Run tokens through all layers.
+
+        Parameters
+        ----------
+        tokens : int array (num_tokens,)
+            The new tokens of the step's texts, one text after another.
+        step : Step
+            Where their K and V go, and what they attend to.
+
+        Returns
+        -------
+        ndarray
+            ``(num_tokens, hidden_size)``: the last layer's output, normed.
+
+        Raises
+        ------
+        IndexError
+            If a token is not in the vocabulary; nothing is written.
+        """
+        config, weights = self._config, self._weights
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < config.vocab_size:
+            raise IndexError(
+                f"tokens: expected [0, {config.vocab_size}), got {tokens.min()}..{tokens.max()}"
+            )
+        eps = config.rms_norm_eps
+        x: Array = weights.embedding[tokens]
+        for index, layer in enumerate(weights.layers):
+            x += self._attention(index, _rms_norm(x, layer.input_norm, eps), step)
+            x += _feed_forward(layer, _rms_norm(x, layer.post_norm, eps))
+        return _rms_norm(x, weights.norm, eps)
+
+    def logits(self, hidden: Array) -> Array:
+        """Score every token of the vocabulary as the next one.
+
+        Parameters
+        ----------
+        hidden : ndarray
+            ``(..., hidden_size)``, from `hidden`.
+
+        Returns
+        -------
+        ndarray
+            ``(..., vocab_size)``.
+        """
+        scores: Array = hidden @ self._weights.output.T
+        return scores
+
+    def _attention(self, index: int, x: Array, step: Step) -> Array:
+        weights = self._weights.layers[index]
+        qkv = self._to_target(x @ weights.qkv.T)
+        q = step.write(index, qkv, **self._write_options[index])
+        mixed = self._to_host(step.attention(index, q))
+        projected: Array = mixed.reshape(len(x), -1) @ weights.o.T
+        return projected
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    normed: Array = x * scale * weight
+    return normed
+
+
+def _feed_forward(layer: LayerWeights, x: Array) -> Array:
+    both = x @ layer.gate_up.T
+    half = both.shape[-1] // 2
+    gate, up = both[:, :half], both[:, half:]
+    with np.errstate(over="ignore"):  # exp of a very negative gate is inf, and the gate then 0
+        inner = gate / (1 + np.exp(-gate)) * up
+    down: Array = inner @ layer.down.T
+    return down
