@@ -39,6 +39,8 @@ from numkv.targets import Array
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
 
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
+
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
 
@@ -53,8 +55,9 @@ class _Sequence:
     tokens: NDArray[np.int32]  # ids of the first tokens, as far as they are known
     digests: list[NDArray[np.uint8]]  # of the full blocks whose tokens are known, per group
     registered: int  # blocks that are findable already
-    reserved: int = 0  # tokens of a step that is open
+    reserved: int | None = None  # tokens of the step that is open, if one is
     cached: int = 0  # tokens that came from the prefix cache when it was added
+    pins: list[NDArray[np.int32]] = field(default_factory=list)  # blocks of each `pin`
 
 
 @dataclass(frozen=True)
@@ -332,10 +335,11 @@ class PagedKVCache:
         windows: Sequence[int] | None = None,
     ) -> None:
         layers = check_size("num_layers", num_layers, 1)
-        self._windows = [-1] * layers if windows is None else [int(w) for w in windows]
-        if len(self._windows) != layers or min(self._windows) < -1:
+        given = [-1] * layers if windows is None else windows
+        self._windows = [check_size("windows", w, -1) for w in given]
+        if len(self._windows) != layers:
             raise DimensionMismatch(
-                f"`windows`: expected {layers} numbers of at least -1, got {windows!r}",
+                f"`windows`: expected {layers} numbers, one for each layer, got {windows!r}",
                 expected=layers,
                 actual=len(self._windows),
             )
@@ -415,7 +419,7 @@ class PagedKVCache:
 
     def window_of(self, layer: int) -> int:
         """The window of a layer; -1 for none."""
-        return self._windows[layer]
+        return self._windows[check_index("layer", layer, self.num_layers)]
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence that are committed."""
@@ -445,9 +449,9 @@ class PagedKVCache:
 
     def _idle(self, seq: int) -> _Sequence:
         found = self._sequence(seq)
-        if found.reserved:
+        if found.reserved is not None:
             raise NumkvError(
-                f"expected sequence {seq} to have no open step, got one of {found.reserved} tokens; "
+                f"`seq`: expected sequence {seq} to have no open step, got one of {found.reserved} tokens; "
                 "commit it or roll it back first"
             )
         return found
@@ -490,13 +494,14 @@ class PagedKVCache:
         ids = token_ids([] if tokens is None else tokens)
         size = self.block_size
         usable = max(0, len(ids) - 1) // size
+        extra = None if extra is None else dict(extra)  # of the caller's objects nothing is kept
         digests = self._digests(ids[: usable * size], extra, None)
         blocks, tables = self._find_prefix(ids[: usable * size], digests)
         for table in tables:
             self.blocks.acquire(table[table >= 0])
         seq, self._next = self._next, self._next + 1
         self._sequences[seq] = _Sequence(
-            blocks * size, tables, extra, ids[: blocks * size],
+            blocks * size, tables, extra, ids[: blocks * size].copy(),
             [d[:blocks] for d in digests], blocks, cached=blocks * size,
         )  # fmt: skip
         return seq
@@ -504,14 +509,20 @@ class PagedKVCache:
     def _digests(
         self, ids: NDArray[np.int32], extra: Extra | None, parents: list[Any] | None
     ) -> list[NDArray[np.uint8]]:
-        """Names of the full blocks of `ids`, for each group: what a block holds depends on it."""
-        names = []
-        for group in range(self.num_groups):
-            if parents is None:
-                tagged = {**(extra or {}), "numkv group": group} if group else extra
-                names.append(block_digests(ids, self.block_size, tagged))
-            else:
-                names.append(block_digests(ids, self.block_size, parent=parents[group]))
+        """Names of the full blocks of `ids`, for each group: what a block holds depends on it.
+
+        Tokens are hashed once. The names of group 0 are the chain of digests, and those of another differ from them
+        in one word, by a number that stands for the group.
+        """
+        parent = None if parents is None else parents[0]
+        chain = block_digests(
+            ids, self.block_size, extra if parent is None else None, parent=parent
+        )
+        names = [chain]
+        for group in range(1, self.num_groups):
+            other = chain.copy()
+            other.view("<u8")[:, 0] ^= np.uint64(group * _SPREAD % 2**64)
+            names.append(other)
         return names
 
     def _find_prefix(
@@ -524,17 +535,15 @@ class PagedKVCache:
             if window < 0:
                 missing = np.flatnonzero(there[:blocks] < 0)
                 blocks = int(missing[0]) if len(missing) else blocks
-        while blocks > 0:
-            first = [
-                self._first_needed(window, blocks * self.block_size) for window, _ in self._groups
-            ]
-            holes = [
-                np.flatnonzero(there[start:blocks] < 0) + start
-                for there, start in zip(found, first, strict=True)
-            ]
-            if not any(len(h) for h in holes):
-                break
-            blocks = min(int(h[-1]) for h in holes if len(h))
+        # fits[n]: in every group, the newest of n blocks' tokens finds all that it sees.
+        fits = np.ones(blocks + 1, np.bool_)
+        for (window, _), there in zip(self._groups, found, strict=True):
+            if window >= 0:
+                numbers = np.arange(1, blocks + 1)
+                last_hole = np.maximum.accumulate(np.where(there[:blocks] < 0, numbers, 0))
+                ends = numbers * self.block_size - 1 - window
+                fits[1:] &= last_hole <= np.maximum(0, ends) // self.block_size
+        blocks = int(np.flatnonzero(fits)[-1])
         tables = []
         for (window, _), there in zip(self._groups, found, strict=True):
             table = there[:blocks].astype(np.int32)
@@ -622,25 +631,42 @@ class PagedKVCache:
         state.digests = [d[:full] for d in state.digests]
         state.registered = min(state.registered, full)
 
-    def pin(self, seq: int) -> None:
-        """Keep a sequence's findable blocks from ever being evicted, also after it is removed.
+    def pin(self, seq: int) -> NDArray[np.int32]:
+        """Keep the blocks of a sequence that are findable now from ever being evicted, also after it is removed.
 
         Parameters
         ----------
         seq : int
             The sequence.
+
+        Returns
+        -------
+        int32 array (n,)
+            The blocks. When the sequence is gone, ``cache.blocks.unpin`` takes them.
         """
-        self.blocks.pin(self._findable(seq))
+        ids = self._findable(seq)
+        self.blocks.pin(ids)
+        self._sequence(seq).pins.append(ids)
+        return ids
 
     def unpin(self, seq: int) -> None:
-        """Take one pin of `pin` back.
+        """Take the last `pin` of a sequence back, whatever has become of the sequence since.
 
         Parameters
         ----------
         seq : int
             The sequence.
+
+        Raises
+        ------
+        NumkvError
+            If it is not pinned.
         """
-        self.blocks.unpin(self._findable(seq))
+        pins = self._sequence(seq).pins
+        if not pins:
+            raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
+        self.blocks.unpin(pins[-1])
+        pins.pop()
 
     def _findable(self, seq: int) -> NDArray[np.int32]:
         ids = np.concatenate([t[t >= 0] for t in self._sequence(seq).tables])
@@ -757,7 +783,7 @@ class PagedKVCache:
         starts = np.concatenate([[0], np.cumsum(step.new_lens)])
         for i, seq in enumerate(step.sequences):
             state = self._sequences[seq]
-            state.reserved = 0
+            state.reserved = None
             known = len(state.tokens) == state.length
             length = state.length + int(keep[i])
             if ids is not None and known:
@@ -998,7 +1024,7 @@ class PagedKVCache:
                 f"{counts[wrong[0]]}"
             )
         for seq, state in self._sequences.items():
-            need = -(-(state.length + state.reserved) // self.block_size)
+            need = -(-(state.length + (state.reserved or 0)) // self.block_size)
             for (window, _), table in zip(self._groups, state.tables, strict=True):
                 first = self._first_needed(window, state.length)
                 if len(table) != need or (table[first:] < 0).any():

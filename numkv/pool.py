@@ -129,18 +129,21 @@ class Pool:
 
         Parameters
         ----------
-        rows : array (num_tokens, num_heads, head_dim)
+        rows : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
             Checked rows, by argument name.
         """
         for name, x in rows.items():
             kind = kind_of_dtype(x.dtype)
             assert kind is not None
-            flat = self.target.ops.first_non_finite(self.target.words(x), kind.name)
+            shape = tuple(x.shape)
+            heads = x if len(shape) == 3 else x.reshape((shape[0], 1, shape[1]))
+            flat = self.target.ops.first_non_finite(self.target.words(heads), kind.name)
             if flat >= 0:
-                index = tuple(int(i) for i in np.unravel_index(flat, tuple(x.shape)))
+                index = tuple(int(i) for i in np.unravel_index(flat, shape))
+                of_k = name == "k" or not self.v_kind.has_scales
                 raise NonFiniteInput(
                     f"`{name}`: expected finite numbers for storage in "
-                    f"{self.k_kind if name[0] == 'k' else self.v_kind}, got NaN or infinity at "
+                    f"{self.k_kind if of_k else self.v_kind}, got NaN or infinity at "
                     f"{index}; mask it, or pass check_finite=False",
                     index=index,
                 )

@@ -150,8 +150,7 @@ class Projection:
     def check_finite(self, pool: Pool) -> None:
         """Refuse NaN and infinity where the pool is quantised."""
         if pool.k_kind.has_scales or pool.v_kind.has_scales:
-            tokens, width = self.qkv.shape
-            pool.check_finite(qkv=self.qkv.reshape((tokens, 1, width)))
+            pool.check_finite(qkv=self.qkv)
 
 
 def _check_tables(

@@ -69,6 +69,8 @@ def layer_struct(k_kind, v_kind):
             if position >= len(self.block_table) * block_size:
                 return False
             slot = self.slot(position)
+            if slot < 0:  # a paged layer that has not taken the block
+                return False
             block, offset = slot // block_size, slot % block_size
             for h in range(self.k.shape[1]):
                 scale = store_k_row(k_row[h], self.k[block, h, offset], store_k_word)

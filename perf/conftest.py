@@ -8,6 +8,7 @@ import pytest
 import numkv
 
 _lines: list[tuple[str, float, float, str, float, float]] = []
+_ratios: list[tuple[str, str, float, float]] = []
 
 
 def pytest_collection_modifyitems(items):
@@ -49,10 +50,26 @@ def measure(benchmark, request):
     return timed
 
 
+@pytest.fixture
+def ratios(benchmark, request):
+    """``ratios(what, ratio, limit)``: put a ratio of two times, measured side by side, into the table."""
+
+    def noted(what, ratio, limit):
+        benchmark.extra_info[what] = ratio
+        _ratios.append((request.node.nodeid, what, ratio, limit))
+
+    return noted
+
+
 def pytest_terminal_summary(terminalreporter):
+    write = terminalreporter.write_line
+    if _ratios:
+        terminalreporter.section("side by side")
+        for name, what, ratio, limit in _ratios:
+            mark = "" if ratio <= limit else f"   above {limit:.2f}"
+            write(f"{name.split('/')[-1]:60} {what} {ratio:.3f}{mark}")
     if not _lines:
         return
-    write = terminalreporter.write_line
     terminalreporter.section("share of the machine's bandwidth")
     write(f"{'benchmark':52} {'median':>11} {'GB/s':>7} {'share':>6}   probe before/after")
     for name, median, rate, probe, before, after in _lines:

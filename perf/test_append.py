@@ -8,7 +8,7 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 def test_append(measure, rng, kind, tokens):
     heads, dim = 8, 128
     layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind)
@@ -16,7 +16,12 @@ def test_append(measure, rng, kind, tokens):
 
     layer.append(rows, rows)
     expected = rows.astype(numkv.kind(kind).dtype).transpose(1, 0, 2)
-    assert np.array_equal(layer.k[0, :, :tokens], expected)
+    got = layer.k[0, :, :tokens]
+    if kind == "int8":
+        scale = layer.k_scale[0, :, :tokens, None]
+        assert np.all(np.abs(got * scale - expected) <= 0.501 * scale)
+    else:
+        assert np.array_equal(got, expected)
 
     def run():
         layer.seq_len = 0

@@ -28,27 +28,50 @@ def attend_plainly(q, k, v):
     return np.einsum("hn,hnd->hd", p / p.sum(1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
+    """K, V and their scales for separate layers, as stored, and one sequence's values as floats.
+
+    The rows are random ones of one sequence, used by all: what they hold does not change the work.
+    """
+    stored, scales, values = [], {}, []
+    for which in "kv":
+        rows = rng.standard_normal((kv_heads, length, dim), np.float32)
+        shape = (layers, batch, *rows.shape)
+        if kind == "int8":
+            scale = np.abs(rows).max(-1) / np.float32(127)
+            rows = np.rint(rows / scale[..., None]).astype(np.int8)
+            scales[f"{which}_scale"] = np.empty(shape[:-1], np.float32)
+            scales[f"{which}_scale"][:] = scale
+            values.append(rows * scale[..., None])
+        else:
+            rows = rows.astype(numkv.kind(kind).dtype)
+            values.append(rows)
+        stored.append(np.empty(shape, rows.dtype))
+        stored[-1][:] = rows
+    return stored, scales, values
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_attention(measure, rng, shape, kind):
     batch, q_heads, kv_heads, dim, length = SHAPES[shape]
-    dtype = numkv.kind(kind).dtype
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = max(1, min(64, COLD // size))
-    # Random rows for one sequence, used by all: what they hold does not change the work.
-    k, v = (np.empty((layers, batch, kv_heads, length, dim), dtype) for _ in range(2))
-    k[:], v[:] = (rng.standard_normal((kv_heads, length, dim), np.float32) for _ in range(2))
+    (k, v), scales, values = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)
     q = rng.standard_normal((batch, q_heads, dim), np.float32)
     lens = np.full(batch, length)
 
-    got = numkv.decode_attention(q, k[0], v[0], lens)
-    expected = attend_plainly(q[-1], k[0, -1], v[0, -1])
+    def attend(i):
+        return numkv.decode_attention(q, k[i], v[i], lens, **{n: x[i] for n, x in scales.items()})
+
+    got = attend(0)
+    expected = attend_plainly(q[-1], *values)
     assert np.linalg.norm(got[-1] - expected) < 1e-5 * np.linalg.norm(expected)
 
     layer = itertools.cycle(range(layers))
 
-    def run():
-        i = next(layer)
-        numkv.decode_attention(q, k[i], v[i], lens)
-
-    measure(run, traffic.decode_attention(batch, q_heads, kv_heads, dim, length, kind), "read")
+    measure(
+        lambda: attend(next(layer)),
+        traffic.decode_attention(batch, q_heads, kv_heads, dim, length, kind),
+        "read",
+    )

@@ -8,7 +8,7 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 def test_write(measure, rng, kind, tokens):
     q_heads, kv_heads, dim = 32, 8, 128
     layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind)
@@ -27,7 +27,9 @@ def test_write(measure, rng, kind, tokens):
     c, s = np.cos(angles[tokens - 1]), np.sin(angles[tokens - 1])
     low, high = x[: dim // 2], x[dim // 2 :]
     expected = np.concatenate([low * c - high * s, high * c + low * s])
-    assert np.allclose(layer.k[0, 0, tokens - 1].astype(np.float64), expected, atol=0.02)
+    scale = layer.k_scale[0, 0, tokens - 1] if kind == "int8" else 1
+    stored = layer.k[0, 0, tokens - 1].astype(np.float64) * scale
+    assert np.allclose(stored, expected, atol=0.03)
 
     def run():
         layer.seq_len = 0

@@ -1,4 +1,7 @@
-"""Bytes that an operation must move at least: each input read once, each output written once."""
+"""Bytes that an operation must move at least: each input read once, each output written once.
+
+Scales of quantised kinds count as part of their rows.
+"""
 
 from numkv import kind
 
@@ -7,6 +10,16 @@ def decode_attention(num_seqs, num_q_heads, num_kv_heads, head_dim, seq_len, kin
     """K and V of all sequences, the queries and the outputs."""
     kv = num_seqs * seq_len * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
     return kv + 2 * num_seqs * num_q_heads * head_dim * q_bytes
+
+
+def paged_decode_attention(
+    num_seqs, num_q_heads, num_kv_heads, head_dim, seq_len, block_size, kind_name, q_bytes=4
+):
+    """The same, and the blocks of each sequence."""
+    rows = decode_attention(
+        num_seqs, num_q_heads, num_kv_heads, head_dim, seq_len, kind_name, q_bytes
+    )
+    return rows + num_seqs * -(-seq_len // block_size) * 4
 
 
 def append(num_tokens, num_kv_heads, head_dim, kind_name, source_bytes):

@@ -18,13 +18,43 @@ DTYPES = {
 def words(x):
     """The bits of an array, as unsigned integers: to compare NaN payloads."""
     x = np.ascontiguousarray(x)
-    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
+    return x.view(f"u{x.dtype.itemsize}")
 
 
 def round_to(x, kind):
     """Round to nearest, ties to even."""
     with np.errstate(over="ignore"):
         return np.asarray(x).astype(DTYPES[kind])
+
+
+def int8_quantise(x):
+    """Codes and scales of rows ``(..., d)``: ``max |x| / 127`` in float32, nearest code, ties to even."""
+    x = np.asarray(x).astype(np.float32)
+    scale = np.abs(x).max(axis=-1) / np.float32(127)
+    quotient = x / np.where(scale > 0, scale, np.float32(1))[..., None]
+    codes = np.clip(np.rint(quotient), -127, 127) * (scale > 0)[..., None]
+    return codes.astype(np.int8), scale
+
+
+def int8_dequantise(codes, scale):
+    """Float64 values of codes ``(..., d)`` with scales ``(...)``."""
+    return codes.astype(np.float64) * np.asarray(scale).astype(np.float64)[..., None]
+
+
+def gather(pool, block_table, seq_lens):
+    """Paged rows side by side: ``pool (blocks, heads, block_size, ...)`` -> ``(num_seqs, heads, longest, ...)``.
+
+    What lies past a length stays 0, and its block is never looked up.
+    """
+    pool = np.asarray(pool)
+    _, heads, block_size = pool.shape[:3]
+    out = np.zeros((len(seq_lens), heads, max(seq_lens, default=0), *pool.shape[3:]), pool.dtype)
+    for s, n in enumerate(seq_lens):
+        for position in range(n):
+            block = int(block_table[s][position // block_size])
+            assert 0 <= block < len(pool)
+            out[s, :, position] = pool[block, :, position % block_size]
+    return out
 
 
 # ---------------------------------------------------------------- attention

@@ -11,8 +11,9 @@ import numkv
 
 CONTRACT = {
     "AppendArgs", "AppendDescriptor", "AppendPlan", "CacheFull", "ContiguousLayer",
-    "DimensionMismatch", "KVCache", "NonFiniteInput", "NotSupported", "NumkvError",
-    "UnsupportedDType", "append", "decode_attention", "kind", "merge_states",
+    "DimensionMismatch", "KVCache", "NonFiniteInput", "NotSupported", "NumkvError", "PagedLayer",
+    "PagedPool", "UnsupportedDType", "append", "decode_attention", "kind", "merge_states",
+    "paged_append", "paged_decode_attention", "paged_prefill_attention", "paged_write",
     "prefill_attention",
 }  # fmt: skip
 
@@ -121,6 +122,11 @@ SIGNATURES = {  # as the contract writes them
         "num_layers", "num_kv_heads", "head_dim", "max_seq_len", "kind", "target", "head_dim_v",
     ],
     "ContiguousLayer": ["capacity", "num_kv_heads", "head_dim", "kind", "target"],
+    "PagedLayer": [
+        "max_blocks_per_seq", "block_size", "num_kv_heads", "head_dim", "kind", "target", "pool",
+    ],
+    "PagedPool": ["num_blocks", "block_size", "num_kv_heads", "head_dim", "kind", "target"],
+    "paged_append": ["k", "v", "k_pool", "v_pool", "slot_mapping", "k_scale", "v_scale"],
     "AppendDescriptor": [
         "batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v", "dtype",
     ],
@@ -159,8 +165,14 @@ def test_names_and_order_of_the_contract(name):
     [
         ("decode_attention", ["q", "k", "v", "seq_lens"]),
         ("prefill_attention", ["q", "k", "v", "seq_lens", "cu_seqlens_q"]),
+        ("paged_decode_attention", ["q", "k_pool", "v_pool", "block_table", "seq_lens"]),
+        (
+            "paged_prefill_attention",
+            ["q", "k_pool", "v_pool", "block_table", "seq_lens", "cu_seqlens_q"],
+        ),
         ("KVCache.decode_attention", ["layer", "q"]),
         ("ContiguousLayer.decode_attention", ["q"]),
+        ("PagedLayer.decode_attention", ["q"]),
     ],
 )
 def test_attention_options_are_the_same_everywhere(name, leading):

@@ -7,7 +7,7 @@ from numba import njit
 
 import numkv
 
-KINDS = list(naive.DTYPES)
+KINDS = [*naive.DTYPES, "int8"]
 
 
 @njit
@@ -34,24 +34,63 @@ def slots(cache, positions):
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_own_code_appends_and_reads(rng, kind):
+def as_stored(x, kind):
+    """Rows as float32 after a way through storage."""
+    if kind == "int8":
+        codes, scale = naive.int8_quantise(x)
+        return codes.astype(np.float32) * scale[..., None]
+    return naive.round_to(x, kind).astype(np.float32)
+
+
+@pytest.mark.parametrize("kinds", [(k, k) for k in KINDS] + [("bf16", "int8")], ids="-".join)
+def test_own_code_appends_and_reads(rng, kinds):
     """Rows appended in nopython mode are the layer's rows, and are read back as float32."""
-    layer = numkv.ContiguousLayer(6, 2, 4, kind=kind)
+    layer = numkv.ContiguousLayer(6, 2, 4, k_kind=kinds[0], v_kind=kinds[1])
     k, v = (rng.standard_normal((5, 2, 4), np.float32) for _ in "kv")
     layer.append(k[:2], v[:2])
     assert append_all(layer.jit, k[2:], v[2:]) == 3
     assert layer.seq_len == 5
-    want_k, want_v = naive.round_to(k, kind), naive.round_to(v, kind)
-    assert np.array_equal(layer.k[0, :, :5].swapaxes(0, 1), want_k)
-    assert np.array_equal(layer.v[0, :, :5].swapaxes(0, 1), want_v)
+    twin = numkv.ContiguousLayer(6, 2, 4, k_kind=kinds[0], v_kind=kinds[1])
+    twin.append(k, v)
+    for mine, its in ((layer.k, twin.k), (layer.v, twin.v), (layer.k_scale, twin.k_scale),
+                      (layer.v_scale, twin.v_scale)):  # fmt: skip
+        assert np.array_equal(mine, its)
     got_k, got_v = np.zeros((2, 5, 2, 4), np.float32)
     read_all(layer.jit, got_k, got_v)
-    assert np.array_equal(got_k, want_k.astype(np.float32))
-    assert np.array_equal(got_v, want_v.astype(np.float32))
-    q = rng.standard_normal((1, 2, 4), np.float32)
-    out, _ = naive.attention(q, layer.k, layer.v, [5])
-    assert np.allclose(layer.decode_attention(q), out, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(got_k, as_stored(k, kinds[0]))
+    assert np.array_equal(got_v, as_stored(v, kinds[1]))
+    if kinds[0] == kinds[1]:
+        q = rng.standard_normal((1, 2, 4), np.float32)
+        out, _ = naive.attention(q, *(x.swapaxes(0, 1)[None] for x in (got_k, got_v)), [5])
+        assert np.allclose(layer.decode_attention(q), out, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_a_paged_layer(rng, kind):
+    """Own code follows the block table, as far as the layer has blocks."""
+    pool = numkv.PagedPool(6, 3, 2, 4, kind=kind)
+    other, layer = (numkv.PagedLayer(4, 3, 2, 4, pool=pool) for _ in "ab")
+    rows = rng.standard_normal((9, 2, 4), np.float32)
+    other.append(rows[:2], rows[:2])
+    layer.append(rows[:4], -rows[:4])
+    others = other.k[other.block_indices[0]].copy()
+    jit = layer.jit
+    assert jit.block_table.tolist() == layer.block_table.tolist()
+    size, (first, second) = 3, layer.block_indices
+    assert slots(jit, np.array([0, 2, 5])).tolist() == [
+        first * size, first * size + 2, second * size + 2
+    ]  # fmt: skip
+    before, free = pool.pool.k.copy(), pool.num_free
+    assert append_all(jit, rows[4:], -rows[4:]) == 2  # the second block has two places left
+    assert (layer.seq_len, pool.num_free) == (6, free)
+    untouched = [b for b in range(6) if b != second]
+    assert np.array_equal(pool.pool.k[untouched], before[untouched])
+    layer.append(rows[6:], -rows[6:])
+    got_k, got_v = np.zeros((2, 9, 2, 4), np.float32)
+    read_all(layer.jit, got_k, got_v)
+    assert np.array_equal(got_k, as_stored(rows, kind))
+    assert np.array_equal(got_v, -got_k)
+    assert np.array_equal(other.k[other.block_indices[0]], others)
 
 
 def test_fields_are_the_layers_buffers():
@@ -101,18 +140,19 @@ def load(cache, layer, position, out):
     cache.load_v(layer, position, 0, out[1])
 
 
-def test_a_cache_of_all_layers(rng):
-    cache = numkv.KVCache(2, 1, 4, kind="bf16", max_seq_len=2)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_a_cache_of_all_layers(rng, kind):
+    cache = numkv.KVCache(2, 1, 4, kind=kind, max_seq_len=2)
     k, v = rng.standard_normal((2, 1, 4), np.float32)
     assert step(cache.jit, k, v)
     assert len(cache) == 1
-    assert np.array_equal(cache.k(1)[0], naive.round_to(k, "bf16"))
+    assert np.array_equal(cache.k(1)[0].astype(np.float32), as_stored(k, kind))
     cache.append(0, v, k)
     assert not cache.jit.advance(1)  # layer 1 is not there yet
     out = np.zeros((2, 4), np.float32)
     load(cache.jit, 0, 1, out)
-    assert np.array_equal(out[0], naive.round_to(v[0], "bf16").astype(np.float32))
-    assert np.array_equal(out[1], naive.round_to(k[0], "bf16").astype(np.float32))
+    assert np.array_equal(out[0], as_stored(v[0], kind))
+    assert np.array_equal(out[1], as_stored(k[0], kind))
     assert not step(cache.jit, k, v)  # layer 0 is full
 
 

@@ -8,29 +8,31 @@ import pytest
 import numkv
 from numkv.kinds import kinds
 
-TABLE = [  # name, bytes, dtype, word
-    ("fp64", 8, np.float64, np.float64),
-    ("fp32", 4, np.float32, np.float32),
-    ("fp16", 2, np.float16, np.uint16),
-    ("bf16", 2, ml_dtypes.bfloat16, np.uint16),
+TABLE = [  # name, bytes, scales, dtype, word
+    ("fp64", 8, False, np.float64, np.float64),
+    ("fp32", 4, False, np.float32, np.float32),
+    ("fp16", 2, False, np.float16, np.uint16),
+    ("bf16", 2, False, ml_dtypes.bfloat16, np.uint16),
+    ("int8", 1, True, np.float32, np.int8),
 ]
 ALIASES = {
     "fp64": ["f64", "float64", "FP64"],
     "fp32": ["f32", "float32", "Float32"],
     "fp16": ["f16", "float16"],
     "bf16": ["bfloat16", "BF16"],
+    "int8": ["i8", "INT8"],
 }
 
 
-@pytest.mark.parametrize(("name", "size", "dtype", "word"), TABLE)
-def test_facts(name, size, dtype, word):
+@pytest.mark.parametrize(("name", "size", "has_scales", "dtype", "word"), TABLE)
+def test_facts(name, size, has_scales, dtype, word):
     kind = numkv.kind(name)
     assert kind.name == name
     assert kind.bytes_per_element == size
-    assert kind.has_scales is False
+    assert kind.has_scales is has_scales
     assert kind.dtype == np.dtype(dtype)
     assert kind.word == np.dtype(word)
-    assert kind.dtype == naive.DTYPES[name]
+    assert has_scales or kind.dtype == naive.DTYPES[name]
 
 
 @pytest.mark.parametrize(("name", "alias"), [(n, a) for n, many in ALIASES.items() for a in many])
@@ -64,6 +66,8 @@ def test_unknown_names(bad):
         ("fp16", 1, 192, 128, 640),
         ("fp32", 3, 7, 5, 144),
         ("fp32", 2, 4, 0, 32),
+        ("int8", 8, 128, None, 2112),
+        ("int8", 2, 5, 3, 32),
     ],
 )
 def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parent.parent / "numkv" / "kernels"
-APART = {"__init__", "simd"}
+APART = {"__init__", "simd", "convert", "splits"}  # what kernels of one target share
 
 
 def operations(target: str) -> set[str]:
@@ -51,7 +51,7 @@ def test_a_target_offers_all_of_them(target):
             assert callable(getattr(package, function))
 
 
-@pytest.mark.parametrize("name", ["append", "attention", "write"])
+@pytest.mark.parametrize("name", ["append", "attention", "paged_attention", "write"])
 def test_operations_that_move_memory_have_a_benchmark(name):
     perf = KERNELS.parent.parent / "perf"
     assert any(name in path.stem for path in perf.glob("test_*.py"))

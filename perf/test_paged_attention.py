@@ -1,0 +1,63 @@
+"""Paged decode beside contiguous decode of the same rows: a shuffled block table may cost 5% at most."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+import numkv
+from perf import traffic
+from perf.test_attention import COLD, SHAPES, layers_of_rows
+
+BLOCK_SIZE, LIMIT = 16, 1.05
+
+
+def paged(x, order, batch, blocks):
+    """Contiguous ``(batch, heads, tokens, ...)`` as a pool whose blocks lie in `order`."""
+    cut = x.reshape(batch, x.shape[1], blocks, BLOCK_SIZE, *x.shape[3:]).swapaxes(1, 2)
+    pool = np.empty((batch * blocks, x.shape[1], BLOCK_SIZE, *x.shape[3:]), x.dtype)
+    pool[order] = cut.reshape(pool.shape)
+    return pool
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("shape", ["A", "B", "D", "F"])
+def test_paged_decode_attention(measure, benchmark, ratios, rng, shape, kind):
+    """Both in turns, so that whatever else the machine does meets both alike."""
+    batch, q_heads, kv_heads, dim, length = SHAPES[shape]
+    size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
+    layers = max(1, min(32, COLD // size))
+    (k, v), scales, _ = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)
+    q = rng.standard_normal((batch, q_heads, dim), np.float32)
+    lens = np.full(batch, length)
+    blocks = length // BLOCK_SIZE
+    order = rng.permutation(batch * blocks)
+    table = order.reshape(batch, blocks).astype(np.int32)
+    pools = [[paged(x[i], order, batch, blocks) for i in range(layers)] for x in (k, v)]
+    pool_scales = [
+        {n: paged(x[i], order, batch, blocks) for n, x in scales.items()} for i in range(layers)
+    ]
+
+    def contiguous_run(i):
+        return numkv.decode_attention(q, k[i], v[i], lens, **{n: x[i] for n, x in scales.items()})
+
+    def paged_run(i):
+        return numkv.paged_decode_attention(
+            q, pools[0][i], pools[1][i], table, lens, **pool_scales[i]
+        )
+
+    assert np.array_equal(contiguous_run(0), paged_run(0))
+    layer = itertools.cycle(range(layers))
+    moved = traffic.paged_decode_attention(batch, q_heads, kv_heads, dim, length, BLOCK_SIZE, kind)
+    measure(lambda: paged_run(next(layer)), moved, "read")
+    if benchmark.enabled:
+        times = {contiguous_run: [], paged_run: []}
+        for n in range(2 * max(20, min(300, int(1.5 / benchmark.stats.stats.median) // 2))):
+            for run in list(times)[:: 1 if n % 2 else -1]:
+                i = next(layer)
+                start = time.perf_counter()
+                run(i)
+                times[run].append(time.perf_counter() - start)
+        one, other = (np.median(x) for x in times.values())
+        ratios("paged / contiguous", other / one, LIMIT)
