@@ -104,7 +104,7 @@ def check_integers(
         The integer dtypes it may have.
     """
     if isinstance(x, (list, tuple)) and target.name == "cpu":
-        x = np.asarray(x, dtypes[-1] if x else np.int64)
+        x = np.asarray(x) if len(x) else np.zeros(0, dtypes[-1])
     return check_array(target, name, x, tuple(np.dtype(d) for d in dtypes), shape)
 
 
