@@ -32,7 +32,7 @@ class Config:
         self.path = path
 '''
 DEFAULT_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.8
+DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_K = 40
 
 #: Control characters would move the cursor or worse; the text shows a sign in their place.
