@@ -1,7 +1,7 @@
 """One row to INT8 codes and a scale, and back: symmetric, a scale for each token and kv head.
 
-``scale = max(|x|) / 127`` in float32, ``code = round_half_even(x / scale)`` within ±127; a zero row has scale 0 and codes 0. The
-error of an element is at most ``scale / 2`` up to float32 rounding, for rows from 1e-30 to the largest half floats.
+``scale = max(|x|) / 127`` in float32, ``code = round_half_even(x / scale)`` within ±127; a zero row has scale 0 and
+codes 0. The error of an element is at most ``scale / 2`` up to float32 rounding, for rows from 1e-30 to 65504.
 """
 
 from __future__ import annotations
