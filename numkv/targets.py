@@ -179,11 +179,13 @@ class CpuTarget:
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a NumPy array of `dtype` and `shape`; converted if it has another float dtype."""
         x = self.asarray(x, name)
-        if x.dtype.kind not in "fi" and x.dtype != _BF16:
-            raise UnsupportedDType(f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}")
+        if x.dtype.kind != "f" and x.dtype != _BF16:
+            raise UnsupportedDType(
+                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; convert it to a float dtype"
+            )
         if x.shape != shape:
             raise DimensionMismatch(
-                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}",
+                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; pass an array of this shape",
                 expected=shape,
                 actual=x.shape,
             )

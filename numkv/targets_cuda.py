@@ -220,7 +220,7 @@ class CudaTarget:
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a device array of `dtype` and `shape`; converted on the host if it must be."""
         x = self.accept(x, name)
-        if x.dtype.kind not in "fi" and x.dtype != _BF16:
+        if x.dtype.kind != "f" and x.dtype != _BF16:
             raise UnsupportedDType(f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}")
         if tuple(x.shape) != shape:
             raise DimensionMismatch(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numba import njit
 
 import numkv
@@ -836,8 +836,9 @@ class Model:
         self.shelve(ids)
 
 
-IDS = st.lists(st.integers(0, WIDTH - 1), max_size=5)
-CONTENTS = st.lists(st.integers(0, len(NAMES) - 1), max_size=5)
+IDS = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=4)
+CONTENTS = st.lists(st.integers(0, len(NAMES) - 1), min_size=1, max_size=4)
+CALLS = st.sampled_from(["release"] * 4 + ["unpin"] * 2 + ["acquire", "pin", "forget"])
 
 
 class PoolModel(RuleBasedStateMachine):
@@ -846,6 +847,7 @@ class PoolModel(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.pool, self.model = BlockPool(WIDTH, SIZE), Model(WIDTH)
+        self.running = []
 
     def both(self, name, args, model_args=None):
         """Make a call on both; returns what the pool and the model returned."""
@@ -862,44 +864,69 @@ class PoolModel(RuleBasedStateMachine):
             raise AssertionError(f"{name} was not refused") from None
         return getattr(self.pool, name)(*args), want
 
-    @rule(n=st.integers(0, WIDTH + 1))
+    @rule(cs=CONTENTS)
+    def begin_sequence(self, cs):
+        """What a cache does with a new prompt: use what is there, fill the rest, make it findable."""
+        found = self.lookup(cs)
+        self.both("acquire", (found,))
+        ids, want = self.both("allocate", (len(cs) - len(found),))
+        if ids is None:
+            self.both("release", (found,))
+            return
+        assert ids.tolist() == want
+        self.running.append([*found, *want])
+        self.register_these(self.running[-1], cs)
+
+    @precondition(lambda self: self.running)
+    @rule(i=st.integers(0, 9))
+    def end_sequence(self, i):
+        self.both("release", (self.running.pop(i % len(self.running)),))
+
+    @rule(cs=CONTENTS)
+    def look(self, cs):
+        self.lookup(cs)
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 3, WIDTH + 1]))
     def allocate(self, n):
         ids, want = self.both("allocate", (n,))
         assert ids is None or ids.tolist() == want
 
-    @rule(ids=IDS, name=st.sampled_from(["release", "acquire", "pin", "unpin", "forget"]))
+    @rule(ids=IDS, name=CALLS)
     def by_ids(self, ids, name):
         self.both(name, (ids,))
 
-    @rule(data=st.data(), name=st.sampled_from(["release", "acquire", "pin", "unpin", "forget"]))
-    def by_likely_ids(self, data, name):
-        """Ids that will mostly do."""
+    @rule(
+        picks=st.lists(st.integers(0, 4 * WIDTH), min_size=1, max_size=6),
+        name=CALLS,
+    )
+    def by_likely_ids(self, picks, name):
+        """Ids that will do."""
         model = self.model
         likely = {
             "release": [b for b in model.refs for _ in range(model.refs[b])],
             "acquire": [b for b in model.refs if model.refs[b] or b in model.content],
             "pin": list(model.content),
             "unpin": [b for b in model.pins for _ in range(model.pins[b])],
-            "forget": [b for b in model.pins if not model.pins[b]],
+            "forget": [b for b in model.content if not model.pins[b]],
         }[name]
-        ids = data.draw(st.permutations(likely))[: data.draw(st.integers(0, 4))]
-        self.both(name, (ids,))
+        self.both(name, ([likely.pop(i % len(likely)) for i in picks if likely],))
 
-    @rule(data=st.data(), cs=CONTENTS)
-    def register(self, data, cs):
-        used = [b for b in self.model.refs if self.model.refs[b]]
-        ids = data.draw(st.permutations(used))[: len(cs)]
-        cs = cs[: len(ids)]
+    def register_these(self, ids, cs):
         holders, want = self.both("register", (ids, NAMES[cs], TOKENS[cs]), (ids, cs))
         assert holders is None or holders.tolist() == want
 
-    @rule(data=st.data(), n=st.integers(1, 4))
-    def register_anything(self, data, n):
-        ids = data.draw(st.lists(st.integers(0, WIDTH - 1), min_size=n, max_size=n))
-        cs = data.draw(st.lists(st.integers(0, len(NAMES) - 1), min_size=n, max_size=n))
-        self.both("register", (ids, NAMES[cs], TOKENS[cs]), (ids, cs))
+    @rule(cs=CONTENTS, first=st.integers(0, WIDTH))
+    def register(self, cs, first):
+        """Blocks in use."""
+        ids = [b for b in self.model.refs if self.model.refs[b]]
+        ids = (ids[first:] + ids[:first])[: len(cs)]
+        self.register_these(ids, cs[: len(ids)])
 
-    @rule(cs=CONTENTS)
+    @rule(ids=IDS, cs=CONTENTS)
+    def register_anything(self, ids, cs):
+        n = min(len(ids), len(cs))
+        self.register_these(ids[:n], cs[:n])
+
     def lookup(self, cs):
         want, reason = [], None
         for c in cs:
@@ -912,6 +939,7 @@ class PoolModel(RuleBasedStateMachine):
         assert self.pool.lookup(NAMES[cs], TOKENS[cs]).tolist() == want
         assert self.pool.miss_reason is reason
         assert all(map(np.array_equal, before, state_of(self.pool)[:-1]))
+        return want
 
     @invariant()
     def same(self):
@@ -936,8 +964,38 @@ class PoolModel(RuleBasedStateMachine):
 
 TestPoolModel = PoolModel.TestCase
 TestPoolModel.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=40, derandomize=True, database=None
+    deadline=None, max_examples=60, stateful_step_count=50, derandomize=True, database=None
 )
+
+
+def test_a_long_random_walk(rng):
+    """The machine's steps, thousands of them, in a row: deeper into the states than hypothesis goes."""
+    machine = PoolModel()
+    machine.begin()
+
+    def some(high, most=4):
+        return rng.integers(0, high, rng.integers(1, most + 1)).tolist()
+
+    for _ in range(4000):
+        name = str(rng.choice(["release"] * 4 + ["unpin"] * 2 + ["acquire", "pin", "forget"]))
+        match int(rng.integers(10)):
+            case 0 | 1 | 2:
+                machine.begin_sequence(cs=some(len(NAMES)))
+            case 3 | 4 if machine.running:
+                machine.end_sequence(i=int(rng.integers(10)))
+            case 5:
+                machine.allocate(n=int(rng.choice([1, 2, WIDTH + 1])))
+            case 6:
+                machine.register(cs=some(len(NAMES)), first=int(rng.integers(WIDTH)))
+            case 7:
+                machine.by_ids(ids=some(WIDTH), name=name)
+            case _:
+                machine.by_likely_ids(picks=some(4 * WIDTH, 6), name=name)
+        machine.same()
+    stats = machine.pool.stats()
+    assert stats.evictions > 300
+    assert stats.hits > 300
+    assert stats.stores > 300
 
 
 def test_a_long_random_life(rng):

@@ -5,7 +5,7 @@ up, stays, and falls linearly to zero over the last part of the run; the run is 
 in wall-clock minutes, so a faster machine simply sees more text.  Most of the run uses
 short windows, the last part windows of the full context.
 
-Run ``python training/train.py --minutes 65``; see ``training/README.md``.
+Run ``python training/train.py --minutes 67``; see ``training/README.md``.
 """
 
 from __future__ import annotations
@@ -505,7 +505,7 @@ def evaluate(directory: Path, held_out: dict[str, bytes]) -> str:
 def main() -> int:
     """Train, or only measure an export with ``--evaluate``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="length of the run")
+    parser.add_argument("--minutes", type=float, default=67.0, help="length of the run")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="where to export")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     parser.add_argument("--evaluate", action="store_true", help="measure --out and sample")

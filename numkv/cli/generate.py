@@ -36,7 +36,7 @@ class Config:
         self.path = path
 '''
 DEFAULT_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.8
+DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_K = 40
 #: Tokens in a block where several texts share a cache and nothing else is asked for.
 DEFAULT_BLOCK_SIZE = 16

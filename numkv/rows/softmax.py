@@ -69,7 +69,7 @@ def merge_weights(lse_a, lse_b):
         Both weights are 0 where both parts saw nothing.
     """
     top = lse_a
-    if lse_b > top:
+    if lse_b > top or lse_b != lse_b:  # a NaN stays one
         top = lse_b
     if top == -np.inf:
         return np.float32(0), np.float32(0), top
