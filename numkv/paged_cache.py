@@ -699,7 +699,7 @@ class PagedKVCache:
             If a sequence has an open step.
         """
         seqs = tuple(sequences)
-        if isinstance(new_lens, int):
+        if isinstance(new_lens, (int, np.integer)):
             new_lens = [new_lens] * len(seqs)
         lens = check_integers(targets.get("cpu"), "new_lens", new_lens, (len(seqs),)).astype(
             np.int64
@@ -810,7 +810,7 @@ class PagedKVCache:
         self.commit(step, np.zeros(len(step.sequences), np.int64))
 
     def _check_open(self, step: Step) -> None:
-        if step._cache is not self or not step.open:
+        if not isinstance(step, Step) or step._cache is not self or not step.open:
             raise NumkvError(
                 "`step`: expected an open step of this cache, got another or an ended one"
             )

@@ -14,11 +14,13 @@ BLOCK_SIZE, LIMIT = 16, 1.05
 
 
 def paged(x, order, batch, blocks):
-    """Contiguous ``(batch, heads, tokens, ...)`` as a pool whose blocks lie in `order`."""
-    cut = x.reshape(batch, x.shape[1], blocks, BLOCK_SIZE, *x.shape[3:]).swapaxes(1, 2)
-    pool = np.empty((batch * blocks, x.shape[1], BLOCK_SIZE, *x.shape[3:]), x.dtype)
-    pool[order] = cut.reshape(pool.shape)
-    return pool
+    """Contiguous ``(layers, batch, heads, tokens, ...)`` as pools whose blocks lie in `order`, in one buffer too."""
+    layers, heads = x.shape[0], x.shape[2]
+    pools = np.empty((layers, batch * blocks, heads, BLOCK_SIZE, *x.shape[4:]), x.dtype)
+    for pool, layer in zip(pools, x, strict=True):
+        cut = layer.reshape(batch, heads, blocks, BLOCK_SIZE, *x.shape[4:]).swapaxes(1, 2)
+        pool[order] = cut.reshape(pool.shape)
+    return pools
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
@@ -34,17 +36,15 @@ def test_paged_decode_attention(measure, benchmark, ratios, rng, shape, kind):
     blocks = length // BLOCK_SIZE
     order = rng.permutation(batch * blocks)
     table = order.reshape(batch, blocks).astype(np.int32)
-    pools = [[paged(x[i], order, batch, blocks) for i in range(layers)] for x in (k, v)]
-    pool_scales = [
-        {n: paged(x[i], order, batch, blocks) for n, x in scales.items()} for i in range(layers)
-    ]
+    k_pool, v_pool = (paged(x, order, batch, blocks) for x in (k, v))
+    pool_scales = {n: paged(x, order, batch, blocks) for n, x in scales.items()}
 
     def contiguous_run(i):
         return numkv.decode_attention(q, k[i], v[i], lens, **{n: x[i] for n, x in scales.items()})
 
     def paged_run(i):
         return numkv.paged_decode_attention(
-            q, pools[0][i], pools[1][i], table, lens, **pool_scales[i]
+            q, k_pool[i], v_pool[i], table, lens, **{n: x[i] for n, x in pool_scales.items()}
         )
 
     assert np.array_equal(contiguous_run(0), paged_run(0))

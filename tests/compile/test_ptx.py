@@ -67,6 +67,6 @@ def test_every_kernel_file_is_in_the_catalogue():
 
 
 @pytest.mark.parametrize("file", ["append", "attention", "write"])
-@pytest.mark.parametrize("kind", ["fp64", "fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["fp64", "fp32", "fp16", "bf16", "int8"])
 def test_every_kind_is_in_the_catalogue(file, kind):
     assert any(module_of(kernel) == file and kind in name for name, kernel, _ in KERNELS)

@@ -1,0 +1,107 @@
+"""What `PagedKVCache` costs beside its kernels: host time of a decode step's bookkeeping, and of adding a long prompt.
+
+Beside the median stands the best run, which says more about the code on a machine that others use too.
+"""
+
+import numpy as np
+import pytest
+
+import numkv
+from numkv.prefix import block_digests
+
+SIZE = 16
+WINDOWS = {"full": None, "sliding": [-1, 128] * 2}
+
+
+@pytest.fixture
+def host_time(benchmark, capsys, request):
+    """``host_time(run, setup)``: time `run` and print what a call costs; returns the best time, or None."""
+
+    def timed(run, setup=None):
+        if not benchmark.enabled:
+            if setup is not None:
+                setup()
+            benchmark(run)
+            return None
+        benchmark.pedantic(run, setup=setup, rounds=100, iterations=1, warmup_rounds=5)
+        stats = benchmark.stats.stats
+        with capsys.disabled():
+            print(
+                f"\n{request.node.name:48} {stats.median * 1e6:9.1f} us a call "
+                f"(best {stats.min * 1e6:.1f})"
+            )
+        return stats.min
+
+    return timed
+
+
+def make(num_blocks, windows=None):
+    """Four layers of one narrow head: the kernels' time is not what is looked at."""
+    return numkv.PagedKVCache(
+        4, 1, 8, num_blocks=num_blocks, block_size=SIZE, kind="fp16", windows=windows
+    )
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["no-ids", "ids"])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_step(host_time, rng, windows, named):
+    """Reserve and commit of a token for each of 64 sequences of 1,000 tokens."""
+    cache = make(16384, WINDOWS[windows])
+    seqs = [cache.add() for _ in range(64)]
+    tokens = rng.integers(0, 150_000, 64 * 1000)
+    cache.commit(cache.reserve(seqs, 1000), token_ids=tokens)
+    assert [cache.length(s) for s in seqs] == [1000] * 64
+    ids = tokens[:64] if named else None
+
+    def run():
+        cache.commit(cache.reserve(seqs, 1), token_ids=ids)
+
+    host_time(run)
+    cache.check()
+
+
+def cached_prompt(rng, windows):
+    """A cache that has a prompt of 50,000 tokens, and the prompt."""
+    cache = make(16384, WINDOWS[windows])
+    tokens = rng.integers(0, 150_000, 50_000).astype(np.int32)
+    seq = cache.add()
+    cache.commit(cache.reserve([seq], len(tokens)), token_ids=tokens)
+    cache.remove(seq)
+    return cache, tokens
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_add_cached(host_time, rng, windows):
+    """Hash a prompt of 50,000 tokens, find it and take it over."""
+    cache, tokens = cached_prompt(rng, windows)
+    seqs = [cache.add(tokens)]
+    assert cache.cached_len(seqs[0]) == 50_000 - SIZE
+
+    def fresh():
+        while seqs:
+            cache.remove(seqs.pop())
+
+    best = host_time(lambda: seqs.append(cache.add(tokens)), fresh)
+
+
+def test_add_without_the_window(host_time, rng):
+    """The same where a sliding group has lost every second block: no length fits, and that is seen at once."""
+    cache, tokens = cached_prompt(rng, "sliding")
+    seqs = []
+    names = cache._digests(tokens, None, None)[1]
+    there = cache.blocks.find(names, tokens)
+    cache.blocks.forget(there[::2][there[::2] >= 0])
+
+    def fresh():
+        while seqs:
+            cache.remove(seqs.pop())
+
+    best = host_time(lambda: seqs.append(cache.add(tokens)), fresh)
+    assert cache.cached_len(seqs[0]) == 0
+
+
+def test_hash_alone(host_time, rng):
+    """The part of it that is sha256."""
+    tokens = rng.integers(0, 150_000, 50_000).astype(np.int32)
+    assert block_digests(tokens, SIZE).shape == (3125, 32)
+    host_time(lambda: block_digests(tokens, SIZE))
