@@ -368,18 +368,19 @@ def test_attention_over_rows_of_extreme_size(target, to, host, rng, size, bound)
     tolerances.assert_rows_close(host(layer.decode_attention(to(q), **options)), want, bound)
 
 
-def relative_error(rng, kind, tokens, heads, dim=128):
-    """L2 error of the output over exact rows, relative, all q heads together."""
+def relative_error(rng, kind, tokens, queries=48, heads=4, dim=128):
+    """L2 error of all outputs over exact rows, relative."""
     k, v = (rng.standard_normal((tokens, heads, dim), F32) for _ in "kv")
-    q = rng.standard_normal((1, 4 * heads, dim), F32)
+    q = rng.standard_normal((queries, 4 * heads, dim), F32)
     layer = numkv.PagedLayer(-(-tokens // 16), 16, heads, dim, kind=kind)
     layer.append(k, v)
-    want, _ = naive.attention(q, k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None], [tokens])
+    exact = (x.swapaxes(0, 1)[None] for x in (k, v))
+    want, _ = naive.attention(q, *exact, [tokens], [0, queries])
     return np.linalg.norm(layer.decode_attention(q) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("tokens", [200, 2000])
+@pytest.mark.parametrize("tokens", [200, 1000])
 def test_accuracy_on_gaussian_data(rng, tokens):
     """0.92% is what the format gives."""
-    assert 0.005 < relative_error(rng, "int8", tokens, 8) <= 0.0095
-    assert relative_error(rng, "fp16", tokens, 8) < 0.0005
+    assert 0.008 < relative_error(rng, "int8", tokens) <= 0.0095
+    assert relative_error(rng, "fp16", tokens) < 0.0005
