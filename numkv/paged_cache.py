@@ -62,16 +62,24 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class PagedStats:
-    """What a cache is like now."""
+    """What a cache is like now.
+
+    Attributes
+    ----------
+    num_seqs : int
+        Sequences.
+    num_tokens : int
+        Tokens of all sequences, shared ones counted for each.
+    unused_slots : int
+        Slots in the sequences' last blocks, in full-attention groups, that hold no token.
+    pool : PoolStats
+        Blocks, and what has happened to them.
+    """
 
     num_seqs: int
-    """Sequences."""
     num_tokens: int
-    """Tokens of all sequences, shared ones counted for each."""
     unused_slots: int
-    """Slots in the sequences' last blocks, in full-attention groups, that hold no token."""
     pool: PoolStats
-    """Blocks, and what has happened to them."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +92,22 @@ class SwappedSequence:
         Tokens.
     tokens : int32 array (n,)
         Ids of the first tokens, as far as they are known.
+    extra : mapping or None
+        What else the content depends on.
     geometry : tuple
         What a cache must be like to take it.
+    logical : list of int64 array
+        Which blocks of each group's table are there.
+    buffers : list of tuple of array
+        K, V and their scales, of each layer of a group.
     """
 
     length: int
     tokens: NDArray[np.int32]
     extra: Extra | None
     geometry: tuple[Any, ...]
-    logical: list[NDArray[np.int64]] = field(repr=False)  # which blocks of each group's table
-    buffers: list[tuple[NDArray[Any], ...]] = field(
-        repr=False
-    )  # K, V and scales of each layer of a group
+    logical: list[NDArray[np.int64]] = field(repr=False)
+    buffers: list[tuple[NDArray[Any], ...]] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -106,12 +118,19 @@ class SwappedSequence:
 class Step:
     """New tokens of some sequences, with room for them in every layer; made by `PagedKVCache.reserve`.
 
-    Attributes
+    Parameters
     ----------
+    cache : PagedKVCache
+        Whose step it is.
     sequences : tuple of int
         The sequences, in order.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+
+    Attributes
+    ----------
+    open : bool
+        Whether it has neither been committed nor rolled back.
     positions : int64 array (num_tokens,)
         Position of each new token in its sequence, on the host.
     """
@@ -418,15 +437,46 @@ class PagedKVCache:
         return sum(pool.nbytes for pool in self._pools)
 
     def window_of(self, layer: int) -> int:
-        """The window of a layer; -1 for none."""
+        """The window of a layer.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        int
+            Earlier tokens that it sees; -1 for all.
+        """
         return self._windows[check_index("layer", layer, self.num_layers)]
 
     def length(self, seq: int) -> int:
-        """Tokens of a sequence that are committed."""
+        """Tokens of a sequence that are committed.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        int
+        """
         return self._sequence(seq).length
 
     def cached_len(self, seq: int) -> int:
-        """Tokens of a sequence that came from the prefix cache when it was added."""
+        """Tokens of a sequence that came from the prefix cache when it was added.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        int
+        """
         return self._sequence(seq).cached
 
     def __len__(self) -> int:

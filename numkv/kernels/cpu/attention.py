@@ -28,6 +28,7 @@ from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.simd import (
     multiply_tile,
     next_item,
+    prefetch,
     score_tile,
     soft_cap_tile,
     softmax_tile,
@@ -103,7 +104,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             V_SCALES = K_SCALES + TILE
             RESCALE = V_SCALES + TILE
             offsets = ints[
-                OFFSETS + np.int64(w) * 4 * TILE :
+                OFFSETS + np.int64(w) * 6 * TILE :
             ]  # of K and V rows, this tile and the next
             b = np.int64(0)
             while True:
@@ -148,28 +149,28 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 
                 # -- tiles of tokens
                 tile = begin - begin % TILE
-                here, ahead = np.int64(0), np.int64(2 * TILE)
-                if begin < end:
+                # Where the rows of this tile and of the next two start: they are asked for ahead of time.
+                here, next_, later = np.int64(0), np.int64(2 * TILE), np.int64(4 * TILE)
+                for i in range(2):
                     _fill_offsets(
-                        offsets[here:],
-                        tile,
-                        begin,
-                        end,
-                        block_table[b],
-                        block_size,
-                        g,
-                        k_step,
-                        v_step,
-                    )
+                        offsets[i * 2 * TILE :], tile + i * TILE, begin, end, block_table[b],
+                        block_size, g, k_step, v_step,
+                    )  # fmt: skip
                 while tile < end:
                     k_at, v_at = offsets[here:], offsets[here + TILE :]
-                    k_ahead = k_at
-                    if tile + TILE < end:
-                        k_ahead = offsets[ahead:]
-                        _fill_offsets(
-                            k_ahead, tile + TILE, begin, end, block_table[b], block_size, g,
-                            k_step, v_step,
-                        )  # fmt: skip
+                    k_ahead, v_ahead = offsets[later:], offsets[next_ + TILE :]
+                    _fill_offsets(
+                        k_ahead, tile + 2 * TILE, begin, end, block_table[b], block_size, g,
+                        k_step, v_step,
+                    )  # fmt: skip
+                    if K_KIND == "int8":
+                        _prefetch_scales(
+                            k_scale, tile + 2 * TILE, begin, end, block_table[b], block_size, g
+                        )
+                    if V_KIND == "int8":
+                        _prefetch_scales(
+                            v_scale, tile + 2 * TILE, begin, end, block_table[b], block_size, g
+                        )
                     if K_KIND == "int8":
                         _gather_scales(
                             floats[K_SCALES:],
@@ -209,13 +210,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             o_at = O + r * pad_v
                             if at_once == 4:
                                 score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
+                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
                             elif at_once == 2:
                                 score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
+                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
                             else:
                                 score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_at)  # fmt: skip
+                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
                             for i in range(at_once):
                                 if K_KIND == "int8":
                                     multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES)
@@ -243,7 +244,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                            K_KIND, k, k_ahead)  # fmt: skip
                         r += at_once
                     tile += TILE
-                    here, ahead = ahead, here
+                    here, next_, later = next_, later, here
 
                 # -- the result, or this split's part of it
                 for r in range(rows):
@@ -350,7 +351,9 @@ def _fill_offsets(offsets, tile, begin, end, blocks, block_size, head, k_step, v
 
     Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
     """
-    p = max(tile, begin)
+    if begin >= end:
+        return
+    p = min(max(tile, begin), end - 1)
     in_block = p % block_size
     block = np.int64(blocks[p // block_size])
     k_base = block * k_step[0] + head * k_step[1]
@@ -382,6 +385,18 @@ def _gather_scales(scales, pool_scale, tile, begin, end, blocks, block_size, hea
                 in_block = 0
                 block = np.int64(blocks[p // block_size])
         scales[j] = pool_scale[block, head, in_block]
+
+
+@register_jitable
+def _prefetch_scales(pool_scale, tile, begin, end, blocks, block_size, head):
+    """Ask for the scales of a tile ahead of time: a line for every sixteen tokens, or for every block."""
+    step = (pool_scale.strides[0] // 4, pool_scale.strides[1] // 4)
+    p = max(tile, begin)
+    while p < min(end, tile + simd.TILE):
+        in_block = p % block_size
+        block = np.int64(blocks[p // block_size])
+        prefetch(pool_scale, block * step[0] + head * step[1] + in_block)
+        p += min(16, block_size - in_block)
 
 
 @register_jitable
@@ -481,7 +496,7 @@ def attention(
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
     threads = numba.get_num_threads()
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 3 * len(seq_lens) + threads * 4 * simd.TILE)
+        ints = _workspace.take("int64", 4 + 3 * len(seq_lens) + threads * 6 * simd.TILE)
         work = _plan_kernel()(seq_lens, q_starts, group, k.shape[1], window_left, ints)
         workers = 1 if work * (dim + dim_v) < SERIAL_WORK else threads
         scratch = scratch_size(group, dim + simd.LANES, dim_v + simd.LANES)

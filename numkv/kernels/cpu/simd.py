@@ -18,8 +18,8 @@ rows at once) comes as literal arguments; sizes that vary by call are ordinary n
 kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is
 loaded under a mask.
 
-Two small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
-vectoriser needs, and `next_item` hands out work to threads.
+Small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
+vectoriser needs, `next_item` hands out work to threads, and `prefetch` asks for memory ahead of time.
 
 Arguments named ``*_at`` are element offsets into an array's memory.
 """
@@ -39,6 +39,7 @@ __all__ = [
     "TILE",
     "multiply_tile",
     "next_item",
+    "prefetch",
     "row_of",
     "score_tile",
     "soft_cap_tile",
@@ -597,6 +598,18 @@ def next_item(typing_context, counter):
         return b.atomic_rmw("add", data, _I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def prefetch(typing_context, array, at):
+    """Ask for the cache line of a float32 array's element ahead of time."""
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[0], args[0])
+        _Vectors(b, "float32").prefetch("fp32", data, args[1])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
 
 
 @intrinsic
