@@ -238,16 +238,16 @@ class KVCache:
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""
         x = self._target.accept(x, name)
-        shape = (self._heads, dim) if len(x.shape) == 2 else (self._heads * dim,)
-        if len(x.shape) > 2 or tuple(x.shape) != shape:
-            if len(x.shape) in (1, 2):
-                raise DimensionMismatch(
-                    f"`{name}`: expected {shape}, got {x.dtype} {tuple(x.shape)}; pass one "
-                    "token's rows, or (num_tokens, num_kv_heads, head_dim)",
-                    expected=shape,
-                    actual=tuple(x.shape),
-                )
+        if len(x.shape) not in (1, 2):
             return x
+        shape = (self._heads, dim) if len(x.shape) == 2 else (self._heads * dim,)
+        if tuple(x.shape) != shape:
+            raise DimensionMismatch(
+                f"`{name}`: expected {shape}, got {x.dtype} {tuple(x.shape)}; pass one token's "
+                "rows, or (num_tokens, num_kv_heads, head_dim)",
+                expected=shape,
+                actual=tuple(x.shape),
+            )
         return x.reshape((1, self._heads, dim))
 
     def advance(self, n: int = 1) -> None:

@@ -25,6 +25,7 @@ __all__ = ["paged_append", "paged_decode_attention", "paged_prefill_attention", 
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
+_INT32 = (np.dtype(np.int32),)
 
 
 def _check_slots(
@@ -95,10 +96,8 @@ def paged_append(
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     _check_writable(pool)
-    k, v = pool.check_rows(k, v, check_finite=False)
+    k, v = pool.check_rows(k, v, check_finite=check_finite)
     slots = _check_slots(target, pool, slot_mapping, int(k.shape[0]), validate)
-    if check_finite:
-        pool.check_rows(k, v, check_finite=True)
     pool.scatter(k, v, slots)
 
 
@@ -194,13 +193,10 @@ def paged_write(
 
 
 def _check_batch(
-    target: Target, pool: Pool, block_table: Any, seq_lens: Any, q_starts: Array, num_tokens: int,
+    target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
     *, validate: bool, decode: bool,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The block table and the lengths as kernels take them, checked as far as that is free or asked for."""
-    table = check_array(
-        target, "block_table", block_table, (np.dtype(np.int32),), ("num_seqs", "max_blocks")
-    )
+) -> Array:  # fmt: skip
+    """The lengths as kernels take them; their values and the table's are checked where that is free or asked for."""
     num_seqs = int(table.shape[0])
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
@@ -215,7 +211,7 @@ def _check_batch(
                 f"`block_table`: expected blocks in [0, {num_blocks}) up to each length, got {used} "
                 f"for sequence {b}"
             )
-    return table, lens
+    return lens
 
 
 def paged_decode_attention(
@@ -273,11 +269,9 @@ def paged_decode_attention(
     q = check_queries(target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_seqs")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.name, num_seqs)
-    if tuple(target.accept(block_table, "block_table").shape)[:1] != (num_seqs,):
-        shape = (num_seqs, "max_blocks")
-        check_array(target, "block_table", block_table, (np.dtype(np.int32),), shape)
-    table, lens = _check_batch(
-        target, pool, block_table, seq_lens, starts, num_seqs, validate=validate, decode=True
+    table = check_array(target, "block_table", block_table, _INT32, (num_seqs, "max_blocks"))
+    lens = _check_batch(
+        target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
     return attend(
         pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
@@ -335,12 +329,10 @@ def paged_prefill_attention(
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_tokens")
-    table = check_array(
-        target, "block_table", block_table, (np.dtype(np.int32),), ("num_seqs", "max_blocks")
-    )
+    table = check_array(target, "block_table", block_table, _INT32, ("num_seqs", "max_blocks"))
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
-    table, lens = _check_batch(
+    lens = _check_batch(
         target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
     )
     return attend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput
 from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import kind as named
 from numkv.targets import Array, Target
 
 __all__ = ["Pool", "source_dtypes"]
@@ -133,13 +135,10 @@ class Pool:
             Checked rows, by argument name.
         """
         for name, x in rows.items():
-            kind = kind_of_dtype(x.dtype)
-            assert kind is not None
-            shape = tuple(x.shape)
-            heads = x if len(shape) == 3 else x.reshape((shape[0], 1, shape[1]))
-            flat = self.target.ops.first_non_finite(self.target.words(heads), kind.name)
+            by_head = x if len(x.shape) == 3 else self.target.one_head(x)
+            flat = self.target.ops.first_non_finite(self.target.words(by_head), _source(x))
             if flat >= 0:
-                index = tuple(int(i) for i in np.unravel_index(flat, shape))
+                index = tuple(int(i) for i in np.unravel_index(flat, tuple(x.shape)))
                 of_k = name == "k" or not self.v_kind.has_scales
                 raise NonFiniteInput(
                     f"`{name}`: expected finite numbers for storage in "
@@ -196,14 +195,8 @@ def _source(x: Array) -> str:
     return kind.name
 
 
-_BY_KIND: dict[str, tuple[np.dtype[Any], ...]] = {}
-
-
+@functools.cache
 def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:
     """Dtypes that new rows may have: the kind's own and float32; for quantised kinds fp32, fp16 and bf16."""
-    if kind.name not in _BY_KIND:
-        from numkv.kinds import kind as named
-
-        own = (named("fp16").dtype, named("bf16").dtype) if kind.has_scales else (kind.dtype,)
-        _BY_KIND[kind.name] = tuple(dict.fromkeys((*own, _FLOAT32)))
-    return _BY_KIND[kind.name]
+    own = [named("fp16").dtype, named("bf16").dtype] if kind.has_scales else [kind.dtype]
+    return tuple(dict.fromkeys([*own, _FLOAT32]))

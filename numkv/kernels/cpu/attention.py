@@ -103,9 +103,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             K_SCALES = S + 4 * TILE  # of the tile's tokens, for quantised kinds
             V_SCALES = K_SCALES + TILE
             RESCALE = V_SCALES + TILE
-            offsets = ints[
-                OFFSETS + np.int64(w) * 6 * TILE :
-            ]  # of K and V rows, this tile and the next
+            # Of K and V rows, for three tiles.
+            offsets = ints[OFFSETS + np.int64(w) * 6 * TILE :]
             b = np.int64(0)
             while True:
                 item = next_item(ints)
