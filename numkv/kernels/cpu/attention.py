@@ -5,11 +5,13 @@ For query row (token t, q head h) at position ``p = seq_len - T + t`` and kv hea
     score[j] = soft_cap(sm_scale * q[t, h] . k[slot(j), g])       for p - window_left <= j <= p
     out[t, h] = sum over j of softmax(score)[j] * v[slot(j), g]
 
-The unit of work is an *item*: one sequence, one kv head, one block of query tokens (all q heads of the group) and
-one split of the KV range. Threads take items one after another, so ragged batches balance themselves, and no
-item's result depends on which thread took it. K and V are read once per item, a tile of tokens at a time,
-with the online softmax of Milakov and Gimelshein (arXiv:1805.02867); splits are merged afterwards in order, as in
-Flash-Decoding (Dao et al., 2023). Split boundaries depend on the sequence's own length and window alone.
+The unit of work is an *item*: one sequence, one or several kv heads, one block of query tokens (all q heads of the
+groups) and one split of the KV range. Where blocks are short, an item takes several heads, one after another in every
+tile: memory is then read a whole block at a time. Threads take items one after another, so ragged batches balance
+themselves, and no item's result depends on which thread took it. K and V are read once per item, a tile of tokens at
+a time, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867); splits are merged afterwards in order,
+as in Flash-Decoding (Dao et al., 2023). Heads do not mix, and split boundaries depend on the sequence's own length and
+window alone.
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ MAX_ROWS = 64
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
+# A block whose heads lie in runs of so many tokens or more is read a head at a time; of shorter ones, an item takes
+# several heads as long as each thread is left with so many items to balance.
+LONG_RUN = 64
+ITEMS_EACH = 4
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -88,7 +94,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 
         # Places in `ints`, which `_plan` has filled, and in `floats`.
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
-        OFFSETS = 4 + 3 * num_seqs
+        HEADS = 4 + 3 * num_seqs
+        OFFSETS = 4 + 4 * num_seqs
         items, parts = ints[FIRST_ITEM + num_seqs], ints[FIRST_PART + num_seqs]
         scratch, part_size = scratch_size(group, pad_dim, pad_v), dim_v + 2
         PARTS = workers * scratch
@@ -117,8 +124,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 length = np.int64(seq_lens[b])
                 split_len = ints[SPLIT_LEN + b]
                 inner = item - ints[FIRST_ITEM + b]
-                g = inner % num_kv_heads
-                inner //= num_kv_heads
+                heads = ints[HEADS + b]
+                head_parts = (num_kv_heads + heads - 1) // heads
+                g0 = inner % head_parts * heads
+                g1 = min(num_kv_heads, g0 + heads)
+                inner //= head_parts
                 blocks = (tokens + block_tokens - 1) // block_tokens
                 # One of the two is 0: there are either blocks or splits.  Later blocks see more: take them first.
                 block = blocks - 1 - inner if blocks > 1 else np.int64(0)
@@ -134,11 +144,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     end = min(end, first + (split + 1) * split_len)
 
                 scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
-                for r in range(rows):
+                for r in range(rows * (g1 - g0)):
+                    t = q_starts[b] + t0 + r % rows // group
+                    h = (g0 + r // rows) * group + r % group
                     for d in range(dim):
-                        floats[Q + r * pad_dim + d] = scale * F(
-                            q[q_starts[b] + t0 + r // group, g * group + r % group, d]
-                        )
+                        floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
                     for d in range(dim, pad_dim):
                         floats[Q + r * pad_dim + d] = F(0)
                     floats[MAXIMA + r] = F(-np.inf)
@@ -146,29 +156,33 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     for d in range(pad_v):
                         floats[O + r * pad_v + d] = F(0)
 
-                # -- tiles of tokens
-                tile = begin - begin % TILE
-                # Where the rows of this tile and of the next two start: they are asked for ahead of time.
+                # -- tiles of tokens, each for one head after another
+                tile, g = begin - begin % TILE, g0
+                # Where the rows of this turn and of the next two start: they are asked for ahead of time.
                 here, next_, later = np.int64(0), np.int64(2 * TILE), np.int64(4 * TILE)
+                tile_ahead, g_ahead = tile, g0
                 for i in range(2):
                     _fill_offsets(
-                        offsets[i * 2 * TILE :], tile + i * TILE, begin, end, block_table[b],
-                        block_size, g, k_step, v_step,
+                        offsets[i * 2 * TILE :], tile_ahead, begin, end, block_table[b],
+                        block_size, g_ahead, k_step, v_step,
                     )  # fmt: skip
+                    g_ahead += 1
+                    if g_ahead == g1:
+                        tile_ahead, g_ahead = tile_ahead + TILE, g0
                 while tile < end:
                     k_at, v_at = offsets[here:], offsets[here + TILE :]
                     k_ahead, v_ahead = offsets[later:], offsets[next_ + TILE :]
                     _fill_offsets(
-                        k_ahead, tile + 2 * TILE, begin, end, block_table[b], block_size, g,
+                        k_ahead, tile_ahead, begin, end, block_table[b], block_size, g_ahead,
                         k_step, v_step,
                     )  # fmt: skip
                     if K_KIND == "int8":
                         _prefetch_scales(
-                            k_scale, tile + 2 * TILE, begin, end, block_table[b], block_size, g
+                            k_scale, tile_ahead, begin, end, block_table[b], block_size, g_ahead
                         )
                     if V_KIND == "int8":
                         _prefetch_scales(
-                            v_scale, tile + 2 * TILE, begin, end, block_table[b], block_size, g
+                            v_scale, tile_ahead, begin, end, block_table[b], block_size, g_ahead
                         )
                     if K_KIND == "int8":
                         _gather_scales(
@@ -193,6 +207,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             g,
                         )
                     r = np.int64(0)
+                    row = (g - g0) * rows  # of scratch, r's
                     while r < rows:
                         at_once = 4 if rows - r >= 4 else 2 if rows - r >= 2 else 1
                         low, high = _visible(position + r // group, window_left, begin, end, tile)
@@ -205,8 +220,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             if last[0] != low or last[1] != high:
                                 at_once = 1
                         if low < high:
-                            q_at = Q + r * pad_dim
-                            o_at = O + r * pad_v
+                            q_at = Q + row * pad_dim
+                            o_at = O + row * pad_v
                             if at_once == 4:
                                 score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
                                            dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
@@ -222,10 +237,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 if soft_cap > 0:
                                     soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
                                 maximum, rescale, total = softmax_tile(
-                                    COMPUTE, floats, S + i * TILE, low, high, floats[MAXIMA + r + i]
+                                    COMPUTE,
+                                    floats,
+                                    S + i * TILE,
+                                    low,
+                                    high,
+                                    floats[MAXIMA + row + i],
                                 )
-                                floats[MAXIMA + r + i] = maximum
-                                floats[SUMS + r + i] = floats[SUMS + r + i] * rescale + total
+                                floats[MAXIMA + row + i] = maximum
+                                floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
                                 floats[RESCALE + i] = rescale
                                 if V_KIND == "int8":
                                     multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES)
@@ -242,13 +262,19 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                            dim_v, floats, o_at, pad_v, floats, RESCALE,
                                            K_KIND, k, k_ahead)  # fmt: skip
                         r += at_once
-                    tile += TILE
+                        row += at_once
+                    g += 1
+                    if g == g1:
+                        tile, g = tile + TILE, g0
+                    g_ahead += 1
+                    if g_ahead == g1:
+                        tile_ahead, g_ahead = tile_ahead + TILE, g0
                     here, next_, later = next_, later, here
 
                 # -- the result, or this split's part of it
-                for r in range(rows):
-                    t = t0 + r // group
-                    h = g * group + r % group
+                for r in range(rows * (g1 - g0)):
+                    t = t0 + r % rows // group
+                    h = (g0 + r // rows) * group + r % group
                     o_at = O + r * pad_v
                     if split_len == 0:
                         sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
@@ -309,21 +335,23 @@ def scratch_size(group, pad_dim, pad_v):
     return max(MAX_ROWS, group) * (pad_dim + pad_v + 2) + 6 * simd.TILE + 4
 
 
-def _plan(seq_lens, q_starts, group, num_kv_heads, window_left, ints):
-    """Say what each sequence needs, and how many multiply-adds of a single column there are in all.
+def _plan(
+    seq_lens, q_starts, group, num_kv_heads, block_size, columns, window_left, threads, ints
+):  # fmt: skip
+    """Say what each sequence needs, and how many threads shall do it all.
 
     Fills `ints`: two counters for threads, then for the sequences the first item and the first part (both with the
-    total at the end), and the length of a split, or 0 where there is only one.
+    total at the end), the length of a split, or 0 where there is only one, and the kv heads that an item takes.
     """
     num_seqs = len(seq_lens)
     FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
+    HEADS = 4 + 3 * num_seqs
     block_tokens = max(1, MAX_ROWS // group)
-    items = np.int64(0)
     parts = np.int64(0)
     work = np.int64(0)
+    ranges = np.int64(0)  # of query blocks and splits
     for b in range(num_seqs):
         tokens = q_starts[b + 1] - q_starts[b]
-        ints[FIRST_ITEM + b] = items
         ints[FIRST_PART + b] = parts
         blocks = (tokens + block_tokens - 1) // block_tokens
         first = max(np.int64(0), seq_lens[b] - tokens - window_left) if window_left >= 0 else 0
@@ -335,13 +363,31 @@ def _plan(seq_lens, q_starts, group, num_kv_heads, window_left, ints):
         if blocks != 1:  # none, or enough to do without splitting
             splits = np.int64(1)
         ints[SPLIT_LEN + b] = split_len if splits > 1 else np.int64(0)
-        items += blocks * splits * num_kv_heads
+        ints[HEADS + b] = max(1, MAX_ROWS // max(1, min(tokens, block_tokens) * group))
+        ints[FIRST_ITEM + b] = blocks * splits
+        ranges += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
-        work += tokens * span * num_kv_heads * group
-    ints[FIRST_ITEM + num_seqs] = items
+        work += tokens * span * num_kv_heads * group * columns
     ints[FIRST_PART + num_seqs] = parts
-    return work
+    workers = 1 if work < SERIAL_WORK else threads
+
+    most_heads = np.int64(1)
+    if block_size < LONG_RUN:
+        wanted = ITEMS_EACH * workers if workers > 1 else 1
+        while most_heads < num_kv_heads and (
+            ranges * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
+        ):
+            most_heads += 1
+    items = np.int64(0)
+    for b in range(num_seqs):
+        heads = min(ints[HEADS + b], most_heads)
+        ints[HEADS + b] = heads
+        mine = ints[FIRST_ITEM + b] * ((num_kv_heads + heads - 1) // heads)
+        ints[FIRST_ITEM + b] = items
+        items += mine
+    ints[FIRST_ITEM + num_seqs] = items
+    return workers
 
 
 @register_jitable
@@ -427,7 +473,8 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
 def _plan_kernel() -> Any:
     index = array(types.int64, 1)
     signature = (
-        index, index, types.int64, types.int64, types.int64, types.Array(types.int64, 1, "C"),
+        index, index, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
+        types.Array(types.int64, 1, "C"),
     )  # fmt: skip
     return build(_plan, signature, label="plan of attention")
 
@@ -495,9 +542,18 @@ def attention(
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
     threads = numba.get_num_threads()
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 3 * len(seq_lens) + threads * 6 * simd.TILE)
-        work = _plan_kernel()(seq_lens, q_starts, group, k.shape[1], window_left, ints)
-        workers = 1 if work * (dim + dim_v) < SERIAL_WORK else threads
+        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 6 * simd.TILE)
+        workers = _plan_kernel()(
+            seq_lens,
+            q_starts,
+            group,
+            k.shape[1],
+            k.shape[2],
+            dim + dim_v,
+            window_left,
+            threads,
+            ints,
+        )
         scratch = scratch_size(group, dim + simd.LANES, dim_v + simd.LANES)
         parts = int(ints[3 + 2 * len(seq_lens)])
         floats = _workspace.take(compute, workers * scratch + parts * (dim_v + 2))
