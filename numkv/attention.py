@@ -44,6 +44,8 @@ def attend(
     sinks: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    ranges: Any = None,
+    by_slot: bool = False,
 ) -> Any:
     """Attend with checked queries over a pool; what every attention function and method ends in.
 
@@ -59,6 +61,10 @@ def attend(
         Lengths, and where each sequence's queries start, checked.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `decode_attention`.
+    ranges : int64 array (num_tokens, 2), optional
+        Tokens ``[begin, end)`` of its sequence that each query sees; if None, `window_left` earlier ones and itself.
+    by_slot : bool
+        Whether `block_table` holds the slot ``block * block_size + offset`` of each token rather than blocks.
 
     Returns
     -------
@@ -94,10 +100,16 @@ def attend(
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
-        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, scale,
+        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts,
+        _no_ranges(target.name) if ranges is None else ranges, int(by_slot), scale,
         float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+@functools.cache
+def _no_ranges(target: str) -> Array:
+    return targets.get(target).empty((0, 2), np.dtype(np.int64))
 
 
 @functools.cache
