@@ -499,8 +499,8 @@ _WORD_OF = {"fp32": "float32", "fp64": "float64"}
 
 
 def attention(
-    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, sm_scale,
-    logits_soft_cap, window_left, sinks, out, lse,
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
@@ -517,15 +517,22 @@ def attention(
     k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block.
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries of tokens that no query sees are never looked up.
     seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
+        Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
         Where each sequence's queries start.
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
+        where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
+        none.
+    by_slot : int
+        Whether `block_table` holds slots: 0 or 1.
     sm_scale, logits_soft_cap : float
         Scale of the scores; their cap, or 0.
     window_left : int
-        Earlier tokens that a query sees; -1 for all.
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
     sinks : array (num_q_heads,) or (0,)
         Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
     out : array (num_tokens, num_q_heads, head_dim_v)
@@ -533,6 +540,7 @@ def attention(
     lse : float32 array (num_tokens, num_q_heads)
         Log of the sum of exponentials.
     """
+    assert len(ranges) == 0 and not by_slot
     compute = sinks.dtype.name
     kernel = _kernel(k_kind, v_kind, compute)
     result = out
