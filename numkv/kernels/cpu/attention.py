@@ -518,7 +518,7 @@ def attention(
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
-        Entries of tokens that no query sees are never looked up.
+        Entries before the first and after the last token that a query of the sequence sees are never looked up.
     seq_lens : int64 array (num_seqs,)
         Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
@@ -540,7 +540,8 @@ def attention(
     lse : float32 array (num_tokens, num_q_heads)
         Log of the sum of exponentials.
     """
-    assert len(ranges) == 0 and not by_slot
+    assert len(ranges) == 0
+    assert not by_slot
     compute = sinks.dtype.name
     kernel = _kernel(k_kind, v_kind, compute)
     result = out

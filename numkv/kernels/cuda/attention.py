@@ -17,9 +17,12 @@ Within an item, a tile of tokens at a time:
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
 probabilities, once these have been summed. Only scales of tokens that count are read.
 
-Splits depend on the sequence's own length, number of queries and window alone, or on its ranges. Their parts are merged in order by a
-second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends on the sequence
-and the head dims alone, so results do not depend on the batch or the launch.
+A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
+row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
+
+Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
+merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
+on the sequence and the head dims alone, so results do not depend on the batch or the launch.
 """
 
 from __future__ import annotations
@@ -511,7 +514,7 @@ def attention(
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
-        Entries of tokens that no query sees are never looked up.
+        Entries before the first and after the last token that a query of the sequence sees are never looked up.
     seq_lens : int64 array (num_seqs,)
         Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
@@ -594,8 +597,8 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool), scale,
             types.Array(WORDS[v_kind], 4, pool), scale, c_array(types.int32, 2),
             c_array(types.int64, 1), c_array(types.int64, 1), c_array(types.int64, 2), types.int64,
-            types.float64, types.float64, types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3), c_array(types.float32, 2),
-            c_array(real, 4),
+            types.float64, types.float64, types.int64, c_array(real, 1),
+            c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
         )  # fmt: skip
         name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
         name += "]" if wide else ", strided]"
