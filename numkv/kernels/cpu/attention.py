@@ -214,21 +214,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         low, high = _visible(
                             ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                         )
-                        last = (r + taken - 1) // group
-                        if last != t:
-                            others = _visible(
-                                ranges,
-                                q_starts[b] + t0,
-                                last,
-                                position,
-                                window_left,
-                                begin,
-                                end,
+                        # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
+                        for other in range(t + 1, (r + taken - 1) // group + 1):
+                            sees = _visible(
+                                ranges, q_starts[b] + t0, other, position, window_left, begin, end,
                                 tile,
-                            )
-                            # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
-                            if others[0] != low or others[1] != high:
+                            )  # fmt: skip
+                            if sees[0] != low or sees[1] != high:
                                 taken = min((t + 1) * group - r, AT_ONCE)
+                                break
                         at_once = 8 if taken > 4 else 4 if taken > 2 else taken
                         if low < high:
                             q_at = Q + row * pad_dim
@@ -448,7 +442,7 @@ def _visible(ranges, first_row, t, position, window_left, begin, end, tile):
 
 @register_jitable
 def _stand_in(offsets, first, end):
-    """Let tokens ``[first, end)`` of a tile stand in for those before and after; a function, for it is seldom called."""
+    """Let tokens ``[first, end)`` of a tile stand in for those before and after; apart, as it is seldom called."""
     for part in (0, PART, 2 * PART):
         for j in range(first):
             offsets[part + j] = offsets[part + first]
@@ -557,20 +551,22 @@ def attention(
     k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block; with `by_slot`, the slot of each token.
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries before the first and after the last token that a query of the sequence sees are never looked up.
     seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
+        Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
         Where each sequence's queries start.
     ranges : int64 array (num_tokens, 2) or (0, 2)
-        If there are any: the tokens ``[begin, end)`` of its sequence that each query token sees, rather than the
-        earlier ones of a causal window.
+        Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
+        where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
+        none.
     by_slot : int
-        1 where the block table holds ``block * block_size + offset`` of each token, else 0.
+        Whether `block_table` holds slots: 0 or 1.
     sm_scale, logits_soft_cap : float
         Scale of the scores; their cap, or 0.
     window_left : int
-        Earlier tokens that a query sees; -1 for all.
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
     sinks : array (num_q_heads,) or (0,)
         Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
     out : array (num_tokens, num_q_heads, head_dim_v)

@@ -394,8 +394,8 @@ def score_tile(
     """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
-    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where K
-    is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers.
+    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
+    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
@@ -751,7 +751,8 @@ def weigh_tile(
 def fill_ramp(typing_context, array, at, count, start, step):
     """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
 
-    Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise: an index that might be negative would count from the end.
+    Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise, as an index that might be negative
+    would count from the end.
     """
     i8 = types.int64
 
