@@ -44,6 +44,8 @@ def attend(
     sinks: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    ranges: Array | None = None,
+    by_slot: bool = False,
 ) -> Any:
     """Attend with checked queries over a pool; what every attention function and method ends in.
 
@@ -52,13 +54,19 @@ def attend(
     pool : Pool
         K and V.
     block_table : int32 array (num_seqs, max_blocks)
-        Blocks of each sequence.
+        Blocks of each sequence, or with `by_slot` the slots of its tokens.
     q : array (num_tokens, num_q_heads, head_dim)
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
         Lengths, and where each sequence's queries start, checked.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `decode_attention`.
+    ranges : int64 array (num_tokens, 2), optional
+        Tokens ``[low, high)`` that each query sees, counted along its sequence's row of `block_table`, in place of
+        causality and `seq_lens`; an empty range gives 0 and -inf. With ranges, `window_left` is -1.
+    by_slot : bool
+        Whether `block_table` holds a slot, ``block * block_size + offset``, for each token instead of a block for
+        every `block_size` tokens.
 
     Returns
     -------
@@ -81,6 +89,8 @@ def attend(
         raise ValueError(
             f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
         )
+    if ranges is None:
+        ranges = _no_ranges(target.name)
     if sinks is None:
         sinks = _no_sinks(target.name, compute.name)
     else:
@@ -94,10 +104,15 @@ def attend(
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
-        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, scale,
-        float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
+        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
+        scale, float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+@functools.cache
+def _no_ranges(target: str) -> Array:
+    return targets.get(target).empty((0, 2), np.int64)
 
 
 @functools.cache

@@ -341,8 +341,8 @@ def test_k_and_v_kinds_apart(target, to, host, rng, layout, kinds):
     options = {"window_left": 9, "logits_soft_cap": 3.0}
     out, lse = layer.decode_attention(to(q), return_lse=True, **options)
     want, want_lse = naive.attention(q, *stored_values(layer, host), [17], [0, 3], **options)
-    tolerances.assert_rows_close(host(out), want, 1e-5)
-    tolerances.assert_lse_close(host(lse), want_lse)
+    tolerances.assert_rows_close(host(out), want, tolerances.attention("int8", "fp32"))
+    tolerances.assert_lse_close(host(lse), want_lse, tolerances.INTEGER_SCORES)
 
 
 @pytest.mark.parametrize("q_kind", list(naive.DTYPES))
@@ -357,7 +357,7 @@ def test_a_cache_attends(target, to, host, rng, q_kind):
     tolerances.assert_rows_close(out, want, tolerances.attention("int8", q_kind))
 
 
-@pytest.mark.parametrize(("size", "bound"), [(1e-30, 1e-5), (65504.0, 1e-5)])
+@pytest.mark.parametrize(("size", "bound"), [(1e-30, 5e-4), (65504.0, 5e-4)])
 def test_attention_over_rows_of_extreme_size(target, to, host, rng, size, bound):
     layer = numkv.ContiguousLayer(9, 1, 8, kind="int8", target=target)
     k, v = (rng.uniform(-size, size, (9, 1, 8)).astype(F32) for _ in "kv")

@@ -72,7 +72,7 @@ def check_attention(cache, to, host, seq, text, salt=0, kind="fp32"):
             x = naive.round_to(x, kind)
         k, v = x.transpose(0, 2, 1, 3)[:, None]
         want, _ = naive.attention(queries(1), k, v, [len(text)], window_left=cache.window_of(layer))
-        tolerances.assert_rows_close(out, want, 2e-5)
+        tolerances.assert_rows_close(out, want, tolerances.attention(kind, "fp32"))
 
 
 def state_of(cache):

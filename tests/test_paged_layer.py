@@ -190,7 +190,7 @@ def test_paged_is_contiguous(target, to, host, rng, kind, block_size):
     for options in ({}, {"window_left": 4, "logits_soft_cap": 2.0}):
         out, lse = (x.decode_attention(to(q), return_lse=True, **options) for x in (layer, other))
         want, _ = naive.attention(q, *values(layer, host), [20], [0, 3], **options)
-        tolerances.assert_rows_close(host(out[0]), want, 1e-5)
+        tolerances.assert_rows_close(host(out[0]), want, tolerances.attention(kind, "fp32"))
         if target == "cpu":
             assert np.array_equal(out[0], lse[0])
             assert np.array_equal(out[1], lse[1])
@@ -352,7 +352,8 @@ def test_layers_of_one_pool_do_not_meet(target, to, host, rng, kind):
     q = rng.standard_normal((2, 4, 4), F32)
     for i in (0, 3):
         want, _ = naive.attention(q, *values(layers[i], host), [len(layers[i])], [0, 2])
-        tolerances.assert_rows_close(host(layers[i].decode_attention(to(q))), want, 1e-5)
+        out = host(layers[i].decode_attention(to(q)))
+        tolerances.assert_rows_close(out, want, tolerances.attention(kind, "fp32"))
     with pytest.raises(numkv.CacheFull):
         grow(1, 0, 1)
     layers[3].free()

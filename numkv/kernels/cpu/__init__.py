@@ -7,6 +7,7 @@ from numkv.kernels.cpu.attention import attention
 from numkv.kernels.cpu.copy import copy_blocks
 from numkv.kernels.cpu.finite import first_non_finite
 from numkv.kernels.cpu.merge import merge
+from numkv.kernels.cpu.shift import shift_rows
 from numkv.kernels.cpu.write import scatter_write, write_rows
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "merge",
     "scatter_rows",
     "scatter_write",
+    "shift_rows",
     "write_rows",
 ]

@@ -25,9 +25,14 @@ import numpy as np
 from numba import prange, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu import simd
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.simd import (
+    LANES,
+    RAMP,
+    TILE,
+    code_row,
+    fill_ramp,
+    gather_tile,
     multiply_tile,
     next_item,
     prefetch,
@@ -43,6 +48,8 @@ __all__ = ["attention"]
 
 # Query rows of an item. Many enough that a K tile, read once, is used often; few enough to stay in L1 and L2.
 MAX_ROWS = 64
+# Query rows that vector code takes at once, at most.
+AT_ONCE = 8
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
@@ -50,6 +57,8 @@ MAX_SPLITS = 64
 # several heads as long as each thread is left with so many items to balance.
 LONG_RUN = 64
 ITEMS_EACH = 4
+# Numbers of a table of offsets: one for each token of a tile, and what `fill_ramp` may write beyond.
+PART = TILE + RAMP
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -60,25 +69,29 @@ LN_2 = math.log(2.0)
 
 def make_attention(K_KIND, V_KIND, COMPUTE):
     """The attention kernel for a K kind, a V kind and the float type it computes in."""
-    TILE = simd.TILE
-    PAD = simd.LANES  # rows in scratch are padded to whole vectors
+    TURN = 3 * PART  # numbers for a turn: where K rows, V rows and scales start
+    PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
     ROWS = MAX_ROWS
+    INTEGERS = K_KIND == "int8" and COMPUTE == "float32"
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left, sinks,
-        out, lse, floats, ints, workers,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
+        window_left, sinks, out, lse, floats, ints, workers,
     ):  # fmt: skip
         num_seqs = len(seq_lens)
         num_q_heads = q.shape[1]
         num_kv_heads = k.shape[1]
-        block_size = k.shape[2]
+        block_size = np.int64(k.shape[2])
+        # Tokens that an entry of the block table stands for.
+        unit = np.int64(1) if by_slot else block_size
+        capacity = block_table.shape[1] * unit
         dim = q.shape[2]
         dim_v = v.shape[3]
         group = num_q_heads // num_kv_heads
         block_tokens = max(1, ROWS // group)
-        max_rows = max(ROWS, group)
+        max_rows = max(ROWS, group) + AT_ONCE  # whole groups are read, if not written
         pad_dim = (dim + PAD - 1) // PAD * PAD
         pad_v = (dim_v + PAD - 1) // PAD * PAD
         k_step = (
@@ -91,6 +104,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             v.strides[1] // v.itemsize,
             v.strides[2] // v.itemsize,
         )
+        # Both kinds of scales lie alike; where one of them is not quantised, its array is empty.
+        scales = k_scale if K_KIND == "int8" else v_scale
+        s_step = (scales.strides[0] // 4, scales.strides[1] // 4, scales.strides[2] // 4)
 
         # Places in `ints`, which `_plan` has filled, and in `floats`.
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
@@ -106,12 +122,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             O = Q + max_rows * pad_dim
             MAXIMA = O + max_rows * pad_v
             SUMS = MAXIMA + max_rows
-            S = SUMS + max_rows
-            K_SCALES = S + 4 * TILE  # of the tile's tokens, for quantised kinds
+            Q_SCALES = SUMS + max_rows  # of query rows as integers
+            S = Q_SCALES + max_rows
+            K_SCALES = S + AT_ONCE * TILE  # of the tile's tokens, for quantised kinds
             V_SCALES = K_SCALES + TILE
             RESCALE = V_SCALES + TILE
-            # Of K and V rows, for three tiles.
-            offsets = ints[OFFSETS + np.int64(w) * 6 * TILE :]
+            # Of K and V rows and of scales, for three turns.
+            offsets = ints[OFFSETS + np.int64(w) * 3 * TURN :]
             b = np.int64(0)
             while True:
                 item = next_item(ints)
@@ -121,7 +138,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     b += 1
                 # -- which rows and which part of the KV range
                 tokens = q_starts[b + 1] - q_starts[b]
-                length = np.int64(seq_lens[b])
+                length = np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
                 split_len = ints[SPLIT_LEN + b]
                 inner = item - ints[FIRST_ITEM + b]
                 heads = ints[HEADS + b]
@@ -136,8 +153,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 t0 = block * block_tokens
                 rows = (min(tokens, t0 + block_tokens) - t0) * group
                 position = length - tokens + t0
-                begin = max(np.int64(0), position - window_left) if window_left >= 0 else 0
-                end = position + rows // group
+                begin, end = _span(
+                    ranges, q_starts[b] + t0, rows // group, position, window_left, length
+                )
                 if split_len > 0:
                     first = begin - begin % TILE
                     begin = max(begin, first + split * split_len)
@@ -151,6 +169,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
                     for d in range(dim, pad_dim):
                         floats[Q + r * pad_dim + d] = F(0)
+                    if INTEGERS:
+                        floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
+                    else:
+                        floats[Q_SCALES + r] = F(1)
                     floats[MAXIMA + r] = F(-np.inf)
                     floats[SUMS + r] = F(0)
                     for d in range(pad_v):
@@ -159,70 +181,56 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 # -- tiles of tokens, each for one head after another
                 tile, g = begin - begin % TILE, g0
                 # Where the rows of this turn and of the next two start: they are asked for ahead of time.
-                here, next_, later = np.int64(0), np.int64(2 * TILE), np.int64(4 * TILE)
+                here, next_, later = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
                 tile_ahead, g_ahead = tile, g0
                 for i in range(2):
                     _fill_offsets(
-                        offsets[i * 2 * TILE :], tile_ahead, begin, end, block_table[b],
-                        block_size, g_ahead, k_step, v_step,
+                        offsets[i * TURN :], tile_ahead, begin, end, block_table[b], unit,
+                        block_size, g_ahead, k_step, v_step, s_step,
                     )  # fmt: skip
                     g_ahead += 1
                     if g_ahead == g1:
                         tile_ahead, g_ahead = tile_ahead + TILE, g0
                 while tile < end:
-                    k_at, v_at = offsets[here:], offsets[here + TILE :]
-                    k_ahead, v_ahead = offsets[later:], offsets[next_ + TILE :]
+                    k_at, v_at = offsets[here:], offsets[here + PART :]
+                    k_ahead, v_ahead = offsets[later:], offsets[next_ + PART :]
                     _fill_offsets(
-                        k_ahead, tile_ahead, begin, end, block_table[b], block_size, g_ahead,
-                        k_step, v_step,
+                        k_ahead, tile_ahead, begin, end, block_table[b], unit,
+                        block_size, g_ahead, k_step, v_step, s_step,
                     )  # fmt: skip
                     if K_KIND == "int8":
-                        _prefetch_scales(
-                            k_scale, tile_ahead, begin, end, block_table[b], block_size, g_ahead
-                        )
+                        gather_tile(COMPUTE, floats, K_SCALES, k_scale, offsets[here + 2 * PART :])
+                        for i in range(0, TILE, 16):
+                            prefetch(k_scale, k_ahead[2 * PART + i])
                     if V_KIND == "int8":
-                        _prefetch_scales(
-                            v_scale, tile_ahead, begin, end, block_table[b], block_size, g_ahead
-                        )
-                    if K_KIND == "int8":
-                        _gather_scales(
-                            floats[K_SCALES:],
-                            k_scale,
-                            tile,
-                            begin,
-                            end,
-                            block_table[b],
-                            block_size,
-                            g,
-                        )
-                    if V_KIND == "int8":
-                        _gather_scales(
-                            floats[V_SCALES:],
-                            v_scale,
-                            tile,
-                            begin,
-                            end,
-                            block_table[b],
-                            block_size,
-                            g,
-                        )
+                        gather_tile(COMPUTE, floats, V_SCALES, v_scale, offsets[here + 2 * PART :])
+                        for i in range(0, TILE, 16):
+                            prefetch(v_scale, k_ahead[2 * PART + i])
                     r = np.int64(0)
-                    row = (g - g0) * rows  # of scratch, r's
                     while r < rows:
-                        at_once = 4 if rows - r >= 4 else 2 if rows - r >= 2 else 1
-                        low, high = _visible(position + r // group, window_left, begin, end, tile)
-                        if at_once > 1:
-                            last = _visible(
-                                position + (r + at_once - 1) // group,
-                                window_left, begin, end, tile,
+                        row = (g - g0) * rows + r  # of scratch
+                        t = r // group
+                        taken = min(rows - r, AT_ONCE)
+                        low, high = _visible(
+                            ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
+                        )
+                        # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
+                        for other in range(t + 1, (r + taken - 1) // group + 1):
+                            sees = _visible(
+                                ranges, q_starts[b] + t0, other, position, window_left, begin, end,
+                                tile,
                             )  # fmt: skip
-                            # Rows that see different tokens go one by one: a weight of 0 does not hide a NaN.
-                            if last[0] != low or last[1] != high:
-                                at_once = 1
+                            if sees[0] != low or sees[1] != high:
+                                taken = min((t + 1) * group - r, AT_ONCE)
+                                break
+                        at_once = 8 if taken > 4 else 4 if taken > 2 else taken
                         if low < high:
                             q_at = Q + row * pad_dim
                             o_at = O + row * pad_v
-                            if at_once == 4:
+                            if at_once == 8:
+                                score_tile(K_KIND, COMPUTE, 8, floats, q_at, pad_dim, k, k_at, high,
+                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
+                            elif at_once == 4:
                                 score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
                                            dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
                             elif at_once == 2:
@@ -231,9 +239,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             else:
                                 score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
                                            dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
-                            for i in range(at_once):
+                            for i in range(taken):
                                 if K_KIND == "int8":
-                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES)
+                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
+                                                  floats[Q_SCALES + row + i])  # fmt: skip
                                 if soft_cap > 0:
                                     soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
                                 maximum, rescale, total = softmax_tile(
@@ -248,21 +257,26 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
                                 floats[RESCALE + i] = rescale
                                 if V_KIND == "int8":
-                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES)
-                            if at_once == 4:
-                                weigh_tile(V_KIND, COMPUTE, 4, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                    multiply_tile(
+                                        COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1)
+                                    )
+                            if at_once == 8:
+                                weigh_tile(V_KIND, COMPUTE, 8, taken, floats, S, TILE, v, v_at, low,
+                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                           K_KIND, k, k_ahead)  # fmt: skip
+                            elif at_once == 4:
+                                weigh_tile(V_KIND, COMPUTE, 4, taken, floats, S, TILE, v, v_at, low,
+                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
                                            K_KIND, k, k_ahead)  # fmt: skip
                             elif at_once == 2:
-                                weigh_tile(V_KIND, COMPUTE, 2, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                weigh_tile(V_KIND, COMPUTE, 2, taken, floats, S, TILE, v, v_at, low,
+                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
                                            K_KIND, k, k_ahead)  # fmt: skip
                             else:
-                                weigh_tile(V_KIND, COMPUTE, 1, floats, S, TILE, v, v_at, low, high,
-                                           dim_v, floats, o_at, pad_v, floats, RESCALE,
+                                weigh_tile(V_KIND, COMPUTE, 1, taken, floats, S, TILE, v, v_at, low,
+                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
                                            K_KIND, k, k_ahead)  # fmt: skip
-                        r += at_once
-                        row += at_once
+                        r += taken
                     g += 1
                     if g == g1:
                         tile, g = tile + TILE, g0
@@ -332,11 +346,12 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 @register_jitable
 def scratch_size(group, pad_dim, pad_v):
     """Floats that a thread needs: q rows, output rows, a maximum and a sum for each; scores; rescaling factors."""
-    return max(MAX_ROWS, group) * (pad_dim + pad_v + 2) + 6 * simd.TILE + 4
+    rows = max(MAX_ROWS, group) + AT_ONCE
+    return rows * (pad_dim + pad_v + 3) + (AT_ONCE + 2) * TILE + AT_ONCE
 
 
 def _plan(
-    seq_lens, q_starts, group, num_kv_heads, block_size, columns, window_left, threads, ints
+    seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, threads, ints,
 ):  # fmt: skip
     """Say what each sequence needs, and how many threads shall do it all.
 
@@ -349,23 +364,24 @@ def _plan(
     block_tokens = max(1, MAX_ROWS // group)
     parts = np.int64(0)
     work = np.int64(0)
-    ranges = np.int64(0)  # of query blocks and splits
+    pieces = np.int64(0)  # of query blocks and splits
     for b in range(num_seqs):
         tokens = q_starts[b + 1] - q_starts[b]
         ints[FIRST_PART + b] = parts
         blocks = (tokens + block_tokens - 1) // block_tokens
-        first = max(np.int64(0), seq_lens[b] - tokens - window_left) if window_left >= 0 else 0
-        first -= first % simd.TILE
-        span = seq_lens[b] - first
+        length = np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
+        first, end = _span(ranges, q_starts[b], tokens, length - tokens, window_left, length)
+        first -= first % TILE
+        span = max(np.int64(0), end - first)
         split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
-        split_len = max(MIN_SPLIT, (split_len + simd.TILE - 1) // simd.TILE * simd.TILE)
+        split_len = max(MIN_SPLIT, (split_len + TILE - 1) // TILE * TILE)
         splits = max(np.int64(1), (span + split_len - 1) // split_len)
         if blocks != 1:  # none, or enough to do without splitting
             splits = np.int64(1)
         ints[SPLIT_LEN + b] = split_len if splits > 1 else np.int64(0)
         ints[HEADS + b] = max(1, MAX_ROWS // max(1, min(tokens, block_tokens) * group))
         ints[FIRST_ITEM + b] = blocks * splits
-        ranges += blocks * splits
+        pieces += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
         work += tokens * span * num_kv_heads * group * columns
@@ -373,10 +389,10 @@ def _plan(
     workers = 1 if work < SERIAL_WORK else threads
 
     most_heads = np.int64(1)
-    if block_size < LONG_RUN:
+    if unit < LONG_RUN:
         wanted = ITEMS_EACH * workers if workers > 1 else 1
         while most_heads < num_kv_heads and (
-            ranges * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
+            pieces * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
         ):
             most_heads += 1
     items = np.int64(0)
@@ -391,68 +407,85 @@ def _plan(
 
 
 @register_jitable
-def _fill_offsets(offsets, tile, begin, end, blocks, block_size, head, k_step, v_step):
-    """Where the rows of a tile's tokens start: `TILE` numbers for K, then as many for V.
+def _span(ranges, first_row, tokens, position, window_left, length):
+    """Which tokens any of a sequence's query tokens sees.
+
+    Parameters
+    ----------
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens that each query token sees, or none: then it sees `window_left` earlier tokens and itself.
+    first_row, tokens : int
+        The query tokens: the first's row among all, and how many they are.
+    position : int
+        Position of the first.
+    window_left, length : int
+        Of the attention and of the sequence.
+    """
+    if len(ranges) > 0:
+        begin, end = length, np.int64(0)
+        for t in range(first_row, first_row + tokens):
+            if ranges[t, 0] < ranges[t, 1]:
+                begin = min(begin, ranges[t, 0])
+                end = max(end, ranges[t, 1])
+        return max(np.int64(0), begin), min(length, end)
+    begin = max(np.int64(0), position - window_left) if window_left >= 0 else np.int64(0)
+    return begin, position + tokens
+
+
+@register_jitable
+def _visible(ranges, first_row, t, position, window_left, begin, end, tile):
+    """Which tokens of a tile query token `t` of an item sees, as a range counted from the tile's start."""
+    low, high = _span(ranges, first_row + t, np.int64(1), position + t, window_left, end)
+    low = min(max(max(low, begin) - tile, 0), TILE)
+    return low, min(max(min(high, end) - tile, low), TILE)
+
+
+@register_jitable
+def _stand_in(offsets, first, end):
+    """Let tokens ``[first, end)`` of a tile stand in for those before and after; apart, as it is seldom called."""
+    for part in (0, PART, 2 * PART):
+        for j in range(first):
+            offsets[part + j] = offsets[part + first]
+        fill_ramp(offsets, part + end, TILE - end, offsets[part + end - 1], 0)
+
+
+@register_jitable
+def _fill_offsets(
+    offsets, tile, begin, end, entries, unit, block_size, head, k_step, v_step, s_step
+):  # fmt: skip
+    """Where the rows of a tile's tokens start: `PART` numbers for K, as many for V and as many for scales.
 
     Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
     """
     if begin >= end:
         return
-    p = min(max(tile, begin), end - 1)
-    in_block = p % block_size
-    block = np.int64(blocks[p // block_size])
-    k_base = block * k_step[0] + head * k_step[1]
-    v_base = block * v_step[0] + head * v_step[1]
-    for j in range(simd.TILE):
-        if p < tile + j and p < end - 1:
-            p += 1
-            in_block += 1
-            if in_block == block_size:
-                in_block = 0
-                block = np.int64(blocks[p // block_size])
-                k_base = block * k_step[0] + head * k_step[1]
-                v_base = block * v_step[0] + head * v_step[1]
-        offsets[j] = k_base + in_block * k_step[2]
-        offsets[simd.TILE + j] = v_base + in_block * v_step[2]
-
-
-@register_jitable
-def _gather_scales(scales, pool_scale, tile, begin, end, blocks, block_size, head):
-    """The scales of a tile's tokens; as in `_fill_offsets`, tokens outside ``[begin, end)`` are never looked up."""
-    p = max(tile, begin)
-    in_block = p % block_size
-    block = np.int64(blocks[p // block_size])
-    for j in range(simd.TILE):
-        if p < tile + j and p < end - 1:
-            p += 1
-            in_block += 1
-            if in_block == block_size:
-                in_block = 0
-                block = np.int64(blocks[p // block_size])
-        scales[j] = pool_scale[block, head, in_block]
-
-
-@register_jitable
-def _prefetch_scales(pool_scale, tile, begin, end, blocks, block_size, head):
-    """Ask for the scales of a tile ahead of time: a line for every sixteen tokens, or for every block."""
-    step = (pool_scale.strides[0] // 4, pool_scale.strides[1] // 4)
-    p = max(tile, begin)
-    while p < min(end, tile + simd.TILE):
-        in_block = p % block_size
-        block = np.int64(blocks[p // block_size])
-        prefetch(pool_scale, block * step[0] + head * step[1] + in_block)
-        p += min(16, block_size - in_block)
-
-
-@register_jitable
-def _visible(position, window_left, begin, end, tile):
-    """Which tokens of a tile a row at `position` sees, as a range counted from the tile's start."""
-    low = begin
-    if window_left >= 0:
-        low = max(low, position - window_left)
-    high = min(end, position + 1)
-    low = min(max(low - tile, 0), simd.TILE)
-    return low, min(max(high - tile, low), simd.TILE)
+    p, stop, at = max(tile, begin), min(tile + TILE, end), np.int64(0)
+    if p >= stop:  # a tile past the end
+        p, stop = end - 1, end
+    else:
+        at = p - tile
+    first = at
+    while p < stop:
+        # A run of tokens that lie one after another. Divisions are slow: a contiguous cache needs none.
+        block, offset, in_unit = np.int64(entries[0]), p, p
+        if unit == 1:
+            slot = np.int64(entries[p])
+            block = slot // block_size if slot >= block_size else np.int64(0)
+            offset, in_unit = slot - block * block_size, np.int64(0)
+        elif p >= unit:
+            block = np.int64(entries[p // unit])
+            offset = in_unit = p % unit
+        run = min(unit - in_unit, stop - p)
+        k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
+        v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
+        s_at = block * s_step[0] + head * s_step[1] + offset * s_step[2]
+        fill_ramp(offsets, at, run, k_at, k_step[2])
+        fill_ramp(offsets, PART + at, run, v_at, v_step[2])
+        fill_ramp(offsets, 2 * PART + at, run, s_at, s_step[2])
+        at += run
+        p += run
+    if first > 0 or at < TILE:
+        _stand_in(offsets, first, at)
 
 
 @functools.cache
@@ -461,7 +494,8 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
     signature = (
         array(real, 3), array(WORDS[k_kind], 4), array(types.float32, 3), array(WORDS[v_kind], 4),
         array(types.float32, 3), array(types.int32, 2),
-        array(types.int64, 1), array(types.int64, 1), types.float64, types.float64, types.int64,
+        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
+        types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
         types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
     )  # fmt: skip
@@ -473,7 +507,7 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
 def _plan_kernel() -> Any:
     index = array(types.int64, 1)
     signature = (
-        index, index, types.int64, types.int64, types.int64, types.int64, types.int64, types.int64,
+        index, index, array(types.int64, 2), *[types.int64] * 7,
         types.Array(types.int64, 1, "C"),
     )  # fmt: skip
     return build(_plan, signature, label="plan of attention")
@@ -499,8 +533,8 @@ _WORD_OF = {"fp32": "float32", "fp64": "float64"}
 
 
 def attention(
-    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, sm_scale,
-    logits_soft_cap, window_left, sinks, out, lse,
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
@@ -517,15 +551,22 @@ def attention(
     k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block.
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries before the first and after the last token that a query of the sequence sees are never looked up.
     seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
+        Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
         Where each sequence's queries start.
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
+        where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
+        none.
+    by_slot : int
+        Whether `block_table` holds slots: 0 or 1.
     sm_scale, logits_soft_cap : float
         Scale of the scores; their cap, or 0.
     window_left : int
-        Earlier tokens that a query sees; -1 for all.
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
     sinks : array (num_q_heads,) or (0,)
         Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
     out : array (num_tokens, num_q_heads, head_dim_v)
@@ -540,29 +581,23 @@ def attention(
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
+    unit = 1 if by_slot else k.shape[2]
     threads = numba.get_num_threads()
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 6 * simd.TILE)
+        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 9 * PART)
         workers = _plan_kernel()(
-            seq_lens,
-            q_starts,
-            group,
-            k.shape[1],
-            k.shape[2],
-            dim + dim_v,
-            window_left,
-            threads,
-            ints,
-        )
-        scratch = scratch_size(group, dim + simd.LANES, dim_v + simd.LANES)
+            seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
+            dim + dim_v, window_left, threads, ints,
+        )  # fmt: skip
+        scratch = scratch_size(group, dim + LANES, dim_v + LANES)
         parts = int(ints[3 + 2 * len(seq_lens)])
         floats = _workspace.take(compute, workers * scratch + parts * (dim_v + 2))
         if workers < threads:
             numba.set_num_threads(workers)
         try:
             kernel(
-                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap, window_left,
-                sinks, result, lse, floats, ints, workers,
+                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+                logits_soft_cap, window_left, sinks, result, lse, floats, ints, workers,
             )  # fmt: skip
         finally:
             if workers < threads:

@@ -1,11 +1,13 @@
 """Vector code for the CPU: the one place where LLVM appears.
 
 Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
-middle, half floats to widen. So the five inner steps of attention are written here as LLVM vector code, as
+middle, half floats to widen. So the inner steps of attention are written here as LLVM vector code, as
 functions that a kernel calls like any other:
 
 =================  ==========================================================================================
 `score_tile`       dot products of a few query rows with a tile of K rows
+`code_row`         a query row as 16-bit integers, for integer dot products with INT8 rows
+`gather_tile`      the scales of a tile's tokens, side by side
 `multiply_tile`    a factor for each token of a tile: the scales of quantised rows
 `soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
 `softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
@@ -36,7 +38,11 @@ from numba.extending import intrinsic
 
 __all__ = [
     "LANES",
+    "RAMP",
     "TILE",
+    "code_row",
+    "fill_ramp",
+    "gather_tile",
     "multiply_tile",
     "next_item",
     "prefetch",
@@ -49,10 +55,13 @@ __all__ = [
 
 #: Tokens in a tile: scores of a tile stay in L1, and V rows are fetched while K rows are used.
 TILE = 32
+#: Numbers that `fill_ramp` writes at once.
+RAMP = 8
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
 _STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16, "int8": _I8}
+_SIZE = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 
 
 def _cpu_features() -> set[str]:
@@ -63,8 +72,8 @@ def _cpu_features() -> set[str]:
         return {name for name, there in llvm.get_host_cpu_features().items() if there}
     # Another CPU, asked for by name: LLVM does not say what it has.
     if config.CPU_NAME in _AVX512_CPUS:
-        return {"avx512f", "avx2", "f16c"}
-    return {"avx2", "f16c"} if config.CPU_NAME in _AVX2_CPUS else set()
+        return {"avx512f", "avx512bw", "avx2", "f16c", "sse2"}
+    return {"avx2", "f16c", "sse2"} if config.CPU_NAME in _AVX2_CPUS else set()
 
 
 _AVX2_CPUS = {"haswell", "broadwell", "skylake", "alderlake", "core-avx2", "x86-64-v3",
@@ -76,6 +85,17 @@ _FEATURES = _cpu_features()
 LANES = 16 if "avx512f" in _FEATURES else 8 if "avx2" in _FEATURES or "avx" in _FEATURES else 4
 # Vector registers that accumulators may take: about half of what there is.
 _ACCUMULATORS = 16 if LANES == 16 else 8
+# Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
+_ADD_PAIRS = {
+    lanes: name
+    for lanes, feature, name in (
+        (16, "avx512bw", "llvm.x86.avx512.pmaddw.d.512"),
+        (8, "avx2", "llvm.x86.avx2.pmadd.wd"),
+        (4, "sse2", "llvm.x86.sse2.pmadd.wd"),
+    )
+    if feature in _FEATURES
+}
+_LINE = 64  # bytes of a cache line
 _HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & _FEATURES)
 
 
@@ -131,12 +151,13 @@ class _Vectors:
         mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, i) for i in lanes])
         return self.b.shuffle_vector(a, b, mask)
 
-    def lanes_below(self, count, start=0):
+    def lanes_below(self, count, start=0, lanes=None):
         """A mask of the lanes whose number plus `start` is below the LLVM integer `count` (i64)."""
-        type_ = ir.VectorType(_I64, self.lanes)
-        iota = ir.Constant(type_, [ir.Constant(_I64, start + i) for i in range(self.lanes)])
+        lanes = lanes or self.lanes
+        type_ = ir.VectorType(_I64, lanes)
+        iota = ir.Constant(type_, [ir.Constant(_I64, start + i) for i in range(lanes)])
         first = self.b.insert_element(ir.Constant(type_, ir.Undefined), count, _I32(0))
-        return self.b.icmp_signed("<", iota, self.shuffle(first, first, [0] * self.lanes))
+        return self.b.icmp_signed("<", iota, self.shuffle(first, first, [0] * lanes))
 
     # -- memory
 
@@ -157,7 +178,7 @@ class _Vectors:
         return self._widen(kind, value)
 
     def _masked_load(self, pointer, type_, size, mask):
-        name = f"llvm.masked.load.v{self.lanes}{'i' if size < 4 else 'f'}{8 * size}.p0"
+        name = f"llvm.masked.load.v{type_.count}{'i' if size < 4 else 'f'}{8 * size}.p0"
         pointer = self.b.bitcast(pointer, type_.as_pointer())
         signature = ir.FunctionType(type_, [pointer.type, _I32, mask.type, type_])
         function = cgutils.get_or_insert_function(self.b.module, signature, name)
@@ -200,6 +221,35 @@ class _Vectors:
         special = self.b.or_(magnitude, constant(0x7F800000))
         is_finite = self.b.icmp_unsigned("<", magnitude, constant(0x0F800000))
         return self.b.bitcast(self.b.or_(sign, self.b.select(is_finite, finite, special)), floats)
+
+    def load_codes(self, base, at, mask=None):
+        """Load ``2 * lanes`` int8 codes as 16-bit integers; lanes outside `mask` are zero and not touched."""
+        type_ = ir.VectorType(_I8, 2 * self.lanes)
+        pointer = self._pointer(base, at, _I8)
+        if mask is None:
+            value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+        else:
+            value = self._masked_load(pointer, type_, 1, mask)
+        return self.b.sext(value, ir.VectorType(_I16, 2 * self.lanes))
+
+    def load_words(self, base, at):
+        """Load ``2 * lanes`` 16-bit integers from the memory of floats; `at` counts floats."""
+        type_ = ir.VectorType(_I16, 2 * self.lanes)
+        pointer = self._pointer(base, at, self.float)
+        return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
+
+    def add_pairs(self, total, a, b):
+        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums."""
+        name = _ADD_PAIRS.get(self.lanes)
+        if name:
+            signature = ir.FunctionType(total.type, [a.type] * 2)
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            return self.b.add(total, self.b.call(function, [a, b]))
+        for first in (0, 1):
+            lanes = [*range(first, 2 * self.lanes, 2)]
+            wide = [self.b.sext(self.shuffle(x, x, lanes), total.type) for x in (a, b)]
+            total = self.b.add(total, self.b.mul(*wide))
+        return total
 
     def store(self, value, base, at):
         """Store a float or a vector of floats, of any number of lanes."""
@@ -293,16 +343,17 @@ class _Vectors:
         return self.b.extract_element(vector, _I32(0))
 
     def sums(self, vectors):
-        """The sums of `lanes` vectors, as one vector in their order.
+        """The sums of `lanes` vectors of floats or integers, as one vector in their order.
 
         Neighbours are merged pairwise, half of the lanes each time, so that each sum adds its lanes in the same
         order wherever it stands.
         """
+        add = self.b.add if isinstance(vectors[0].type.element, ir.IntType) else self.b.fadd
         step = 1
         while len(vectors) > 1:
             low, high = self._merge_lanes(step)
             vectors = [
-                self.b.fadd(
+                add(
                     self.shuffle(vectors[i], vectors[i + 1], low),
                     self.shuffle(vectors[i], vectors[i + 1], high),
                 )
@@ -343,7 +394,8 @@ def score_tile(
     """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
-    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`.
+    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
+    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
@@ -377,23 +429,48 @@ def score_tile(
             _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 14, 15)
         )
         v = _Vectors(b, compute)
+        integers = kind == "int8" and compute == "float32"
+        type_ = v.int_type if integers else v.type
+        # Columns at once, and, of the main loop, columns that make a whole cache line.
+        width = 2 * v.lanes if integers else v.lanes
+        line = max(width, _LINE // _SIZE[kind])
         # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
         tokens = max(1, v.lanes // rows)
-        sums = [[cgutils.alloca_once(b, v.type) for _ in range(tokens)] for _ in range(rows)]
-        zero = v.splat(0.0)
-        whole = b.and_(head_dim, _I64(-v.lanes))
+        sums = [[cgutils.alloca_once(b, type_) for _ in range(tokens)] for _ in range(rows)]
+        zero = ir.Constant(type_, None)
+        lines = b.and_(head_dim, _I64(-line))
+        whole = b.and_(head_dim, _I64(-width))
         rest = b.sub(head_dim, whole)
 
-        def add_columns(k_at, ahead_at, d, mask):
-            q_rows = [
-                v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
-                for r in range(rows)
-            ]
+        def add_columns(k_at, d, mask):
+            if integers:
+                half = b.ashr(d, _I64(1))  # two words to a float
+                q_rows = [
+                    v.load_words(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), half))
+                    for r in range(rows)
+                ]
+            else:
+                q_rows = [
+                    v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
+                    for r in range(rows)
+                ]
             for t in range(tokens):
-                v.prefetch(ahead_kind, ahead_data, b.add(ahead_at[t], d))
-                k_row = v.load(kind, k_data, b.add(k_at[t], d), mask)
+                at = b.add(k_at[t], d)
+                k_row = (
+                    v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
+                )
                 for r in range(rows):
-                    b.store(v.fma(q_rows[r], k_row, b.load(sums[r][t])), sums[r][t])
+                    add = (
+                        v.add_pairs(b.load(sums[r][t]), q_rows[r], k_row)
+                        if integers
+                        else (v.fma(q_rows[r], k_row, b.load(sums[r][t])))
+                    )
+                    b.store(add, sums[r][t])
+
+        def ask(ahead_at, d, columns):
+            for t in range(tokens):
+                for i in range(0, columns, _LINE // _SIZE[ahead_kind]):
+                    v.prefetch(ahead_kind, ahead_data, b.add(ahead_at[t], b.add(d, _I64(i))))
 
         with _steps(b, _I64(0), count, tokens) as (t0, _):
             k_at, ahead_at = (
@@ -402,18 +479,72 @@ def score_tile(
             )
             for slot in (slot for row in sums for slot in row):
                 b.store(zero, slot)
-            with _steps(b, _I64(0), whole, v.lanes) as (d, _):
-                add_columns(k_at, ahead_at, d, None)
+            with _steps(b, _I64(0), lines, line) as (d, _):
+                ask(ahead_at, d, line)
+                for i in range(0, line, width):
+                    add_columns(k_at, b.add(d, _I64(i)), None)
+            if line > width:
+                with _steps(b, lines, whole, width) as (d, _):
+                    ask(ahead_at, d, width)
+                    add_columns(k_at, d, None)
             with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-                add_columns(k_at, ahead_at, whole, v.lanes_below(rest))
+                ask(ahead_at, whole, width)
+                add_columns(k_at, whole, v.lanes_below(rest, lanes=width))
             flat = [b.load(slot) for row in sums for slot in row]
             for start in range(0, len(flat), v.lanes):
                 scores = v.sums(flat[start : start + v.lanes])
+                if integers:
+                    scores = b.sitofp(scores, v.type)
                 for first in range(start, start + v.lanes, tokens):
                     lanes = [*range(first - start, first - start + tokens)]
                     at = b.add(b.add(s_at, b.mul(_I64(first // tokens), s_step)), t0)
                     v.store(v.shuffle(scores, scores, lanes), s_data, at)
         return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def code_row(typing_context, q, q_at, head_dim, padded_dim):
+    """Replace a row of float32 by 16-bit integer codes at its beginning, and return their scale.
+
+    For integer dot products with INT8 rows: 15 bits of a query lose nothing beside the 7 bits of what it meets. Sums
+    of `head_dim` products fit into 32 bits. A row with NaN or infinity gets the scale NaN.
+    """
+    signature = types.float32(q, types.int64, types.int64, types.int64)
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[0], args[0])
+        _, q_at, head_dim, padded_dim = args
+        v = _Vectors(b, "float32")
+        peak, faults = (cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2))
+        magnitude = v.splat_int(0x7FFFFFFF)
+        with _steps(b, _I64(0), padded_dim, v.lanes) as (d, _):
+            x = v.load_floats(data, b.add(q_at, d))
+            size = b.bitcast(b.and_(b.bitcast(x, v.int_type), magnitude), v.type)
+            b.store(v.larger(size, b.load(peak)), peak)
+            b.store(b.fadd(b.load(faults), b.fsub(x, x)), faults)  # 0 unless x is not finite
+        largest = v.fold(b.load(peak), v.larger)
+        fault = v.fold(b.load(faults), b.fadd)
+        # As large as codes may be for head_dim products with 127 to stay below 2**31.
+        limit = b.sdiv(_I64((2**31 - 1) // 127), head_dim)
+        limit = b.select(b.icmp_signed("<", limit, _I64(32767)), limit, _I64(32767))
+        limit = b.sitofp(limit, v.float)
+        usable = b.and_(
+            b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))
+        )
+        factor = v.splat(b.select(usable, b.fdiv(limit, largest), v.float(0.0)))
+        halves = ir.VectorType(_I16, v.lanes)
+        with _steps(b, _I64(0), padded_dim, v.lanes) as (d, _):
+            x = b.fmul(v.load_floats(data, b.add(q_at, d)), factor)
+            x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
+            magic = v.splat(12582912.0)  # 1.5 * 2**23: its sum's low bits hold the nearest integer
+            codes = b.trunc(b.bitcast(b.fadd(x, magic), v.int_type), halves)
+            at = b.add(q_at, b.ashr(d, _I64(1)))  # behind what is read, from the second step on
+            pointer = v._pointer(data, at, v.float)
+            b.store(codes, b.bitcast(pointer, halves.as_pointer()), align=2)
+        scale = b.select(usable, b.fdiv(largest, limit), v.float(0.0))
+        return b.fadd(scale, fault)
 
     return signature, codegen
 
@@ -441,23 +572,48 @@ def soft_cap_tile(typing_context, COMPUTE, s, s_at, cap):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at):
-    """Multiply one row's scores or probabilities of a tile by a number for each token: the scales of quantised rows."""
+def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at, factor):
+    """Multiply one row's scores or probabilities of a tile by a number for each token, and one for all.
+
+    These are the scales of quantised rows.
+    """
     if not _literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
+    float_type = types.float64 if compute == "float64" else types.float32
 
     def codegen(context, b, sig, args):
         data = _data(context, b, sig.args[1], args[1])
         factors = _data(context, b, sig.args[3], args[3])
         v = _Vectors(b, compute)
+        for_all = v.splat(args[5])
         for i in range(0, TILE, v.lanes):
             at = b.add(args[2], _I64(i))
-            factor = v.load_floats(factors, b.add(args[4], _I64(i)))
-            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
+            scale = b.fmul(v.load_floats(factors, b.add(args[4], _I64(i))), for_all)
+            v.store(b.fmul(v.load_floats(data, at), scale), data, at)
         return context.get_dummy_value()
 
-    return types.void(COMPUTE, s, types.int64, factors, types.int64), codegen
+    return types.void(COMPUTE, s, types.int64, factors, types.int64, float_type), codegen
+
+
+@intrinsic(prefer_literal=True)
+def gather_tile(typing_context, COMPUTE, to, to_at, scales, offsets):
+    """Put the scales of a tile's tokens side by side: ``to[to_at + t] = scales[offsets[t]]``, from float32."""
+    if not _literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+
+    def codegen(context, b, sig, args):
+        data, source, offsets = (_data(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
+        v = _Vectors(b, compute)
+        for t in range(TILE):
+            value = b.load(b.gep(source, [b.load(b.gep(offsets, [_I64(t)]))]))
+            if v.double:
+                value = b.fpext(value, v.float)
+            v.store(value, data, b.add(args[2], _I64(t)))
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, to, types.int64, scales, offsets), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -507,28 +663,28 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
 
 @intrinsic(prefer_literal=True)
 def weigh_tile(
-    typing_context, KIND, COMPUTE, ROWS, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
+    typing_context, KIND, COMPUTE, ROWS, count, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
     o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
 
-    Output rows are padded to whole vectors; columns past `head_dim` get zeros. While V row t is read, row t of
-    `ahead` (the next tile's K rows) is asked for.
+    Of the `ROWS` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
+    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for.
     """
     if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
         return None
     kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, ROWS, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8,
+        KIND, COMPUTE, ROWS, i8, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8,
         AHEAD_KIND, ahead, ahead_offsets,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        p_at, p_step, begin, end, head_dim = (args[i] for i in (4, 5, 8, 9, 10))
-        o_at, o_step, rescale_at = (args[i] for i in (12, 13, 15))
+        count, p_at, p_step, begin, end, head_dim = (args[i] for i in (3, 5, 6, 9, 10, 11))
+        o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16))
         p_data, v_data, offsets, o_data, rescale_data, ahead_data, ahead_offsets = (
-            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 11, 14, 17, 18)
+            _data(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 19)
         )
         lanes = _Vectors(b, compute)
         factors = [lanes.load_one(rescale_data, b.add(rescale_at, _I64(r))) for r in range(rows)]
@@ -564,14 +720,16 @@ def weigh_tile(
                 ]
                 for i in range(vectors):
                     step = _I64(i * lanes.lanes)
-                    lanes.prefetch(ahead_kind, ahead_data, b.add(ahead_at, step))
+                    if i * lanes.lanes * _SIZE[ahead_kind] % _LINE == 0:
+                        lanes.prefetch(ahead_kind, ahead_data, b.add(ahead_at, step))
                     at = b.add(row_at, step)
                     v_row = lanes.load(kind, v_data, at, mask)
                     for r in range(rows):
                         b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
             for r in range(rows):
-                for i in range(vectors):
-                    lanes.store(b.load(sums[r][i]), o_data, places[r][i])
+                with b.if_then(b.icmp_signed("<", _I64(r), count)):
+                    for i in range(vectors):
+                        lanes.store(b.load(sums[r][i]), o_data, places[r][i])
 
         vectors = min(8, max(1, _ACCUMULATORS // rows))
         wide = _I64(vectors * lanes.lanes)
@@ -587,6 +745,36 @@ def weigh_tile(
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def fill_ramp(typing_context, array, at, count, start, step):
+    """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
+
+    Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise, as an index that might be negative
+    would count from the end.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = _data(context, b, sig.args[0], args[0])
+        _, at, count, start, step = args
+        type_ = ir.VectorType(_I64, RAMP)
+
+        def splat(x):
+            first = b.insert_element(ir.Constant(type_, ir.Undefined), x, _I32(0))
+            zeros = ir.Constant(ir.VectorType(_I32, RAMP), None)
+            return b.shuffle_vector(first, first, zeros)
+
+        iota = ir.Constant(type_, [ir.Constant(_I64, i) for i in range(RAMP)])
+        first = b.add(splat(start), b.mul(iota, splat(step)))
+        with _steps(b, _I64(0), count, RAMP) as (i, _):
+            value = b.add(first, splat(b.mul(i, step)))
+            pointer = b.gep(data, [b.add(at, i)])
+            b.store(value, b.bitcast(pointer, type_.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(array, i8, i8, i8, i8), codegen
 
 
 @intrinsic

@@ -17,9 +17,12 @@ Within an item, a tile of tokens at a time:
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
 probabilities, once these have been summed. Only scales of tokens that count are read.
 
-Splits depend on the sequence's own length, number of queries and window alone. Their parts are merged in order by a
-second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends on the sequence
-and the head dims alone, so results do not depend on the batch or the launch.
+A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
+row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
+
+Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
+merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
+on the sequence and the head dims alone, so results do not depend on the batch or the launch.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ from numkv.kernels.cuda.splits import (
     merge_splits,
     parts_of,
     tile_of,
+    visible,
 )  # fmt: skip
 from numkv.kernels.kernel import WORDS
 from numkv.rows.convert import codec
@@ -76,7 +80,9 @@ V_AT_ONCE = {"int8": 2}
 
 
 @register_jitable
-def _look_up(blocks, offsets, lost, TILE, block_table, b, tile, begin, end, pool, thread):
+def _look_up(
+    blocks, offsets, lost, TILE, block_table, by_slot, b, tile, begin, end, pool, thread
+):  # fmt: skip
     """Put down where a tile's tokens lie, with block -1 for those that do not count, and whether a block is lost.
 
     Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``.
@@ -88,8 +94,12 @@ def _look_up(blocks, offsets, lost, TILE, block_table, b, tile, begin, end, pool
             position = tile + j
             block, offset = np.int64(-1), np.int64(0)
             if begin <= position and position < end:
-                block = np.int64(block_table[b, position // block_size])
-                offset = position % block_size
+                place = position  # among the sequence's own blocks, or a slot of the pool
+                if by_slot:
+                    place = np.int64(block_table[b, position])
+                block, offset = place // block_size, place % block_size
+                if not by_slot:
+                    block = np.int64(block_table[b, block])
                 if block < 0 or block >= num_blocks:
                     block = np.int64(-1)
                     lost[0] = 1
@@ -171,15 +181,17 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                     sums[s] = cuda.fma(weight, v_floats[i * V_WIDTH + e], sums[s])
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, soft_cap, window_left,
-        sinks, out, lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+        soft_cap, window_left, sinks, out, lse, parts,
     ):  # fmt: skip
         num_tokens, num_q_heads, dim = q.shape
         num_kv_heads = k.shape[1]
         dim_v = v.shape[3]
         num_seqs = seq_lens.shape[0]
         num_sinks = sinks.shape[0]
-        capacity = np.int64(block_table.shape[1]) * k.shape[2]
+        capacity = np.int64(block_table.shape[1])
+        if not by_slot:
+            capacity *= k.shape[2]
         group = num_q_heads // num_kv_heads
         by_token = num_tokens <= MAX_SPLIT_QUERIES * num_seqs  # how parts are laid out
         k_chunks = (dim + K_WIDTH - 1) // K_WIDTH
@@ -197,10 +209,11 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         peaks = cuda.shared.array(MAXIMA, F)
         tops = cuda.shared.array(ROWS, F)
         factors = cuda.shared.array(ROWS, F)
-        # Of each row: its token among those of `q`, its q head, its position, and where its parts go.
+        # Of each row: its token among those of `q`, its q head, the tokens it sees, and where its parts go.
         row_token = cuda.shared.array(ROWS, np.int64)
         row_head = cuda.shared.array(ROWS, np.int64)
-        row_position = cuda.shared.array(ROWS, np.int64)
+        row_begin = cuda.shared.array(ROWS, np.int64)
+        row_end = cuda.shared.array(ROWS, np.int64)
         row_part = cuda.shared.array(ROWS, np.int64)
         # Where the tokens of two tiles lie: this one and the next.
         blocks = cuda.shared.array(PLACES, np.int32)
@@ -225,7 +238,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         count = np.int64(0)
         for b in range(thread * seqs_each, min((thread + 1) * seqs_each, num_seqs)):
             _, tokens, _, _, _, splits = extent(
-                q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+                q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TILE
             )
             count += (tokens * group + ROWS - 1) // ROWS * splits * num_kv_heads
         counts[thread] = count
@@ -244,7 +257,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             b = counter * seqs_each
             while True:
                 start, tokens, length, first, split_len, splits = extent(
-                    q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+                    q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TILE
                 )
                 row_blocks = (tokens * group + ROWS - 1) // ROWS
                 count = row_blocks * splits * num_kv_heads
@@ -261,12 +274,10 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             # Of the first query; negative where there are more queries than tokens.
             position = length - tokens
             # Tokens that any row sees, and those that all of them see.
-            begin, all_begin = np.int64(0), np.int64(0)
-            all_end = position + row0 // group + 1
-            end = position + (row0 + rows - 1) // group + 1
-            if window_left >= 0:
-                begin, all_begin = max(begin, all_end - 1 - window_left), end - 1 - window_left
-            end = min(end, capacity)
+            begin, end, all_begin, all_end = visible(
+                ranges, start, position, row0 // group, (row0 + rows - 1) // group + 1, capacity,
+                window_left,
+            )  # fmt: skip
             if splits > 1:
                 begin = max(begin, first + split * split_len)
                 end = min(end, first + (split + 1) * split_len)
@@ -278,9 +289,16 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                 t = (row0 + thread) // group
                 row_token[thread] = start + t
                 row_head[thread] = g * group + row0 + thread - t * group
-                row_position[thread] = position + t if thread < rows else np.int64(-1)
+                low, high = np.int64(0), np.int64(0)
+                if thread < rows:
+                    low, high, _, _ = visible(
+                        ranges, start, position, t, t + 1, capacity, window_left
+                    )
+                row_begin[thread], row_end[thread] = low, high
                 row_part[thread] = start + t if by_token else b * MAX_SPLIT_QUERIES + t
-            _look_up(blocks, offsets, lost, TILE, block_table, b, tile, begin, end, k, thread)
+            _look_up(
+                blocks, offsets, lost, TILE, block_table, by_slot, b, tile, begin, end, k, thread
+            )
             cuda.syncthreads()
 
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
@@ -344,14 +362,15 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                             if soft_cap > 0:
                                 score = F(soft_cap) * F(math.tanh(score / F(soft_cap)))
                                 score *= F(TO_BASE_2)
-                            behind = row_position[r] - tile - j
-                            if blocks[at + j] < 0 or behind < 0 or behind > window_left >= 0:
+                            seen = row_begin[r] <= tile + j and tile + j < row_end[r]
+                            if blocks[at + j] < 0 or not seen:
                                 score = F(-np.inf)
                             p[j * ROWS + r] = score
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
                 _look_up(
-                    blocks, offsets, lost, TILE, block_table, b, tile + TILE, begin, end, k, thread
-                )
+                    blocks, offsets, lost, TILE, block_table, by_slot, b, tile + TILE, begin, end,
+                    k, thread,
+                )  # fmt: skip
                 cuda.syncthreads()
                 if thread < MAXIMA:
                     top = F(-np.inf)
@@ -476,8 +495,8 @@ def _attention(
 
 
 def attention(
-    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, sm_scale,
-    logits_soft_cap, window_left, sinks, out, lse,
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     """Attend over a paged pool.
 
@@ -494,15 +513,22 @@ def attention(
     k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
         Scales of quantised pools; of float pools an empty array.
     block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block.
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries before the first and after the last token that a query of the sequence sees are never looked up.
     seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
+        Tokens in the cache, the queries' own included. Not used with `ranges`.
     q_starts : int64 array (num_seqs + 1,)
         Where each sequence's queries start.
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
+        where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
+        none.
+    by_slot : int
+        Whether `block_table` holds slots: 0 or 1.
     sm_scale, logits_soft_cap : float
         Scale of the scores; their cap, or 0.
     window_left : int
-        Earlier tokens that a query sees; -1 for all.
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
     sinks : array (num_q_heads,) or (0,)
         Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
     out : array (num_tokens, num_q_heads, head_dim_v)
@@ -529,20 +555,21 @@ def attention(
     kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
 
     # -- how much there can be to do
-    splits = max_splits(block_table.shape[1] * block_size, window_left, compute.name)
+    capacity = block_table.shape[1] * (1 if by_slot else block_size)
+    splits = max_splits(capacity, window_left, compute.name)
     parts = parts_of(num_tokens, num_seqs, num_q_heads, splits, dim_v, compute.name)
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
     launch(
         kernel, row_blocks * splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, sm_scale, logits_soft_cap,
-        window_left, sinks, out, lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+        logits_soft_cap, window_left, sinks, out, lse, parts,
         shared_bytes=sizes[rows],
     )  # fmt: skip
     if splits > 1:
         merge_splits(
-            parts, q_kind, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse
+            parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
         )
 
 
@@ -569,9 +596,9 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         signature = (
             c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool), scale,
             types.Array(WORDS[v_kind], 4, pool), scale, c_array(types.int32, 2),
-            c_array(types.int64, 1), c_array(types.int64, 1), types.float64, types.float64,
-            types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3), c_array(types.float32, 2),
-            c_array(real, 4),
+            c_array(types.int64, 1), c_array(types.int64, 1), c_array(types.int64, 2), types.int64,
+            types.float64, types.float64, types.int64, c_array(real, 1),
+            c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
         )  # fmt: skip
         name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
         name += "]" if wide else ", strided]"

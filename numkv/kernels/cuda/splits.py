@@ -19,7 +19,7 @@ from numkv.rows.softmax import finish
 
 __all__ = [
     "AT_ONCE", "LN_2", "LOG2_E", "MAX_SPLIT_QUERIES", "TEAM", "extent", "max_splits",
-    "merge_splits", "parts_of", "tile_of",
+    "merge_splits", "parts_of", "tile_of", "visible",
 ]  # fmt: skip
 
 # Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
@@ -52,27 +52,52 @@ def max_splits(capacity: int, window_left: int, compute: str) -> int:
 
 
 @register_jitable
-def extent(q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE):
+def visible(ranges, start, position, t0, t1, capacity, window_left):
+    """Tokens that any of a sequence's queries ``[t0, t1)`` sees, and those that all of them see, as two ranges.
+
+    `start` is the row of its first query, and `position` that query's position: negative where there are more
+    queries than tokens. Ranges, where there are any, take the place of causality and the window.
+    """
+    if ranges.shape[0] == 0:
+        begin, all_begin = np.int64(0), np.int64(0)
+        if window_left >= 0:
+            begin = max(begin, position + t0 - window_left)
+            all_begin = position + t1 - 1 - window_left
+        end = min(position + t1, capacity)
+        return begin, end, all_begin, min(position + t0 + 1, end)
+    begin, end = capacity, np.int64(0)
+    all_begin, all_end = np.int64(0), capacity
+    for t in range(start + t0, start + t1):
+        low = max(np.int64(ranges[t, 0]), np.int64(0))
+        high = min(np.int64(ranges[t, 1]), capacity)
+        all_begin, all_end = max(all_begin, low), min(all_end, high)
+        if low < high:
+            begin, end = min(begin, low), max(end, high)
+    return begin, end, all_begin, all_end
+
+
+@register_jitable
+def extent(q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TILE):
     """What there is to do for a sequence; nothing is trusted, as the host has not seen the values.
 
     Returns its first query, number of queries and length, the first token that any query sees (rounded down to
-    tiles), and the length and number of its splits.
+    tiles; 0 where there are too many queries to split), and the length and number of its splits.
     """
     start = np.int64(q_starts[b])
     tokens = np.int64(q_starts[b + 1]) - start
     if start < 0 or tokens < 0 or tokens > num_tokens or start > num_tokens - tokens:
         tokens = np.int64(0)
     length = min(max(np.int64(seq_lens[b]), np.int64(0)), np.int64(FAR))
-    first = np.int64(0)
-    if window_left >= 0:
-        first = max(first, length - tokens - window_left)
+    first, span = np.int64(0), np.int64(0)
+    if tokens <= MAX_SPLIT_QUERIES:
+        first, end, _, _ = visible(
+            ranges, start, length - tokens, np.int64(0), tokens, capacity, window_left
+        )
         first -= first % TILE
-    span = max(min(length, capacity) - first, np.int64(0))
+        span = max(end - first, np.int64(0))
     split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
     split_len = max(np.int64(MIN_SPLIT), (split_len + TILE - 1) // TILE * TILE)
-    splits = np.int64(1)
-    if tokens <= MAX_SPLIT_QUERIES and span > split_len:
-        splits = (span + split_len - 1) // split_len
+    splits = max((span + split_len - 1) // split_len, np.int64(1))
     return start, tokens, length, first, split_len, splits
 
 
@@ -118,11 +143,10 @@ def make_merge_splits(Q_KIND, COMPUTE):
     TILE = tile_of(COMPUTE)
     _, store_q = codec(Q_KIND, COMPUTE)
 
-    def kernel(parts, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse):
+    def kernel(parts, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse):
         num_tokens, num_q_heads, dim_v = out.shape
         num_seqs = seq_lens.shape[0]
         num_sinks = sinks.shape[0]
-        capacity = np.int64(block_table.shape[1]) * block_size
         thread = np.int64(cuda.threadIdx.x)
         tops = cuda.shared.array(MAX_SPLITS, F)
         weights = cuda.shared.array(MAX_SPLITS, F)
@@ -143,7 +167,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
             else:
                 b, t = at // MAX_SPLIT_QUERIES, at % MAX_SPLIT_QUERIES
             start, tokens, _, _, _, splits = extent(
-                q_starts, seq_lens, b, num_tokens, capacity, window_left, TILE
+                q_starts, seq_lens, ranges, b, num_tokens, np.int64(capacity), window_left, TILE
             )
             if splits == 1 or t < 0 or t >= tokens:
                 continue
@@ -180,7 +204,7 @@ def _merge_splits(q_kind: str, compute: str) -> Any:
 
 
 def merge_splits(
-    parts, q_kind, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse
+    parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
 ):  # fmt: skip
     """Merge the parts of split sequences.
 
@@ -190,14 +214,14 @@ def merge_splits(
         See `parts_of`.
     q_kind : str
         Kind of `out`.
-    block_size : int
-        Tokens of a block.
-    block_table, seq_lens, q_starts, window_left, sinks, out, lse
+    capacity : int
+        Tokens that a row of the block table can say the places of.
+    seq_lens, q_starts, ranges, window_left, sinks, out, lse
         See `numkv.kernels.cuda.attention.attention`.
     """
     launch(
         _merge_splits(q_kind, sinks.dtype.name), parts.shape[0] * parts.shape[1], THREADS,
-        parts, block_size, block_table, seq_lens, q_starts, window_left, sinks, out, lse,
+        parts, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse,
     )  # fmt: skip
 
 
@@ -206,8 +230,8 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for q_kind, compute in (("fp32", "float32"), ("fp16", "float32"), ("bf16", "float64")):
         real = getattr(types, compute)
         signature = (
-            c_array(real, 4), types.int64, c_array(types.int32, 2), c_array(types.int64, 1),
-            c_array(types.int64, 1), types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3),
+            c_array(real, 4), types.int64, c_array(types.int64, 1), c_array(types.int64, 1),
+            c_array(types.int64, 2), types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3),
             c_array(types.float32, 2),
         )  # fmt: skip
         name = f"splits[{q_kind}, in {compute}]"

@@ -1,0 +1,94 @@
+"""Rotate stored K rows to other positions, in place, on the CPU.
+
+Angles of RoPE add up: a key that was rotated for position p becomes the one of ``p + offset`` when it is turned by the
+angle of `offset`. So what is cached can move without the projections that it was made of.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.kernel import WORDS, array, build
+from numkv.rows.convert import codec
+from numkv.rows.rope import pair_of, rotate_pair
+from numkv.rows.store import row_store
+
+__all__ = ["shift_rows"]
+
+
+def make_shift_rows(KIND, INTERLEAVED):
+    """The kernel for a pool of kind `KIND`; `INTERLEAVED` says which elements are a pair."""
+    COMPUTE = "float64" if KIND == "fp64" else "float32"
+    F = np.float64 if KIND == "fp64" else np.float32
+    load, _ = codec("fp32" if KIND == "int8" else KIND, COMPUTE)
+    store_row, store = row_store(KIND, COMPUTE)
+
+    def kernel(pool, scale, slots, offset, cos, sin):
+        block_size = np.int64(pool.shape[2])
+        half = cos.shape[1]
+        # All rows turn by the same angles.
+        c, s = np.empty(half, F), np.empty(half, F)
+        for i in range(half):
+            c[i], s[i] = F(cos[abs(offset), i]), F(sin[abs(offset), i])
+            if offset < 0:
+                s[i] = -s[i]
+        # Elements that are not rotated stay as they are, except where a new scale makes new codes of them.
+        x = np.empty(pool.shape[3] if KIND == "int8" else 2 * half, F)
+        for h in range(pool.shape[1]):
+            for n in range(len(slots)):
+                block, place = slots[n] // block_size, slots[n] % block_size
+                row = row_of(pool, (block, np.int64(h), place))
+                for d in range(len(x)):
+                    x[d] = load(row[d])
+                if KIND == "int8":
+                    old = scale[block, h, place]
+                    for d in range(len(x)):
+                        x[d] *= old
+                for i in range(half):
+                    low, high = pair_of(i, half, INTERLEAVED)
+                    x[low], x[high] = rotate_pair(x[low], x[high], c[i], s[i])
+                new = store_row(x, row, store)
+                if KIND == "int8":
+                    scale[block, h, place] = new
+
+    return kernel
+
+
+@functools.cache
+def _shift_rows(kind: str, interleaved: bool) -> Any:
+    table = array(types.float32, 2)
+    signature = (
+        array(WORDS[kind], 4, out=True), array(types.float32, 3, out=True), array(types.int64, 1),
+        types.int64, table, table,
+    )  # fmt: skip
+    label = f"shift_rows, {kind}{', interleaved' if interleaved else ''}"
+    return build(make_shift_rows(kind, interleaved), signature, label=label)
+
+
+def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
+    """Rotate the K rows of some slots by the angles of an offset.
+
+    Parameters
+    ----------
+    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Keys, in the words of `kind`; changed in place. They are rotated in float32, in float64 where `kind` is fp64,
+        and rounded or quantised once.
+    kind : str
+        Their kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool, which change too; of a float pool an empty array.
+    slots : int64 array (n,)
+        ``block * block_size + offset`` of each row's token, each slot at most once.
+    offset : int
+        By how many positions the keys move; ``abs(offset)`` is a row of the tables.
+    cos, sin : float32 array (num_positions, rotary_dim / 2)
+        Tables of angles. Elements from ``rotary_dim`` on are not rotated.
+    interleaved : bool
+        Which elements are pairs: 2i and 2i + 1, or i and ``i + rotary_dim / 2``.
+    """
+    _shift_rows(kind, bool(interleaved))(pool, scale, slots, offset, cos, sin)

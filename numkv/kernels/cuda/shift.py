@@ -1,0 +1,139 @@
+"""Rotate stored K rows to other positions, in place, on CUDA; see `numkv.kernels.cpu.shift`.
+
+A warp takes a row, its lanes adjacent pairs. Pairs do not meet, except in the scale of a quantised row: its floats wait
+in shared memory until that is known. Slots outside the pool are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch, loader, natural
+from numkv.kernels.kernel import WORDS
+from numkv.rows.convert import codec
+from numkv.rows.quantize import int8_code, int8_scale
+from numkv.rows.rope import pair_of, rotate_pair
+
+__all__ = ["shift_rows"]
+
+ROWS = THREADS // LANES  # rows that a block takes at once
+
+
+def make_shift_rows(KIND):
+    """The kernel for a pool of kind `KIND`."""
+    QUANTISED = KIND == "int8"
+    COMPUTE = "float64" if KIND == "fp64" else "float32"
+    F = np.float64 if KIND == "fp64" else np.float32
+    load = loader(KIND, COMPUTE)
+    _, store = codec("fp32" if QUANTISED else KIND, COMPUTE)
+    SHAPE = (ROWS, LANES)
+
+    def kernel(pool, scale, slots, offset, cos, sin, interleaved):
+        num_blocks, num_heads, block_size, dim = pool.shape
+        half, angle = cos.shape[1], natural(abs(offset))
+        rows = slots.shape[0] * num_heads
+        lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
+        if QUANTISED:
+            x = cuda.shared.array(0, types.float32)  # a row for each that the block takes
+            peaks = cuda.shared.array(SHAPE, np.float32)
+        at = mine * dim
+        # All threads go round equally often, as those that quantise wait for each other inside.
+        for first in range(
+            np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
+        ):  # fmt: skip
+            row = first + mine
+            n, h = row // num_heads, row % num_heads
+            slot = np.int64(slots[n]) if row < rows else np.int64(-1)
+            here = slot >= 0 and slot < num_blocks * np.int64(block_size)
+            block, place = np.int64(0), np.int64(0)
+            largest = np.float32(0)
+            if here:
+                block, place = slot // block_size, slot % block_size
+                words = pool[block, h, place]
+                for j in range(lane, half, LANES):
+                    i = natural(j)
+                    low, high = pair_of(i, half, interleaved)
+                    a, b = load(words[low]), load(words[high])
+                    if QUANTISED:
+                        a, b = a * scale[block, h, place], b * scale[block, h, place]
+                    c, s = F(cos[angle, i]), F(sin[angle, i])
+                    a, b = rotate_pair(a, b, c, s if offset >= 0 else -s)
+                    if QUANTISED:
+                        x[at + low], x[at + high] = a, b
+                        largest = max(largest, max(np.float32(abs(a)), np.float32(abs(b))))
+                    else:
+                        words[low], words[high] = store(a), store(b)
+                if QUANTISED:
+                    for j in range(2 * half + lane, dim, LANES):
+                        d = natural(j)
+                        a = load(words[d]) * scale[block, h, place]
+                        x[at + d] = a
+                        largest = max(largest, np.float32(abs(a)))
+            if QUANTISED:
+                peaks[mine, lane] = largest
+                cuda.syncthreads()
+                for i in range(LANES):
+                    largest = max(largest, peaks[mine, i])
+                row_scale = int8_scale(largest)
+                if here:
+                    if lane == 0:
+                        scale[block, h, place] = row_scale
+                    words = pool[block, h, place]
+                    for j in range(lane, dim, LANES):
+                        d = natural(j)
+                        words[d] = int8_code(x[at + d], row_scale)
+                cuda.syncthreads()
+
+    return kernel
+
+
+@functools.cache
+def _shift_rows(kind: str) -> Any:
+    return jit(make_shift_rows(kind), 3)  # with fewer registers, it would spill
+
+
+def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
+    """Rotate the K rows of some slots by the angles of an offset.
+
+    Parameters
+    ----------
+    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Keys, in the words of `kind`; changed in place. They are rotated in float32, in float64 where `kind` is fp64,
+        and rounded or quantised once.
+    kind : str
+        Their kind.
+    scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool, which change too; of a float pool an empty array.
+    slots : int32 or int64 array (n,)
+        ``block * block_size + offset`` of each row's token, each slot at most once; those outside the pool are skipped.
+    offset : int
+        By how many positions the keys move; ``abs(offset)`` is a row of the tables.
+    cos, sin : float32 array (num_positions, rotary_dim / 2)
+        Tables of angles. Elements from ``rotary_dim`` on are not rotated.
+    interleaved : bool
+        Which elements are pairs: 2i and 2i + 1, or i and ``i + rotary_dim / 2``.
+    """
+    launch(
+        _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], ROWS), (LANES, ROWS),
+        pool, scale, slots, offset, cos, sin, bool(interleaved),
+        shared_bytes=ROWS * pool.shape[3] * 4 if kind == "int8" else 0,
+    )  # fmt: skip
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    table = c_array(types.float32, 2)
+    for kind, slot in (
+        ("fp64", types.int64), ("fp32", types.int32), ("fp16", types.int64), ("bf16", types.int32),
+        ("int8", types.int64),
+    ):  # fmt: skip
+        signature = (
+            c_array(WORDS[kind], 4), c_array(types.float32, 3), c_array(slot, 1), types.int64,
+            table, table, types.boolean,
+        )  # fmt: skip
+        yield f"shift_rows[{kind}]", make_shift_rows(kind), signature
