@@ -12,6 +12,14 @@ from numkv.append_plan import (
     append,
 )
 from numkv.attention import decode_attention, merge_states, prefill_attention
+from numkv.cell_cache import (
+    Batch,
+    CacheConfig,
+    CausalCache,
+    ChunkedCache,
+    SlidingWindowCache,
+)
+from numkv.encoder_cache import EncoderCache
 from numkv.errors import (
     CacheFull,
     DimensionMismatch,
@@ -32,15 +40,22 @@ from numkv.paged_functions import (
     paged_write,
 )
 from numkv.projection import QKMode
+from numkv.rope_shift import rope_shift
+from numkv.wrapper_cache import WrapperCache
 
 __all__ = [
     "AppendArgs",
     "AppendDescriptor",
     "AppendPlan",
     "AppendSku",
+    "Batch",
+    "CacheConfig",
     "CacheFull",
+    "CausalCache",
+    "ChunkedCache",
     "ContiguousLayer",
     "DimensionMismatch",
+    "EncoderCache",
     "KVCache",
     "Kind",
     "NonFiniteInput",
@@ -52,9 +67,11 @@ __all__ = [
     "PagedStats",
     "PrecisionGuarantee",
     "QKMode",
+    "SlidingWindowCache",
     "Step",
     "SwappedSequence",
     "UnsupportedDType",
+    "WrapperCache",
     "__version__",
     "append",
     "decode_attention",
@@ -65,4 +82,5 @@ __all__ = [
     "paged_prefill_attention",
     "paged_write",
     "prefill_attention",
+    "rope_shift",
 ]

@@ -19,7 +19,7 @@ from numkv.kernels.kernel import WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load, row_store
 
-__all__ = ["cache_struct", "host_struct", "layer_struct"]
+__all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
 
 
 @functools.cache
@@ -190,6 +190,31 @@ def cache_struct(k_kind, v_kind):
             ("lengths", types.int64[::1]),
         ]
     )(CacheStruct)
+
+
+@functools.cache
+def cells_struct():
+    """The jitclass of the cells of a multi-sequence cache, on the host; see `numkv.cells`.
+
+    Returns
+    -------
+    jitclass
+        Fields ``positions`` and ``num_sequences`` int32 ``(num_cells,)``: the position of each cell, and how many
+        sequences hold it (0: it is free); property ``num_cells``.
+    """
+
+    class CellsStruct:
+        def __init__(self, positions, num_sequences):
+            self.positions = positions
+            self.num_sequences = num_sequences
+
+        @property
+        def num_cells(self):
+            """Cells in all."""
+            return np.int64(len(self.positions))
+
+    ints = types.int32[::1]
+    return jitclass([("positions", ints), ("num_sequences", ints)])(CellsStruct)
 
 
 @functools.cache
