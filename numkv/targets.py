@@ -71,6 +71,9 @@ class Target(Protocol):
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
 
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+
     def index(self, x: Any, dtype: Any) -> Array:
         """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
 
@@ -171,6 +174,10 @@ class CpuTarget:
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(1, 0, 2)
+
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        return x.transpose(0, 2, 1)
 
     def index(self, x: Any, dtype: Any) -> Array:
         """A host integer array as a NumPy array of `dtype`; a copy only where the dtype differs."""

@@ -209,6 +209,18 @@ class CudaTarget:
             (tokens, heads, dim), (by_token, by_head, by_element), x.dtype, x.stream, x.gpu_data
         )
 
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        if self._simulated:
+            return x.transpose((0, 2, 1))
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        heads, tokens, dim = x.shape
+        by_head, by_token, by_element = x.strides
+        return DeviceNDArray(  # its own transpose is for two axes
+            (heads, dim, tokens), (by_head, by_element, by_token), x.dtype, x.stream, x.gpu_data
+        )
+
     # -- small arguments
 
     def index(self, x: Any, dtype: Any) -> Array:
