@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import evaluate, generate, info, plan
+from numkv.cli import evaluate, generate, info, plan, stream
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -35,6 +35,7 @@ examples:
   numkv --prompt 'class Stack:' --tokens 200 --temperature 0
   numkv --kind int8 fp16                  compare kinds on the same text
   numkv --file a.py --file b.py           a batch; a common beginning is stored once
+  numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
 """
@@ -86,8 +87,8 @@ def _one_line(error: Exception) -> str:
 
 def _print_any_character() -> None:
     """Let a terminal that cannot show a character show a question mark."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
+    for output in (sys.stdout, sys.stderr):
+        reconfigure = getattr(output, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
 
@@ -148,6 +149,30 @@ def _add_kind_option(parser: argparse.ArgumentParser, default: list[str], what: 
     )
 
 
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature",
+        type=_checked(_temperature, "0 or more"),
+        default=generate.DEFAULT_TEMPERATURE,
+        metavar="T",
+        help="0 takes the most probable token, more is more varied (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=_at_least(0),
+        default=generate.DEFAULT_TOP_K,
+        metavar="K",
+        help="choose among the K most probable tokens, 0 among all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="the same seed gives the same text (default: %(default)s)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     text: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = _Parser(prog="numkv", description=_DESCRIPTION, epilog=_EPILOG, **text)
@@ -184,32 +209,13 @@ def _parser() -> argparse.ArgumentParser:
         f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)",
     )
     _add_model_options(parser)
-    parser.add_argument(
-        "--temperature",
-        type=_checked(_temperature, "0 or more"),
-        default=generate.DEFAULT_TEMPERATURE,
-        metavar="T",
-        help="0 takes the most probable token, more is more varied (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=_at_least(0),
-        default=generate.DEFAULT_TOP_K,
-        metavar="K",
-        help="choose among the K most probable tokens, 0 among all (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=_at_least(0),
-        default=0,
-        metavar="N",
-        help="the same seed gives the same text (default: %(default)s)",
-    )
+    _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)
     commands = parser.add_subparsers(title="other commands", prog="numkv")
     _add_info(commands)
     _add_plan(commands)
     _add_eval(commands)
+    _add_stream(commands)
     return parser
 
 
@@ -280,3 +286,41 @@ def _add_eval(commands: Any) -> None:
         help="tokens in a window (default: the model's context)",
     )
     parser.set_defaults(run=evaluate.run)
+
+
+def _add_stream(commands: Any) -> None:
+    parser = commands.add_parser(
+        "stream",
+        help="a text that outlives its context: keep the first tokens, drop the middle, shift",
+        description="Continue a text for longer than the cache has room for. Whenever it is full, the first "
+        "tokens stay, half of the others are dropped, and the keys behind the gap are shifted, so that nothing "
+        "is computed again.",
+    )
+    parser.add_argument(
+        "--prompt",
+        default=generate.DEFAULT_PROMPT,
+        metavar="TEXT",
+        help="text to continue (default: a few lines of Python)",
+    )
+    for option, smallest, default, meaning in (
+        ("--context", 2, stream.DEFAULT_CONTEXT, "tokens that the cache has room for"),
+        ("--keep", 0, stream.DEFAULT_KEEP, "first tokens that always stay"),
+        ("--tokens", 1, stream.DEFAULT_TOKENS, "tokens to generate at most"),
+    ):
+        parser.add_argument(
+            option,
+            type=_at_least(smallest),
+            default=default,
+            metavar="N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--kind",
+        default=CacheChoice.parse("fp16"),
+        type=_checked(CacheChoice.parse, "a kind"),
+        metavar="KIND",
+        help="storage kind of the cache (default: fp16)",
+    )
+    _add_model_options(parser)
+    _add_sampling_options(parser)
+    parser.set_defaults(run=stream.run)
