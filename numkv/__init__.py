@@ -41,6 +41,7 @@ from numkv.paged_functions import (
 )
 from numkv.projection import QKMode
 from numkv.rope_shift import rope_shift
+from numkv.warmup import warmup
 from numkv.wrapper_cache import WrapperCache
 
 __all__ = [
@@ -83,4 +84,5 @@ __all__ = [
     "paged_write",
     "prefill_attention",
     "rope_shift",
+    "warmup",
 ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import evaluate, generate, info, plan, stream
+from numkv.cli import evaluate, generate, info, plan, stream, warmup
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -216,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_eval(commands)
     _add_stream(commands)
+    _add_warmup(commands)
     return parser
 
 
@@ -324,3 +325,25 @@ def _add_stream(commands: Any) -> None:
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=stream.run)
+
+
+def _add_warmup(commands: Any) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile the kernels of some storage kinds ahead of time",
+        description="Fill the kernel cache on disk, so that no program has to wait for the compiler. Kernels "
+        "serve every head dim, group of query heads and block size: only kinds matter.",
+    )
+    _add_kind_option(parser, ["fp16"], "storage kinds of caches")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        default=["fp32"],
+        type=_checked(lambda name: numkv.kind(name).name, "a kind"),
+        metavar="KIND",
+        help="float kinds of new rows and queries, beside the cache's own (default: fp32)",
+    )
+    parser.add_argument(
+        "--target", choices=("cpu", "cuda"), default="cpu", help="where kernels run"
+    )
+    parser.set_defaults(run=warmup.run)

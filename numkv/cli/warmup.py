@@ -1,0 +1,31 @@
+"""``numkv warmup``: compile ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numkv
+from numkv.cli.output import KernelProgress
+from numkv.demo.cache import CacheChoice
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fill the kernel cache.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    choices: list[CacheChoice] = arguments.kind
+    kinds = [(c.k_kind or c.kind, c.v_kind or c.kind) for c in choices]
+    started = time.perf_counter()
+    with KernelProgress():
+        found = numkv.warmup(kinds, dtypes=arguments.dtype, target=arguments.target)
+    print(
+        f"{found['misses']} kernels compiled, {found['hits']} there already, "
+        f"{time.perf_counter() - started:.1f} s"
+    )

@@ -1,0 +1,101 @@
+"""Compile ahead of time: fill the disk cache with the kernels that a program will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from numkv.attention import merge_states
+from numkv.kernels.kernel import cache_stats
+from numkv.kinds import Kind, kind
+from numkv.layers import ContiguousLayer
+from numkv.paged import PagedLayer
+from numkv.paged_functions import paged_append
+from numkv.pool import source_dtypes
+from numkv.projection import QKMode
+from numkv.targets import get
+
+__all__ = ["warmup"]
+
+Kinds = str | Kind | tuple[str | Kind, str | Kind]
+
+
+def warmup(
+    kinds: Iterable[Kinds] = ("fp16",),
+    *,
+    dtypes: Iterable[str | Kind] = ("fp32",),
+    target: str = "cpu",
+) -> dict[str, int]:
+    """Load or compile the kernels that write to caches of some kinds and attend to them.
+
+    Kernels serve every head dim, group and block size, so kinds are all that there is to say.
+
+    Parameters
+    ----------
+    kinds : iterable of str, Kind or pair of them
+        Storage kinds; a pair is the kind of K and that of V.
+    dtypes : iterable of str or Kind
+        Float kinds that new rows and queries come in, beside the cache's own.
+    target : str
+        Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
+
+    Returns
+    -------
+    dict
+        Kernels that this call loaded from the disk (``"hits"``) and compiled (``"misses"``).
+
+    Raises
+    ------
+    UnsupportedDType
+        If there is no such kind.
+    NotSupported
+        If the target cannot be had here.
+
+    Examples
+    --------
+    >>> import numkv
+    >>> sorted(numkv.warmup(["fp16"]))
+    ['hits', 'misses']
+    """
+    before = cache_stats()
+    sources = [kind(name) for name in dtypes]
+    for choice in kinds:
+        k_kind, v_kind = choice if isinstance(choice, tuple) else (choice, choice)
+        _run(kind(k_kind), kind(v_kind), sources, target)
+    after = cache_stats()
+    return {name: after[name] - before[name] for name in after}
+
+
+def _run(k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str) -> None:
+    """Call every operation once, on one token."""
+    place = get(target)
+    dim = 32
+    kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target}
+    table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
+    accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
+    own = [k_kind] if k_kind is v_kind and not k_kind.has_scales else []
+    for source in dict.fromkeys([*own, *sources]):
+        if source.dtype not in accepted:
+            continue
+        rows = place.asarray(np.ones((1, 1, dim), source.dtype))
+        qkv = place.asarray(np.ones((1, 3 * dim), source.dtype))
+        paged = PagedLayer(2, 2, 1, dim, **kinds)
+        for layer in (ContiguousLayer(4, 1, dim, **kinds), paged):
+            layer.append(rows, rows)
+            for mode in QKMode:
+                tables = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
+                layer.truncate(1)
+                q = layer.write(
+                    qkv, num_q_heads=1, qk_mode=mode, q_norm_weight=weight, k_norm_weight=weight,
+                    **tables,
+                )  # fmt: skip
+            layer.decode_attention(q)
+        scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
+        if v_kind.has_scales:
+            scales["v_scale"] = paged.v_scale
+        slots = place.asarray(np.zeros(1, np.int64))
+        paged_append(rows, rows, paged.k, paged.v, slots, **scales)
+        lse = place.asarray(np.zeros((1, 1), np.float32))
+        merge_states(rows, lse, rows, lse)

@@ -1,0 +1,37 @@
+"""Compiling ahead of time."""
+
+import subprocess
+import sys
+
+import numkv
+from numkv.cli import main
+
+CHECK = """
+import numpy as np, numkv
+from numkv.kernels.kernel import cache_stats
+layer = numkv.PagedLayer(4, 3, 2, 48, kind="fp16")
+layer.append(*np.ones((2, 5, 2, 48), np.float32))
+layer.decode_attention(np.ones((5, 6, 48), np.float16))
+print(cache_stats())
+"""
+
+
+def test_what_is_warm_is_not_compiled_again(tmp_path):
+    """Other sizes than those of the warm-up, in another process."""
+    env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
+    options = {"capture_output": True, "text": True, "env": env, "timeout": 500}
+    first = subprocess.run([sys.executable, "-m", "numkv", "warmup"], **options, check=True)
+    assert "kernels compiled, 0 there already" in first.stdout
+    second = subprocess.run([sys.executable, "-c", CHECK], **options, check=True)
+    assert "'misses': 0" in second.stdout
+    assert "'hits': 0" not in second.stdout
+
+
+def test_kinds_apart_and_quantised(capsys):
+    found = numkv.warmup([("int8", "fp16")])
+    again = numkv.warmup([("int8", "fp16")])
+    assert sum(found.values()) > 0 or sum(again.values()) == 0
+    assert again["misses"] == 0
+    assert main(["warmup", "--kind", "int8/fp16"]) == 0
+    assert "0 kernels compiled" in capsys.readouterr().out
+    assert main(["warmup", "--kind", "fp17"]) == 2
