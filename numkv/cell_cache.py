@@ -102,7 +102,7 @@ class Batch:
     multimodal: Any = ()
 
 
-class _Told(NamedTuple):
+class Setup(NamedTuple):
     """The checked arguments of `MultiSequenceCache.init`."""
 
     k_kind: Kind
@@ -200,8 +200,8 @@ class MultiSequenceCache(ABC):
             check_size("capacity", capacity, 1),
             check_size("max_batch", max_batch),
         )
-        told = _Told(*kinds, *sizes, targets.get(target))
-        self._commit_init(self._plan_init(told))
+        setup = Setup(*kinds, *sizes, targets.get(target))
+        self._commit_init(self._plan_init(setup))
 
     def _check_new(self) -> None:
         if self._state != "new":
@@ -347,7 +347,7 @@ class MultiSequenceCache(ABC):
         """Attend to a layer."""
 
     @abstractmethod
-    def _plan_init(self, told: _Told) -> Any: ...
+    def _plan_init(self, setup: Setup) -> Any: ...
 
     @abstractmethod
     def _commit_init(self, plan: Any) -> None: ...
@@ -532,7 +532,7 @@ class CellCache(MultiSequenceCache):
 
     # -- its life
 
-    def _plan_init(self, told: _Told) -> tuple[_Told, CacheConfig, Cells]:
+    def _plan_init(self, setup: Setup) -> tuple[Setup, CacheConfig, Cells]:
         config = self._config or CacheConfig()
         window = _UNLIMITED if self._window < 0 else self._window
         memory = window if self._memory is None else self._memory
@@ -541,22 +541,22 @@ class CellCache(MultiSequenceCache):
                 f"`memory`: expected at least window_left={self._window} positions, "
                 f"got {memory}; a token could not see its window"
             )
-        if memory < _UNLIMITED and told.max_sequences > 1:
+        if memory < _UNLIMITED and setup.max_sequences > 1:
             memory = max(memory, window + 1)  # room for a token that ends a sequence
-        if memory >= told.capacity:
+        if memory >= setup.capacity:
             memory = _UNLIMITED
         if memory == _UNLIMITED:
-            needed = told.max_sequences * told.capacity
+            needed = setup.max_sequences * setup.capacity
         else:
-            needed = told.max_sequences * memory + told.max_batch
+            needed = setup.max_sequences * memory + setup.max_batch
         padding = max(1, config.padding)
         num_cells = math.ceil(needed / padding) * padding
-        return told, config, Cells(num_cells, None if memory == _UNLIMITED else memory)
+        return setup, config, Cells(num_cells, None if memory == _UNLIMITED else memory)
 
-    def _commit_init(self, plan: tuple[_Told, CacheConfig, Cells]) -> None:
-        told, self._config, self._cells = plan
-        self._k_kind, self._v_kind, self._target = told.k_kind, told.v_kind, told.target
-        self._max_batch = told.max_batch
+    def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
+        setup, self._config, self._cells = plan
+        self._k_kind, self._v_kind, self._target = setup.k_kind, setup.v_kind, setup.target
+        self._max_batch = setup.max_batch
         self._padding = max(1, self._config.padding)
         self._permuted_v = self._config.permuted_v
         self._mask_kind = kind(self._config.mask_dtype)

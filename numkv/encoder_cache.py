@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.attention import FLOAT_DTYPES, attend, check_queries
-from numkv.cell_cache import MultiSequenceCache, _Told, check_position, check_sequence, rows_of
+from numkv.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence, rows_of
 from numkv.cells import Rows
 from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
@@ -80,16 +80,16 @@ class EncoderCache(MultiSequenceCache):
 
     # -- its life
 
-    def _plan_init(self, told: _Told) -> _Ready:
-        if told.max_sequences > 1:
+    def _plan_init(self, setup: Setup) -> _Ready:
+        if setup.max_sequences > 1:
             raise NumkvError(
-                f"`max_sequences`: expected 1, as encoder rows are of one sequence, got {told.max_sequences}"
+                f"`max_sequences`: expected 1, as encoder rows are of one sequence, got {setup.max_sequences}"
             )
         config = self._config
         if config is not None and config.padding > 1:
             raise NumkvError(f"`padding`: expected 1 for an EncoderCache, got {config.padding}")
         return _Ready(
-            told.k_kind, told.v_kind, told.target, config is not None and config.permuted_v
+            setup.k_kind, setup.v_kind, setup.target, config is not None and config.permuted_v
         )
 
     def _commit_init(self, plan: _Ready) -> None:
@@ -146,6 +146,13 @@ class EncoderCache(MultiSequenceCache):
 
     # -- a pass
 
+    def _begun(self, layer: int) -> int:
+        """Check that there is a pass, and the number of a layer."""
+        self._check_ready()
+        if self._reserve is None:
+            raise NumkvError("EncoderCache: used before start_forward; call it first")
+        return check_position("layer", layer)
+
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Store a layer's rows, in place of those that were there.
 
@@ -173,10 +180,7 @@ class EncoderCache(MultiSequenceCache):
         NumkvError
             Before `start_forward`.
         """
-        if self._reserve is None or self._state != "ready":
-            self._check_ready()
-            raise NumkvError("EncoderCache: used before start_forward; call it first")
-        layer = check_position("layer", layer)
+        layer = self._begun(layer)
         ready = self._ready
         shape = ("num_rows", "num_kv_heads", "head_dim")
         k = check_array(ready.target, "k", k, FLOAT_DTYPES, shape)
@@ -225,9 +229,15 @@ class EncoderCache(MultiSequenceCache):
         v : array (num_rows, num_kv_heads, head_dim_v) or None
             Likewise; with ``permuted_v`` ``(num_kv_heads, head_dim_v, num_rows)``.
         mask : None
+
+        Raises
+        ------
+        IndexError
+            If `layer` is negative.
+        NumkvError
+            Before `start_forward`.
         """
-        self._check_ready()
-        pool = self._layers.get(layer)
+        pool = self._layers.get(self._begun(layer))
         if pool is None:
             return None, None, None
         target, everything = self._ready.target, slice(None)
@@ -269,11 +279,12 @@ class EncoderCache(MultiSequenceCache):
         ------
         IndexError
             If the layer was never put.
+        NumkvError
+            Before `start_forward`.
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        self._check_ready()
-        pool = self._layers.get(layer)
+        pool = self._layers.get(self._begun(layer))
         if pool is None:
             raise IndexError(
                 f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"

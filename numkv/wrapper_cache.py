@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from numkv.cell_cache import CacheConfig, MultiSequenceCache, _Told
+from numkv.cell_cache import CacheConfig, MultiSequenceCache, Setup
 from numkv.cells import Rows
 from numkv.checks import check_index
 from numkv.targets import Array
@@ -124,8 +124,8 @@ class WrapperCache(MultiSequenceCache):
         for child in self._children:
             child._check_new()
 
-    def _plan_init(self, told: _Told) -> list[Any]:
-        return [child._plan_init(told) for child in self._children]
+    def _plan_init(self, setup: Setup) -> list[Any]:
+        return [child._plan_init(setup) for child in self._children]
 
     def _commit_init(self, plan: list[Any]) -> None:
         for child, part in zip(self._children, plan, strict=True):

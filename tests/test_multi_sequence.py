@@ -212,7 +212,7 @@ def test_set_causal(target):
     pair.shows([1, 2, 3, 4], "0000 / 00xx / 000x / 0000")
     pair.set_causal(0)
     pair.shows([1, 2, 3, 4], "0xxx / 00xx / 000x / 0000")
-    pair.set_causal(0, [1])
+    pair.set_causal(0, [0, 1])
     pair.step([5, 6], [4, 5], [0, 0], [1, 2, 3, 4, 5, 6], "00000x / 000000")
 
 

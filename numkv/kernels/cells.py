@@ -187,10 +187,11 @@ def extent(positions, table, lens, starts, row_positions, reach):
             for i in range(starts[r], starts[r + 1]):
                 oldest = min(oldest, row_positions[i])
             first = _bisect(positions, table[r], lens[r], oldest - reach)
+        held = table[r, first : lens[r]]
         least, most = np.int32(len(positions)), np.int32(-1)
-        for i in range(first, lens[r]):
-            least = min(least, table[r, i])
-            most = max(most, table[r, i])
+        for i in range(len(held)):
+            least = min(least, held[i])
+            most = max(most, held[i])
         low, high = min(low, np.int64(least)), max(high, np.int64(most))
     return low, high
 
@@ -218,28 +219,29 @@ def find_ranges(positions, table, lens, starts, row_positions, window, chunk, li
 
 def fill_mask(table, starts, ranges, first, hidden, mask):
     """Write a mask ``(num_rows, n)`` over the cells from `first` on: 0 where a row sees a cell, else `hidden`."""
-    width = mask.shape[1]
     for r in range(len(starts) - 1):
         for i in range(starts[r], starts[r + 1]):
-            for c in range(width):
-                mask[i, c] = hidden
-            for t in range(ranges[i, 0], ranges[i, 1]):
-                c = table[r, t] - first
-                if 0 <= c < width:
-                    mask[i, c] = 0
+            row = mask[i]
+            row[:] = hidden
+            seen = table[r, ranges[i, 0] : ranges[i, 1]]
+            for t in range(len(seen)):
+                c = np.int64(seen[t]) - first
+                if c >= 0 and c < len(row):
+                    row[c] = 0
 
 
 # -- compiled
 
 _INT32 = array(types.int32, 1)
 _INT64 = array(types.int64, 1)
-_TABLE = array(types.int32, 2)
+_TABLE = types.Array(types.int32, 2, "C", readonly=True)
+_RANGES = types.Array(types.int64, 2, "C", readonly=True)
 _OUT32 = array(types.int32, 1, out=True)
 _OUT64 = array(types.int64, 1, out=True)
 
 
 def _mask_signature(word):
-    return (_TABLE, _INT64, array(types.int64, 2), types.int64, word, array(word, 2, out=True))
+    return (_TABLE, _INT64, _RANGES, types.int64, word, word[:, ::1])
 
 
 _OPERATIONS = {
@@ -256,7 +258,7 @@ _OPERATIONS = {
         find_ranges,
         (
             _INT32, _TABLE, _INT64, _INT64, _INT64, types.int64, types.int64,
-            array(types.boolean, 1), array(types.int64, 2, out=True),
+            array(types.boolean, 1), types.int64[:, ::1],
         ),
     ),
     "fill_mask uint16": (fill_mask, _mask_signature(types.uint16)),
