@@ -16,6 +16,7 @@ A layer's K and V are one block of as many tokens as there are cells, so a cell 
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,11 @@ __all__ = [
     "CellCache",
     "ChunkedCache",
     "MultiSequenceCache",
+    "Setup",
     "SlidingWindowCache",
+    "check_position",
+    "check_sequence",
+    "rows_of",
 ]
 
 _UNLIMITED = 2**31 - 1  # more positions than there are
@@ -288,7 +293,7 @@ class MultiSequenceCache(ABC):
         self._check_ready()
         seq, begin = check_sequence("seq", seq), check_position("begin", begin)
         if end is not None:
-            end = int(end)
+            end = _integer("end", end)
             if end < begin:
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
         self._commit_remove(self._plan_remove(seq, begin, end))
@@ -382,13 +387,17 @@ def check_position(name: str, i: Any) -> int:
 
 
 def _from_0_up(name: str, i: Any, what: str) -> int:
-    try:
-        number = int(i.__index__())
-    except AttributeError:
-        raise TypeError(f"`{name}`: expected an integer, got {type(i).__name__}") from None
+    number = _integer(name, i)
     if number < 0:
         raise IndexError(f"`{name}`: expected {what} from 0 up, got {number}")
     return number
+
+
+def _integer(name: str, i: Any) -> int:
+    try:
+        return operator.index(i)
+    except TypeError:
+        raise TypeError(f"`{name}`: expected an integer, got {type(i).__name__}") from None
 
 
 class _Pass:
@@ -424,6 +433,7 @@ class CellCache(MultiSequenceCache):
     def __init__(self, shift: Shift | None = None) -> None:
         super().__init__()
         self._shift = shift
+        self._cells = Cells(0)
         self._layers: dict[int, Pool] = {}
         self._pass: _Pass | None = None
         self._jit: Any = None
@@ -567,8 +577,7 @@ class CellCache(MultiSequenceCache):
         super().close()
         self._layers.clear()
         self._pass = self._jit = None
-        if hasattr(self, "_cells"):
-            del self._cells
+        self._cells = Cells(0)
 
     # -- changes
 
@@ -978,10 +987,6 @@ class SlidingWindowCache(CellCache):
         self, window_left: int, memory: int | None = None, shift: Shift | None = None
     ) -> None:
         super().__init__(shift)
-        if window_left < -1:
-            raise ValueError(
-                f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
-            )
         self._window = check_size("window_left", window_left, -1)
         self._memory = None if memory is None else check_size("memory", memory)
 
