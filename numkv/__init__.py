@@ -42,6 +42,7 @@ from numkv.paged_functions import (
 from numkv.projection import QKMode
 from numkv.rope_shift import rope_shift
 from numkv.warmup import warmup
+from numkv.weights import attention_weights
 from numkv.wrapper_cache import WrapperCache
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "WrapperCache",
     "__version__",
     "append",
+    "attention_weights",
     "decode_attention",
     "kind",
     "merge_states",
