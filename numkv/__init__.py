@@ -28,6 +28,7 @@ from numkv.errors import (
     NumkvError,
     UnsupportedDType,
 )
+from numkv.eviction import AttentionTally
 from numkv.kinds import Kind, kind
 from numkv.kv_cache import KVCache
 from numkv.layers import ContiguousLayer
@@ -50,6 +51,7 @@ __all__ = [
     "AppendDescriptor",
     "AppendPlan",
     "AppendSku",
+    "AttentionTally",
     "Batch",
     "CacheConfig",
     "CacheFull",

@@ -64,22 +64,21 @@ def weigh(
     """
     target = pool.target
     num_tokens, num_q_heads, head_dim = (int(n) for n in q.shape)
-    options = {
-        "sm_scale": 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale),
-        "logits_soft_cap": logits_soft_cap,
-        "window_left": window_left,
-    }
+    check_options(logits_soft_cap, window_left)
     if lse is None:
-        _, lse = attend(pool, block_table, q, seq_lens, q_starts, return_lse=True, **options)
+        _, lse = attend(
+            pool, block_table, q, seq_lens, q_starts, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, return_lse=True,
+        )  # fmt: skip
     else:
-        check_options(logits_soft_cap, window_left)
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
+    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
     target.ops.attention_weights(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
-        q_starts, lse, options["sm_scale"], float(logits_soft_cap), int(window_left), weights,
+        q_starts, lse, scale, float(logits_soft_cap), int(window_left), weights,
     )  # fmt: skip
     return weights
 

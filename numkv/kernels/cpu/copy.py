@@ -54,7 +54,9 @@ def _copy_tokens(bytes_: int) -> Any:
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
     slots = array(types.int64, 1)
     signature = (array(word, 4), slots, array(word, 4, out=True), slots)
-    return build(make_copy_tokens(bytes_), signature, label=f"copy_tokens, {bytes_} bytes an element")
+    return build(
+        make_copy_tokens(bytes_), signature, label=f"copy_tokens, {bytes_} bytes an element"
+    )
 
 
 def copy_tokens(source, source_slots, to, to_slots):

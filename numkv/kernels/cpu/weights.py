@@ -35,7 +35,7 @@ CHUNK = 512
 
 @register_jitable
 def _score(x, tile, scores):
-    """Dot products of a row with a tile of rows, which lie side by side: ``tile[d * TILE + i]``; four dims at a time."""
+    """Dot products of a row with the rows of a tile, ``tile[d * TILE + i]``; four dims at a time."""
     for i in range(TILE):
         scores[i] = np.float32(0)
     for d in range(0, len(x), 4):

@@ -82,7 +82,9 @@ def make_copy_tokens(WORD):
             if a < 0 or a >= source.shape[0] * source_size or b < 0 or b >= to.shape[0] * to_size:
                 continue
             for w in range(cuda.threadIdx.x, size, LANES):
-                to[b // to_size, h, b % to_size, w] = source[a // source_size, h, a % source_size, w]
+                to[b // to_size, h, b % to_size, w] = source[
+                    a // source_size, h, a % source_size, w
+                ]
 
     return kernel
 
