@@ -28,6 +28,7 @@ from numkv.errors import (
     NumkvError,
     UnsupportedDType,
 )
+from numkv.eviction import AttentionTally
 from numkv.kinds import Kind, kind
 from numkv.kv_cache import KVCache
 from numkv.layers import ContiguousLayer
@@ -42,6 +43,7 @@ from numkv.paged_functions import (
 from numkv.projection import QKMode
 from numkv.rope_shift import rope_shift
 from numkv.warmup import warmup
+from numkv.weights import attention_weights
 from numkv.wrapper_cache import WrapperCache
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "AppendDescriptor",
     "AppendPlan",
     "AppendSku",
+    "AttentionTally",
     "Batch",
     "CacheConfig",
     "CacheFull",
@@ -75,6 +78,7 @@ __all__ = [
     "WrapperCache",
     "__version__",
     "append",
+    "attention_weights",
     "decode_attention",
     "kind",
     "merge_states",

@@ -81,14 +81,7 @@ def attend(
     if _FLOAT64 in (q_kind.compute, pool.k_kind.compute, pool.v_kind.compute):
         compute = _FLOAT64
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
-        raise ValueError(
-            f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
-        )
-    if window_left < -1:
-        raise ValueError(
-            f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
-        )
+    check_options(logits_soft_cap, window_left)
     if ranges is None:
         ranges = _no_ranges(target.name)
     if sinks is None:
@@ -108,6 +101,18 @@ def attend(
         scale, float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def check_options(logits_soft_cap: float, window_left: int) -> None:
+    """Check the values of options that are numbers."""
+    if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
+        raise ValueError(
+            f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
+        )
+    if window_left < -1:
+        raise ValueError(
+            f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
+        )
 
 
 @functools.cache

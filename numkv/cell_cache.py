@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from numkv import structs, targets
 from numkv.attention import attend, check_queries
-from numkv.cells import Cells, Forward, Removal, Rows, read_rows
-from numkv.checks import check_array, check_index, check_size
+from numkv.cells import Cells, Compaction, Forward, Removal, Rows, read_rows
+from numkv.checks import check_array, check_index, check_kept, check_size
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels import cells as kernels
 from numkv.kinds import Kind, kind
@@ -298,6 +298,41 @@ class MultiSequenceCache(ABC):
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
         self._commit_remove(self._plan_remove(seq, begin, end))
 
+    def compact(self, seq: int, keep: Any) -> None:
+        """Keep some tokens of a sequence only: that of position ``keep[i]`` moves to position i, its key with it.
+
+        Cells of the others are freed; no row moves to another cell. Keys are turned by the cache's shift.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        keep : array-like of int (n,)
+            Positions to keep, in order. A position that a sliding window has let go of counts in the order, so that the
+            caches of a `WrapperCache` stay in step; any other that the sequence does not have is an error.
+
+        Raises
+        ------
+        IndexError
+            If `seq` is negative, a position is not the sequence's, or the shift's tables are too short.
+        ValueError
+            If positions do not rise.
+        NotSupported
+            If keys have to move and there is no shift, or if a token that has to move is shared with another
+            sequence.
+        DimensionMismatch, UnsupportedDType
+            If `keep` is no row of integers.
+        Exception
+            Whatever the shift raises.
+
+        Notes
+        -----
+        Nothing has changed after an error. When nothing has to move, no shift is needed.
+        """
+        self._check_ready()
+        seq, keep = check_sequence("seq", seq), check_kept("keep", keep, _UNLIMITED + 1)
+        self._commit_compact(self._plan_compact(seq, keep))
+
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         """Let a sequence consist of the first positions of another; no K or V is copied.
 
@@ -368,6 +403,12 @@ class MultiSequenceCache(ABC):
 
     @abstractmethod
     def _commit_remove(self, plan: Any) -> None: ...
+
+    @abstractmethod
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> Any: ...
+
+    @abstractmethod
+    def _commit_compact(self, plan: Any) -> None: ...
 
     @abstractmethod
     def _plan_copy(self, src: int, dst: int, length: int) -> Any: ...
@@ -614,6 +655,28 @@ class CellCache(MultiSequenceCache):
         removal, moves = plan
         self._settle()
         self._cells.commit_removal(removal)
+        for move in moves:
+            move()
+
+    def _plan_compact(
+        self, seq: int, keep: NDArray[np.int64]
+    ) -> tuple[Compaction, list[Callable[[], object]]]:
+        compaction = self._cells.plan_compaction(seq, keep)
+        moves: list[Callable[[], object]] = []
+        for moved, offset in compaction.moves:
+            if self._shift is None:
+                raise NotSupported(
+                    f"`keep`: {sum(len(cells) for cells, _ in compaction.moves)} tokens of sequence {seq} "
+                    "would have to move, and this cache has no shift to turn their keys; make the cache "
+                    "with shift=numkv.rope_shift(cos, sin)"
+                )
+            moves += plan_shift(self._shift, self._layers, moved, offset, max(1, self._max_batch))
+        return compaction, moves
+
+    def _commit_compact(self, plan: tuple[Compaction, list[Callable[[], object]]]) -> None:
+        compaction, moves = plan
+        self._settle()
+        self._cells.commit_compaction(compaction)
         for move in moves:
             move()
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels import cells as kernels
 
-__all__ = ["Cells", "Forward", "Removal", "Rows", "read_rows"]
+__all__ = ["Cells", "Compaction", "Forward", "Removal", "Rows", "read_rows"]
 
 Ints = NDArray[np.int64]
 Held = NDArray[np.int32]
@@ -67,6 +67,17 @@ class Removal(NamedTuple):
     """Cells whose position changes, by position."""
     offset: int
     """By how much."""
+
+
+class Compaction(NamedTuple):
+    """What is kept of a sequence, and what is not; made by `Cells.plan_compaction`."""
+
+    sequence: int
+    kept: Held
+    """Cells, by position."""
+    dropped: Held
+    moves: list[tuple[Held, int]]
+    """Kept cells whose position changes, and by how much."""
 
 
 class _Sequence:
@@ -347,6 +358,66 @@ class Cells:
         found.end -= plan.last - plan.first
         found.held[plan.first :] = after
         if found.begin == found.end:
+            del self._sequences[plan.sequence]
+            self._fresh.discard(plan.sequence)
+
+    def plan_compaction(self, sequence: int, keep: Ints) -> Compaction:
+        """Find what it changes that a sequence keeps some positions only, which become 0, 1, 2, …
+
+        Parameters
+        ----------
+        sequence : int
+            Whose.
+        keep : int64 array (n,)
+            Positions, rising. Those that were evicted keep their place among the others.
+
+        Returns
+        -------
+        Compaction
+
+        Raises
+        ------
+        IndexError
+            If the sequence does not have a position, and has not evicted it.
+        NotSupported
+            If a cell that has to move belongs to another sequence too.
+        """
+        held = self.held(sequence)
+        positions = self.positions[held]
+        evicted = 0
+        if self.memory is not None:
+            evicted = int(np.searchsorted(keep, positions[0])) if len(positions) else len(keep)
+        missing = keep[evicted:][~np.isin(keep[evicted:], positions)]
+        if len(missing):
+            raise IndexError(
+                f"`keep`: expected positions that sequence {sequence} holds, got {missing[0]}; see "
+                "positions(seq)"
+            )
+        new = np.searchsorted(keep, positions)
+        stays = np.isin(positions, keep)
+        kept, offsets = held[stays], (new - positions)[stays]
+        moved = kept[offsets != 0]
+        if len(moved) and self.num_sequences[moved].max() > 1:
+            cell = moved[self.num_sequences[moved] > 1][0]
+            raise NotSupported(
+                f"`keep`: the token at position {self.positions[cell]} would have to move, and "
+                f"{self.num_sequences[cell] - 1} other sequences share it; keep all that comes before "
+                "it, or remove them first"
+            )
+        moves = [(kept[offsets == by], int(by)) for by in np.unique(offsets) if by]
+        return Compaction(sequence, kept, held[~stays], moves)
+
+    def commit_compaction(self, plan: Compaction) -> None:
+        """Do what `plan_compaction` found; a sequence without cells is forgotten."""
+        found = self._sequences.get(plan.sequence)
+        if found is None:
+            return
+        for moved, offset in plan.moves:
+            kernels.compiled("move")(self.positions, moved, offset)
+        kernels.compiled("leave")(self.num_sequences, self._vacant, plan.dropped)
+        found.end = found.begin + len(plan.kept)
+        found.held[:] = plan.kept
+        if not len(plan.kept):
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 

@@ -9,11 +9,20 @@ import operator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.targets import Array, Target
 
-__all__ = ["Shape", "check_array", "check_index", "check_integers", "check_size", "check_writable"]
+__all__ = [
+    "Shape",
+    "check_array",
+    "check_index",
+    "check_integers",
+    "check_kept",
+    "check_size",
+    "check_writable",
+]
 
 #: What a shape must be: numbers, and names of sizes that the caller is free to choose.
 Shape = tuple[int | str, ...]
@@ -155,3 +164,47 @@ def check_index(name: str, i: Any, size: int, *, inclusive: bool = False) -> int
         closing = "]" if inclusive else ")"
         raise IndexError(f"`{name}`: expected an index in [0, {size}{closing}, got {index}")
     return index
+
+
+def check_kept(name: str, x: Any, size: int, ndim: int = 1) -> NDArray[np.int64]:
+    """Take an argument that says which tokens are kept, on the host: indices that rise, below `size`.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    x : object
+        The argument.
+    size : int
+        How many tokens there are.
+    ndim : int
+        1, or 2 for a row of them for each layer.
+    """
+    given = np.asarray(x)
+    if given.ndim != ndim:
+        shape = ("n",) if ndim == 1 else ("num_layers", "n")
+        raise DimensionMismatch(
+            _message(name, f"integers {_describe(shape)}", given, "pass the indices of the tokens"),
+            expected=shape,
+            actual=given.shape,
+        )
+    if given.dtype.kind not in "iu" and given.size:
+        raise UnsupportedDType(
+            f"`{name}`: expected integers, got {given.dtype}; pass the indices of the tokens to keep, "
+            "of a mask numpy.flatnonzero(mask)"
+        )
+    outside = given[(given < 0) | (given >= size)] if given.size else given
+    if outside.size:
+        raise IndexError(
+            f"`{name}`: expected indices in [0, {size}), got {outside.flat[0]}; name stored tokens only"
+        )
+    kept = given.astype(np.int64)
+    falls = kept[..., 1:] <= kept[..., :-1]
+    if falls.any():
+        at = np.argwhere(falls)[0]
+        before, after = kept[tuple(at)], kept[(*at[:-1], at[-1] + 1)]
+        raise ValueError(
+            f"`{name}`: expected indices in rising order, each once, got {after} after {before}; "
+            "sort them"
+        )
+    return kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv.attention import FLOAT_DTYPES, attend, check_queries
 from numkv.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence, rows_of
@@ -116,6 +117,16 @@ class EncoderCache(MultiSequenceCache):
     def _commit_remove(self, plan: bool) -> None:
         if plan:
             self._cached = False
+
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> int | None:
+        at = np.flatnonzero(keep == self._stored)
+        return int(at[0]) if len(at) else None
+
+    def _commit_compact(self, plan: int | None) -> None:
+        if plan is None:
+            self._cached = False
+        else:
+            self._stored = plan
 
     def _plan_copy(self, src: int, dst: int, length: int) -> None:
         raise NotSupported(

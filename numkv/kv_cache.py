@@ -8,12 +8,15 @@ import numpy as np
 
 from numkv import structs, targets
 from numkv.attention import attend, check_queries, one_block_each, too_many_queries
-from numkv.checks import check_index, check_size
+from numkv.checks import check_index, check_kept, check_size
+from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.layers import kinds_of
 from numkv.pool import Pool
+from numkv.rope_shift import RopeShift
 from numkv.targets import Array
+from numkv.weights import weigh
 
 __all__ = ["KVCache"]
 
@@ -289,6 +292,62 @@ class KVCache:
         np.minimum(self._rows, length, out=self._rows)
         self._length[0] = length
 
+    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+        """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
+
+        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
+        positions; quantised ones are quantised once more.
+
+        Parameters
+        ----------
+        keep : array-like of int (n,) or (num_layers, n)
+            Tokens to keep, in order, on the host: the same in all layers, or as many in each.
+        shift : RopeShift, optional
+            What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
+            rotation, and for methods that go on counting positions from those that tokens had.
+
+        Raises
+        ------
+        NumkvError
+            If rows have been appended and not yet advanced.
+        IndexError
+            If there is no such token, or the shift's tables are too short.
+        ValueError
+            If indices do not rise.
+        DimensionMismatch, UnsupportedDType, TypeError
+            If `keep` has another shape or is no integers, the shift rotates more elements than a key has, or it is
+            something else.
+
+        Notes
+        -----
+        Nothing has changed after an error. Memory stays as it is.
+        """
+        length, layers = len(self), self.num_layers
+        if layers and self._rows.max() > length:
+            layer = int(self._rows.argmax())
+            raise NumkvError(
+                f"compact: expected no rows beyond the {length} advanced past, got "
+                f"{self._rows[layer]} in layer {layer}; advance, or truncate({length})"
+            )
+        kept = check_kept("keep", keep, length, ndim=2 if np.ndim(keep) == 2 else 1)
+        n = kept.shape[-1]
+        if kept.ndim == 2 and len(kept) != layers:
+            raise DimensionMismatch(
+                f"`keep`: expected ({n},) or a row for each layer, ({layers}, {n}), got {kept.shape}",
+                expected=(layers, n),
+                actual=kept.shape,
+            )
+        old = np.broadcast_to(kept, (layers, n))
+        new = np.broadcast_to(np.arange(n), (layers, n))
+        first = np.arange(layers)[:, None] * self.capacity
+        moved = old != new
+        moves = plan_moves(
+            self._pool, shift, (first + old)[moved], (first + new)[moved], (new - old)[moved]
+        )
+        for move in moves:
+            move()
+        self.truncate(n)
+
     def clear(self) -> None:
         """Drop all tokens; memory and geometry stay."""
         self._rows[:] = 0
@@ -532,3 +591,62 @@ class KVCache:
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+    ) -> Array:
+        """How much attention each row of a layer gets from the queries of the last ones.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
+            Queries; each sees its own position and earlier ones.
+        lse : float32 array of q's shape without its last axis, optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap, window_left
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, tokens)
+            Sums over the queries and the q heads of a group; see `numkv.attention_weights`. Rows not yet advanced are
+            included.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than rows, or a shape does not fit.
+        IndexError
+            If there is no such layer.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        layer = check_index("layer", layer, self.num_layers)
+        target = self._target
+        q = target.accept(q, "q")
+        if len(q.shape) == 2:
+            q = q.reshape((1, *q.shape))
+            if lse is not None:
+                lse = target.accept(lse, "lse")
+                lse = lse.reshape((1, *lse.shape))
+        q = check_queries(target, q, self._heads, self._k_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), int(self._rows[layer])
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        weights = weigh(
+            self._pool, one_block_each(target.name, self.num_layers)[layer : layer + 1], q,
+            target.index(np.array([length]), np.int64),
+            target.index(np.array([0, tokens]), np.int64), length, lse=lse, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left,
+        )  # fmt: skip
+        return weights.reshape((self._heads, length))

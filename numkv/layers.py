@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv import structs, targets
 from numkv.attention import attend, check_queries, too_many_queries
-from numkv.checks import check_index, check_size
+from numkv.checks import check_index, check_kept, check_size
+from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch
 from numkv.kinds import Kind, kind
 from numkv.pool import Pool
 from numkv.projection import Projection, QKMode
+from numkv.rope_shift import RopeShift
 from numkv.targets import Array
+from numkv.weights import weigh
 
 __all__ = ["ContiguousLayer", "QKMode"]
 
@@ -256,6 +260,49 @@ class Layer:
         """
         self._context_lens[0] = check_index("length", length, self.seq_len, inclusive=True)
 
+    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+        """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
+
+        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
+        positions; quantised ones are quantised once more.
+
+        Parameters
+        ----------
+        keep : array-like of int (n,)
+            Tokens to keep, in order, on the host; see `numkv.eviction` for what chooses them.
+        shift : RopeShift, optional
+            What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
+            rotation, and for methods that go on counting positions from those that tokens had.
+
+        Raises
+        ------
+        IndexError
+            If there is no such token, or the shift's tables are too short.
+        ValueError
+            If indices do not rise.
+        DimensionMismatch, UnsupportedDType, TypeError
+            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+
+        Notes
+        -----
+        Nothing has changed after an error. The next token's position is ``seq_len`` with a shift, and one after the
+        last token's without.
+        """
+        kept = check_kept("keep", keep, self.seq_len)
+        new = np.arange(len(kept))
+        moved = kept != new
+        old, new = kept[moved], new[moved]
+        moves = plan_moves(self._pool, shift, self._slots(old), self._slots(new), new - old)
+        for move in moves:
+            move()
+        self.truncate(len(kept))
+
+    def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where tokens lie, on the host."""
+        size = max(1, int(self._pool.k.shape[2]))
+        slots: NDArray[np.int64] = self._table[tokens // size].astype(np.int64) * size
+        return slots + tokens % size
+
     # -- attention
 
     def decode_attention(
@@ -304,6 +351,52 @@ class Layer:
             logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
             return_lse=return_lse, out=out,
         )  # fmt: skip
+
+    def attention_weights(
+        self,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+    ) -> Array:
+        """How much attention each token gets from the newest tokens' queries.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` cached positions.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap, window_left
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, seq_len)
+            Sums over the queries and the q heads of a group; see `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than cached tokens, or a shape does not fit.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        target = self._target
+        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), self.seq_len
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        lens = target.index(np.array([length]), np.int64)
+        starts = target.index(np.array([0, tokens]), np.int64)
+        weights = weigh(
+            self._pool, self._block_table(), q, lens, starts, length, lse=lse, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left,
+        )  # fmt: skip
+        return weights.reshape((self.num_kv_heads, length))
 
 
 class ContiguousLayer(Layer):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput
@@ -102,6 +103,19 @@ class Pool:
         for source, target in zip(self._buffers(), to._buffers(), strict=True):
             if source.size:
                 self.target.ops.copy_blocks(source, source_ids, target, to_ids)
+
+    def move_tokens(self, source_slots: NDArray[np.int64], to_slots: NDArray[np.int64]) -> None:
+        """Move the rows of tokens as they are stored, scales included.
+
+        Parameters
+        ----------
+        source_slots, to_slots : int64 array (n,)
+            Where each token is, and where it goes, on the host; no pair writes to a slot that a later pair reads.
+        """
+        here, there = (self.target.index(slots, np.int64) for slots in (source_slots, to_slots))
+        for buffer in self._buffers():
+            if buffer.size:
+                self.target.ops.copy_tokens(buffer, here, buffer, there)
 
     def _buffers(self) -> tuple[Array, Array, Array, Array]:
         return self.k, self.v, self.k_scale, self.v_scale

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from numkv.cell_cache import CacheConfig, MultiSequenceCache, Setup
 from numkv.cells import Rows
 from numkv.checks import check_index
@@ -154,6 +157,13 @@ class WrapperCache(MultiSequenceCache):
     def _commit_remove(self, plan: list[Any]) -> None:
         for child, part in zip(self._children, plan, strict=True):
             child._commit_remove(part)
+
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> list[Any]:
+        return [child._plan_compact(seq, keep) for child in self._children]
+
+    def _commit_compact(self, plan: list[Any]) -> None:
+        for child, part in zip(self._children, plan, strict=True):
+            child._commit_compact(part)
 
     def _plan_copy(self, src: int, dst: int, length: int) -> list[Any]:
         return [child._plan_copy(src, dst, length) for child in self._children]

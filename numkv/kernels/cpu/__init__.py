@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from numkv.kernels.cpu.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cpu.attention import attention
-from numkv.kernels.cpu.copy import copy_blocks
+from numkv.kernels.cpu.copy import copy_blocks, copy_tokens
 from numkv.kernels.cpu.finite import first_non_finite
 from numkv.kernels.cpu.merge import merge
 from numkv.kernels.cpu.shift import shift_rows
+from numkv.kernels.cpu.weights import attention_weights
 from numkv.kernels.cpu.write import scatter_write, write_rows
 
 __all__ = [
     "append_rows",
     "attention",
+    "attention_weights",
     "copy_blocks",
     "copy_rows",
+    "copy_tokens",
     "first_non_finite",
     "merge",
     "scatter_rows",

@@ -12,17 +12,20 @@ from typing import Any
 
 from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cuda.attention import attention
-from numkv.kernels.cuda.copy import copy_blocks
+from numkv.kernels.cuda.copy import copy_blocks, copy_tokens
 from numkv.kernels.cuda.finite import first_non_finite
 from numkv.kernels.cuda.merge import merge
 from numkv.kernels.cuda.shift import shift_rows
+from numkv.kernels.cuda.weights import attention_weights
 from numkv.kernels.cuda.write import scatter_write, write_rows
 
 __all__ = [
     "append_rows",
     "attention",
+    "attention_weights",
     "copy_blocks",
     "copy_rows",
+    "copy_tokens",
     "first_non_finite",
     "merge",
     "scatter_rows",
@@ -47,6 +50,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         Types of its arguments.
     """
     for name in (
-        "append", "attention", "convert", "copy", "finite", "merge", "shift", "splits", "write",
+        "append", "attention", "convert", "copy", "finite", "merge", "shift", "splits",
+        "weights", "write",
     ):  # fmt: skip
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

@@ -1,6 +1,7 @@
-"""Copy whole blocks between pools or within one, on CUDA: ``to[to_ids[i]] = source[source_ids[i]]``.
+"""Copy what is stored, word for word, on CUDA; see `numkv.kernels.cpu.copy` for the operations.
 
-Blocks are copied in the widest words that they are made of. Pairs with a block outside its pool are skipped.
+Blocks, and rows of tokens, are copied in the widest words that they are made of. Pairs with a block or slot outside its
+pool are skipped.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from numkv.kernels.cuda.simd import THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.simd import LANES, SIMULATED, THREADS, c_array, ceil_div, jit, launch
 
-__all__ = ["copy_blocks"]
+__all__ = ["copy_blocks", "copy_tokens"]
 
 PIECE = 8 * THREADS  # words of a cache's block that a block of threads takes at once
+ROWS = THREADS // LANES  # rows of tokens that a block of threads takes at once
+ASIDE = 3 if SIMULATED else 4096  # tokens that lie aside at once while they move within a buffer
 
 
 def make_copy_blocks(WORD):
@@ -64,9 +67,81 @@ def copy_blocks(source, source_ids, to, to_ids):
     launch(_copy_blocks(word), blocks, THREADS, flat[0], source_ids, flat[1], to_ids)
 
 
+def make_copy_tokens(WORD):
+    """The kernel that copies the rows of tokens, of words of `WORD` bytes; without slots, tokens stand in a row."""
+
+    def kernel(source, source_slots, to, to_slots):
+        num_heads, size = source.shape[1], source.shape[3]
+        source_size, to_size = np.int64(source.shape[2]), np.int64(to.shape[2])
+        num_tokens = max(source_slots.shape[0], to_slots.shape[0])
+        first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
+        for row in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS):
+            i, h = row // num_heads, row % num_heads
+            a = np.int64(source_slots[i]) if source_slots.shape[0] else i
+            b = np.int64(to_slots[i]) if to_slots.shape[0] else i
+            if a < 0 or a >= source.shape[0] * source_size or b < 0 or b >= to.shape[0] * to_size:
+                continue
+            for w in range(cuda.threadIdx.x, size, LANES):
+                to[b // to_size, h, b % to_size, w] = source[
+                    a // source_size, h, a % source_size, w
+                ]
+
+    return kernel
+
+
+@functools.cache
+def _copy_tokens(bytes_: int) -> Any:
+    return jit(make_copy_tokens(bytes_), 8)
+
+
+def copy_tokens(source, source_slots, to, to_slots):
+    """Copy the rows of tokens, of all heads, pair by pair.
+
+    Within one buffer, some thousand tokens at a time go through memory of their own: threads are in no order, so a row
+    could be written over before it is read.
+
+    Parameters
+    ----------
+    source, to : array (num_blocks, num_kv_heads, block_size, head_dim) or (num_blocks, num_kv_heads, block_size)
+        Contiguous buffers of the same dtype, heads and head dim; they may be one array. K, V or scales.
+    source_slots, to_slots : int32 or int64 array (n,)
+        ``block * block_size + offset`` of each token, and of where it goes; no slot is written to twice. Where the
+        buffers are one, no pair writes to a slot that a later pair reads.
+    """
+    if 0 in (source.size, to.size, source_slots.size):
+        return
+    bytes_ = source.dtype.itemsize * (source.shape[3] if len(source.shape) == 4 else 1)
+    word = next(n for n in (8, 4, 2, 1) if bytes_ % n == 0)
+    one = source is to
+    source, to = (
+        x.reshape((x.size,)).view(np.dtype(f"u{word}")).reshape((*x.shape[:3], bytes_ // word))
+        for x in (source, to)
+    )
+    heads, n = source.shape[1], source_slots.shape[0]
+    kernel, in_a_row = _copy_tokens(word), cuda.device_array(0, np.int64)
+
+    def copy(source, source_slots, to, to_slots, tokens):
+        blocks = ceil_div(tokens * heads, ROWS)
+        launch(kernel, blocks, (LANES, ROWS), source, source_slots, to, to_slots)
+
+    if not one:
+        copy(source, source_slots, to, to_slots, n)
+        return
+    for first in range(0, n, ASIDE):
+        part = slice(first, min(n, first + ASIDE))
+        tokens = part.stop - first
+        aside = cuda.device_array((1, heads, tokens, source.shape[3]), source.dtype)
+        copy(source, source_slots[part], aside, in_a_row, tokens)
+        copy(aside, in_a_row, to, to_slots[part], tokens)
+
+
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     ids = c_array(types.int32, 1)
     for word in (types.uint8, types.uint64):
         signature = (c_array(word, 2), ids, c_array(word, 2), ids)
         yield f"copy_blocks[{word}]", make_copy_blocks(word.bitwidth // 8), signature
+    for word, slot in ((types.uint8, types.int32), (types.uint64, types.int64)):
+        slots = c_array(slot, 1)
+        signature = (c_array(word, 4), slots, c_array(word, 4), slots)
+        yield f"copy_tokens[{word}]", make_copy_tokens(word.bitwidth // 8), signature

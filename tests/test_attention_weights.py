@@ -1,0 +1,239 @@
+"""Attention weights by token, against softmax rows in float64: as a function, and as methods of layers and caches."""
+
+import naive
+import numpy as np
+import problems
+import pytest
+from messages import about
+from problems import Shape
+
+import numkv
+
+F32 = np.float32
+KINDS = [*naive.DTYPES, "int8"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+# Float32 arithmetic, and an lse of which INT8 attention on the CPU knows three digits.
+BOUND = {"int8": 2e-3}
+
+
+def softmax_sums(
+    q, k, seq_lens, starts, *, sm_scale=None, logits_soft_cap=0.0, window_left=-1, sinks=None
+):
+    """Weights ``(num_seqs, num_kv_heads, capacity)`` of queries ``starts[b] .. starts[b + 1]``, row by row."""
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    group = q.shape[1] // k.shape[1]
+    scale = 1 / np.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    out = np.zeros(k.shape[:3])
+    for b, n in enumerate(seq_lens):
+        tokens = starts[b + 1] - starts[b]
+        for i in range(tokens):
+            position = n - tokens + i
+            begin = 0 if window_left < 0 else max(0, position - window_left)
+            if position < 0:
+                continue
+            for h in range(q.shape[1]):
+                logits = k[b, h // group, begin : position + 1] @ q[starts[b] + i, h] * scale
+                if logits_soft_cap:
+                    logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+                extra = [] if sinks is None else [sinks[h]]
+                exps = np.exp(np.append(logits, extra) - logits.max())
+                out[b, h // group, begin : position + 1] += (exps / exps.sum())[: len(logits)]
+    return out
+
+
+def assert_weights(got, want, kind):
+    got = np.asarray(got)
+    assert got.dtype == F32
+    assert got.shape == want.shape
+    np.testing.assert_array_equal(got[want == 0], 0)
+    np.testing.assert_allclose(got, want, rtol=BOUND.get(kind, 2e-5), atol=1e-7)
+
+
+def function(problem, to, host, kind, **options):
+    """`numkv.attention_weights` of a problem, and what the oracle says."""
+    k, scales = problem.k, {}
+    if kind == "int8":
+        k, scale = naive.int8_quantise(np.nan_to_num(k.astype(np.float64)))
+        scales = {"k_scale": to(scale)}
+        values = naive.int8_dequantise(k, scale)
+    else:
+        values = k
+    cu = problem.cu_seqlens_q
+    starts = np.arange(len(problem.seq_lens) + 1) if cu is None else cu
+    lse = options.pop("lse", None)
+    got = numkv.attention_weights(
+        to(problem.q), to(k), to(problem.seq_lens), None if cu is None else to(cu),
+        lse=None if lse is None else to(lse), **scales, **options,
+    )  # fmt: skip
+    return host(got), softmax_sums(problem.q, values, problem.seq_lens, starts, **options)
+
+
+SHAPES = [
+    Shape(seq_lens=(5, 0, 1)),
+    Shape(4, 2, 13, (17, 3), spare=1),
+    Shape(6, 2, 16, (12, 4, 0, 7), new=(5, 4, 0, 1), spare=0),
+    Shape(4, 1, 5, (40,), new=(9,)),
+]
+
+
+@every_kind
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_the_softmax_says(target, to, host, rng, shape, kind):
+    """Whatever lies past a length, NaN here, stays out."""
+    problem = problems.make(rng, shape, "fp32" if kind == "int8" else kind)
+    assert_weights(*function(problem, to, host, kind), kind)
+
+
+@pytest.mark.parametrize("q_kind", naive.DTYPES)
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_queries_of_any_kind(target, to, host, rng, q_kind, kind):
+    problem = problems.make(rng, SHAPES[2], "fp32" if kind == "int8" else kind, q_kind)
+    assert_weights(*function(problem, to, host, kind), kind)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sm_scale": 0.9}, {"logits_soft_cap": 1.5}, {"window_left": 0}, {"window_left": 4},
+     {"window_left": 3, "logits_soft_cap": 0.7, "sm_scale": -0.3}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_options(target, to, host, rng, shape, options):
+    problem = problems.make(rng, shape)
+    assert_weights(*function(problem, to, host, "fp32", **options), "fp32")
+
+
+def test_a_window_looks_at_nothing_before_it(target, to, host, rng):
+    """Rows that no query sees may hold NaN, and a paged layer's blocks may be gone."""
+    problem = problems.make(rng, Shape(2, 1, 8, (20,), new=(3,)))
+    problem.k[0, :, :12] = np.nan
+    got = host(
+        numkv.attention_weights(
+            *map(to, (problem.q, problem.k, problem.seq_lens, problem.cu_seqlens_q)), window_left=5
+        )
+    )
+    assert np.all(got[0, 0, :12] == 0)
+    np.testing.assert_allclose(got[0, 0, 12:20].sum(), 6, rtol=1e-5)
+
+
+def test_an_lse_with_sinks(target, to, host, rng):
+    """What sinks take is missing: the weights are those that attention used."""
+    problem = problems.make(rng, SHAPES[2])
+    sinks = rng.standard_normal(6).astype(F32)
+    _, lse = problem.run(to, return_lse=True, sinks=sinks)
+    got = host(
+        numkv.attention_weights(
+            *map(to, (problem.q, problem.k, problem.seq_lens, problem.cu_seqlens_q)), lse=lse
+        )
+    )
+    starts = problem.cu_seqlens_q
+    assert_weights(
+        got, softmax_sums(problem.q, problem.k, problem.seq_lens, starts, sinks=sinks), "fp32"
+    )
+
+
+def test_a_long_sequence(rng):
+    """Several units of work, the last of them not full."""
+    problem = problems.make(rng, Shape(4, 2, 32, (1300,), new=(3,)))
+    starts = problem.cu_seqlens_q
+    got = numkv.attention_weights(problem.q, problem.k, problem.seq_lens, starts)
+    assert_weights(got, softmax_sums(problem.q, problem.k, problem.seq_lens, starts), "fp32")
+
+
+def test_large_scores(target, to, host, rng):
+    """Exponentials of scores in the hundreds; one token takes it all."""
+    problem = problems.make(rng, Shape(2, 1, 8, (9,), new=(2,)))
+    got, want = function(problem, to, host, "fp32", sm_scale=200.0)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
+
+
+def test_strided_keys(rng):
+    k = rng.standard_normal((2, 6, 3, 8)).astype(F32).transpose(0, 2, 1, 3)
+    q = rng.standard_normal((2, 6, 16)).astype(F32)[:, :, 3:11]
+    assert_weights(
+        numkv.attention_weights(q, k, [6, 2]), softmax_sums(q, k, [6, 2], [0, 1, 2]), "fp32"
+    )
+
+
+# ---------------------------------------------------------------- methods
+
+
+def layer_of(kind, layout, target):
+    if layout == "contiguous":
+        return numkv.ContiguousLayer(16, 2, 8, kind=kind, target=target)
+    pool = numkv.PagedPool(8, 3, 2, 8, kind=kind, target=target)
+    other = numkv.PagedLayer(2, 3, 2, 8, pool=pool)
+    layer = numkv.PagedLayer(6, 3, 2, 8, pool=pool)
+    layer.seq_len = 3
+    other.seq_len = 4  # in the way
+    layer.seq_len = 0
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+def test_of_a_layer(target, to, host, rng, kind, layout):
+    k = rng.standard_normal((11, 2, 8)).astype(F32)
+    q = rng.standard_normal((4, 6, 8)).astype(F32)
+    layer = layer_of(kind, layout, target)
+    layer.append(to(k), to(k))
+    stored = (
+        naive.int8_dequantise(*naive.int8_quantise(k))
+        if kind == "int8"
+        else naive.round_to(k, kind)
+    )
+    want = softmax_sums(q, stored.transpose(1, 0, 2)[None], [11], [0, 4], window_left=5)[0]
+    assert_weights(host(layer.attention_weights(to(q), window_left=5)), want, kind)
+    _, lse = layer.decode_attention(to(q), window_left=5, return_lse=True)
+    assert_weights(host(layer.attention_weights(to(q), window_left=5, lse=lse)), want, kind)
+
+
+def test_of_an_empty_layer(target, to, host):
+    layer = layer_of("fp32", "paged", target)
+    q = to(np.ones((1, 4, 8), F32))
+    assert host(layer.attention_weights(q)).shape == (2, 0)
+    with pytest.raises(numkv.DimensionMismatch, match="queries"):
+        layer.attention_weights(to(np.ones((2, 4, 8), F32)))
+
+
+def test_of_a_cache(target, to, host, rng):
+    """One query or several; rows not yet advanced count."""
+    cache = numkv.KVCache(3, 2, 8, target=target)
+    k = rng.standard_normal((5, 2, 8)).astype(F32)
+    q = rng.standard_normal((3, 4, 8)).astype(F32)
+    cache.append(1, to(k), to(k))
+    want = softmax_sums(q, k.transpose(1, 0, 2)[None], [5], [0, 3])[0]
+    assert_weights(host(cache.attention_weights(1, to(q))), want, "fp32")
+    last = softmax_sums(q[2:], k.transpose(1, 0, 2)[None], [5], [0, 1])[0]
+    assert_weights(host(cache.attention_weights(1, to(q[2]))), last, "fp32")
+    _, lse = cache.decode_attention(1, to(q[2]), return_lse=True)
+    assert_weights(host(cache.attention_weights(1, to(q[2]), lse=lse)), last, "fp32")
+    with pytest.raises(IndexError, match="layer"):
+        cache.attention_weights(3, to(q))
+    with pytest.raises(numkv.DimensionMismatch, match="queries"):
+        cache.attention_weights(0, to(q))
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"lse": np.zeros((2, 3), F32)}, numkv.DimensionMismatch, about("lse")),
+        ({"lse": np.zeros((2, 4))}, numkv.UnsupportedDType, about("lse")),
+        ({"window_left": -2}, ValueError, "window_left"),
+        ({"logits_soft_cap": -1.0}, ValueError, "logits_soft_cap"),
+        ({"k_scale": np.zeros((2, 2, 4), F32)}, numkv.NotSupported, about("k_scale")),
+        ({"q": np.zeros((3, 4, 8), F32)}, numkv.DimensionMismatch, "one query for each"),
+        ({"q": np.zeros((2, 3, 8), F32)}, numkv.DimensionMismatch, about("q")),
+        ({"seq_lens": [5, 1]}, IndexError, "seq_lens"),
+        ({"cu_seqlens_q": [0, 2, 1]}, numkv.DimensionMismatch, "cu_seqlens_q"),
+    ],
+)  # fmt: skip
+def test_errors(change, error, match):
+    good = {"q": np.zeros((2, 4, 8), F32), "k": np.zeros((2, 2, 4, 8), F32), "seq_lens": [4, 2]}
+    with pytest.raises(error, match=match):
+        numkv.attention_weights(**(good | change))
+    with pytest.raises(ValueError, match="window_left"):
+        numkv.attention_weights(**good, lse=np.zeros((2, 4), F32), window_left=-5)

@@ -1,0 +1,182 @@
+"""What to keep: functions of lengths and weights, and the tally of weights."""
+
+import numpy as np
+import pytest
+from messages import about
+
+import numkv
+from numkv import eviction
+
+F32 = np.float32
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "recent", "keep"),
+    [
+        (10, 2, 3, [0, 1, 7, 8, 9]),
+        (5, 2, 3, [0, 1, 2, 3, 4]),
+        (4, 2, 3, [0, 1, 2, 3]),
+        (1, 2, 3, [0]),
+        (0, 2, 3, []),
+        (6, 0, 2, [4, 5]),
+        (6, 2, 0, [0, 1]),
+        (6, 0, 0, []),
+        (6, 9, 0, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_first_and_recent(length, first, recent, keep):
+    got = eviction.first_and_recent(length, first, recent)
+    assert got.dtype == np.int64
+    assert got.tolist() == keep
+
+
+@pytest.mark.parametrize("bad", [(-1, 0, 0), (3, -1, 0), (3, 0, -1)])
+def test_first_and_recent_takes_sizes(bad):
+    with pytest.raises(numkv.DimensionMismatch):
+        eviction.first_and_recent(*bad)
+
+
+WEIGHTS = [9.0, 1.0, 5.0, 5.0, 2.0, 5.0, 0.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("keep", "first", "recent", "expected"),
+    [
+        (3, 0, 0, [0, 2, 7]),
+        (4, 0, 2, [0, 2, 6, 7]),
+        (5, 3, 1, [0, 1, 2, 3, 7]),
+        (2, 1, 1, [0, 7]),
+        (2, 0, 2, [6, 7]),
+        (0, 0, 0, []),
+        (8, 0, 0, list(range(8))),
+        (99, 3, 3, list(range(8))),
+    ],
+)
+def test_heavy_hitters(keep, first, recent, expected):
+    assert eviction.heavy_hitters(WEIGHTS, keep, first, recent).tolist() == expected
+
+
+def test_heads_are_summed(rng):
+    weights = rng.random((3, 20)).astype(F32)
+    got = eviction.heavy_hitters(weights, 8, num_first=1, num_recent=2)
+    heaviest = np.argsort(-weights.astype(np.float64).sum(axis=0)[1:18])[:5] + 1
+    assert got.tolist() == sorted([0, *heaviest, 18, 19])
+
+
+def test_max_pool(rng):
+    weights = rng.random((2, 9))
+    for size in (1, 3, 7, 21):
+        want = [
+            [row[max(0, j - size // 2) : j + size // 2 + 1].max() for j in range(9)]
+            for row in weights
+        ]
+        assert eviction.max_pool(weights, size).tolist() == want
+        assert eviction.max_pool(weights[1], size).tolist() == want[1]
+    assert eviction.max_pool(np.zeros((2, 0)), 3).shape == (2, 0)
+    for bad in (2, 0, -1):
+        with pytest.raises(ValueError, match="kernel_size"):
+            eviction.max_pool(weights, bad)
+
+
+def test_seen_by_recent(rng):
+    """Pooled by head before heads are summed, and the newest tokens lend nothing to their neighbours."""
+    weights = np.array([[0, 0, 4, 0, 0, 0, 1, 0, 9, 9.0], [0, 0, 0, 0, 5, 0, 0, 0, 9, 9]])
+    got = eviction.seen_by_recent(weights, 5, num_recent=2, kernel_size=3)
+    # Pooled sums of the first eight: 0 4 4 9 5 6 1 1.
+    assert got.tolist() == [3, 4, 5, 8, 9]
+    assert eviction.seen_by_recent(weights, 4, num_recent=2).tolist() == [2, 4, 8, 9]
+    assert eviction.seen_by_recent(weights, 5, 2, 3, num_first=1).tolist() == [0, 3, 5, 8, 9]
+    assert eviction.seen_by_recent(weights, 2, num_recent=2, kernel_size=5).tolist() == [8, 9]
+    assert eviction.seen_by_recent(weights[0, :3], 5, num_recent=4).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("choose", [eviction.heavy_hitters, eviction.seen_by_recent])
+def test_what_is_no_weight(choose):
+    for bad, error in (
+        (np.zeros((1, 2, 3)), numkv.DimensionMismatch),
+        (np.float64(3), numkv.DimensionMismatch),
+        (np.array(["a", "b"]), numkv.UnsupportedDType),
+    ):
+        with pytest.raises(error, match=about("weights")):
+            choose(bad, 1, num_recent=1)
+    for bad, index in (([0, np.nan, 1], (1,)), ([[0, 1, 2], [0, 1, -np.inf]], (1, 2))):
+        with pytest.raises(numkv.NonFiniteInput) as found:
+            choose(bad, 1, num_recent=1)
+        assert found.value.index == index
+    with pytest.raises(ValueError, match="num_keep"):
+        choose(WEIGHTS, 3, num_first=2, num_recent=2)
+
+
+# ---------------------------------------------------------------- the tally
+
+
+def test_a_tally(target, to, rng):
+    """Tokens are added, dropped and added again; new ones begin at 0."""
+    tally = numkv.AttentionTally(2)
+    want = np.zeros((2, 0))
+    for step, tokens in enumerate((3, 4, 4, 9, 5, 6, 40)):
+        if step == 4:
+            tally.compact([0, 3, 5])
+            want = want[:, [0, 3, 5]]
+        if step == 6:
+            tally.truncate(4)
+            want = want[:, :4]
+        new = rng.random((2, tokens)).astype(F32)
+        tally.add(to(new))
+        want = np.pad(want, ((0, 0), (0, tokens - want.shape[1]))) + new
+        assert len(tally) == tokens
+        assert np.array_equal(tally.weights, want)
+    assert tally.weights.dtype == np.float64
+    assert repr(tally) == "AttentionTally(num_kv_heads=2, len=40)"
+
+
+def test_a_tally_refuses():
+    tally = numkv.AttentionTally(2)
+    tally.add(np.ones((2, 3)))
+    for bad, error in (
+        (np.ones((2, 2)), numkv.DimensionMismatch),
+        (np.ones((1, 3)), numkv.DimensionMismatch),
+        (np.ones(3), numkv.DimensionMismatch),
+        (np.full((2, 3), np.nan), numkv.NonFiniteInput),
+    ):
+        with pytest.raises(error, match="weights"):
+            tally.add(bad)
+    for keep, error in (([3], IndexError), ([1, 0], ValueError), ([[0]], numkv.DimensionMismatch)):
+        with pytest.raises(error, match="keep"):
+            tally.compact(keep)
+    with pytest.raises(IndexError):
+        tally.truncate(4)
+    with pytest.raises(numkv.DimensionMismatch):
+        numkv.AttentionTally(0)
+    assert np.array_equal(tally.weights, np.ones((2, 3)))
+
+
+def test_all_together(target, to, host, rng):
+    """A layer and its tally drop the same tokens: the weights of what is left are those that were added."""
+    layer = numkv.PagedLayer(8, 4, 2, 8, kind="int8", target=target)
+    tally = numkv.AttentionTally(2)
+    added = {}  # by the key's own number, which is its value row
+    for step in range(12):
+        v = np.full((1, 2, 8), step + 1, F32)
+        layer.append(to(rng.standard_normal((1, 2, 8)).astype(F32)), to(v))
+        weights = layer.attention_weights(to(rng.standard_normal((1, 4, 8)).astype(F32)))
+        tally.add(weights)
+        numbers = _numbers(layer, host)
+        for j, number in enumerate(numbers):
+            added[number] = added.get(number, 0) + host(weights)[:, j].astype(np.float64)
+        if layer.seq_len > 6:
+            keep = eviction.heavy_hitters(tally.weights, 5, num_first=1, num_recent=2)
+            layer.compact(keep)
+            tally.compact(keep)
+    numbers = _numbers(layer, host)
+    assert numbers[0] == 1
+    assert numbers[-2:] == [11, 12]
+    assert len(set(numbers)) == layer.seq_len == len(tally) <= 6
+    want = np.array([added[number] for number in numbers]).T
+    np.testing.assert_allclose(tally.weights, want, rtol=1e-12)
+
+
+def _numbers(layer, host):
+    v, scale = host(layer.v), host(layer.v_scale)
+    at = [(layer.block_indices[j // 4], j % 4) for j in range(layer.seq_len)]
+    return [round(float(v[b, 0, p, 0] * scale[b, 0, p])) for b, p in at]
