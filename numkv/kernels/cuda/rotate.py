@@ -6,6 +6,7 @@ A warp takes a row, which lies in shared memory as floats while its stages follo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def make_rotate_rows(SRC, DST):
     def kernel(x, signs, inverse, out):
         num_tokens, num_heads, dim = x.shape
         block = block_length(dim)
-        scale = F(1) / F(np.sqrt(F(block)))
+        scale = F(1) / F(math.sqrt(F(block)))
         values = cuda.shared.array(0, SHARED)
         lane, mine, at_once = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
         row_at = mine * dim
