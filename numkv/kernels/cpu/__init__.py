@@ -7,6 +7,7 @@ from numkv.kernels.cpu.attention import attention
 from numkv.kernels.cpu.copy import copy_blocks, copy_tokens
 from numkv.kernels.cpu.finite import first_non_finite
 from numkv.kernels.cpu.merge import merge
+from numkv.kernels.cpu.rotate import rotate_rows
 from numkv.kernels.cpu.shift import shift_rows
 from numkv.kernels.cpu.weights import attention_weights
 from numkv.kernels.cpu.write import scatter_write, write_rows
@@ -20,6 +21,7 @@ __all__ = [
     "copy_tokens",
     "first_non_finite",
     "merge",
+    "rotate_rows",
     "scatter_rows",
     "scatter_write",
     "shift_rows",

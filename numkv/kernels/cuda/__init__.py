@@ -15,6 +15,7 @@ from numkv.kernels.cuda.attention import attention
 from numkv.kernels.cuda.copy import copy_blocks, copy_tokens
 from numkv.kernels.cuda.finite import first_non_finite
 from numkv.kernels.cuda.merge import merge
+from numkv.kernels.cuda.rotate import rotate_rows
 from numkv.kernels.cuda.shift import shift_rows
 from numkv.kernels.cuda.weights import attention_weights
 from numkv.kernels.cuda.write import scatter_write, write_rows
@@ -28,6 +29,7 @@ __all__ = [
     "copy_tokens",
     "first_non_finite",
     "merge",
+    "rotate_rows",
     "scatter_rows",
     "scatter_write",
     "shift_rows",
@@ -50,7 +52,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         Types of its arguments.
     """
     for name in (
-        "append", "attention", "convert", "copy", "finite", "merge", "shift", "splits",
+        "append", "attention", "convert", "copy", "finite", "merge", "rotate", "shift", "splits",
         "weights", "write",
     ):  # fmt: skip
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()
