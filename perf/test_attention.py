@@ -48,7 +48,8 @@ def test_decode_attention(measure, rng, shape, kind):
 
     got = run(0)
     expected = attend(q[-1][:, None], *values)[:, 0]
-    assert np.linalg.norm(got[-1] - expected) < 1e-5 * np.linalg.norm(expected)
+    limit = 1e-4 if kind == "int8" else 1e-5  # scores of int8 are integers: q is rounded too
+    assert np.linalg.norm(got[-1] - expected) < limit * np.linalg.norm(expected)
 
     layer = itertools.cycle(range(layers))
 
