@@ -8,7 +8,8 @@ import pytest
 
 import numkv
 from perf import traffic
-from perf.test_attention import COLD, SHAPES, layers_of_rows
+from perf.shapes import COLD, SHAPES
+from perf.test_attention import layers_of_rows
 
 BLOCK_SIZE, LIMIT = 16, 1.05
 

@@ -1,0 +1,230 @@
+"""The report: Markdown tables and a picture."""
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+from statistics import median
+
+from perf.peers import numkv_
+
+
+@dataclass
+class Row:
+    """One contestant of a line: what it took, or the reason why it does not run."""
+
+    library: str
+    form: str
+    reason: str = ""
+    seconds: float = 0.0
+    share: float = 0.0  # of the probed bandwidth
+    ratio: float | None = None  # its time / that of numkv, contiguous
+    error: float = 0.0  # relative L2, against float64 on the unrounded rows
+    bytes: int = 0
+    flops: int = 0
+
+    @property
+    def name(self):
+        return f"{self.library} {self.form}".strip()
+
+
+@dataclass
+class Line:
+    """What ran in one race: a shape's letter and a kind."""
+
+    shape: str
+    kind: str
+    rows: list[Row]
+    probes: list[float] = field(default_factory=list)  # bytes a second
+
+    @property
+    def ran(self):
+        return [row for row in self.rows if not row.reason]
+
+    @property
+    def ours(self):
+        """numkv's contiguous row, or None."""
+        is_ours = lambda r: (r.library, r.form) == (numkv_.NAME, numkv_.CONTIGUOUS)  # noqa: E731
+        return next(filter(is_ours, self.ran), None)
+
+    @property
+    def best_peer(self):
+        """The fastest of the others, or None."""
+        peers = [row for row in self.ran if row.library != numkv_.NAME]
+        return min(peers, key=lambda r: (r.ratio or 0, r.seconds), default=None)
+
+
+def table(header, rows, right=()):
+    """A Markdown table; the columns with the numbers `right` are aligned there."""
+    rule = ["--:" if i in right else "---" for i in range(len(header))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def number(x):
+    """Two digits behind the point; small numbers as powers of ten, a dash for none."""
+    if x is None:
+        return "–"
+    return f"{x:.2f}" if x >= 0.01 else f"{x:.1e}"
+
+
+def _missing(lines, columns, place):
+    """Rows for those that do not run, the same reason once: what ``place(line)`` names, contestant, reason."""
+    found = {}
+    for line in lines:
+        for row in line.rows:
+            if row.reason:
+                found.setdefault((row.name, row.reason), []).append(place(line))
+    for (name, reason), places in found.items():
+        cells = [", ".join(places), name, f"does not run: {reason}"]
+        yield cells + [""] * (columns - len(cells))
+
+
+def decode_table(lines):
+    """All contestants of one kind, by shape."""
+    header = ["shape", "contestant", "µs", "MB", "GB/s", "share", "time / numkv", "error"]
+    rows = [
+        [
+            line.shape,
+            row.name,
+            f"{row.seconds * 1e6:,.0f}",
+            f"{row.bytes / 1e6:.1f}",
+            f"{row.bytes / row.seconds / 1e9:.1f}",
+            number(row.share),
+            number(row.ratio),
+            f"{row.error:.1e}",
+        ]
+        for line in lines
+        for row in line.ran
+    ]
+    rows += _missing(lines, len(header), lambda line: line.shape)
+    return table(header, rows, range(2, len(header)))
+
+
+def prefill_table(lines):
+    """All contestants, by kind."""
+    header = ["kind", "contestant", "ms", "GFLOP/s", "time / numkv", "error"]
+    rows = [
+        [
+            line.kind,
+            row.name,
+            f"{row.seconds * 1e3:.1f}",
+            f"{row.flops / row.seconds / 1e9:.0f}",
+            number(row.ratio),
+            f"{row.error:.1e}",
+        ]
+        for line in lines
+        for row in line.ran
+    ]
+    rows += _missing(lines, len(header), lambda line: line.kind)
+    return table(header, rows, range(2, len(header)))
+
+
+def summary_table(lines):
+    """By shape and kind: numkv's share, and its speed-up over the fastest peer."""
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    by_place = {(line.shape, line.kind): line for line in lines}
+    rows = []
+    for shape in dict.fromkeys(line.shape for line in lines):
+        cells = [shape]
+        for kind in kinds:
+            line = by_place.get((shape, kind))
+            ours, best = (line.ours, line.best_peer) if line else (None, None)
+            cells.append(number(ours.share) if ours else "–")
+            cells.append(f"{number(best.ratio)} ({best.library})" if ours and best else "–")
+        rows.append(cells)
+    header = ["shape", *(x for kind in kinds for x in (f"{kind}: share", "× best peer"))]
+    return table(header, rows, range(1, len(header)))
+
+
+def probe_table(lines):
+    """The probes around the rounds: median, lowest and highest."""
+    rows = []
+    for line in lines:
+        rates = [x / 1e9 for x in line.probes]
+        cells = (median(rates), min(rates), max(rates))
+        rows.append([line.shape, line.kind, *(f"{x:.1f}" for x in cells)])
+    return table(["shape", "kind", "GB/s, median", "lowest", "highest"], rows, range(2, 5))
+
+
+def document(title, paragraphs, shapes, decode, prefill, picture=None):
+    """The whole report; `paragraphs` say on what and how, `shapes` has the shapes by letter."""
+    wrap = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False).fill
+
+    def named(lines):
+        letters = dict.fromkeys(line.shape for line in lines)
+        return ", ".join(f"{x} {tuple(shapes[x])}" for x in letters)
+
+    parts = [f"# {title}", *map(wrap, paragraphs)]
+    if decode:
+        parts += [
+            "## Decode attention",
+            wrap(
+                f"Shapes are (batch, q heads, kv heads, head dim, context): {named(decode)}. Bytes are those of "
+                "K and V in the contestant's own format, scales included; the share is of the read bandwidth probed "
+                "before and after each round. Shares and ratios are medians over rounds, times medians over calls. "
+                "The error is the relative L2 error against float64 on the unrounded rows."
+            ),
+        ]
+        if picture:
+            parts.append(f"![Share of the read bandwidth; speed-up over the best peer]({picture})")
+        parts.append(summary_table(decode))
+        for kind in dict.fromkeys(line.kind for line in decode):
+            parts += [f"### {kind}", decode_table([x for x in decode if x.kind == kind])]
+    if prefill:
+        parts += [
+            "## Prefill attention",
+            wrap(
+                f"All tokens of a sequence at once, causal: {named(prefill)}. The products that "
+                "causality leaves out do not count as GFLOP."
+            ),
+            prefill_table(prefill),
+        ]
+    parts += ["## Read bandwidth around the rounds", probe_table(decode + prefill)]
+    return "\n\n".join(parts) + "\n"
+
+
+def slug(text):
+    """A text as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
+
+
+def draw(lines, path):
+    """An SVG of bars by shape and kind: numkv's share of the read bandwidth, its speed-up over the best peer."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(line.shape for line in lines))
+    kinds = list(dict.fromkeys(line.kind for line in lines))
+    colours = {kind: _COLOURS[n % len(_COLOURS)] for n, kind in enumerate(kinds)}
+    width = 0.8 / len(kinds)
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    shares, speeds = figure.subplots(2, 1)
+    for kind, colour in colours.items():
+        shares.bar(0, 0, color=colour, label=kind)
+    shares.plot([], [], color="black", label="best peer")
+    for line in lines:
+        if line.ours is None:
+            continue
+        x = shapes.index(line.shape) + (kinds.index(line.kind) - (len(kinds) - 1) / 2) * width
+        colour = colours[line.kind]
+        shares.bar(x, line.ours.share, 0.9 * width, color=colour)
+        best = line.best_peer
+        if best is not None:
+            ends = x - 0.45 * width, x + 0.45 * width
+            shares.plot(ends, [best.share] * 2, color="black")
+            speeds.bar(x, best.ratio, 0.9 * width, color=colour)
+    shares.set_ylim(0, max(1, shares.get_ylim()[1]))
+    shares.set_ylabel("share of the read bandwidth")
+    speeds.axhline(1, color="black", linewidth=0.8)
+    speeds.set_ylabel("times as fast as the best peer")
+    speeds.set_xlabel("shape")
+    for axes in (shares, speeds):
+        axes.set_xticks(range(len(shapes)), shapes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.legend(loc="outside upper center", ncols=len(kinds) + 1, frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": "numkv", "svg.fonttype": "none"}):
+        figure.savefig(path, format="svg", metadata={"Date": None})

@@ -1,0 +1,98 @@
+"""The shapes that are measured, the rows in them, and the attention over them in float64."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+COLD = 256 << 20  # bytes of separate layers to cycle through
+MOST_LAYERS = 64
+
+
+class Shape(NamedTuple):
+    """How many of what; `length` tokens are in the cache."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    length: int
+
+
+SHAPES = {
+    "A": Shape(1, 32, 8, 128, 32768),
+    "B": Shape(8, 32, 8, 128, 4096),
+    "C": Shape(1, 32, 32, 128, 4096),
+    "D": Shape(32, 32, 8, 128, 1024),
+    "E": Shape(1, 14, 2, 64, 32768),
+    "F": Shape(1, 32, 8, 128, 512),
+}
+PREFILL = {"P": Shape(1, 32, 8, 128, 2048)}
+
+
+def cold_layers(size):
+    """How many layers of `size` bytes to cycle through, so that each comes from memory."""
+    return max(1, min(MOST_LAYERS, -(-COLD // size)))
+
+
+def attend(q, k, v, causal=False):
+    """One sequence's attention in float64: q ``(heads, queries, dim)`` over k, v ``(kv heads, tokens, dim)``."""
+    heads, queries, dim = q.shape
+    out = np.empty((heads, queries, v.shape[2]))
+    group = heads // len(k)
+    for h in range(heads):
+        if h % group == 0:
+            keys, values = (x[h // group].astype(np.float64) for x in (k, v))
+        scores = q[h].astype(np.float64) @ keys.T / np.sqrt(dim)
+        if causal:
+            scores[~np.tri(queries, len(keys), len(keys) - queries, dtype=bool)] = -np.inf
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        out[h] = p @ values / p.sum(1, keepdims=True)
+    return out
+
+
+class Decode:
+    """One new token for each sequence: random rows in float32, and the right result for them.
+
+    q is ``(batch, q heads, dim)``, k and v are ``(batch, kv heads, tokens, dim)``, `expected` is shaped as q.
+    """
+
+    flops = 0  # what counts is bytes
+
+    def __init__(self, shape, rng):
+        self.shape = shape
+        rows = (shape.batch, shape.kv_heads, shape.length, shape.dim)
+        self.k, self.v = (rng.standard_normal(rows, np.float32) for _ in range(2))
+        self.q = rng.standard_normal((shape.batch, *self._queries()), np.float32)
+
+    def _queries(self):
+        return self.shape.q_heads, self.shape.dim
+
+    @cached_property
+    def expected(self):
+        every = zip(self.q[:, :, None], self.k, self.v, strict=True)
+        return np.stack([attend(*one) for one in every])[:, :, 0]
+
+    def error(self, result):
+        """Relative L2 error of a result against float64 on the unrounded rows."""
+        if result.shape != self.expected.shape:
+            raise ValueError(f"expected a result {self.expected.shape}, got {result.shape}")
+        off = np.linalg.norm(result.astype(np.float64) - self.expected)
+        return float(off / np.linalg.norm(self.expected))
+
+
+class Prefill(Decode):
+    """A whole causal prompt of one sequence: q and `expected` are ``(1, tokens, q heads, dim)``."""
+
+    def _queries(self):
+        return self.shape.length, self.shape.q_heads, self.shape.dim
+
+    @cached_property
+    def expected(self):
+        return attend(self.q[0].swapaxes(0, 1), self.k[0], self.v[0], True).swapaxes(0, 1)[None]
+
+    @property
+    def flops(self):
+        """Multiplications and additions of the two products, where a query sees a key."""
+        s = self.shape
+        return 4 * s.q_heads * s.dim * s.length * (s.length + 1) // 2
