@@ -12,6 +12,7 @@ from numkv.append_plan import (
     append,
 )
 from numkv.attention import decode_attention, merge_states, prefill_attention
+from numkv.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor
 from numkv.errors import (
     CacheFull,
     DimensionMismatch,
@@ -39,10 +40,13 @@ __all__ = [
     "AppendPlan",
     "AppendSku",
     "CacheFull",
+    "CompressorConfig",
     "ContiguousLayer",
     "DimensionMismatch",
+    "HeadCompressor",
     "KVCache",
     "Kind",
+    "MultiHeadCompressor",
     "NonFiniteInput",
     "NotSupported",
     "NumkvError",

@@ -1,9 +1,10 @@
 """Codebooks for the coordinates of random unit vectors: the quantiser of Lloyd and Max, to the last digit.
 
-A coordinate t of a unit vector that points anywhere with equal chance has the density ``(1 - t**2) ** ((d - 3) / 2)`` on
-[-1, 1], up to a factor: nearly normal with variance ``1 / d`` for large d, uniform for d = 3. Any vector gets such
-coordinates when it is normalised and turned by a random rotation, so one codebook for each (head dim, bits) fits
-everything, and none has to be trained or stored: Zandieh et al., "TurboQuant" (arXiv:2504.19874), section 3.1.
+A coordinate t of a unit vector that points anywhere with equal chance has, up to a factor, the density
+``(1 - t**2) ** ((d - 3) / 2)`` on [-1, 1]: nearly normal with variance ``1 / d`` for large d, uniform for d = 3. Any
+vector gets such coordinates when it is normalised and turned by a random rotation, so one codebook for each (head dim,
+bits) fits everything, and none has to be trained or stored: Zandieh et al., "TurboQuant" (arXiv:2504.19874),
+section 3.1.
 
 The best `n` levels for a density are the means of the density over their own cells, whose edges lie halfway between
 levels: Lloyd (1957) and Max (1960). Lloyd's iteration towards that takes about ``n ** 2`` rounds, so the equations are
@@ -116,7 +117,7 @@ def _first_guess(head_dim: int, n: int) -> Floats:
     middles = (angles[:-1] + angles[1:]) / 2
     share = np.concatenate([[0.0], np.cumsum(np.cos(middles) ** power)])
     guess = np.interp((np.arange(n) + 0.5) / n * share[-1], share, angles)
-    return np.sin(guess)
+    return np.asarray(np.sin(guess))
 
 
 def _cells(head_dim: int, levels: Floats) -> tuple[Floats, Floats, Floats]:
