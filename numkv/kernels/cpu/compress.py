@@ -10,7 +10,7 @@ This is the multiple of c that comes nearest to x: Zandieh et al., "TurboQuant" 
 keeps n itself. Keys may also have a sketch of what is left over, ``e = R x - scale c``: its norm and the signs of its
 products with m directions g_i, each uniform on the sphere. With u the mean of ``|t|`` for a coordinate t of a random
 unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``: Zandieh et al., "QJL"
-(arXiv:2406.03482), lemma 3.2, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
+(arXiv:2406.03482), section 3, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
 
 Queries are turned once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted levels
 up and turns the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are split, at
@@ -187,90 +187,28 @@ def make_turn(SRC):
     return kernel
 
 
-def make_score(BITS):
-    """The kernel of scores on codes of `BITS` bits."""
-    LENGTH = SPLIT
-
-    def kernel(
-        q, q_sketch, dim, projections, levels, sign_levels, codes, scales, signs, residuals, begin,
-        end, out, counter, workers,
-    ):  # fmt: skip
-        num_heads = len(codes)
-        group = len(q) // num_heads
-        chunks = (end - begin + LENGTH - 1) // LENGTH
-        counter[0] = 0
-        for _w in prange(workers):
-            s = np.empty(4 * TILE, np.float32)
-            s_sketch = np.zeros(4 * TILE, np.float32)
-            while True:
-                item = next_item(counter)
-                if item >= chunks * num_heads:
-                    break
-                g, first = item % num_heads, begin + item // num_heads * LENGTH
-                for t in range(first, min(first + LENGTH, end), TILE):
-                    count = min(TILE, min(first + LENGTH, end) - t)
-                    r = np.int64(0)
-                    while r < group:
-                        at_once = 4 if group - r >= 4 else 1
-                        row = g * group + r
-                        _score(
-                            BITS, at_once, q, q_sketch, row, dim, projections, levels, sign_levels,
-                            codes, signs, g, t, count, s, s_sketch,
-                        )  # fmt: skip
-                        for i in range(at_once):
-                            for j in range(count):
-                                out[row + i, t - begin + j] = s[i * TILE + j] * scales[g, t + j]
-                            if projections > 0:
-                                for j in range(count):
-                                    out[row + i, t - begin + j] += (
-                                        s_sketch[i * TILE + j] * residuals[g, t + j]
-                                    )
-                        r += at_once
-
-    return kernel
-
-
-@register_jitable
-def _score(
-    BITS, at_once, q, q_sketch, row, dim, projections, levels, sign_levels, codes, signs, g, t, count,
-    s, s_sketch,
-):  # fmt: skip
-    """Sums over levels, and over signs where there are any, of a tile of tokens for one or four q rows."""
-    step, sketch_step = q.shape[1], q_sketch.shape[1]
-    width, sign_width = codes.shape[2], signs.shape[2]
-    at, sign_at = (g * codes.shape[1] + t) * width, (g * signs.shape[1] + t) * sign_width
-    if at_once == 4:
-        score_code_tile(
-            BITS, 4, q, row * step, step, codes, at, width, count, dim, levels, s, 0, TILE
-        )
-        if projections > 0:
-            score_code_tile(1, 4, q_sketch, row * sketch_step, sketch_step, signs, sign_at, sign_width,
-                       count, projections, sign_levels, s_sketch, 0, TILE)  # fmt: skip
-    else:
-        score_code_tile(
-            BITS, 1, q, row * step, step, codes, at, width, count, dim, levels, s, 0, TILE
-        )
-        if projections > 0:
-            score_code_tile(1, 1, q_sketch, row * sketch_step, sketch_step, signs, sign_at, sign_width,
-                       count, projections, sign_levels, s_sketch, 0, TILE)  # fmt: skip
-
-
 def make_attend(BITS):
-    """The kernel of attention on codes of `BITS` bits; what it leaves are splits to be merged."""
+    """The kernel of scores and of attention on codes of `BITS` bits.
+
+    Without `parts`, scores go to `scores`; with them, there is one for each split, and what they get is to be merged.
+    """
     LENGTH, LANES = SPLIT, CODE_LANES
 
     def kernel(
         q, q_sketch, dim, projections, levels, sign_levels, k_codes, k_scales, signs, residuals,
-        v_codes, v_scales, begin, end, parts, counter, workers,
+        v_codes, v_scales, begin, end, scores, parts, counter, workers,
     ):  # fmt: skip
         num_heads = len(k_codes)
-        group, splits = len(q) // num_heads, parts.shape[1]
+        group = len(q) // num_heads
+        attends = len(parts) > 0
+        splits = (end - begin + LENGTH - 1) // LENGTH
+        step, sketch_step = q.shape[1], q_sketch.shape[1]
+        width, sign_width = k_codes.shape[2], signs.shape[2]
         pad = (dim + LANES - 1) // LANES * LANES
-        width = v_codes.shape[2]
         counter[0] = 0
         for _w in prange(workers):
             s = np.empty(4 * TILE, np.float32)
-            s_sketch = np.zeros(4 * TILE, np.float32)
+            s_sketch = np.empty(4 * TILE, np.float32)
             sums = np.empty(group * pad, np.float32)
             maxima = np.empty(group, np.float32)
             totals = np.empty(group, np.float32)
@@ -280,47 +218,68 @@ def make_attend(BITS):
                 if item >= splits * num_heads:
                     break
                 g, split = item % num_heads, item // num_heads
+                first = begin + split * LENGTH
+                last = min(first + LENGTH, end)
                 sums[:] = np.float32(0)
                 maxima[:] = np.float32(-np.inf)
                 totals[:] = np.float32(0)
-                last = min(begin + (split + 1) * LENGTH, end)
-                for t in range(begin + split * LENGTH, last, TILE):
+                for t in range(first, last, TILE):
                     count = min(TILE, last - t)
-                    v_at = (g * v_codes.shape[1] + t) * width
+                    at = (g * k_codes.shape[1] + t) * width  # of K and of V
+                    sign_at = (g * signs.shape[1] + t) * sign_width
                     r = np.int64(0)
                     while r < group:
                         at_once = 4 if group - r >= 4 else 1
-                        _score(
-                            BITS, at_once, q, q_sketch, g * group + r, dim, projections, levels,
-                            sign_levels, k_codes, signs, g, t, count, s, s_sketch,
-                        )  # fmt: skip
+                        row = g * group + r
+                        q_at, sketch_at = row * step, row * sketch_step
+                        if at_once == 4:
+                            score_code_tile(BITS, 4, q, q_at, step, k_codes, at, width, count, dim,
+                                            levels, s, 0, TILE)  # fmt: skip
+                        else:
+                            score_code_tile(BITS, 1, q, q_at, step, k_codes, at, width, count, dim,
+                                            levels, s, 0, TILE)  # fmt: skip
+                        if projections > 0 and at_once == 4:
+                            score_code_tile(1, 4, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                            sign_width, count, projections, sign_levels, s_sketch, 0,
+                                            TILE)  # fmt: skip
+                        elif projections > 0:
+                            score_code_tile(1, 1, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                            sign_width, count, projections, sign_levels, s_sketch, 0,
+                                            TILE)  # fmt: skip
                         for i in range(at_once):
                             for j in range(count):
                                 s[i * TILE + j] *= k_scales[g, t + j]
                             if projections > 0:
                                 for j in range(count):
                                     s[i * TILE + j] += s_sketch[i * TILE + j] * residuals[g, t + j]
-                            maximum, shrink, total = softmax_tile(
-                                "float32", s, i * TILE, 0, count, maxima[r + i]
-                            )
-                            maxima[r + i] = maximum
-                            totals[r + i] = totals[r + i] * shrink + total
-                            rescale[i] = shrink
-                            for j in range(count):
-                                s[i * TILE + j] *= v_scales[g, t + j]
-                        if at_once == 4:
-                            weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, v_at, width, count, dim, levels,
-                                       sums, r * pad, pad, rescale, 0)  # fmt: skip
+                        if attends:
+                            for i in range(at_once):
+                                maximum, shrink, total = softmax_tile(
+                                    "float32", s, i * TILE, 0, count, maxima[r + i]
+                                )
+                                maxima[r + i] = maximum
+                                totals[r + i] = totals[r + i] * shrink + total
+                                rescale[i] = shrink
+                                for j in range(count):
+                                    s[i * TILE + j] *= v_scales[g, t + j]
+                            if at_once == 4:
+                                weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, at, width, count, dim,
+                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
+                            else:
+                                weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, at, width, count, dim,
+                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
                         else:
-                            weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, v_at, width, count, dim, levels,
-                                       sums, r * pad, pad, rescale, 0)  # fmt: skip
+                            for i in range(at_once):
+                                for j in range(count):
+                                    scores[row + i, t - begin + j] = s[i * TILE + j]
                         r += at_once
-                for r in range(group):
-                    row = g * group + r
-                    for d in range(dim):
-                        parts[row, split, d] = sums[r * pad + d]
-                    parts[row, split, dim] = maxima[r]
-                    parts[row, split, dim + 1] = totals[r]
+                if attends:
+                    for r in range(group):
+                        row = g * group + r
+                        for d in range(dim):
+                            parts[row, split, d] = sums[r * pad + d]
+                        parts[row, split, dim] = maxima[r]
+                        parts[row, split, dim + 1] = totals[r]
 
     return kernel
 
@@ -388,19 +347,10 @@ def _turn(kind: str) -> Any:
 
 
 @functools.cache
-def _score_kernel(bits: int) -> Any:
-    signature = (
-        _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, _i64, _i64,
-        _c(_f32, 2), _COUNTER, _i64,
-    )  # fmt: skip
-    return build(make_score(bits), signature, label=f"score_codes, {bits} bits", parallel=True)
-
-
-@functools.cache
 def _attend(bits: int) -> Any:
     signature = (
         _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _i64, _i64,
-        _c(_f32, 3), _COUNTER, _i64,
+        _c(_f32, 2), _c(_f32, 3), _COUNTER, _i64,
     )  # fmt: skip
     return build(make_attend(bits), signature, label=f"attend_codes, {bits} bits", parallel=True)
 
@@ -524,8 +474,9 @@ def score_codes(
     dim, projections = sketch.shape[1:]
     turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale)
     _run(
-        _score_kernel(_bits(levels)), out.size * (dim + projections), turned, sketched, dim,
-        projections, levels, SIGNS, codes, scales, signs, residuals, begin, end, out,
+        _attend(_bits(levels)), out.size * (dim + projections), turned, sketched, dim, projections,
+        levels, SIGNS, codes, scales, signs, residuals, codes, scales, begin, end, out,
+        np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
 
 
@@ -563,6 +514,6 @@ def attend_codes(
     _run(
         _attend(_bits(levels)), tokens * num_q_heads * (2 * dim + projections), turned, sketched,
         dim, projections, levels, SIGNS, k_codes, k_scales, signs, residuals, v_codes, v_scales,
-        begin, end, parts,
+        begin, end, np.empty((0, 0), np.float32), parts,
     )  # fmt: skip
     _finish()(parts, back, out)

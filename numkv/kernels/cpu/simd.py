@@ -708,39 +708,35 @@ def score_code_tile(
         )
         v = _CodeVectors(b, bits, levels_data)
         tokens = max(1, v.lanes // rows)
-        sums = [[cgutils.alloca_once(b, v.type) for _ in range(tokens)] for _ in range(rows)]
+        sums = [cgutils.alloca_once(b, v.type) for _ in range(rows)]
+        # Of a group of tokens, by row: added up across lanes all at once.
+        kept = cgutils.alloca_once(b, v.type, size=_I64(rows * tokens))
         whole = b.and_(dim, _I64(-v.lanes))
-        rest = b.sub(dim, whole)
         last = b.sub(count, _I64(1))
 
-        def add_columns(d, values_of):
-            q_rows = [
-                v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
-                for r in range(rows)
-            ]
-            byte = b.mul(b.sdiv(d, _I64(v.lanes)), _I64(v.bytes))
-            for t in range(tokens):
-                values = values_of(t, byte)
-                for r in range(rows):
-                    b.store(v.fma(q_rows[r], values, b.load(sums[r][t])), sums[r][t])
+        def add_column(d, values):
+            for r in range(rows):
+                q_row = v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
+                b.store(v.fma(q_row, values, b.load(sums[r])), sums[r])
 
         with _steps(b, _I64(0), count, tokens) as (t0, _):
-            places = []
-            for t in range(tokens):  # past the last row, the last one again
-                row = b.add(t0, _I64(t))
-                row = b.select(b.icmp_signed("<", row, last), row, last)
-                places.append(b.add(codes_at, b.mul(row, row_bytes)))
-            for slot in (slot for row in sums for slot in row):
-                b.store(v.splat(0.0), slot)
-            with _steps(b, _I64(0), whole, v.lanes) as (d, _):
-                add_columns(d, lambda t, byte: v.load_values(codes_data, b.add(places[t], byte)))
-            with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-                ends = [b.add(place, row_bytes) for place in places]
-                add_columns(
-                    whole,
-                    lambda t, byte: v.load_last_values(codes_data, b.add(places[t], byte), ends[t]),
-                )
-            flat = [b.load(slot) for row in sums for slot in row]
+            # One token after another, not side by side: the CPU overlaps them by itself.
+            with _steps(b, _I64(0), _I64(tokens), 1) as (t, _):
+                row = b.add(t0, t)
+                row = b.select(b.icmp_signed("<", row, last), row, last)  # past it, the last again
+                begin = b.add(codes_at, b.mul(row, row_bytes))
+                end = b.add(begin, row_bytes)
+                for slot in sums:
+                    b.store(v.splat(0.0), slot)
+                with _steps(b, _I64(0), whole, v.lanes) as (d, _):
+                    byte = b.mul(b.sdiv(d, _I64(v.lanes)), _I64(v.bytes))
+                    add_column(d, v.load_values(codes_data, b.add(begin, byte)))
+                with b.if_then(b.icmp_signed("<", whole, dim)):
+                    byte = b.mul(b.sdiv(whole, _I64(v.lanes)), _I64(v.bytes))
+                    add_column(whole, v.load_last_values(codes_data, b.add(begin, byte), end))
+                for r in range(rows):
+                    b.store(b.load(sums[r]), b.gep(kept, [b.add(_I64(r * tokens), t)]))
+            flat = [b.load(b.gep(kept, [_I64(i)])) for i in range(rows * tokens)]
             for start in range(0, len(flat), v.lanes):
                 scores = v.sums(flat[start : start + v.lanes])
                 for first in range(start, start + v.lanes, tokens):
@@ -813,7 +809,7 @@ def weigh_code_tile(
         def whole_vectors(row, at):
             return v.load_values(codes_data, at)
 
-        vectors = min(8, max(1, _ACCUMULATORS // rows))
+        vectors = min(4, max(1, _ACCUMULATORS // rows))
         wide = _I64(vectors * v.lanes)
         in_wide = b.mul(b.sdiv(dim, wide), wide)
         whole = b.and_(dim, _I64(-v.lanes))
@@ -821,11 +817,9 @@ def weigh_code_tile(
             add_rows(column, vectors, whole_vectors)
         with _steps(b, in_wide, whole, v.lanes) as (column, _):
             add_rows(column, 1, whole_vectors)
-        with b.if_then(b.icmp_signed(">", b.sub(dim, whole), _I64(0))):
+        with b.if_then(b.icmp_signed("<", whole, dim)):
             add_rows(
-                whole,
-                1,
-                lambda row, at: v.load_last_values(codes_data, at, b.add(row, row_bytes)),
+                whole, 1, lambda row, at: v.load_last_values(codes_data, at, b.add(row, row_bytes))
             )
         return context.get_dummy_value()
 
