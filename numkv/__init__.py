@@ -19,6 +19,7 @@ from numkv.cell_cache import (
     ChunkedCache,
     SlidingWindowCache,
 )
+from numkv.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor
 from numkv.encoder_cache import EncoderCache
 from numkv.errors import (
     CacheFull,
@@ -57,11 +58,14 @@ __all__ = [
     "CacheFull",
     "CausalCache",
     "ChunkedCache",
+    "CompressorConfig",
     "ContiguousLayer",
     "DimensionMismatch",
     "EncoderCache",
+    "HeadCompressor",
     "KVCache",
     "Kind",
+    "MultiHeadCompressor",
     "NonFiniteInput",
     "NotSupported",
     "NumkvError",

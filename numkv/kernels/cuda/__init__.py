@@ -12,6 +12,7 @@ from typing import Any
 
 from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
 from numkv.kernels.cuda.attention import attention
+from numkv.kernels.cuda.compress import attend_codes, decode_rows, encode_rows, score_codes
 from numkv.kernels.cuda.copy import copy_blocks, copy_tokens
 from numkv.kernels.cuda.finite import first_non_finite
 from numkv.kernels.cuda.merge import merge
@@ -22,16 +23,20 @@ from numkv.kernels.cuda.write import scatter_write, write_rows
 
 __all__ = [
     "append_rows",
+    "attend_codes",
     "attention",
     "attention_weights",
     "copy_blocks",
     "copy_rows",
     "copy_tokens",
+    "decode_rows",
+    "encode_rows",
     "first_non_finite",
     "merge",
     "rotate_rows",
     "scatter_rows",
     "scatter_write",
+    "score_codes",
     "shift_rows",
     "write_rows",
 ]
@@ -52,7 +57,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         Types of its arguments.
     """
     for name in (
-        "append", "attention", "convert", "copy", "finite", "merge", "rotate", "shift", "splits",
-        "weights", "write",
+        "append", "attention", "compress", "convert", "copy", "finite", "merge", "rotate",
+        "shift", "splits", "weights", "write",
     ):  # fmt: skip
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

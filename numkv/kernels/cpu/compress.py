@@ -1,0 +1,519 @@
+"""Vectors as codes of a few bits, on the CPU: encode, decode, scores and attention on the codes.
+
+A vector x of norm n is turned by its head's rotation, ``z = R x / n``. Each coordinate of z is replaced by the nearest
+level of a codebook that fits such coordinates (`numkv.codebook`), which gives c, and what is stored are the numbers of
+these levels and one scale::
+
+    scale = n (z . c) / (c . c)        x is taken for  scale R^T c
+
+This is the multiple of c that comes nearest to x: Zandieh et al., "TurboQuant" (arXiv:2504.19874), algorithm 1, which
+keeps n itself. Keys may also have a sketch of what is left over, ``e = R x - scale c``: its norm and the signs of its
+products with m directions g_i, each uniform on the sphere. With u the mean of ``|t|`` for a coordinate t of a random
+unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``: Zandieh et al., "QJL"
+(arXiv:2406.03482), section 3, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
+
+Queries are turned once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted levels
+up and turns the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are split, at
+multiples of `SPLIT` tokens from the first, and the parts are merged in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu.simd import (
+    CODE_LANES,
+    TILE,
+    next_item,
+    row_of,
+    score_code_tile,
+    softmax_tile,
+    weigh_code_tile,
+)
+from numkv.kernels.kernel import WORDS, array, build, parallel_lock
+from numkv.rows.codes import code_at, packed_byte, refined
+from numkv.rows.convert import codec
+from numkv.rows.softmax import power_of_2
+
+__all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
+
+# Rows that are turned together, so that the matrix is read once for all of them.
+ROWS = 8
+# Tokens of a split.
+SPLIT = 1024
+# Multiply-adds below which one thread does it all.
+SERIAL_WORK = 1_000_000
+
+LOG2_E = math.log2(math.e)
+LARGEST = float(np.finfo(np.float32).max)
+# The levels of a code of one bit: a sign.
+SIGNS = np.array([-1.0, 1.0], np.float32)
+
+_f32, _i64, _u8 = types.float32, types.int64, types.uint8
+
+
+@register_jitable
+def _multiply(x, count, matrix, head, out):
+    """``out[r] = x[r] @ matrix[head]`` for the first `count` rows; each row's sums are taken in the same order."""
+    out[:count] = np.float32(0)
+    for k in range(matrix.shape[1]):
+        line = row_of(matrix, (head, np.int64(k)))
+        for r in range(count):
+            factor = x[r, k]
+            row = row_of(out, (np.int64(r),))
+            for j in range(len(line)):
+                row[j] += factor * line[j]
+
+
+def make_encode(SRC):
+    """The kernel that encodes rows of kind `SRC`."""
+    load, _ = codec(SRC)
+    BLOCK, TOP = ROWS, LARGEST
+
+    def kernel(
+        rows, rotation, edges, levels, bits, sketch, codes, scales, signs, residuals, start,
+        counter, workers,
+    ):  # fmt: skip
+        num_tokens, num_heads, dim = rows.shape
+        projections = sketch.shape[2]
+        blocks = (num_tokens + BLOCK - 1) // BLOCK
+        counter[0] = 0
+        for _w in prange(workers):
+            x = np.empty((BLOCK, dim), np.float32)
+            z = np.empty((BLOCK, dim), np.float32)
+            products = np.empty((BLOCK, projections), np.float32)
+            norms = np.empty(BLOCK, np.float64)
+            chosen = np.empty(max(dim, projections), np.int64)
+            while True:
+                item = next_item(counter)
+                if item >= blocks * num_heads:
+                    break
+                h, t0 = item % num_heads, item // num_heads * BLOCK
+                count = min(BLOCK, num_tokens - t0)
+                for r in range(count):
+                    source = row_of(rows, (np.int64(t0 + r), h))
+                    total = np.float64(0)
+                    for d in range(dim):
+                        total += np.float64(load(source[d])) * np.float64(load(source[d]))
+                    norms[r] = math.sqrt(total)
+                    inverse = 1 / norms[r] if total > 0 else np.float64(0)
+                    for d in range(dim):
+                        x[r, d] = np.float32(np.float64(load(source[d])) * inverse)
+                _multiply(x, count, rotation, h, z)
+                for r in range(count):
+                    t = start + t0 + r
+                    dot, square = np.float64(0), np.float64(0)
+                    turned = row_of(z, (np.int64(r),))
+                    for d in range(dim):
+                        chosen[d] = 0
+                    for bit in range(bits - 1, -1, -1):
+                        for d in range(dim):
+                            chosen[d] = refined(chosen[d], turned[d], edges, bit)
+                    for d in range(dim):
+                        level = np.float64(levels[chosen[d]])
+                        dot += np.float64(z[r, d]) * level
+                        square += level * level
+                    factor = dot / square
+                    scales[h, t] = np.float32(min(norms[r] * factor, TOP))
+                    for i in range(codes.shape[2]):
+                        codes[h, t, i] = packed_byte(chosen, 0, dim, bits, i)
+                    if projections > 0:
+                        total = np.float64(0)
+                        for d in range(dim):
+                            rest = np.float64(z[r, d]) - factor * np.float64(levels[chosen[d]])
+                            total += rest * rest
+                            x[r, d] = np.float32(rest)
+                        residuals[h, t] = np.float32(min(norms[r] * math.sqrt(total), TOP))
+                if projections > 0:
+                    _multiply(x, count, sketch, h, products)
+                    for r in range(count):
+                        for i in range(projections):
+                            chosen[i] = np.int64(products[r, i] >= 0)
+                        for i in range(signs.shape[2]):
+                            byte = packed_byte(chosen, 0, projections, 1, i)
+                            signs[h, start + t0 + r, i] = byte
+
+    return kernel
+
+
+def make_decode():
+    """The kernel that turns codes back into rows."""
+    BLOCK = ROWS
+
+    def kernel(codes, scales, begin, levels, bits, back, out, counter, workers):
+        num_heads, num_tokens, dim = out.shape
+        blocks = (num_tokens + BLOCK - 1) // BLOCK
+        counter[0] = 0
+        for _w in prange(workers):
+            z = np.empty((BLOCK, dim), np.float32)
+            while True:
+                item = next_item(counter)
+                if item >= blocks * num_heads:
+                    break
+                h, t0 = item % num_heads, item // num_heads * BLOCK
+                count = min(BLOCK, num_tokens - t0)
+                for r in range(count):
+                    row = row_of(codes, (h, begin + t0 + r))
+                    scale = scales[h, begin + t0 + r]
+                    for d in range(dim):
+                        z[r, d] = scale * levels[code_at(row, 0, bits, d)]
+                _multiply(z, count, back, h, out[h, t0 : t0 + count])
+
+    return kernel
+
+
+def make_turn(SRC):
+    """The kernel that multiplies rows of kind `SRC`, one for each q head, with the matrix of its kv head."""
+    load, _ = codec(SRC)
+
+    def kernel(rows, matrix, factor, out):
+        num_q_heads, dim = len(rows), matrix.shape[1]
+        group = max(1, num_q_heads // len(matrix))
+        x = np.empty((1, dim), np.float32)
+        for i in range(num_q_heads):
+            source = row_of(rows, (np.int64(i),))
+            for d in range(dim):
+                x[0, d] = factor * load(source[d])
+            _multiply(x, 1, matrix, np.int64(i // group), out[i : i + 1, : matrix.shape[2]])
+            out[i, matrix.shape[2] :] = np.float32(0)
+
+    return kernel
+
+
+def make_attend(BITS):
+    """The kernel of scores and of attention on codes of `BITS` bits.
+
+    Without `parts`, scores go to `scores`; with them, there is one for each split, and what they get is to be merged.
+    """
+    LENGTH, LANES = SPLIT, CODE_LANES
+
+    def kernel(
+        q, q_sketch, dim, projections, levels, sign_levels, k_codes, k_scales, signs, residuals,
+        v_codes, v_scales, begin, end, scores, parts, counter, workers,
+    ):  # fmt: skip
+        num_heads = len(k_codes)
+        group = len(q) // num_heads
+        attends = len(parts) > 0
+        splits = (end - begin + LENGTH - 1) // LENGTH
+        step, sketch_step = q.shape[1], q_sketch.shape[1]
+        width, sign_width = k_codes.shape[2], signs.shape[2]
+        pad = (dim + LANES - 1) // LANES * LANES
+        counter[0] = 0
+        for _w in prange(workers):
+            s = np.empty(4 * TILE, np.float32)
+            s_sketch = np.empty(4 * TILE, np.float32)
+            sums = np.empty(group * pad, np.float32)
+            maxima = np.empty(group, np.float32)
+            totals = np.empty(group, np.float32)
+            rescale = np.empty(4, np.float32)
+            while True:
+                item = next_item(counter)
+                if item >= splits * num_heads:
+                    break
+                g, split = item % num_heads, item // num_heads
+                first = begin + split * LENGTH
+                last = min(first + LENGTH, end)
+                sums[:] = np.float32(0)
+                maxima[:] = np.float32(-np.inf)
+                totals[:] = np.float32(0)
+                for t in range(first, last, TILE):
+                    count = min(TILE, last - t)
+                    at = (g * k_codes.shape[1] + t) * width  # of K and of V
+                    sign_at = (g * signs.shape[1] + t) * sign_width
+                    r = np.int64(0)
+                    while r < group:
+                        at_once = 4 if group - r >= 4 else 1
+                        row = g * group + r
+                        q_at, sketch_at = row * step, row * sketch_step
+                        if at_once == 4:
+                            score_code_tile(BITS, 4, q, q_at, step, k_codes, at, width, count, dim,
+                                            levels, s, 0, TILE)  # fmt: skip
+                        else:
+                            score_code_tile(BITS, 1, q, q_at, step, k_codes, at, width, count, dim,
+                                            levels, s, 0, TILE)  # fmt: skip
+                        if projections > 0 and at_once == 4:
+                            score_code_tile(1, 4, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                            sign_width, count, projections, sign_levels, s_sketch, 0,
+                                            TILE)  # fmt: skip
+                        elif projections > 0:
+                            score_code_tile(1, 1, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                            sign_width, count, projections, sign_levels, s_sketch, 0,
+                                            TILE)  # fmt: skip
+                        for i in range(at_once):
+                            for j in range(count):
+                                s[i * TILE + j] *= k_scales[g, t + j]
+                            if projections > 0:
+                                for j in range(count):
+                                    s[i * TILE + j] += s_sketch[i * TILE + j] * residuals[g, t + j]
+                        if attends:
+                            for i in range(at_once):
+                                maximum, shrink, total = softmax_tile(
+                                    "float32", s, i * TILE, 0, count, maxima[r + i]
+                                )
+                                maxima[r + i] = maximum
+                                totals[r + i] = totals[r + i] * shrink + total
+                                rescale[i] = shrink
+                                for j in range(count):
+                                    s[i * TILE + j] *= v_scales[g, t + j]
+                            if at_once == 4:
+                                weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, at, width, count, dim,
+                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
+                            else:
+                                weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, at, width, count, dim,
+                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
+                        else:
+                            for i in range(at_once):
+                                for j in range(count):
+                                    scores[row + i, t - begin + j] = s[i * TILE + j]
+                        r += at_once
+                if attends:
+                    for r in range(group):
+                        row = g * group + r
+                        for d in range(dim):
+                            parts[row, split, d] = sums[r * pad + d]
+                        parts[row, split, dim] = maxima[r]
+                        parts[row, split, dim + 1] = totals[r]
+
+    return kernel
+
+
+def make_finish():
+    """The kernel that merges splits in order, and turns the result back."""
+
+    def kernel(parts, back, out):
+        num_q_heads, splits, dim = len(parts), parts.shape[1], out.shape[1]
+        group = max(1, num_q_heads // len(back))
+        z = np.empty((1, dim), np.float32)
+        for i in range(num_q_heads):
+            top = np.float32(-np.inf)
+            for split in range(splits):
+                top = max(top, parts[i, split, dim])
+            total = np.float32(0)
+            z[:] = np.float32(0)
+            for split in range(splits):
+                weight = np.float32(power_of_2(parts[i, split, dim], top))
+                total += weight * parts[i, split, dim + 1]
+                for d in range(dim):
+                    z[0, d] += weight * parts[i, split, d]
+            for d in range(dim):
+                z[0, d] /= total
+            _multiply(z, 1, back, np.int64(i // group), out[i : i + 1])
+
+    return kernel
+
+
+def _c(dtype: Any, ndim: int) -> Any:
+    return types.Array(dtype, ndim, "C")
+
+
+# Codes, scales, signs and residual norms.
+_STORED = (_c(_u8, 3), _c(_f32, 2), _c(_u8, 3), _c(_f32, 2))
+_MATRIX, _LEVELS, _COUNTER = _c(_f32, 3), _c(_f32, 1), _c(_i64, 1)
+# What sums may be contracted to: an fma. Their order stays.
+_CONTRACT = {"contract"}
+
+
+@functools.cache
+def _encode(kind: str) -> Any:
+    signature = (
+        array(WORDS[kind], 3), _MATRIX, _LEVELS, _LEVELS, _i64, _MATRIX, *_STORED, _i64, _COUNTER,
+        _i64,
+    )  # fmt: skip
+    label = f"encode_rows, {kind}"
+    return build(make_encode(kind), signature, label=label, parallel=True, fastmath=_CONTRACT)
+
+
+@functools.cache
+def _decode() -> Any:
+    signature = (
+        *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 3), _COUNTER, _i64,
+    )  # fmt: skip
+    return build(
+        make_decode(), signature, label="decode_rows", parallel=True, fastmath=_CONTRACT
+    )  # fmt: skip
+
+
+@functools.cache
+def _turn(kind: str) -> Any:
+    signature = (array(WORDS[kind], 2), _MATRIX, _f32, _c(_f32, 2))
+    return build(make_turn(kind), signature, label=f"turn, {kind}", fastmath=_CONTRACT)
+
+
+@functools.cache
+def _attend(bits: int) -> Any:
+    signature = (
+        _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _i64, _i64,
+        _c(_f32, 2), _c(_f32, 3), _COUNTER, _i64,
+    )  # fmt: skip
+    return build(make_attend(bits), signature, label=f"attend_codes, {bits} bits", parallel=True)
+
+
+@functools.cache
+def _finish() -> Any:
+    signature = (_c(_f32, 3), _MATRIX, _c(_f32, 2))
+    return build(make_finish(), signature, label="finish of attend_codes", fastmath=_CONTRACT)
+
+
+def _run(kernel: Any, work: int, *args: Any) -> None:
+    """Run a kernel with as many threads as its multiply-adds are worth."""
+    threads = numba.get_num_threads()
+    workers = 1 if work < SERIAL_WORK else threads
+    with parallel_lock:
+        if workers < threads:
+            numba.set_num_threads(workers)
+        try:
+            kernel(*args, np.zeros(1, np.int64), workers)
+        finally:
+            if workers < threads:
+                numba.set_num_threads(threads)
+
+
+def _bits(levels: Any) -> int:
+    return len(levels).bit_length() - 1
+
+
+def _turned(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tuple[Any, Any]:
+    """Queries turned and scaled, and their products with the sketch, in rows padded to whole vectors."""
+
+    def padded(width: int) -> Any:
+        return np.empty((len(q), -(-width // CODE_LANES) * CODE_LANES), np.float32)
+
+    dim, projections = sketch.shape[1:]
+    turned, sketched = padded(dim), padded(projections)
+    _turn(q_kind)(q, rotation, scale, turned)
+    if projections:
+        _turn("fp32")(turned[:, :dim], sketch, 1.0, sketched)
+    return turned, sketched
+
+
+def encode_rows(
+    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start
+):
+    """Encode rows of several heads.
+
+    Parameters
+    ----------
+    rows : array (num_tokens, num_heads, head_dim)
+        Finite numbers, in the words of `rows_kind`.
+    rows_kind : str
+        Their kind.
+    rotation : float32 array (num_heads, head_dim, head_dim)
+        A row is turned by multiplying it with its head's matrix from the right.
+    edges, levels : float32 array (2 ** bits - 1,), (2 ** bits,)
+        The codebook, in rising order.
+    sketch : float32 array (num_heads, head_dim, projections)
+        Directions in the columns, for turned rows; ``projections`` may be 0.
+    codes : uint8 array (num_heads, capacity, row_bytes)
+        Takes the codes; see `numkv.rows.codes`.
+    scales : float32 array (num_heads, capacity)
+        Takes the scales.
+    signs : uint8 array (num_heads, capacity, sign_bytes)
+        Takes the signs of the sketch.
+    residuals : float32 array (num_heads, capacity)
+        Takes the norms of what the codes leave over; not looked at without a sketch.
+    start : int
+        Where the first token goes.
+    """
+    num_tokens, num_heads, dim = rows.shape
+    work = num_tokens * num_heads * dim * (dim + sketch.shape[2])
+    _run(
+        _encode(rows_kind), work, rows, rotation, edges, levels, _bits(levels), sketch, codes,
+        scales, signs, residuals, start,
+    )  # fmt: skip
+
+
+def decode_rows(codes, scales, begin, levels, back, out):
+    """Turn codes back into rows.
+
+    Parameters
+    ----------
+    codes : uint8 array (num_heads, capacity, row_bytes)
+        Codes.
+    scales : float32 array (num_heads, capacity)
+        Their scales.
+    begin : int
+        First token to decode.
+    levels : float32 array (2 ** bits,)
+        The codebook.
+    back : float32 array (num_heads, head_dim, head_dim)
+        The rotations' transposes.
+    out : float32 array (num_heads, num_tokens, head_dim)
+        Takes the rows.
+    """
+    work = out.size * out.shape[2]
+    _run(_decode(), work, codes, scales, begin, levels, _bits(levels), back, out)
+
+
+def score_codes(
+    q, q_kind, rotation, levels, sketch, codes, scales, signs, residuals, begin, end, sm_scale, out
+):
+    """Estimate the inner products of queries and encoded keys, on the codes.
+
+    Parameters
+    ----------
+    q : array (num_q_heads, head_dim)
+        One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
+    q_kind : str
+        Their kind.
+    rotation, levels, sketch, codes, scales, signs, residuals
+        See `encode_rows`.
+    begin, end : int
+        The tokens.
+    sm_scale : float
+        What scores are multiplied by.
+    out : float32 array (num_q_heads, end - begin)
+        Takes the scores.
+    """
+    dim, projections = sketch.shape[1:]
+    turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale)
+    _run(
+        _attend(_bits(levels)), out.size * (dim + projections), turned, sketched, dim, projections,
+        levels, SIGNS, codes, scales, signs, residuals, codes, scales, begin, end, out,
+        np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+
+
+def attend_codes(
+    q, q_kind, rotation, back, levels, sketch, k_codes, k_scales, signs, residuals, v_codes, v_scales,
+    begin, end, sm_scale, out,
+):  # fmt: skip
+    """Attend with queries over encoded keys and values, on the codes.
+
+    Parameters
+    ----------
+    q : array (num_q_heads, head_dim)
+        One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
+    q_kind : str
+        Their kind.
+    rotation, levels, sketch
+        See `encode_rows`.
+    back : float32 array (num_heads, head_dim, head_dim)
+        The rotations' transposes.
+    k_codes, k_scales, signs, residuals
+        Keys; see `encode_rows`.
+    v_codes, v_scales
+        Values, which have no sketch.
+    begin, end : int
+        The tokens, at least one.
+    sm_scale : float
+        What scores are multiplied by.
+    out : float32 array (num_q_heads, head_dim)
+        Takes the result.
+    """
+    dim, projections = sketch.shape[1:]
+    tokens, num_q_heads = end - begin, len(q)
+    turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
+    parts = np.empty((num_q_heads, -(-tokens // SPLIT), dim + 2), np.float32)
+    _run(
+        _attend(_bits(levels)), tokens * num_q_heads * (2 * dim + projections), turned, sketched,
+        dim, projections, levels, SIGNS, k_codes, k_scales, signs, residuals, v_codes, v_scales,
+        begin, end, np.empty((0, 0), np.float32), parts,
+    )  # fmt: skip
+    _finish()(parts, back, out)
