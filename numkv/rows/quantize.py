@@ -9,7 +9,21 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["int8_code", "int8_scale", "is_finite"]
+__all__ = ["int8_code", "int8_divisor", "int8_quotient", "int8_scale", "is_finite", "largest_of"]
+
+
+@register_jitable
+def largest_of(x):
+    """The largest absolute value in a row, float32; NaN counts as 0.
+
+    Without their signs floats are ordered as their bits are, and a maximum of integers is the same in any order: so
+    the loop becomes vector code.
+    """
+    largest = np.int32(0)
+    for d in range(len(x)):
+        magnitude = np.int32(np.float32(x[d]).view(np.int32) & np.int32(0x7FFFFFFF))
+        largest = max(largest, magnitude if magnitude <= np.int32(0x7F800000) else np.int32(0))
+    return np.int32(largest).view(np.float32)
 
 
 @register_jitable
@@ -19,17 +33,27 @@ def int8_scale(largest):
 
 
 @register_jitable
-def int8_code(x, scale):
-    """The code of one element, float32."""
-    if scale == np.float32(0):
-        return np.int8(0)
+def int8_divisor(scale):
+    """What the elements of a row are divided by: its scale, or infinity for a scale of 0, so that codes are 0."""
+    return np.float32(np.inf) if scale == np.float32(0) else np.float32(scale)
+
+
+@register_jitable
+def int8_quotient(x, divisor):
+    """The code of one element, by the divisor of its row."""
     # Adding 1.5 * 2**23 leaves the nearest integer, ties to even, in the low bits; a float32 result is needed for that.
-    quotient = np.float32(np.float32(x) / scale)
+    quotient = np.float32(np.float32(x) / divisor)
     shifted = np.float32(quotient + np.float32(12582912.0))
     code = np.float32(shifted - np.float32(12582912.0))
     # x / scale may round to a hair above 127.
     code = min(max(code, np.float32(-127)), np.float32(127))
     return np.int8(code)
+
+
+@register_jitable
+def int8_code(x, scale):
+    """The code of one element, by the scale of its row, float32."""
+    return int8_quotient(x, int8_divisor(scale))
 
 
 @register_jitable

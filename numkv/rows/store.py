@@ -10,19 +10,17 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.rows.convert import codec
-from numkv.rows.quantize import int8_code, int8_scale
+from numkv.rows.quantize import int8_divisor, int8_quotient, int8_scale, largest_of
 
 __all__ = ["row_load", "row_store"]
 
 
 @register_jitable
 def _store_int8(x, target, store):
-    largest = np.float32(0)
+    scale = int8_scale(largest_of(x))
+    divisor = int8_divisor(scale)
     for d in range(len(x)):
-        largest = max(largest, np.float32(abs(x[d])))
-    scale = int8_scale(largest)
-    for d in range(len(x)):
-        target[d] = int8_code(x[d], scale)
+        target[d] = int8_quotient(x[d], divisor)
     return scale
 
 

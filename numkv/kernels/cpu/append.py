@@ -17,9 +17,10 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import prange, types
 
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.threads import run, workers_for
 from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
@@ -33,42 +34,46 @@ def make_append_rows(SRC, DST, BY_SLOT):
     load, _ = codec(SRC)
     store_row, store = row_store(DST)
 
-    def kernel(rows, pool, scale, places, start):
-        block_size = np.int64(pool.shape[2])
-        x = np.empty(pool.shape[3], np.float32)
-        for t in range(rows.shape[0]):
-            if BY_SLOT:
-                slot = np.int64(places[t])
-                if slot < 0:
-                    continue
-            else:
-                slot = slot_of(places, start + t, block_size)
-            block, offset = slot // block_size, slot % block_size
-            for h in range(rows.shape[1]):
-                source = row_of(rows, (np.int64(t), np.int64(h)))
-                target = row_of(pool, (block, np.int64(h), offset))
-                if SRC == DST or DST == "fp64":
-                    for d in range(len(source)):
-                        target[d] = source[d]
+    def kernel(rows, pool, scale, places, start, workers):
+        num_tokens, block_size = np.int64(rows.shape[0]), np.int64(pool.shape[2])
+        for w in prange(workers):
+            x = np.empty(pool.shape[3], np.float32)
+            for t in range(
+                num_tokens * np.int64(w) // workers, num_tokens * (np.int64(w) + 1) // workers
+            ):
+                if BY_SLOT:
+                    slot = np.int64(places[t])
+                    if slot < 0:
+                        continue
                 else:
-                    for d in range(len(source)):
-                        x[d] = load(source[d])
-                    row_scale = store_row(x, target, store)
-                    if DST == "int8":
-                        scale[block, h, offset] = row_scale
+                    slot = slot_of(places, start + t, block_size)
+                block, offset = slot // block_size, slot % block_size
+                for h in range(rows.shape[1]):
+                    source = row_of(rows, (np.int64(t), np.int64(h)))
+                    target = row_of(pool, (block, np.int64(h), offset))
+                    if SRC == DST or DST == "fp64":
+                        for d in range(len(source)):
+                            target[d] = source[d]
+                    else:
+                        for d in range(len(source)):
+                            x[d] = load(source[d])
+                        row_scale = store_row(x, target, store)
+                        if DST == "int8":
+                            scale[block, h, offset] = row_scale
 
     return kernel
 
 
 @functools.cache
-def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
+def _append_rows(src: str, dst: str, by_slot: bool, parallel: bool) -> Any:
     place = types.int64 if by_slot else types.int32
     signature = (
         array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(types.float32, 3, out=True),
-        array(place, 1), types.int64,
+        array(place, 1), types.int64, types.int64,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
-    return build(make_append_rows(src, dst, by_slot), signature, label=label)
+    kernel = make_append_rows(src, dst, by_slot)
+    return build(kernel, signature, label=label, parallel=parallel)
 
 
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
@@ -91,7 +96,9 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     start : int
         Position of the first new token.
     """
-    _append_rows(rows_kind, pool_kind, False)(rows, pool, scale, block_table, start)
+    workers = workers_for(rows.size)
+    kernel = _append_rows(rows_kind, pool_kind, False, workers > 1)
+    run(kernel, workers, rows, pool, scale, block_table, start)
 
 
 def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
@@ -112,36 +119,42 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it.
     """
-    _append_rows(rows_kind, pool_kind, True)(rows, pool, scale, slot_mapping, 0)
+    workers = workers_for(rows.size)
+    kernel = _append_rows(rows_kind, pool_kind, True, workers > 1)
+    run(kernel, workers, rows, pool, scale, slot_mapping, 0)
 
 
 def make_copy_rows(WORD):
     """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
 
-    def kernel(new, cache, offsets):
+    def kernel(new, cache, offsets, workers):
         num_rows = np.int64(cache.shape[2])
-        for b in range(new.shape[0]):
-            first = offsets[b]
-            # Source rows [low, high) land inside; offsets far outside must not overflow the sums.
-            low = high = np.int64(0)
-            if -np.int64(new.shape[2]) < first < num_rows:
-                low = max(np.int64(0), -first)
-                high = min(np.int64(new.shape[2]), num_rows - first)
-            for h in range(new.shape[1]):
-                for t in range(low, high):
-                    source = row_of(new, (np.int64(b), np.int64(h), np.int64(t)))
-                    target = row_of(cache, (np.int64(b), np.int64(h), np.int64(first + t)))
-                    for d in range(len(source)):
-                        target[d] = source[d]
+        for w in prange(workers):
+            for b in range(new.shape[0]):
+                first = offsets[b]
+                # Source rows [low, high) land inside; offsets far outside must not overflow the sums.
+                low = high = np.int64(0)
+                if -np.int64(new.shape[2]) < first < num_rows:
+                    low = max(np.int64(0), -first)
+                    high = min(np.int64(new.shape[2]), num_rows - first)
+                begin = low + (high - low) * np.int64(w) // workers
+                end = low + (high - low) * (np.int64(w) + 1) // workers
+                for h in range(new.shape[1]):
+                    for t in range(begin, end):
+                        source = row_of(new, (np.int64(b), np.int64(h), np.int64(t)))
+                        target = row_of(cache, (np.int64(b), np.int64(h), np.int64(first + t)))
+                        for d in range(len(source)):
+                            target[d] = source[d]
 
     return kernel
 
 
 @functools.cache
-def _copy_rows(bytes_: int) -> Any:
+def _copy_rows(bytes_: int, parallel: bool) -> Any:
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
-    signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1))
-    return build(make_copy_rows(bytes_), signature, label=f"copy_rows, {bytes_} bytes an element")
+    signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1), types.int64)
+    label = f"copy_rows, {bytes_} bytes an element"
+    return build(make_copy_rows(bytes_), signature, label=label, parallel=parallel)
 
 
 def copy_rows(new, cache, offsets, stream=None):
@@ -158,5 +171,6 @@ def copy_rows(new, cache, offsets, stream=None):
     stream : None
         For CUDA, where to run; the CPU has none.
     """
-    bits = f"u{new.dtype.itemsize}"
-    _copy_rows(new.dtype.itemsize)(new.view(bits), cache.view(bits), offsets)
+    bits, workers = f"u{new.dtype.itemsize}", workers_for(new.size)
+    kernel = _copy_rows(new.dtype.itemsize, workers > 1)
+    run(kernel, workers, new.view(bits), cache.view(bits), offsets)

@@ -10,17 +10,56 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import prange, types
+from numba.extending import register_jitable
+from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.threads import run, workers_for
 from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
-from numkv.rows.rope import pair_of, rotate_pair
+from numkv.rows.rope import rotate_pair
 from numkv.rows.store import row_store
 
 __all__ = ["scatter_write", "write_rows"]
+
+
+# Loops over a row stand alone, without branches, so that each becomes vector code.
+
+
+@register_jitable(fastmath={"reassoc", "contract"})
+def _sum_of_squares(x):
+    """In whatever order is fast; the flags hold for this function only."""
+    total = x.dtype.type(0)
+    for d in range(len(x)):
+        total += x[d] * x[d]
+    return total
+
+
+@register_jitable
+def _convert_row(source, target, convert):
+    for d in range(len(target)):
+        target[d] = convert(source[d])
+
+
+@register_jitable
+def _scale_row(x, factor, factors):
+    for d in range(len(x)):
+        x[d] = x[d] * factor * factors[d]
+
+
+@register_jitable
+def _rotate_halves(low, high, c, s):
+    for i in range(len(low)):
+        low[i], high[i] = rotate_pair(low[i], high[i], c[i], s[i])
+
+
+@register_jitable
+def _rotate_neighbours(x, c, s):
+    for i in range(len(c)):
+        x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], c[i], s[i])
 
 
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
@@ -36,76 +75,75 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
     def kernel(
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, places, start,
+        q_out, k_pool, k_scale, v_pool, v_scale, places, start, workers,
     ):  # fmt: skip
-        num_q_heads = q_out.shape[1]
-        num_kv_heads, block_size = k_pool.shape[1], np.int64(k_pool.shape[2])
-        dim = q_out.shape[2]
-        half = cos.shape[1]
-        x = np.empty(dim, F)
-        for t in range(qkv.shape[0]):
-            if BY_SLOT:
-                slot, angle = np.int64(places[t]), np.int64(angles[t])
-            else:
-                slot, angle = slot_of(places, start + t, block_size), first_angle + t
-            block, offset = slot // block_size, slot % block_size
-            row = row_of(qkv, (np.int64(t),))
-            for h in range(num_q_heads + num_kv_heads):
-                if h >= num_q_heads and slot < 0:
-                    continue
-                first = h * dim
-                for d in range(dim):
-                    x[d] = load(row[first + d])
-                if normalise:
-                    total = F(0)
-                    for d in range(dim):
-                        total += x[d] * x[d]
-                    root = F(root_mean_square(total, F(dim), F(eps)))
-                    weight = q_weight if h < num_q_heads else k_weight
-                    for d in range(dim):
-                        x[d] = x[d] / root * weight[d]
-                if rotate:
-                    for i in range(half):
-                        c, s = F(cos[angle, i]), F(sin[angle, i])
-                        low, high = pair_of(i, half, interleaved)
-                        x[low], x[high] = rotate_pair(x[low], x[high], c, s)
-                if h < num_q_heads:
-                    q_row = row_of(q_out, (np.int64(t), np.int64(h)))
-                    for d in range(dim):
-                        q_row[d] = store_q(x[d])
+        num_q_heads, num_kv_heads = np.int64(q_out.shape[1]), np.int64(k_pool.shape[1])
+        num_tokens, block_size = np.int64(qkv.shape[0]), np.int64(k_pool.shape[2])
+        dim, half = np.int64(q_out.shape[2]), np.int64(cos.shape[1])
+        for w in prange(workers):
+            x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
+            low, high = x[:half], x[half : 2 * half]
+            # Weights may be strided.
+            q_factors, k_factors = np.empty(len(q_weight), F), np.empty(len(k_weight), F)
+            _convert_row(q_weight, q_factors, F)
+            _convert_row(k_weight, k_factors, F)
+            for t in range(
+                num_tokens * np.int64(w) // workers, num_tokens * (np.int64(w) + 1) // workers
+            ):
+                if BY_SLOT:
+                    slot, angle = np.int64(places[t]), np.int64(angles[t])
                 else:
-                    k_row = row_of(k_pool, (block, np.int64(h - num_q_heads), offset))
-                    scale = store_k_row(x, k_row, store_k)
-                    if K_KIND == "int8":
-                        k_scale[block, h - num_q_heads, offset] = scale
-            if slot < 0:
-                continue
-            for h in range(num_kv_heads):
-                first = (num_q_heads + num_kv_heads + h) * dim
-                for d in range(dim):
-                    x[d] = load(row[first + d])
-                v_row = row_of(v_pool, (block, np.int64(h), offset))
-                scale = store_v_row(x, v_row, store_v)
-                if V_KIND == "int8":
-                    v_scale[block, h, offset] = scale
+                    slot, angle = slot_of(places, start + t, block_size), first_angle + t
+                block, offset = slot // block_size, slot % block_size
+                row = row_of(qkv, (np.int64(t),))
+                if rotate:
+                    _convert_row(row_of(cos, (angle,)), c, F)
+                    _convert_row(row_of(sin, (angle,)), s, F)
+                for h in range(num_q_heads + (num_kv_heads if slot >= 0 else 0)):
+                    _convert_row(row[h * dim : (h + 1) * dim], x, load)
+                    if normalise:
+                        root = root_mean_square(_sum_of_squares(x), F(dim), F(eps))
+                        factors = q_factors if h < num_q_heads else k_factors
+                        _scale_row(x, F(1) / F(root), factors)
+                    if rotate and interleaved:
+                        _rotate_neighbours(x, c, s)
+                    elif rotate:
+                        _rotate_halves(low, high, c, s)
+                    if h < num_q_heads:
+                        _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
+                    else:
+                        g = np.int64(h - num_q_heads)
+                        scale = store_k_row(x, row_of(k_pool, (block, g, offset)), store_k)
+                        if K_KIND == "int8":
+                            k_scale[block, g, offset] = scale
+                if slot < 0:
+                    continue
+                for g in range(num_kv_heads):
+                    first = (num_q_heads + num_kv_heads + g) * dim
+                    _convert_row(row[first : first + dim], x, load)
+                    scale = store_v_row(x, row_of(v_pool, (block, np.int64(g), offset)), store_v)
+                    if V_KIND == "int8":
+                        v_scale[block, g, offset] = scale
 
     return kernel
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, table: str, by_slot: bool) -> Any:
-    real, angle = getattr(types, compute), array(getattr(types, table), 2)
+def _write_rows(
+    src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool, parallel: bool
+) -> Any:
+    real, angle = from_dtype(compute), array(from_dtype(table), 2)
     scale = array(types.float32, 3, out=True)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
         array(real, 1), array(real, 1), types.float64, array(types.int64, 1), types.int64,
         array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True), scale,
         array(WORDS[v_kind], 4, out=True), scale,
-        array(types.int64 if by_slot else types.int32, 1), types.int64,
+        array(types.int64 if by_slot else types.int32, 1), types.int64, types.int64,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
-    kernel = make_write_rows(src, k_kind, v_kind, compute, by_slot)
-    return build(kernel, signature, label=label)
+    kernel = make_write_rows(src, k_kind, v_kind, compute.name, by_slot)
+    return build(kernel, signature, label=label, parallel=parallel)
 
 
 _NO_PLACES = np.empty(0, np.int64)
@@ -146,8 +184,10 @@ def write_rows(
     start : int
         Position of the first new token.
     """
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name, False)
-    kernel(
+    workers = workers_for(qkv.size)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False, workers > 1)
+    run(
+        kernel, workers,
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
         q_out, k_pool, k_scale, v_pool, v_scale, block_table, start,
     )  # fmt: skip
@@ -170,8 +210,10 @@ def scatter_write(
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves K and V out.
     """
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype.name, cos.dtype.name, True)
-    kernel(
+    workers = workers_for(qkv.size)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True, workers > 1)
+    run(
+        kernel, workers,
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,
         q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0,
     )  # fmt: skip
