@@ -20,9 +20,10 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import store_int4
 from numkv.rows.store import row_store
 
 __all__ = ["append_rows", "copy_rows", "scatter_rows"]
@@ -35,7 +36,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
 
     def kernel(rows, pool, scale, places, start):
         block_size = np.int64(pool.shape[2])
-        x = np.empty(pool.shape[3], np.float32)
+        x = np.empty(rows.shape[2], np.float32)
         for t in range(rows.shape[0]):
             if BY_SLOT:
                 slot = np.int64(places[t])
@@ -53,6 +54,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
                 else:
                     for d in range(len(source)):
                         x[d] = load(source[d])
+                    if DST == "int4":
+                        store_int4(x, target, row_of(scale, (block, np.int64(h), offset)))
+                        continue
                     row_scale = store_row(x, target, store)
                     if DST == "int8":
                         scale[block, h, offset] = row_scale
@@ -64,7 +68,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
 def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     place = types.int64 if by_slot else types.int32
     signature = (
-        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(types.float32, 3, out=True),
+        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(*SCALES[dst], out=True),
         array(place, 1), types.int64,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
@@ -81,11 +85,12 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
@@ -104,11 +109,12 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it.
     """

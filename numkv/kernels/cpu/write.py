@@ -13,9 +13,10 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import store_int4
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 from numkv.rows.store import row_store
@@ -75,6 +76,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                         q_row[d] = store_q(x[d])
                 else:
                     k_row = row_of(k_pool, (block, np.int64(h - num_q_heads), offset))
+                    if K_KIND == "int4":
+                        g = np.int64(h - num_q_heads)
+                        store_int4(x, k_row, row_of(k_scale, (block, g, offset)))
+                        continue
                     scale = store_k_row(x, k_row, store_k)
                     if K_KIND == "int8":
                         k_scale[block, h - num_q_heads, offset] = scale
@@ -85,6 +90,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 for d in range(dim):
                     x[d] = load(row[first + d])
                 v_row = row_of(v_pool, (block, np.int64(h), offset))
+                if V_KIND == "int4":
+                    store_int4(x, v_row, row_of(v_scale, (block, np.int64(h), offset)))
+                    continue
                 scale = store_v_row(x, v_row, store_v)
                 if V_KIND == "int8":
                     v_scale[block, h, offset] = scale
@@ -95,12 +103,12 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 @functools.cache
 def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, table: str, by_slot: bool) -> Any:
     real, angle = getattr(types, compute), array(getattr(types, table), 2)
-    scale = array(types.float32, 3, out=True)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
         array(real, 1), array(real, 1), types.float64, array(types.int64, 1), types.int64,
-        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True), scale,
-        array(WORDS[v_kind], 4, out=True), scale,
+        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
+        array(*SCALES[k_kind], out=True), array(WORDS[v_kind], 4, out=True),
+        array(*SCALES[v_kind], out=True),
         array(types.int64 if by_slot else types.int32, 1), types.int64,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
@@ -139,8 +147,9 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Take the scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an
+        axis of groups more; of float pools empty arrays.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int

@@ -95,11 +95,12 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
@@ -120,11 +121,12 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1, or any slot outside the pool, skips it.
     """

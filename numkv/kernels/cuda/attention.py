@@ -510,8 +510,9 @@ def attention(
         Pools, in their kinds' words.
     k_kind, v_kind : str
         Names of their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of float pools empty arrays.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
         Entries before the first and after the last token that a query of the sequence sees are never looked up.

@@ -107,8 +107,9 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
         and rounded or quantised once.
     kind : str
         Their kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool, which change too; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, which change too: float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words
+        with an axis of groups more. Of a float pool an empty array.
     slots : int32 or int64 array (n,)
         ``block * block_size + offset`` of each row's token, each slot at most once; those outside the pool are skipped.
     offset : int

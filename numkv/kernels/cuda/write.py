@@ -187,8 +187,9 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Take the scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an
+        axis of groups more; of float pools empty arrays.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
