@@ -259,7 +259,8 @@ def decode_attention(
         The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
         kv head ``h // (num_q_heads // num_kv_heads)``.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or int8 or int4 codes (two to a byte). Slots past a sequence's length are never read.
+        Cached keys, of any float kind, or int8 or int4 codes (two to a byte). Slots past a sequence's length are never
+        read.
     v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)

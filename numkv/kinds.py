@@ -171,7 +171,7 @@ _KINDS = {
             scale_word=np.dtype(np.uint16),
             group_size=32,
             elements_per_word=2,
-        ),  # fmt: skip
+        ),
     )
 }
 _ALIASES = {

@@ -23,6 +23,7 @@ from numkv.rows.convert import bf16_to_float32, float32_to_bf16
 __all__ = [
     "GROUP",
     "int4_code",
+    "int4_column",
     "int4_scale",
     "int4_value",
     "load_int4",
@@ -108,6 +109,16 @@ def store_int4(x, words, scales):
         first = group * GROUP
         count = min(GROUP, len(x) - first)
         scales[group] = store_int4_group(x, first, count, words, first // 2)
+
+
+@register_jitable
+def int4_column(byte, upper, dim):
+    """Which element of a row of `dim` lies in a byte's lower or `upper` nibble; `dim` for bytes past the row's end."""
+    if 2 * byte >= dim:
+        return dim
+    first = byte // (GROUP // 2) * GROUP
+    column = first + byte % (GROUP // 2)
+    return column + min(GROUP, dim - first) // 2 if upper else column
 
 
 @register_jitable

@@ -383,7 +383,7 @@ def num_groups(dim):
 
 @register_jitable
 def scratch_size(group, pad_dim, pad_v):
-    """Floats that a thread needs: q and output rows, a maximum and a sum for each; scores; scales; rescaling factors."""
+    """Floats that one needs: q and output rows, a maximum and a sum for each, scores, scales, rescaling factors."""
     rows = max(MAX_ROWS, group) + AT_ONCE
     scales = num_groups(pad_dim) + num_groups(pad_v)
     return rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + AT_ONCE

@@ -459,8 +459,8 @@ def score_tile(
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
     ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
-    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is INT4,
-    the scale of token t's group g is ``scales[scales_at + t * scales_step + g]``.
+    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is
+    INT4, the scale of token t's group g is ``scales[scales_at + t * scales_step + g]``.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
