@@ -16,7 +16,7 @@ from numkv import targets
 from numkv.checks import Shape, check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
-from numkv.kinds import Kind, kind, kind_of_dtype, kinds
+from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.pool import Pool
 from numkv.targets import Array, Target
 
@@ -88,7 +88,7 @@ def attend(
         sinks = _no_sinks(target.name, compute.name)
     else:
         sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
-    out_shape = (num_tokens, num_q_heads, pool.v.shape[3])
+    out_shape = (num_tokens, num_q_heads, pool.head_dim_v)
     if out is None:
         out = target.empty(out_shape, q.dtype)
     else:
@@ -193,8 +193,8 @@ def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMis
     )
 
 
-_INT8 = np.dtype(np.int8)
-_STORED = (*FLOAT_DTYPES, _INT8)
+_CODES = {k.word: k for k in kinds() if k.has_scales}
+_STORED = (*FLOAT_DTYPES, *_CODES)
 
 
 def stored_pool(
@@ -209,9 +209,8 @@ def stored_pool(
 
 
 def _stored_kind(target: Target, name: str, x: Array, scale: Any) -> tuple[Kind, Array]:
-    """The kind of a buffer, and its scales; floats have none, int8 codes need them."""
+    """The kind of a buffer, and the words of its scales; floats have none, codes need them."""
     found = kind_of_dtype(x.dtype)
-    shape = tuple(int(n) for n in x.shape[:3])
     if found is not None:
         if scale is not None:
             raise NotSupported(
@@ -219,11 +218,15 @@ def _stored_kind(target: Target, name: str, x: Array, scale: Any) -> tuple[Kind,
                 "quantised kinds"
             )
         return found, _no_scale(target.name)
+    found = _CODES[x.dtype]
+    rows, dim = tuple(int(n) for n in x.shape[:3]), int(x.shape[3]) * found.elements_per_word
+    shape = found.scale_shape(rows, dim)
     if scale is None:
         raise DimensionMismatch(
-            f"`{name}`: expected float32 {shape} for int8 storage, got None", expected=shape
+            f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None",
+            expected=shape,
         )
-    return kind("int8"), check_array(target, name, scale, (_FLOAT32,), shape)
+    return found, target.words(check_array(target, name, scale, (found.scale_dtype,), shape))
 
 
 @functools.cache
@@ -261,7 +264,8 @@ def decode_attention(
         The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
         kv head ``h // (num_q_heads // num_kv_heads)``.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or int8 codes. Slots past a sequence's length are never read.
+        Cached keys, of any float kind, or int8 or int4 codes (two to a byte). Slots past a sequence's length are never
+        read.
     v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -278,8 +282,9 @@ def decode_attention(
         Whether to return the log of the sum of exponentials too.
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype.
-    k_scale, v_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
-        Scales of int8 storage; None for float kinds.
+    k_scale, v_scale : array, optional
+        Scales of codes: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
+        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``. None for float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
 

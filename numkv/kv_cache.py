@@ -99,8 +99,8 @@ class KVCache:
             copy_rows(old.k, new.k, start)
             copy_rows(old.v, new.v, start)
             for scale, to in ((old.k_scale, new.k_scale), (old.v_scale, new.v_scale)):
-                if scale.size:  # rows of one element
-                    copy_rows(scale.reshape((*scale.shape, 1)), to.reshape((*to.shape, 1)), start)
+                if scale.size:
+                    copy_rows(_by_row(scale), _by_row(to), start)
         self._pool = new
         self._struct = None
 
@@ -204,7 +204,7 @@ class KVCache:
         layer : int
             Which layer.
         k : array (num_kv_heads, head_dim), (num_kv_heads * head_dim,) or (num_tokens, num_kv_heads, head_dim)
-            Keys, in the kind's own dtype or in float32; for int8 in fp32, fp16 or bf16.
+            Keys, in the kind's own dtype or in float32; for int8 and int4 in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite : bool
@@ -366,7 +366,7 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            For float kinds a view in the kind's dtype, valid until the cache grows; for int8 a float32 copy.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
 
         Raises
         ------
@@ -385,8 +385,9 @@ class KVCache:
 
         Returns
         -------
-        int8 array (tokens, num_kv_heads, head_dim)
-            A view, valid until the cache grows.
+        array (tokens, num_kv_heads, head_dim)
+            A view, valid until the cache grows: of int8 the codes, of int4 two of them to a byte
+            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` says.
 
         Raises
         ------
@@ -399,7 +400,7 @@ class KVCache:
         return self._target.token_major(self._pool.k[layer, :, : int(self._rows[layer])])
 
     def k_scales(self, layer: int) -> Array:
-        """Scales of a layer's keys: a value is its code times the scale of its token and head.
+        """Scales of a layer's keys: what makes values of the codes, for each token and head.
 
         Parameters
         ----------
@@ -408,8 +409,9 @@ class KVCache:
 
         Returns
         -------
-        float32 array (tokens, num_kv_heads)
-            A view, valid until the cache grows.
+        array
+            A view, valid until the cache grows: of int8 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
+            ``(tokens, num_kv_heads, groups)`` for groups of 32 elements.
 
         Raises
         ------
@@ -419,7 +421,7 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("k", layer)
-        return self._scales(self._pool.k_scale, layer)
+        return self._scales("k", layer)
 
     def v(self, layer: int) -> Array:
         """Values of a layer, rows not yet advanced included.
@@ -432,7 +434,7 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim_v)
-            For float kinds a view in the kind's dtype, valid until the cache grows; for int8 a float32 copy.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
 
         Raises
         ------
@@ -451,8 +453,9 @@ class KVCache:
 
         Returns
         -------
-        int8 array (tokens, num_kv_heads, head_dim_v)
-            A view, valid until the cache grows.
+        array (tokens, num_kv_heads, head_dim_v)
+            A view, valid until the cache grows: of int8 the codes, of int4 two of them to a byte
+            ``(tokens, num_kv_heads, head_dim_v / 2)``, in the order that `numkv.rows.int4` says.
 
         Raises
         ------
@@ -465,7 +468,7 @@ class KVCache:
         return self._target.token_major(self._pool.v[layer, :, : int(self._rows[layer])])
 
     def v_scales(self, layer: int) -> Array:
-        """Scales of a layer's values: a value is its code times the scale of its token and head.
+        """Scales of a layer's values: what makes values of the codes, for each token and head.
 
         Parameters
         ----------
@@ -474,8 +477,9 @@ class KVCache:
 
         Returns
         -------
-        float32 array (tokens, num_kv_heads)
-            A view, valid until the cache grows.
+        array
+            A view, valid until the cache grows: of int8 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
+            ``(tokens, num_kv_heads, groups)`` for groups of 32 elements.
 
         Raises
         ------
@@ -485,11 +489,12 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("v", layer)
-        return self._scales(self._pool.v_scale, layer)
+        return self._scales("v", layer)
 
-    def _scales(self, scale: Array, layer: int) -> Array:
-        rows = scale.reshape((*scale.shape, 1))[layer, :, : int(self._rows[layer])]
-        return self._target.token_major(rows)[:, :, 0]
+    def _scales(self, which: str, layer: int) -> Array:
+        scale = self._pool.scales(which)
+        rows = self._target.token_major(_by_row(scale)[layer, :, : int(self._rows[layer])])
+        return rows if len(scale.shape) == 4 else rows[:, :, 0]
 
     def _quantised(self, which: str, layer: int) -> int:
         kind = self._k_kind if which == "k" else self._v_kind
@@ -504,9 +509,11 @@ class KVCache:
         layer = check_index("layer", layer, self.num_layers)
         rows = int(self._rows[layer])
         stored = self._pool.values(which)[layer, :, :rows]
-        scale = self._pool.k_scale if which == "k" else self._pool.v_scale
-        if scale.size:
-            stored = self._target.dequantise(stored, scale[layer, :, :rows])
+        scale, kind = self._pool.k_scale, self._k_kind
+        if which == "v":
+            scale, kind = self._pool.v_scale, self._v_kind
+        if kind.has_scales:
+            stored = self._target.dequantise(kind, stored, scale[layer, :, :rows])
         return self._target.token_major(stored)
 
     def copy(self) -> Self:
@@ -650,3 +657,8 @@ class KVCache:
             logits_soft_cap=logits_soft_cap, window_left=window_left,
         )  # fmt: skip
         return weights.reshape((self._heads, length))
+
+
+def _by_row(scale: Array) -> Array:
+    """Scales with an axis for those of a row, also where a row has one."""
+    return scale if len(scale.shape) == 4 else scale.reshape((*scale.shape, 1))

@@ -59,7 +59,7 @@ class Layer:
     @property
     def head_dim(self) -> int:
         """Elements of a row."""
-        return int(self._pool.k.shape[3])
+        return self._pool.head_dim
 
     @property
     def capacity(self) -> int:
@@ -80,26 +80,31 @@ class Layer:
 
     @property
     def k(self) -> Array:
-        """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype; int8: the codes.
+        """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
-        A contiguous layer has one block, of its capacity.
+        A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
+        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``.
         """
         return self._pool.values("k")
 
     @property
     def v(self) -> Array:
-        """The V buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype; int8: the codes."""
+        """The V buffer, like `k`."""
         return self._pool.values("v")
 
     @property
     def k_scale(self) -> Array:
-        """Scales of K ``(num_blocks, num_kv_heads, block_size)``; of float kinds an empty array."""
-        return self._pool.k_scale
+        """Scales of K; of float kinds an empty array.
+
+        Of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        """
+        return self._pool.scales("k")
 
     @property
     def v_scale(self) -> Array:
-        """Scales of V ``(num_blocks, num_kv_heads, block_size)``; of float kinds an empty array."""
-        return self._pool.v_scale
+        """Scales of V, like `k_scale`."""
+        return self._pool.scales("v")
 
     @property
     def context_lens(self) -> np.ndarray[Any, Any]:
@@ -151,8 +156,8 @@ class Layer:
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, head_dim)
-            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 in fp32,
-            fp16 or bf16.
+            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
+            fp32, fp16 or bf16.
         check_finite : bool
             Whether rows that are to be quantised are looked at first.
 

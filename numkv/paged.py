@@ -100,7 +100,7 @@ class PagedPool:
     @property
     def head_dim(self) -> int:
         """Elements of a row."""
-        return int(self._pool.k.shape[3])
+        return self._pool.head_dim
 
     @property
     def kind(self) -> Kind:

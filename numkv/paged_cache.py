@@ -281,7 +281,7 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_tokens")
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         return attend(
             pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
@@ -942,7 +942,7 @@ class PagedKVCache:
         pool, group = self._place(check_index("layer", layer, self.num_layers))
         seqs = tuple(sequences)
         place = self._target
-        q = check_queries(place, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_seqs")
+        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
         if q.shape[0] != len(seqs):
             raise DimensionMismatch(
                 f"`q`: expected a query for each of {len(seqs)} sequences, got {q.shape[0]}",
@@ -962,7 +962,7 @@ class PagedKVCache:
     @property
     def _geometry(self) -> tuple[Any, ...]:
         pool = self._pools[0]
-        sizes = (int(pool.k.shape[1]), self.block_size, int(pool.k.shape[3]), int(pool.v.shape[3]))
+        sizes = (int(pool.k.shape[1]), self.block_size, pool.head_dim, pool.head_dim_v)
         return (sizes, pool.k_kind.name, pool.v_kind.name, tuple(self._windows))
 
     def swap_out(self, seq: int) -> SwappedSequence:

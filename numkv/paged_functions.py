@@ -70,14 +70,15 @@ def paged_append(
     Parameters
     ----------
     k, v : array (num_tokens, num_kv_heads, head_dim)
-        New rows of any number of sequences, in the pool's own dtype or in float32; for int8 pools in fp32, fp16 or
-        bf16.
+        New rows of any number of sequences, in the pool's own dtype or in float32; for int8 and int4 pools in fp32,
+        fp16 or bf16.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Written in place; a float dtype, or int8.
+        Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it. See `numkv.paging.slot_mapping`.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size), optional
-        Scales of int8 pools, written in place.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
     check_finite : bool
         Whether rows that are to be quantised are looked at first.
     validate : bool
@@ -128,7 +129,7 @@ def paged_write(
     qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
         Projections of any number of sequences; any float dtype.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Written in place; a float dtype, or int8.
+        Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves its K and V out.
     num_q_heads : int
@@ -137,8 +138,9 @@ def paged_write(
         Row of `cos` and `sin` for each token; needed where q and k are rotated.
     cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         See `numkv.ContiguousLayer.write`.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size), optional
-        Scales of int8 pools, written in place.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
 
@@ -238,15 +240,16 @@ def paged_decode_attention(
     q : array (num_seqs, num_q_heads, head_dim)
         The newest token's query of each sequence.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pools of a float dtype, or int8.
+        Pools of a float dtype, or of codes: int8, or uint8 for int4 (two to a byte).
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; entries past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the query's own included.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size), optional
-        Scales of int8 pools.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
 
@@ -266,7 +269,7 @@ def paged_decode_attention(
     """
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    q = check_queries(target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_seqs")
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.name, num_seqs)
     table = check_array(target, "block_table", block_table, _INT32, (num_seqs, "max_blocks"))
@@ -328,7 +331,7 @@ def paged_prefill_attention(
     """
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    q = check_queries(target, q, int(pool.k.shape[1]), int(pool.k.shape[3]), "num_tokens")
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
     table = check_array(target, "block_table", block_table, _INT32, ("num_seqs", "max_blocks"))
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)

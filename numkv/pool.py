@@ -28,12 +28,12 @@ class Pool:
     ----------
     target : Target
         Where the buffers are.
-    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Buffers, in words.
+    k, v : array (num_blocks, num_kv_heads, block_size, words_per_row)
+        Buffers, in words; a word is an element, of INT4 two.
     k_kind, v_kind : Kind
         Their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of quantised kinds; of float kinds an empty array.
+    k_scale, v_scale : array
+        Scales of quantised kinds, in words: see `Kind.scale_shape`.
     """
 
     target: Target
@@ -70,20 +70,32 @@ class Pool:
         Returns
         -------
         Pool
+
+        Raises
+        ------
+        DimensionMismatch
+            If a row cannot be stored in its kind.
         """
-
-        def scale(kind: Kind) -> Array:
-            return target.zeros(shape if kind.has_scales else (0, 0, 0), _FLOAT32)
-
+        of_k, of_v = k_kind.words_per_row(head_dim), v_kind.words_per_row(head_dim_v)
         return cls(
             target,
-            target.zeros((*shape, head_dim), k_kind.word),
-            target.zeros((*shape, head_dim_v), v_kind.word),
+            target.zeros((*shape, of_k), k_kind.word),
+            target.zeros((*shape, of_v), v_kind.word),
             k_kind,
             v_kind,
-            scale(k_kind),
-            scale(v_kind),
+            target.zeros(k_kind.scale_shape(shape, head_dim), k_kind.scale_word),
+            target.zeros(v_kind.scale_shape(shape, head_dim_v), v_kind.scale_word),
         )
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return int(self.k.shape[3]) * self.k_kind.elements_per_word
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return int(self.v.shape[3]) * self.v_kind.elements_per_word
 
     @property
     def nbytes(self) -> int:
@@ -122,9 +134,9 @@ class Pool:
 
     def like(self, num_blocks: int) -> Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
-        _, heads, block_size, head_dim = (int(n) for n in self.k.shape)
-        shape, kinds = (num_blocks, heads, block_size), (self.k_kind, self.v_kind)
-        return Pool.allocate(self.target, shape, head_dim, int(self.v.shape[3]), *kinds)
+        shape = (num_blocks, int(self.k.shape[1]), int(self.k.shape[2]))
+        kinds = (self.k_kind, self.v_kind)
+        return Pool.allocate(self.target, shape, self.head_dim, self.head_dim_v, *kinds)
 
     def from_host(self, buffers: tuple[np.ndarray[Any, Any], ...]) -> Pool:
         """A pool of this one's kinds on the target, with the content of `to_host`."""
@@ -139,6 +151,11 @@ class Pool:
         """The K or V buffer as a user sees it: float kinds in their dtype, quantised kinds as codes."""
         words, kind = (self.k, self.k_kind) if which == "k" else (self.v, self.v_kind)
         return words if kind.has_scales else self.target.typed(words, kind.dtype)
+
+    def scales(self, which: str) -> Array:
+        """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
+        scale, kind = (self.k_scale, self.k_kind) if which == "k" else (self.v_scale, self.v_kind)
+        return self.target.typed(scale, kind.scale_dtype)
 
     def check_finite(self, **rows: Array) -> None:
         """Refuse rows that are to be quantised and hold NaN or infinity.
@@ -180,14 +197,14 @@ class Pool:
     def check_rows(self, k: Any, v: Any, *, check_finite: bool) -> tuple[Array, Array]:
         """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V."""
         heads = int(self.k.shape[1])
-        shape = ("num_tokens", heads, int(self.k.shape[3]))
+        shape = ("num_tokens", heads, self.head_dim)
         k = check_array(self.target, "k", k, source_dtypes(self.k_kind), shape)
         v = check_array(
             self.target,
             "v",
             v,
             source_dtypes(self.v_kind),
-            ("num_tokens", heads, int(self.v.shape[3])),
+            ("num_tokens", heads, self.head_dim_v),
         )
         if v.shape[0] != k.shape[0]:
             raise DimensionMismatch(

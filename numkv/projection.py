@@ -93,7 +93,7 @@ class Projection:
         target = pool.target
         mode = QKMode(qk_mode)
         heads = check_size("num_q_heads", num_q_heads)
-        kv_heads, dim = int(pool.k.shape[1]), int(pool.k.shape[3])
+        kv_heads, dim = int(pool.k.shape[1]), pool.head_dim
         width = (heads + 2 * kv_heads) * dim
         qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
         kind = kind_of_dtype(qkv.dtype)

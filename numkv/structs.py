@@ -15,11 +15,18 @@ import numpy as np
 from numba import types
 from numba.experimental import jitclass
 
-from numkv.kernels.kernel import WORDS
+from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.address import slot_of
+from numkv.rows.int4 import store_int4
 from numkv.rows.store import row_load, row_store
 
 __all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
+
+
+def _scales(kind):
+    """The Numba type of the scales of a kind's buffer."""
+    dtype, ndim = SCALES[kind]
+    return types.Array(dtype, ndim, "C")
 
 
 @functools.cache
@@ -35,14 +42,16 @@ def layer_struct(k_kind, v_kind):
     -------
     jitclass
         Fields ``k`` and ``v`` ``(num_blocks, num_kv_heads, block_size, head_dim)`` in words, ``k_scale`` and
-        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)``, ``block_table`` int32 ``(max_blocks,)``,
-        ``context_lens`` int32 ``(1,)``; property ``length``; methods ``append``, ``slot``, ``load_k``, ``load_v``.
+        ``v_scale`` ``(num_blocks, num_kv_heads, block_size)`` (INT4: words, with an axis of groups more),
+        ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32 ``(1,)``; property ``length``; methods
+        ``append``, ``slot``, ``load_k``, ``load_v``.
     """
     load_k_row, load_k_word = row_load(k_kind)
     load_v_row, load_v_word = row_load(v_kind)
     store_k_row, store_k_word = row_store(k_kind)
     store_v_row, store_v_word = row_store(v_kind)
-    K_SCALES, V_SCALES = k_kind == "int8", v_kind == "int8"
+    K_GROUPS, V_GROUPS = k_kind == "int4", v_kind == "int4"
+    K_SCALES, V_SCALES = k_kind == "int8" or K_GROUPS, v_kind == "int8" or V_GROUPS
 
     class LayerStruct:
         def __init__(self, k, v, k_scale, v_scale, block_table, context_lens):
@@ -73,12 +82,20 @@ def layer_struct(k_kind, v_kind):
                 return False
             block, offset = slot // block_size, slot % block_size
             for h in range(self.k.shape[1]):
-                scale = store_k_row(k_row[h], self.k[block, h, offset], store_k_word)
-                if K_SCALES:
-                    self.k_scale[block, h, offset] = scale
-                scale = store_v_row(v_row[h], self.v[block, h, offset], store_v_word)
-                if V_SCALES:
-                    self.v_scale[block, h, offset] = scale
+                k_words = self.k[block, h, offset]
+                if K_GROUPS:
+                    store_int4(k_row[h], k_words, self.k_scale[block, h, offset])
+                else:
+                    scale = store_k_row(k_row[h], k_words, store_k_word)
+                    if K_SCALES:
+                        self.k_scale[block, h, offset] = scale
+                v_words = self.v[block, h, offset]
+                if V_GROUPS:
+                    store_int4(v_row[h], v_words, self.v_scale[block, h, offset])
+                else:
+                    scale = store_v_row(v_row[h], v_words, store_v_word)
+                    if V_SCALES:
+                        self.v_scale[block, h, offset] = scale
             self.context_lens[0] += 1
             return True
 
@@ -102,8 +119,8 @@ def layer_struct(k_kind, v_kind):
         [
             ("k", WORDS[k_kind][:, :, :, ::1]),
             ("v", WORDS[v_kind][:, :, :, ::1]),
-            ("k_scale", types.float32[:, :, ::1]),
-            ("v_scale", types.float32[:, :, ::1]),
+            ("k_scale", _scales(k_kind)),
+            ("v_scale", _scales(v_kind)),
             ("block_table", types.int32[::1]),
             ("context_lens", types.int32[::1]),
         ]
@@ -123,7 +140,7 @@ def cache_struct(k_kind, v_kind):
     -------
     jitclass
         Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``k_scale`` and ``v_scale``
-        ``(num_layers, num_kv_heads, capacity)``, ``context_lens`` int64
+        ``(num_layers, num_kv_heads, capacity)`` (INT4: words, with an axis of groups more), ``context_lens`` int64
         ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property
         ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
@@ -131,7 +148,8 @@ def cache_struct(k_kind, v_kind):
     load_v_row, load_v_word = row_load(v_kind)
     store_k_row, store_k_word = row_store(k_kind)
     store_v_row, store_v_word = row_store(v_kind)
-    K_SCALES, V_SCALES = k_kind == "int8", v_kind == "int8"
+    K_GROUPS, V_GROUPS = k_kind == "int4", v_kind == "int4"
+    K_SCALES, V_SCALES = k_kind == "int8" or K_GROUPS, v_kind == "int8" or V_GROUPS
 
     class CacheStruct:
         def __init__(self, k, v, k_scale, v_scale, context_lens, lengths):
@@ -153,12 +171,20 @@ def cache_struct(k_kind, v_kind):
             if position >= self.k.shape[2]:
                 return False
             for h in range(self.k.shape[1]):
-                scale = store_k_row(k_row[h], self.k[layer, h, position], store_k_word)
-                if K_SCALES:
-                    self.k_scale[layer, h, position] = scale
-                scale = store_v_row(v_row[h], self.v[layer, h, position], store_v_word)
-                if V_SCALES:
-                    self.v_scale[layer, h, position] = scale
+                k_words = self.k[layer, h, position]
+                if K_GROUPS:
+                    store_int4(k_row[h], k_words, self.k_scale[layer, h, position])
+                else:
+                    scale = store_k_row(k_row[h], k_words, store_k_word)
+                    if K_SCALES:
+                        self.k_scale[layer, h, position] = scale
+                v_words = self.v[layer, h, position]
+                if V_GROUPS:
+                    store_int4(v_row[h], v_words, self.v_scale[layer, h, position])
+                else:
+                    scale = store_v_row(v_row[h], v_words, store_v_word)
+                    if V_SCALES:
+                        self.v_scale[layer, h, position] = scale
             self.context_lens[layer] += 1
             return True
 
@@ -184,8 +210,8 @@ def cache_struct(k_kind, v_kind):
         [
             ("k", WORDS[k_kind][:, :, :, ::1]),
             ("v", WORDS[v_kind][:, :, :, ::1]),
-            ("k_scale", types.float32[:, :, ::1]),
-            ("v_scale", types.float32[:, :, ::1]),
+            ("k_scale", _scales(k_kind)),
+            ("v_scale", _scales(v_kind)),
             ("context_lens", types.int64[::1]),
             ("lengths", types.int64[::1]),
         ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels import on
+from numkv.kinds import Kind
 
 __all__ = ["CpuTarget", "Target", "get", "of"]
 
@@ -62,8 +63,8 @@ class Target(Protocol):
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""
 
-    def dequantise(self, codes: Array, scale: Array) -> Array:
-        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
 
     def one_head(self, x: Array) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
@@ -163,9 +164,14 @@ class CpuTarget:
         """The array that a user sees of float words."""
         return words.view(dtype)
 
-    def dequantise(self, codes: Array, scale: Array) -> Array:
-        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
-        return codes.astype(np.float32) * scale[:, :, None]
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+        from numkv.kernels.cpu.convert import dequantise
+
+        heads, tokens, words = codes.shape
+        out = np.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        dequantise(codes, kind.name, scale, out)
+        return out
 
     def one_head(self, x: Array) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""

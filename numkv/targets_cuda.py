@@ -16,6 +16,7 @@ from numba.core import config
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels import on
+from numkv.kinds import Kind
 from numkv.targets import Array, CpuTarget
 
 __all__ = ["CudaTarget"]
@@ -177,12 +178,13 @@ class CudaTarget:
         """The array that a user sees of float words: the inverse of `words`."""
         return words.view(dtype) if dtype in _HALVES else words
 
-    def dequantise(self, codes: Array, scale: Array) -> Array:
-        """Values of codes ``(heads, tokens, dim)`` with scales ``(heads, tokens)``, float32."""
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
         from numkv.kernels.cuda.convert import dequantise
 
-        out = self.empty(tuple(codes.shape), np.float32)
-        dequantise(codes, scale, out)
+        heads, tokens, words = codes.shape
+        out = self.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        dequantise(codes, kind.name, scale, out)
         return out
 
     def one_head(self, x: Array) -> Array:

@@ -24,7 +24,7 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache
 
-__all__ = ["WORDS", "array", "build", "cache_stats", "parallel_lock", "source_digest"]
+__all__ = ["SCALES", "WORDS", "array", "build", "cache_stats", "parallel_lock", "source_digest"]
 
 log = logging.getLogger("numkv.kernels")
 
@@ -39,7 +39,10 @@ WORDS = {
     "fp16": types.uint16,
     "bf16": types.uint16,
     "int8": types.int8,
+    "int4": types.uint8,
 }
+#: Numba types and ranks of their scales: of a row's or of its groups'. Float kinds come with an empty array.
+SCALES = {kind: (types.uint16, 4) if kind == "int4" else (types.float32, 3) for kind in WORDS}
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _stats = {"hits": 0, "misses": 0}

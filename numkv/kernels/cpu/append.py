@@ -21,9 +21,10 @@ from numba import prange, types
 
 from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.cpu.threads import run, workers_for
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import store_int4
 from numkv.rows.store import row_store
 
 __all__ = ["append_rows", "copy_rows", "scatter_rows"]
@@ -37,7 +38,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
     def kernel(rows, pool, scale, places, start, workers):
         num_tokens, block_size = np.int64(rows.shape[0]), np.int64(pool.shape[2])
         for w in prange(workers):
-            x = np.empty(pool.shape[3], np.float32)
+            x = np.empty(rows.shape[2], np.float32)
             for t in range(
                 num_tokens * np.int64(w) // workers, num_tokens * (np.int64(w) + 1) // workers
             ):
@@ -57,6 +58,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
                     else:
                         for d in range(len(source)):
                             x[d] = load(source[d])
+                        if DST == "int4":
+                            store_int4(x, target, row_of(scale, (block, np.int64(h), offset)))
+                            continue
                         row_scale = store_row(x, target, store)
                         if DST == "int8":
                             scale[block, h, offset] = row_scale
@@ -68,7 +72,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
 def _append_rows(src: str, dst: str, by_slot: bool, parallel: bool) -> Any:
     place = types.int64 if by_slot else types.int32
     signature = (
-        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(types.float32, 3, out=True),
+        array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(*SCALES[dst], out=True),
         array(place, 1), types.int64, types.int64,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
@@ -86,11 +90,12 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
@@ -111,11 +116,12 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it.
     """

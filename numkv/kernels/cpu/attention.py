@@ -32,6 +32,7 @@ from numkv.kernels.cpu.simd import (
     TILE,
     code_row,
     fill_ramp,
+    gather_groups,
     gather_tile,
     multiply_tile,
     next_item,
@@ -41,7 +42,8 @@ from numkv.kernels.cpu.simd import (
     softmax_tile,
     weigh_tile,
 )
-from numkv.kernels.kernel import WORDS, array, build, parallel_lock
+from numkv.kernels.kernel import SCALES, WORDS, array, build, parallel_lock
+from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
 
 __all__ = ["attention"]
@@ -57,11 +59,16 @@ MAX_SPLITS = 64
 # several heads as long as each thread is left with so many items to balance.
 LONG_RUN = 64
 ITEMS_EACH = 4
-# Numbers of a table of offsets: one for each token of a tile, and what `fill_ramp` may write beyond.
+# Numbers of a table of offsets: one for each token of a tile, and what `fill_ramp` may write beyond. A turn has four
+# tables: where K rows, V rows, scales of K and scales of V start.
 PART = TILE + RAMP
+TURN = 4 * PART
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
+
+# Kinds with scales.
+QUANTISED = ("int8", "int4")
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -69,11 +76,11 @@ LN_2 = math.log(2.0)
 
 def make_attention(K_KIND, V_KIND, COMPUTE):
     """The attention kernel for a K kind, a V kind and the float type it computes in."""
-    TURN = 3 * PART  # numbers for a turn: where K rows, V rows and scales start
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
     ROWS = MAX_ROWS
     INTEGERS = K_KIND == "int8" and COMPUTE == "float32"
+    K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(
@@ -88,7 +95,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         unit = np.int64(1) if by_slot else block_size
         capacity = block_table.shape[1] * unit
         dim = q.shape[2]
-        dim_v = v.shape[3]
+        dim_v = out.shape[2]
         group = num_q_heads // num_kv_heads
         block_tokens = max(1, ROWS // group)
         max_rows = max(ROWS, group) + AT_ONCE  # whole groups are read, if not written
@@ -104,9 +111,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             v.strides[1] // v.itemsize,
             v.strides[2] // v.itemsize,
         )
-        # Both kinds of scales lie alike; where one of them is not quantised, its array is empty.
-        scales = k_scale if K_KIND == "int8" else v_scale
-        s_step = (scales.strides[0] // 4, scales.strides[1] // 4, scales.strides[2] // 4)
+        # Of float kinds, scales are an empty array.
+        ks_step = (
+            k_scale.strides[0] // k_scale.itemsize,
+            k_scale.strides[1] // k_scale.itemsize,
+            k_scale.strides[2] // k_scale.itemsize,
+        )
+        vs_step = (
+            v_scale.strides[0] // v_scale.itemsize,
+            v_scale.strides[1] // v_scale.itemsize,
+            v_scale.strides[2] // v_scale.itemsize,
+        )
+        # Scales of a row: one, or one for each group.
+        k_scales = num_groups(dim) if K_KIND == "int4" else np.int64(1)
+        v_scales = num_groups(dim_v) if V_KIND == "int4" else np.int64(1)
+        # Tokens whose scales make a cache line.
+        k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
+        v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
         # Places in `ints`, which `_plan` has filled, and in `floats`.
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
@@ -125,9 +146,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             Q_SCALES = SUMS + max_rows  # of query rows as integers
             S = Q_SCALES + max_rows
             K_SCALES = S + AT_ONCE * TILE  # of the tile's tokens, for quantised kinds
-            V_SCALES = K_SCALES + TILE
-            RESCALE = V_SCALES + TILE
-            # Of K and V rows and of scales, for three turns.
+            V_SCALES = K_SCALES + TILE * k_scales
+            RESCALE = V_SCALES + TILE * v_scales
+            # Of K and V rows and of their scales, for three turns.
             offsets = ints[OFFSETS + np.int64(w) * 3 * TURN :]
             b = np.int64(0)
             while True:
@@ -186,7 +207,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 for i in range(2):
                     _fill_offsets(
                         offsets[i * TURN :], tile_ahead, begin, end, block_table[b], unit,
-                        block_size, g_ahead, k_step, v_step, s_step,
+                        block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
                     )  # fmt: skip
                     g_ahead += 1
                     if g_ahead == g1:
@@ -196,16 +217,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     k_ahead, v_ahead = offsets[later:], offsets[next_ + PART :]
                     _fill_offsets(
                         k_ahead, tile_ahead, begin, end, block_table[b], unit,
-                        block_size, g_ahead, k_step, v_step, s_step,
+                        block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
                     )  # fmt: skip
+                    ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 3 * PART :]
                     if K_KIND == "int8":
-                        gather_tile(COMPUTE, floats, K_SCALES, k_scale, offsets[here + 2 * PART :])
-                        for i in range(0, TILE, 16):
+                        gather_tile(COMPUTE, floats, K_SCALES, k_scale, ks_at)
+                    if K_KIND == "int4":
+                        gather_groups(COMPUTE, floats, K_SCALES, k_scale, ks_at, k_scales)
+                    if K_SCALED:
+                        for i in range(0, TILE, k_line):
                             prefetch(k_scale, k_ahead[2 * PART + i])
                     if V_KIND == "int8":
-                        gather_tile(COMPUTE, floats, V_SCALES, v_scale, offsets[here + 2 * PART :])
-                        for i in range(0, TILE, 16):
-                            prefetch(v_scale, k_ahead[2 * PART + i])
+                        gather_tile(COMPUTE, floats, V_SCALES, v_scale, vs_at)
+                    if V_KIND == "int4":
+                        gather_groups(COMPUTE, floats, V_SCALES, v_scale, vs_at, v_scales)
+                    if V_SCALED:
+                        for i in range(0, TILE, v_line):
+                            prefetch(v_scale, k_ahead[3 * PART + i])
                     r = np.int64(0)
                     while r < rows:
                         row = (g - g0) * rows + r  # of scratch
@@ -229,16 +257,20 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             o_at = O + row * pad_v
                             if at_once == 8:
                                 score_tile(K_KIND, COMPUTE, 8, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
+                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
+                                           V_KIND, v, v_ahead)  # fmt: skip
                             elif at_once == 4:
                                 score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
+                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
+                                           V_KIND, v, v_ahead)  # fmt: skip
                             elif at_once == 2:
                                 score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
+                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
+                                           V_KIND, v, v_ahead)  # fmt: skip
                             else:
                                 score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, S, TILE, V_KIND, v, v_ahead)  # fmt: skip
+                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
+                                           V_KIND, v, v_ahead)  # fmt: skip
                             for i in range(taken):
                                 if K_KIND == "int8":
                                     multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
@@ -262,20 +294,20 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                     )
                             if at_once == 8:
                                 weigh_tile(V_KIND, COMPUTE, 8, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
-                                           K_KIND, k, k_ahead)  # fmt: skip
+                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
+                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
                             elif at_once == 4:
                                 weigh_tile(V_KIND, COMPUTE, 4, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
-                                           K_KIND, k, k_ahead)  # fmt: skip
+                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
+                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
                             elif at_once == 2:
                                 weigh_tile(V_KIND, COMPUTE, 2, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
-                                           K_KIND, k, k_ahead)  # fmt: skip
+                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
+                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
                             else:
                                 weigh_tile(V_KIND, COMPUTE, 1, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, o_at, pad_v, floats, RESCALE,
-                                           K_KIND, k, k_ahead)  # fmt: skip
+                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
+                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
                         r += taken
                     g += 1
                     if g == g1:
@@ -344,10 +376,17 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 
 
 @register_jitable
+def num_groups(dim):
+    """Groups of a row that has a scale for each."""
+    return (dim + GROUP - 1) // GROUP
+
+
+@register_jitable
 def scratch_size(group, pad_dim, pad_v):
-    """Floats that a thread needs: q rows, output rows, a maximum and a sum for each; scores; rescaling factors."""
+    """Floats that one needs: q and output rows, a maximum and a sum for each, scores, scales, rescaling factors."""
     rows = max(MAX_ROWS, group) + AT_ONCE
-    return rows * (pad_dim + pad_v + 3) + (AT_ONCE + 2) * TILE + AT_ONCE
+    scales = num_groups(pad_dim) + num_groups(pad_v)
+    return rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + AT_ONCE
 
 
 def _plan(
@@ -443,7 +482,7 @@ def _visible(ranges, first_row, t, position, window_left, begin, end, tile):
 @register_jitable
 def _stand_in(offsets, first, end):
     """Let tokens ``[first, end)`` of a tile stand in for those before and after; apart, as it is seldom called."""
-    for part in (0, PART, 2 * PART):
+    for part in (0, PART, 2 * PART, 3 * PART):
         for j in range(first):
             offsets[part + j] = offsets[part + first]
         fill_ramp(offsets, part + end, TILE - end, offsets[part + end - 1], 0)
@@ -451,9 +490,10 @@ def _stand_in(offsets, first, end):
 
 @register_jitable
 def _fill_offsets(
-    offsets, tile, begin, end, entries, unit, block_size, head, k_step, v_step, s_step
+    offsets, tile, begin, end, entries, unit, block_size, head, k_step, v_step, k_scaled, ks_step,
+    v_scaled, vs_step,
 ):  # fmt: skip
-    """Where the rows of a tile's tokens start: `PART` numbers for K, as many for V and as many for scales.
+    """Where the rows of a tile's tokens start: `PART` numbers for K, as many for V and as many for each one's scales.
 
     Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
     """
@@ -478,10 +518,14 @@ def _fill_offsets(
         run = min(unit - in_unit, stop - p)
         k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
         v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
-        s_at = block * s_step[0] + head * s_step[1] + offset * s_step[2]
         fill_ramp(offsets, at, run, k_at, k_step[2])
         fill_ramp(offsets, PART + at, run, v_at, v_step[2])
-        fill_ramp(offsets, 2 * PART + at, run, s_at, s_step[2])
+        if k_scaled:
+            s_at = block * ks_step[0] + head * ks_step[1] + offset * ks_step[2]
+            fill_ramp(offsets, 2 * PART + at, run, s_at, ks_step[2])
+        if v_scaled:
+            s_at = block * vs_step[0] + head * vs_step[1] + offset * vs_step[2]
+            fill_ramp(offsets, 3 * PART + at, run, s_at, vs_step[2])
         at += run
         p += run
     if first > 0 or at < TILE:
@@ -492,8 +536,8 @@ def _fill_offsets(
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 3), array(WORDS[k_kind], 4), array(types.float32, 3), array(WORDS[v_kind], 4),
-        array(types.float32, 3), array(types.int32, 2),
+        array(real, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2),
         array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
         types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
@@ -548,8 +592,9 @@ def attention(
         Pools, in their kinds' words.
     k_kind, v_kind : str
         Names of their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of float pools empty arrays.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
         Entries before the first and after the last token that a query of the sequence sees are never looked up.
@@ -580,11 +625,11 @@ def attention(
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
-    group, (dim, dim_v) = q.shape[1] // k.shape[1], (k.shape[3], v.shape[3])
+    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
     threads = numba.get_num_threads()
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 9 * PART)
+        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 3 * TURN)
         workers = _plan_kernel()(
             seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
             dim + dim_v, window_left, threads, ints,

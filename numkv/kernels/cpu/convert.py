@@ -1,4 +1,4 @@
-"""Rows of words to floats and back, on the CPU."""
+"""Rows of words to floats and back, on the CPU, and codes to floats."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.convert import codec
+from numkv.rows.store import row_load
 
-__all__ = ["from_floats", "to_floats"]
+__all__ = ["dequantise", "from_floats", "to_floats"]
 
 
 def make_convert(KIND, COMPUTE, TO_WORDS):
@@ -72,3 +73,40 @@ def from_floats(floats, words, kind):
         Their kind.
     """
     _convert(kind, floats.dtype.name, True)(floats, words)
+
+
+def make_dequantise(KIND):
+    """The kernel that turns codes of a quantised kind into float32."""
+    load_row, load = row_load(KIND)
+
+    def kernel(codes, scale, out):
+        for h in range(codes.shape[0]):
+            for t in range(codes.shape[1]):
+                words = row_of(codes, (np.int64(h), np.int64(t)))
+                load_row(words, scale[h, t], row_of(out, (np.int64(h), np.int64(t))), load)
+
+    return kernel
+
+
+@functools.cache
+def _dequantise(kind: str) -> Any:
+    dtype, ndim = SCALES[kind]
+    signature = (array(WORDS[kind], 3), array(dtype, ndim - 1), array(types.float32, 3, out=True))
+    return build(make_dequantise(kind), signature, label=f"dequantise, {kind}")
+
+
+def dequantise(codes, kind, scale, out):
+    """Turn codes into values.
+
+    Parameters
+    ----------
+    codes : array (num_heads, num_tokens, words)
+        Codes, in the words of `kind`.
+    kind : str
+        Their kind.
+    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
+        Scales of their rows, or of the rows' groups, in words.
+    out : float32 array (num_heads, num_tokens, head_dim)
+        Takes the values.
+    """
+    _dequantise(kind)(codes, scale, out)

@@ -13,8 +13,9 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.convert import codec
+from numkv.rows.int4 import load_int4, store_int4
 from numkv.rows.rope import pair_of, rotate_pair
 from numkv.rows.store import row_store
 
@@ -25,7 +26,7 @@ def make_shift_rows(KIND, INTERLEAVED):
     """The kernel for a pool of kind `KIND`; `INTERLEAVED` says which elements are a pair."""
     COMPUTE = "float64" if KIND == "fp64" else "float32"
     F = np.float64 if KIND == "fp64" else np.float32
-    load, _ = codec("fp32" if KIND == "int8" else KIND, COMPUTE)
+    load, _ = codec("fp32" if KIND in ("int8", "int4") else KIND, COMPUTE)
     store_row, store = row_store(KIND, COMPUTE)
 
     def kernel(pool, scale, slots, offset, cos, sin):
@@ -38,13 +39,22 @@ def make_shift_rows(KIND, INTERLEAVED):
             if offset < 0:
                 s[i] = -s[i]
         # Elements that are not rotated stay as they are, except where a new scale makes new codes of them.
-        x = np.empty(pool.shape[3] if KIND == "int8" else 2 * half, F)
+        dim = 2 * half
+        if KIND == "int8":
+            dim = pool.shape[3]
+        elif KIND == "int4":
+            dim = 2 * pool.shape[3]
+        x = np.empty(dim, F)
         for h in range(pool.shape[1]):
             for n in range(len(slots)):
                 block, place = slots[n] // block_size, slots[n] % block_size
                 row = row_of(pool, (block, np.int64(h), place))
-                for d in range(len(x)):
-                    x[d] = load(row[d])
+                if KIND == "int4":
+                    scales = row_of(scale, (block, np.int64(h), place))
+                    load_int4(row, scales, x)
+                else:
+                    for d in range(len(x)):
+                        x[d] = load(row[d])
                 if KIND == "int8":
                     old = scale[block, h, place]
                     for d in range(len(x)):
@@ -52,6 +62,9 @@ def make_shift_rows(KIND, INTERLEAVED):
                 for i in range(half):
                     low, high = pair_of(i, half, INTERLEAVED)
                     x[low], x[high] = rotate_pair(x[low], x[high], c[i], s[i])
+                if KIND == "int4":
+                    store_int4(x, row, scales)
+                    continue
                 new = store_row(x, row, store)
                 if KIND == "int8":
                     scale[block, h, place] = new
@@ -63,7 +76,7 @@ def make_shift_rows(KIND, INTERLEAVED):
 def _shift_rows(kind: str, interleaved: bool) -> Any:
     table = array(types.float32, 2)
     signature = (
-        array(WORDS[kind], 4, out=True), array(types.float32, 3, out=True), array(types.int64, 1),
+        array(WORDS[kind], 4, out=True), array(*SCALES[kind], out=True), array(types.int64, 1),
         types.int64, table, table,
     )  # fmt: skip
     label = f"shift_rows, {kind}{', interleaved' if interleaved else ''}"
@@ -80,8 +93,9 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
         and rounded or quantised once.
     kind : str
         Their kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool, which change too; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, which change too: float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words
+        with an axis of groups more. Of a float pool an empty array.
     slots : int64 array (n,)
         ``block * block_size + offset`` of each row's token, each slot at most once.
     offset : int

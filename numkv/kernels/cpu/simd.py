@@ -7,7 +7,7 @@ functions that a kernel calls like any other:
 =================  ==========================================================================================
 `score_tile`       dot products of a few query rows with a tile of K rows
 `code_row`         a query row as 16-bit integers, for integer dot products with INT8 rows
-`gather_tile`      the scales of a tile's tokens, side by side
+`gather_tile`      the scales of a tile's tokens, side by side; `gather_groups` where a row has several
 `multiply_tile`    a factor for each token of a tile: the scales of quantised rows
 `soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
 `softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
@@ -39,6 +39,8 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from numkv.rows.int4 import GROUP
+
 __all__ = [
     "CODE_LANES",
     "LANES",
@@ -46,6 +48,7 @@ __all__ = [
     "TILE",
     "code_row",
     "fill_ramp",
+    "gather_groups",
     "gather_tile",
     "multiply_tile",
     "next_item",
@@ -66,8 +69,10 @@ RAMP = 8
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16, "int8": _I8}
-_SIZE = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16, "int8": _I8,
+           "int4": _I8}  # fmt: skip
+# Elements in a cache line.
+_ON_LINE = {"fp64": 8, "fp32": 16, "fp16": 32, "bf16": 32, "int8": 64, "int4": 128}
 
 
 def _cpu_features() -> set[str]:
@@ -101,7 +106,6 @@ _ADD_PAIRS = {
     )
     if feature in _FEATURES
 }
-_LINE = 64  # bytes of a cache line
 #: Values of packed codes in a vector: at least eight, so that every vector of codes starts at a whole byte.
 CODE_LANES = max(8, LANES)
 # Instructions that pick lanes by number: codes of up to `_PERMUTED_BITS` bits are looked up in registers by them.
@@ -111,6 +115,9 @@ _PERMUTE = (
 _PERMUTED_BITS = 8
 _HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & _FEATURES)
 
+
+# Bytes of a group of INT4 codes: byte j holds element j in its low nibble and element j + _PAIRS in its high one.
+_PAIRS = GROUP // 2
 
 # 2**f for |f| <= 1/2: Chebyshev interpolation (float32), Taylor series of e**(f ln 2) (float64).
 _EXP2_FLOAT = [1.0, 0.6931472067028329, 0.24022650922289554, 0.05550327226669895,
@@ -251,6 +258,49 @@ class _Vectors:
         pointer = self._pointer(base, at, self.float)
         return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
 
+    def levels(self, scale):
+        """What `load_pairs` needs of a group's scale, an LLVM float: all its 16 values, or what makes them of codes."""
+        levels = [i - 7.5 for i in range(16)]
+        if self._has_tables():
+            return self.b.fmul(
+                ir.Constant(self.type, [ir.Constant(self.float, x) for x in levels]),
+                self.splat(scale),
+            )
+        return self.splat(scale), self.splat(self.b.fmul(scale, self.float(levels[0])))
+
+    def _has_tables(self):
+        """Whether one instruction looks 16 floats up."""
+        return self.lanes == 16
+
+    def load_pairs(self, base, at, levels, mask=None):
+        """Load `lanes` bytes of two INT4 codes: the values of the low nibbles and of the high ones.
+
+        `levels` are those of their group; lanes outside `mask` are zero and not touched.
+        """
+        type_ = ir.VectorType(_I8, self.lanes)
+        pointer = self._pointer(base, at, _I8)
+        if mask is None:
+            codes = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+        else:
+            codes = self._masked_load(pointer, type_, 1, mask)
+        wide = ir.VectorType(_I32, self.lanes)
+        low = self.b.zext(codes, wide)
+        high = self.b.lshr(low, ir.Constant(wide, [_I32(4)] * self.lanes))
+        values = []
+        for code in (low, high):
+            if self._has_tables():
+                signature = ir.FunctionType(self.type, [self.type, wide])
+                name = "llvm.x86.avx512.permvar.sf.512"  # the low four bits of a lane count
+                look_up = cgutils.get_or_insert_function(self.b.module, signature, name)
+                value = self.b.call(look_up, [levels, code])
+            else:
+                code = self.b.and_(code, ir.Constant(wide, [_I32(15)] * self.lanes))
+                value = self.fma(self.b.sitofp(code, self.type), *levels)
+            if mask is not None:
+                value = self.b.select(mask, value, ir.Constant(self.type, None))
+            values.append(value)
+        return values
+
     def add_pairs(self, total, a, b):
         """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums."""
         name = _ADD_PAIRS.get(self.lanes)
@@ -270,17 +320,31 @@ class _Vectors:
         size = 8 if self.double else 4
         self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=size)
 
-    def load_floats(self, base, at):
-        """Load `lanes` floats of the vectors' own type."""
-        return self.load("fp64" if self.double else "fp32", base, at)
+    def store_masked(self, value, base, at, mask):
+        """Store the lanes of `mask` of a vector of floats."""
+        pointer = self.b.bitcast(self._pointer(base, at, self.float), value.type.as_pointer())
+        bits = 64 if self.double else 32
+        signature = ir.FunctionType(ir.VoidType(), [value.type, pointer.type, _I32, mask.type])
+        name = f"llvm.masked.store.v{self.lanes}f{bits}.p0"
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        self.b.call(function, [value, pointer, _I32(bits // 8), mask])
+
+    def load_floats(self, base, at, mask=None):
+        """Load `lanes` floats of the vectors' own type; those outside `mask` are zero and not touched."""
+        return self.load("fp64" if self.double else "fp32", base, at, mask)
 
     def load_one(self, base, at):
         """Load one float of the vectors' own type."""
         return self.b.load(self._pointer(base, at, self.float))
 
-    def prefetch(self, kind, base, at):
-        """Ask for the cache line of an element ahead of time; the address may be anything."""
-        pointer = self.b.bitcast(self._pointer(base, at, _STORED[kind]), ir.IntType(8).as_pointer())
+    def prefetch(self, kind, base, at, column=0):
+        """Ask for the cache line of column `column` of the row at `at` ahead of time; the address may be anything."""
+        if not isinstance(column, ir.Value):
+            column = _I64(column)
+        if kind == "int4":
+            column = self.b.ashr(column, _I64(1))
+        pointer = self._pointer(base, self.b.add(at, column), _STORED[kind])
+        pointer = self.b.bitcast(pointer, _I8.as_pointer())
         signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(self.b.module, signature, "llvm.prefetch.p0")
         # To read, without staying in the caches (each row is used once), as data.
@@ -401,14 +465,15 @@ def _literals(*args):
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, s, s_at, s_step,
-    AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, scales,
+    scales_at, scales_step, s, s_at, s_step, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
     """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
     ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
-    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers.
+    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is
+    INT4, the scale of token t's group g is ``scales[scales_at + t * scales_step + g]``.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
@@ -428,6 +493,9 @@ def score_tile(
         k_offsets,
         i8,
         i8,
+        scales,
+        i8,
+        i8,
         s,
         i8,
         i8,
@@ -437,16 +505,17 @@ def score_tile(
     )
 
     def codegen(context, b, sig, args):
-        q_at, q_step, count, head_dim, s_at, s_step = (args[i] for i in (4, 5, 8, 9, 11, 12))
-        q_data, k_data, offsets, s_data, ahead_data, ahead_offsets = (
-            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 14, 15)
+        q_at, q_step, count, head_dim = (args[i] for i in (4, 5, 8, 9))
+        scales_at, scales_step, s_at, s_step = (args[i] for i in (11, 12, 14, 15))
+        q_data, k_data, offsets, scales_data, s_data, ahead_data, ahead_offsets = (
+            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 13, 17, 18)
         )
         v = _Vectors(b, compute)
         integers = kind == "int8" and compute == "float32"
         type_ = v.int_type if integers else v.type
         # Columns at once, and, of the main loop, columns that make a whole cache line.
-        width = 2 * v.lanes if integers else v.lanes
-        line = max(width, _LINE // _SIZE[kind])
+        width = GROUP if kind == "int4" else 2 * v.lanes if integers else v.lanes
+        line = max(width, _ON_LINE[kind])
         # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
         tokens = max(1, v.lanes // rows)
         sums = [[cgutils.alloca_once(b, type_) for _ in range(tokens)] for _ in range(rows)]
@@ -455,7 +524,9 @@ def score_tile(
         whole = b.and_(head_dim, _I64(-width))
         rest = b.sub(head_dim, whole)
 
-        def add_columns(k_at, d, mask):
+        def add_columns(k_at, t0, d, columns=None):
+            """Add `width` columns from column d on, or so many as a row's end has left."""
+            mask = None if columns is None else v.lanes_below(columns, lanes=width)
             if integers:
                 half = b.ashr(d, _I64(1))  # two words to a float
                 q_rows = [
@@ -473,17 +544,42 @@ def score_tile(
                     v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
                 )
                 for r in range(rows):
-                    add = (
+                    total = (
                         v.add_pairs(b.load(sums[r][t]), q_rows[r], k_row)
                         if integers
                         else (v.fma(q_rows[r], k_row, b.load(sums[r][t])))
                     )
-                    b.store(add, sums[r][t])
+                    b.store(total, sums[r][t])
+
+        def add_group(k_at, t0, d, columns=None):
+            """Add the group of INT4 columns that starts with column d: `columns` of them if it is a short one."""
+            group = b.ashr(d, _I64(GROUP.bit_length() - 1))
+            half = _I64(_PAIRS) if columns is None else b.ashr(columns, _I64(1))
+            levels = []
+            for t in range(tokens):
+                at = b.add(scales_at, b.mul(b.add(t0, _I64(t)), scales_step))
+                levels.append(v.levels(v.load_one(scales_data, b.add(at, group))))
+            for first in range(0, _PAIRS, v.lanes):
+                mask = None if columns is None else v.lanes_below(half, first)
+                byte = b.add(b.ashr(d, _I64(1)), _I64(first))
+                pairs = [
+                    v.load_pairs(k_data, b.add(k_at[t], byte), levels[t], mask)
+                    for t in range(tokens)
+                ]
+                for i, start in enumerate((_I64(0), half)):
+                    column = b.add(b.add(d, start), _I64(first))
+                    for r in range(rows):
+                        at = b.add(b.add(q_at, b.mul(_I64(r), q_step)), column)
+                        q_row = v.load_floats(q_data, at, mask)
+                        for t in range(tokens):
+                            b.store(v.fma(q_row, pairs[t][i], b.load(sums[r][t])), sums[r][t])
+
+        add = add_group if kind == "int4" else add_columns
 
         def ask(ahead_at, d, columns):
             for t in range(tokens):
-                for i in range(0, columns, _LINE // _SIZE[ahead_kind]):
-                    v.prefetch(ahead_kind, ahead_data, b.add(ahead_at[t], b.add(d, _I64(i))))
+                for i in range(0, columns, _ON_LINE[ahead_kind]):
+                    v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, _I64(i)))
 
         with _steps(b, _I64(0), count, tokens) as (t0, _):
             k_at, ahead_at = (
@@ -495,14 +591,14 @@ def score_tile(
             with _steps(b, _I64(0), lines, line) as (d, _):
                 ask(ahead_at, d, line)
                 for i in range(0, line, width):
-                    add_columns(k_at, b.add(d, _I64(i)), None)
+                    add(k_at, t0, b.add(d, _I64(i)))
             if line > width:
                 with _steps(b, lines, whole, width) as (d, _):
                     ask(ahead_at, d, width)
-                    add_columns(k_at, d, None)
+                    add(k_at, t0, d)
             with b.if_then(b.icmp_signed(">", rest, _I64(0))):
                 ask(ahead_at, whole, width)
-                add_columns(k_at, whole, v.lanes_below(rest, lanes=width))
+                add(k_at, t0, whole, rest)
             flat = [b.load(slot) for row in sums for slot in row]
             for start in range(0, len(flat), v.lanes):
                 scores = v.sums(flat[start : start + v.lanes])
@@ -630,6 +726,46 @@ def gather_tile(typing_context, COMPUTE, to, to_at, scales, offsets):
 
 
 @intrinsic(prefer_literal=True)
+def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
+    """Put the scales of a tile's rows side by side, from bfloat16 words.
+
+    ``to[to_at + t * groups + g] = scales[offsets[t] + g]`` for the `groups` groups of each row.
+    """
+    if not _literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+
+    def codegen(context, b, sig, args):
+        data, source, offsets = (_data(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
+        to_at, groups = args[2], args[5]
+        v = _Vectors(b, compute)
+        quads = b.and_(groups, _I64(-4))
+
+        def move(row, t, g, lanes):
+            words = b.gep(source, [b.add(row, g)])
+            wide, floats, real = _I32, _FLOAT, v.float
+            if lanes > 1:
+                words = b.bitcast(words, ir.VectorType(_I16, lanes).as_pointer())
+                wide, floats, real = (ir.VectorType(x, lanes) for x in (wide, floats, real))
+            sixteen = ir.Constant(wide, [_I32(16)] * lanes) if lanes > 1 else _I32(16)
+            bits = b.shl(b.zext(b.load(words, align=2), wide), sixteen)
+            value = b.bitcast(bits, floats)
+            if v.double:
+                value = b.fpext(value, real)
+            v.store(value, data, b.add(b.add(to_at, b.mul(t, groups)), g))
+
+        with _steps(b, _I64(0), _I64(TILE), 1) as (t, _):
+            row = b.load(b.gep(offsets, [t]))
+            with _steps(b, _I64(0), quads, 4) as (g, _):
+                move(row, t, g, 4)
+            with _steps(b, quads, groups, 1) as (g, _):
+                move(row, t, g, 1)
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, to, types.int64, scales, offsets, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
 def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
     """Turn one row's scores of a tile (in base 2) into probabilities relative to the running maximum.
 
@@ -677,84 +813,135 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
 @intrinsic(prefer_literal=True)
 def weigh_tile(
     typing_context, KIND, COMPUTE, ROWS, count, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
-    o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
+    scales, scales_at, scales_step, o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead,
+    ahead_offsets,
 ):  # fmt: skip
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
 
     Of the `ROWS` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
-    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for.
+    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT4, the scale
+    of token t's group g is ``scales[scales_at + t * scales_step + g]``.
     """
     if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
         return None
     kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, ROWS, i8, p, i8, i8, v, v_offsets, i8, i8, i8, o, i8, i8, rescale, i8,
-        AHEAD_KIND, ahead, ahead_offsets,
+        KIND, COMPUTE, ROWS, i8, p, i8, i8, v, v_offsets, i8, i8, i8, scales, i8, i8, o, i8, i8,
+        rescale, i8, AHEAD_KIND, ahead, ahead_offsets,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         count, p_at, p_step, begin, end, head_dim = (args[i] for i in (3, 5, 6, 9, 10, 11))
-        o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16))
-        p_data, v_data, offsets, o_data, rescale_data, ahead_data, ahead_offsets = (
-            _data(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 19)
+        scales_at, scales_step, o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16, 17, 19))
+        p_data, v_data, offsets, scales_data, o_data, rescale_data, ahead_data, ahead_offsets = (
+            _data(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 21, 22)
         )
         lanes = _Vectors(b, compute)
         factors = [lanes.load_one(rescale_data, b.add(rescale_at, _I64(r))) for r in range(rows)]
 
-        def add_rows(column, vectors, mask):
-            """One pass over the tokens for `vectors` vectors of columns, kept in registers."""
-            sums = [
-                [cgutils.alloca_once(b, lanes.type) for _ in range(vectors)] for _ in range(rows)
-            ]
+        def add_rows(columns, mask, load, ask):
+            """One pass over the tokens for some vectors of columns, kept in registers.
+
+            `columns` are where they start; ``load(t)`` gives their values in token t's row, and ``ask(at)`` asks for
+            the same columns of the row at `at`. With a mask, only its lanes of the output are read and written.
+            """
+            sums = [[cgutils.alloca_once(b, lanes.type) for _ in columns] for _ in range(rows)]
             places = [
-                [
-                    b.add(
-                        b.add(b.add(o_at, b.mul(_I64(r), o_step)), column),
-                        _I64(i * lanes.lanes),
-                    )
-                    for i in range(vectors)
-                ]
+                [b.add(b.add(o_at, b.mul(_I64(r), o_step)), column) for column in columns]
                 for r in range(rows)
             ]
             for r in range(rows):
                 factor = lanes.splat(factors[r])
-                for i in range(vectors):
-                    before = lanes.load_floats(o_data, places[r][i])
-                    b.store(b.fmul(before, factor), sums[r][i])
+                for place, slot in zip(places[r], sums[r], strict=True):
+                    before = lanes.load_floats(o_data, place, mask)
+                    b.store(b.fmul(before, factor), slot)
             with _steps(b, begin, end, 1) as (t, _):
-                row_at = b.add(b.load(b.gep(offsets, [t])), column)
-                ahead_at = b.add(b.load(b.gep(ahead_offsets, [t])), column)
                 weights = [
                     lanes.splat(
                         lanes.load_one(p_data, b.add(b.add(p_at, b.mul(_I64(r), p_step)), t))
                     )
                     for r in range(rows)
                 ]
-                for i in range(vectors):
-                    step = _I64(i * lanes.lanes)
-                    if i * lanes.lanes * _SIZE[ahead_kind] % _LINE == 0:
-                        lanes.prefetch(ahead_kind, ahead_data, b.add(ahead_at, step))
-                    at = b.add(row_at, step)
-                    v_row = lanes.load(kind, v_data, at, mask)
+                ask(b.load(b.gep(ahead_offsets, [t])))
+                for i, v_row in enumerate(load(t)):
                     for r in range(rows):
                         b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
             for r in range(rows):
                 with b.if_then(b.icmp_signed("<", _I64(r), count)):
-                    for i in range(vectors):
-                        lanes.store(b.load(sums[r][i]), o_data, places[r][i])
+                    for place, slot in zip(places[r], sums[r], strict=True):
+                        if mask is None:
+                            lanes.store(b.load(slot), o_data, place)
+                        else:
+                            lanes.store_masked(b.load(slot), o_data, place, mask)
+
+        def add_vectors(column, vectors, columns=None):
+            """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
+            mask = None if columns is None else lanes.lanes_below(columns)
+            starts = [b.add(column, _I64(i * lanes.lanes)) for i in range(vectors)]
+
+            def load(t):
+                row_at = b.load(b.gep(offsets, [t]))
+                for start in starts:
+                    yield lanes.load(kind, v_data, b.add(row_at, start), mask)
+
+            def ask(at):
+                for i in range(0, vectors * lanes.lanes, _ON_LINE[ahead_kind]):
+                    lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, _I64(i)))
+
+            add_rows(starts, None, load, ask)
+
+        def add_groups(column, groups, columns=None):
+            """Add `groups` groups of INT4 columns, or one with so many columns as a row's end has left."""
+            half = _I64(_PAIRS) if columns is None else b.ashr(columns, _I64(1))
+            group = b.ashr(column, _I64(GROUP.bit_length() - 1))
+            pieces = [(g, first) for g in range(groups) for first in range(0, _PAIRS, lanes.lanes)]
+            size = (
+                at_once if columns is None else 1
+            )  # pieces of a short group have masks of their own
+            for piece in range(0, len(pieces), size):
+                taken = pieces[piece : piece + size]
+                mask = None if columns is None else lanes.lanes_below(half, taken[0][1])
+                starts = [
+                    b.add(b.add(column, _I64(g * GROUP + first)), start)
+                    for g, first in taken
+                    for start in (_I64(0), half)
+                ]
+
+                def load(t, taken=taken, mask=mask):
+                    row_at = b.add(b.load(b.gep(offsets, [t])), b.ashr(column, _I64(1)))
+                    scale_at = b.add(b.add(scales_at, b.mul(t, scales_step)), group)
+                    levels = {
+                        g: lanes.levels(lanes.load_one(scales_data, b.add(scale_at, _I64(g))))
+                        for g in sorted({g for g, _ in taken})
+                    }
+                    for g, first in taken:
+                        at = b.add(row_at, _I64(g * _PAIRS + first))
+                        yield from lanes.load_pairs(v_data, at, levels[g], mask)
+
+                def ask(at, first=piece == 0):
+                    for i in range(0, groups * GROUP if first else 0, _ON_LINE[ahead_kind]):
+                        lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, _I64(i)))
+
+                add_rows(starts, mask, load, ask)
 
         vectors = min(8, max(1, _ACCUMULATORS // rows))
-        wide = _I64(vectors * lanes.lanes)
-        in_wide = b.mul(b.sdiv(head_dim, wide), wide)
-        whole = b.and_(head_dim, _I64(-lanes.lanes))
-        with _steps(b, _I64(0), in_wide, vectors * lanes.lanes) as (column, _):
-            add_rows(column, vectors, None)
-        with _steps(b, in_wide, whole, lanes.lanes) as (column, _):
-            add_rows(column, 1, None)
+        if kind == "int4":
+            at_once = max(1, vectors // 2)  # pairs of vectors
+            wide = max(1, at_once * lanes.lanes // _PAIRS)  # whole groups
+            add, unit = add_groups, GROUP
+        else:
+            wide, add, unit = vectors, add_vectors, lanes.lanes
+        in_wide = b.mul(b.sdiv(head_dim, _I64(wide * unit)), _I64(wide * unit))
+        whole = b.and_(head_dim, _I64(-unit))
+        with _steps(b, _I64(0), in_wide, wide * unit) as (column, _):
+            add(column, wide)
+        if wide > 1:
+            with _steps(b, in_wide, whole, unit) as (column, _):
+                add(column, 1)
         rest = b.sub(head_dim, whole)
         with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-            add_rows(whole, 1, lanes.lanes_below(rest))
+            add(whole, 1, rest)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -1027,11 +1214,12 @@ def next_item(typing_context, counter):
 
 @intrinsic
 def prefetch(typing_context, array, at):
-    """Ask for the cache line of a float32 array's element ahead of time."""
+    """Ask for the cache line of an element of an array of floats or 16-bit words ahead of time."""
+    kind = "fp32" if array.dtype == types.float32 else "bf16"
 
     def codegen(context, b, sig, args):
         data = _data(context, b, sig.args[0], args[0])
-        _Vectors(b, "float32").prefetch("fp32", data, args[1])
+        _Vectors(b, "float32").prefetch(kind, data, args[1])
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen

@@ -16,9 +16,10 @@ from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.cpu.threads import run, workers_for
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import store_int4
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 from numkv.rows.store import row_store
@@ -113,7 +114,11 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                         _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
                     else:
                         g = np.int64(h - num_q_heads)
-                        scale = store_k_row(x, row_of(k_pool, (block, g, offset)), store_k)
+                        k_row = row_of(k_pool, (block, g, offset))
+                        if K_KIND == "int4":
+                            store_int4(x, k_row, row_of(k_scale, (block, g, offset)))
+                            continue
+                        scale = store_k_row(x, k_row, store_k)
                         if K_KIND == "int8":
                             k_scale[block, g, offset] = scale
                 if slot < 0:
@@ -121,7 +126,11 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 for g in range(num_kv_heads):
                     first = (num_q_heads + num_kv_heads + g) * dim
                     _convert_row(row[first : first + dim], x, load)
-                    scale = store_v_row(x, row_of(v_pool, (block, np.int64(g), offset)), store_v)
+                    v_row = row_of(v_pool, (block, np.int64(g), offset))
+                    if V_KIND == "int4":
+                        store_int4(x, v_row, row_of(v_scale, (block, np.int64(g), offset)))
+                        continue
+                    scale = store_v_row(x, v_row, store_v)
                     if V_KIND == "int8":
                         v_scale[block, g, offset] = scale
 
@@ -133,12 +142,12 @@ def _write_rows(
     src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool, parallel: bool
 ) -> Any:
     real, angle = from_dtype(compute), array(from_dtype(table), 2)
-    scale = array(types.float32, 3, out=True)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
         array(real, 1), array(real, 1), types.float64, array(types.int64, 1), types.int64,
-        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True), scale,
-        array(WORDS[v_kind], 4, out=True), scale,
+        array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
+        array(*SCALES[k_kind], out=True), array(WORDS[v_kind], 4, out=True),
+        array(*SCALES[v_kind], out=True),
         array(types.int64 if by_slot else types.int32, 1), types.int64, types.int64,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
@@ -177,8 +186,9 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Take the scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an
+        axis of groups more; of float pools empty arrays.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int

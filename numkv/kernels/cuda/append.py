@@ -13,9 +13,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import WORDS
+from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale
 
 __all__ = ["append_rows", "copy_rows", "scatter_rows"]
@@ -80,9 +81,56 @@ def make_append_rows(SRC, DST, BY_SLOT):
     return kernel
 
 
+def make_append_groups(SRC, BY_SLOT):
+    """The kernel that puts rows of kind `SRC` into an INT4 pool: a thread takes a group."""
+    load, _ = codec(SRC)
+
+    def kernel(rows, pool, scale, places, start):
+        num_tokens, num_heads, dim = rows.shape
+        num_slots, block_size = pool.shape[0] * np.int64(pool.shape[2]), np.int64(pool.shape[2])
+        groups = np.int64(scale.shape[3])
+        x = cuda.local.array(GROUP, np.float32)
+        thread = cuda.threadIdx.y * np.int64(LANES) + cuda.threadIdx.x
+        for item in range(
+            cuda.blockIdx.x * np.int64(THREADS) + thread,
+            num_tokens * num_heads * groups,
+            np.int64(cuda.gridDim.x) * THREADS,
+        ):
+            row, group = item // groups, item % groups
+            t, h = row // num_heads, row % num_heads
+            slot = np.int64(-1)
+            if BY_SLOT:
+                slot = np.int64(places[t])
+            else:
+                position = start + t
+                if position >= 0 and position < places.shape[0] * block_size:
+                    slot = slot_of(places, position, block_size)
+            if slot < 0 or slot >= num_slots:
+                continue
+            block, offset = slot // block_size, slot % block_size
+            first = group * GROUP
+            count = min(np.int64(GROUP), dim - first)
+            for i in range(count):
+                x[i] = load(rows[t, h, first + i])
+            words = pool[block, h, offset]
+            scale[block, h, offset, group] = store_int4_group(x, 0, count, words, first // 2)
+
+    return kernel
+
+
 @functools.cache
 def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
+    if dst == "int4":
+        return jit(make_append_groups(src, by_slot), 4)
     return jit(make_append_rows(src, dst, by_slot), 8)
+
+
+def _blocks(rows, pool_kind, scale):
+    """Blocks that a launch wants: rows, or their groups, over the threads."""
+    num_rows = rows.shape[0] * rows.shape[1]
+    if pool_kind == "int4":
+        return ceil_div(num_rows * scale.shape[3], THREADS)
+    return ceil_div(num_rows, ROWS)
 
 
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
@@ -95,18 +143,18 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
         Position of the first new token.
     """
-    blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
-    kernel = _append_rows(rows_kind, pool_kind, False)
+    kernel, blocks = _append_rows(rows_kind, pool_kind, False), _blocks(rows, pool_kind, scale)
     launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, block_table, start)
 
 
@@ -120,16 +168,16 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     rows_kind : str
         Their kind.
     pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`.
+        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
     pool_kind : str
         Its kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of a float pool an empty array.
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1, or any slot outside the pool, skips it.
     """
-    blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
-    kernel = _append_rows(rows_kind, pool_kind, True)
+    kernel, blocks = _append_rows(rows_kind, pool_kind, True), _blocks(rows, pool_kind, scale)
     launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, slot_mapping, 0)
 
 
@@ -188,15 +236,22 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp64", "fp64", None), ("fp32", "fp32", None), ("fp16", "fp16", None),
         ("bf16", "bf16", types.int64), ("fp32", "fp16", types.int64), ("fp32", "bf16", None),
         ("fp32", "fp64", types.int32), ("fp32", "int8", None), ("fp16", "int8", types.int64),
-        ("bf16", "int8", types.int32),
+        ("bf16", "int8", types.int32), ("fp32", "int4", None), ("bf16", "int4", types.int64),
+        ("fp16", "int4", types.int32),
     ]  # fmt: skip
     for src, dst, slot in cases:
         signature = (
-            c_array(WORDS[src], 3), c_array(WORDS[dst], 4), c_array(types.float32, 3),
+            c_array(WORDS[src], 3), c_array(WORDS[dst], 4), c_array(*SCALES[dst]),
             c_array(slot or types.int32, 1), types.int64,
         )  # fmt: skip
         name = "append_rows" if slot is None else "scatter_rows"
-        yield f"{name}[{src} to {dst}]", make_append_rows(src, dst, slot is not None), signature
+        by_slot = slot is not None
+        kernel = (
+            make_append_groups(src, by_slot)
+            if dst == "int4"
+            else make_append_rows(src, dst, by_slot)
+        )
+        yield f"{name}[{src} to {dst}]", kernel, signature
     for word in (types.uint8, types.uint16, types.uint32, types.uint64):
         signature = (c_array(word, 4), c_array(word, 4), c_array(types.int64, 1))
         yield f"copy_rows[{word}]", make_copy_rows(word.bitwidth // 8), signature

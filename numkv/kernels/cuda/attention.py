@@ -15,7 +15,8 @@ Within an item, a tile of tokens at a time:
    teams when the item ends.
 
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
-probabilities, once these have been summed. Only scales of tokens that count are read.
+probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
+read, as each group of a row has a scale of its own.
 
 A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
 row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
@@ -42,6 +43,7 @@ from numkv.kernels.cuda.simd import (
     aligned,
     c_array,
     ceil_div,
+    column_of,
     jit,
     launch,
     natural,
@@ -60,7 +62,7 @@ from numkv.kernels.cuda.splits import (
     tile_of,
     visible,
 )  # fmt: skip
-from numkv.kernels.kernel import WORDS
+from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -75,8 +77,8 @@ Q_BYTES = 24 * 1024
 Q_PAD = 4
 # Elements of V that a thread reads at once, and rows of V that it reads ahead where those are not AT_ONCE. As many
 # sums as 16 codes need would not fit into registers: half as many are read, of twice as many rows.
-V_WIDTHS = {**WIDTH, "int8": 8}
-V_AT_ONCE = {"int8": 2}
+V_WIDTHS = {**WIDTH, "int8": 8, "int4": 8}
+V_AT_ONCE = {"int8": 2, "int4": 2}
 
 
 @register_jitable
@@ -130,6 +132,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     K_WIDTH, V_WIDTH = WIDTH[K_KIND], V_WIDTHS[V_KIND]
     read_k = reader(K_KIND, COMPUTE, K_WIDTH, WIDE)
     read_v = reader(V_KIND, COMPUTE, V_WIDTH, WIDE)
+    k_column, v_column = column_of(K_KIND, K_WIDTH), column_of(V_KIND, V_WIDTH)
     K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
     TOKENS = AT_ONCE[COMPUTE]
     V_TOKENS = TOKENS * V_AT_ONCE.get(V_KIND, 1)
@@ -186,7 +189,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     ):  # fmt: skip
         num_tokens, num_q_heads, dim = q.shape
         num_kv_heads = k.shape[1]
-        dim_v = v.shape[3]
+        dim_v = out.shape[2]
         num_seqs = seq_lens.shape[0]
         num_sinks = sinks.shape[0]
         capacity = np.int64(block_table.shape[1])
@@ -304,11 +307,12 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
             for r in range(ROWS):
                 for i in range(thread, k_chunks * K_WIDTH, THREADS):
-                    d = natural(i)
+                    c, e = natural(i) // K_WIDTH, natural(i) % K_WIDTH
+                    d = k_column(c, e, dim)
                     x = F(0)
                     if r < rows and d < dim:
                         x = scale * load_q(q[row_token[r], row_head[r], d])
-                    q_rows[d // K_WIDTH * Q_STEP + r * K_WIDTH + d % K_WIDTH] = x
+                    q_rows[c * Q_STEP + r * K_WIDTH + e] = x
             for r in range(ROWS):
                 maxima[r] = F(-np.inf)
                 totals[r] = F(0)
@@ -337,7 +341,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                         # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
                         block = max(blocks[at + team + i * TEAMS], 0)
                         offset = offsets[at + team + i * TEAMS]
-                        read_k(k, block, g, offset, c, k_floats, i * K_WIDTH)
+                        read_k(k, k_scale, block, g, offset, c, k_floats, i * K_WIDTH)
                     add_products(scores, q_rows, c * Q_STEP, k_floats, 0)
                     if K_WIDTH > K_STEP:
                         add_products(scores, q_rows, c * Q_STEP, k_floats, K_STEP)
@@ -416,7 +420,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                             for i in range(V_TOKENS):
                                 block, offset = blocks[at + j + i], offsets[at + j + i]
                                 if block >= 0:
-                                    read_v(v, block, g, offset, c, v_floats, 0)
+                                    read_v(v, v_scale, block, g, offset, c, v_floats, 0)
                                     for r in range(ROWS):
                                         weight = p[(j + i) * ROWS + r]
                                         if n == 0:
@@ -430,7 +434,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                         else:
                             for i in range(V_TOKENS):
                                 block, offset = blocks[at + j + i], offsets[at + j + i]
-                                read_v(v, block, g, offset, c, v_floats, i * V_WIDTH)
+                                read_v(v, v_scale, block, g, offset, c, v_floats, i * V_WIDTH)
                             add_rows(sums, totals, n, p, v_scales, j, v_floats, 0)
                             if V_TOKENS > V_STEP:
                                 add_rows(sums, totals, n, p, v_scales, j, v_floats, V_STEP)
@@ -471,7 +475,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                     for s in range(v_team, ROWS_AT_ONCE * V_WIDTH, v_teams):
                         i = natural(s)
                         r = r0 + i // V_WIDTH
-                        d = (v_lane + n * THREADS) * V_WIDTH + i % V_WIDTH
+                        d = v_column(v_lane + n * THREADS, i % V_WIDTH, dim_v)
                         if r < rows and d < dim_v and v_team < v_teams:
                             x = F(0)
                             for m in range(v_teams):
@@ -510,8 +514,9 @@ def attention(
         Pools, in their kinds' words.
     k_kind, v_kind : str
         Names of their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+        groups more; of float pools empty arrays.
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
         Entries before the first and after the last token that a query of the sequence sees are never looked up.
@@ -538,7 +543,7 @@ def attention(
     """
     compute = sinks.dtype
     num_tokens, num_q_heads, dim = q.shape
-    num_kv_heads, block_size, dim_v = v.shape[1:]
+    num_kv_heads, block_size, dim_v = v.shape[1], v.shape[2], out.shape[2]
     num_seqs = seq_lens.shape[0]
     if 0 in (num_tokens, num_seqs, num_q_heads, dim_v):
         return
@@ -551,7 +556,7 @@ def attention(
     fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
-    wide = aligned(k, width) and aligned(v, V_WIDTHS[v_kind])
+    wide = aligned(k, k_kind, width) and aligned(v, v_kind, V_WIDTHS[v_kind])
     kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
 
     # -- how much there can be to do
@@ -586,16 +591,18 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp64", "bf16", "fp32", 4, 1, False), ("fp32", "fp32", "fp16", 4, 1, False),
         ("fp32", "int8", "int8", 4, 1, False), ("fp16", "int8", "int8", 4, 1, True),
         ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
-        ("bf16", "bf16", "bf16", 1, 1, True),
+        ("bf16", "bf16", "bf16", 1, 1, True), ("bf16", "int4", "int4", 8, 1, True),
+        ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
+        ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
     ]  # fmt: skip
-    scale = c_array(types.float32, 3)
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
         compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
         pool = "C" if wide else "A"
         real = getattr(types, compute)
         signature = (
-            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool), scale,
-            types.Array(WORDS[v_kind], 4, pool), scale, c_array(types.int32, 2),
+            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool),
+            c_array(*SCALES[k_kind]), types.Array(WORDS[v_kind], 4, pool),
+            c_array(*SCALES[v_kind]), c_array(types.int32, 2),
             c_array(types.int64, 1), c_array(types.int64, 1), c_array(types.int64, 2), types.int64,
             types.float64, types.float64, types.int64, c_array(real, 1),
             c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),

@@ -10,52 +10,61 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.kernel import SCALES, WORDS
+from numkv.rows.int4 import int4_value
 
 __all__ = ["dequantise"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 
 
-def make_dequantise():
-    """The kernel that turns INT8 codes into float32."""
+def make_dequantise(KIND):
+    """The kernel that turns codes of a quantised kind into float32."""
 
     def kernel(codes, scale, out):
-        num_heads, num_tokens, dim = codes.shape
+        num_heads, num_tokens, dim = out.shape
         first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
         for row in range(first, num_heads * num_tokens, np.int64(cuda.gridDim.x) * ROWS):
             h, t = row // num_tokens, row % num_tokens
-            factor = scale[h, t]
+            words, factor = codes[h, t], scale[h, t]
             for d in range(cuda.threadIdx.x, dim, LANES):
-                out[h, t, d] = np.float32(codes[h, t, d]) * factor
+                if KIND == "int4":
+                    out[h, t, d] = int4_value(words, factor, d, dim)
+                else:
+                    out[h, t, d] = np.float32(words[d]) * factor
 
     return kernel
 
 
 @functools.cache
-def _dequantise() -> Any:
-    return jit(make_dequantise(), 8)
+def _dequantise(kind: str) -> Any:
+    return jit(make_dequantise(kind), 8)
 
 
-def dequantise(codes, scale, out):
+def dequantise(codes, kind, scale, out):
     """Turn codes into values.
 
     Parameters
     ----------
-    codes : int8 array (num_heads, num_tokens, head_dim)
-        Codes.
-    scale : float32 array (num_heads, num_tokens)
-        Their rows' scales.
+    codes : array (num_heads, num_tokens, words)
+        Codes, in the words of `kind`.
+    kind : str
+        Their kind.
+    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
+        Scales of their rows, or of the rows' groups, in words.
     out : float32 array (num_heads, num_tokens, head_dim)
         Takes the values.
     """
     blocks = ceil_div(codes.shape[0] * codes.shape[1], ROWS)
-    launch(_dequantise(), blocks, (LANES, ROWS), codes, scale, out)
+    launch(_dequantise(kind), blocks, (LANES, ROWS), codes, scale, out)
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    signature = (
-        types.Array(types.int8, 3, "A"), types.Array(types.float32, 2, "A"),
-        c_array(types.float32, 3),
-    )  # fmt: skip
-    yield "dequantise[int8]", make_dequantise(), signature
+    for kind in ("int8", "int4"):
+        dtype, ndim = SCALES[kind]
+        signature = (
+            types.Array(WORDS[kind], 3, "A"), types.Array(dtype, ndim - 1, "A"),
+            c_array(types.float32, 3),
+        )  # fmt: skip
+        yield f"dequantise[{kind}]", make_dequantise(kind), signature

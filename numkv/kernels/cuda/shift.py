@@ -14,8 +14,9 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch, loader, natural
-from numkv.kernels.kernel import WORDS
+from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.convert import codec
+from numkv.rows.int4 import GROUP, int4_value, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale
 from numkv.rows.rope import pair_of, rotate_pair
 
@@ -26,7 +27,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 def make_shift_rows(KIND):
     """The kernel for a pool of kind `KIND`."""
-    QUANTISED = KIND == "int8"
+    QUANTISED, GROUPS = KIND in ("int8", "int4"), KIND == "int4"
     COMPUTE = "float64" if KIND == "fp64" else "float32"
     F = np.float64 if KIND == "fp64" else np.float32
     load = loader(KIND, COMPUTE)
@@ -35,6 +36,8 @@ def make_shift_rows(KIND):
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved):
         num_blocks, num_heads, block_size, dim = pool.shape
+        if GROUPS:
+            dim *= 2
         half, angle = cos.shape[1], natural(abs(offset))
         rows = slots.shape[0] * num_heads
         lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
@@ -58,8 +61,13 @@ def make_shift_rows(KIND):
                 for j in range(lane, half, LANES):
                     i = natural(j)
                     low, high = pair_of(i, half, interleaved)
-                    a, b = load(words[low]), load(words[high])
-                    if QUANTISED:
+                    if GROUPS:
+                        scales = scale[block, h, place]
+                        a = int4_value(words, scales, low, dim)
+                        b = int4_value(words, scales, high, dim)
+                    else:
+                        a, b = load(words[low]), load(words[high])
+                    if QUANTISED and not GROUPS:
                         a, b = a * scale[block, h, place], b * scale[block, h, place]
                     c, s = F(cos[angle, i]), F(sin[angle, i])
                     a, b = rotate_pair(a, b, c, s if offset >= 0 else -s)
@@ -71,7 +79,10 @@ def make_shift_rows(KIND):
                 if QUANTISED:
                     for j in range(2 * half + lane, dim, LANES):
                         d = natural(j)
-                        a = load(words[d]) * scale[block, h, place]
+                        if GROUPS:
+                            a = int4_value(words, scale[block, h, place], d, dim)
+                        else:
+                            a = load(words[d]) * scale[block, h, place]
                         x[at + d] = a
                         largest = max(largest, np.float32(abs(a)))
             if QUANTISED:
@@ -81,12 +92,20 @@ def make_shift_rows(KIND):
                     largest = max(largest, peaks[mine, i])
                 row_scale = int8_scale(largest)
                 if here:
-                    if lane == 0:
-                        scale[block, h, place] = row_scale
                     words = pool[block, h, place]
-                    for j in range(lane, dim, LANES):
-                        d = natural(j)
-                        words[d] = int8_code(x[at + d], row_scale)
+                    if GROUPS:  # a lane for each
+                        for j in range(lane, scale.shape[3], LANES):
+                            begin = np.int64(j) * GROUP
+                            count = min(np.int64(GROUP), dim - begin)
+                            scale[block, h, place, j] = store_int4_group(
+                                x, at + begin, count, words, begin // 2
+                            )
+                    else:
+                        if lane == 0:
+                            scale[block, h, place] = row_scale
+                        for j in range(lane, dim, LANES):
+                            d = natural(j)
+                            words[d] = int8_code(x[at + d], row_scale)
                 cuda.syncthreads()
 
     return kernel
@@ -107,8 +126,9 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
         and rounded or quantised once.
     kind : str
         Their kind.
-    scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool, which change too; of a float pool an empty array.
+    scale : array
+        Scales of a quantised pool, which change too: float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words
+        with an axis of groups more. Of a float pool an empty array.
     slots : int32 or int64 array (n,)
         ``block * block_size + offset`` of each row's token, each slot at most once; those outside the pool are skipped.
     offset : int
@@ -121,7 +141,7 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
     launch(
         _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], ROWS), (LANES, ROWS),
         pool, scale, slots, offset, cos, sin, bool(interleaved),
-        shared_bytes=ROWS * pool.shape[3] * 4 if kind == "int8" else 0,
+        shared_bytes=ROWS * pool.shape[3] * {"int8": 4, "int4": 8}.get(kind, 0),
     )  # fmt: skip
 
 
@@ -130,10 +150,10 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     table = c_array(types.float32, 2)
     for kind, slot in (
         ("fp64", types.int64), ("fp32", types.int32), ("fp16", types.int64), ("bf16", types.int32),
-        ("int8", types.int64),
+        ("int8", types.int64), ("int4", types.int32),
     ):  # fmt: skip
         signature = (
-            c_array(WORDS[kind], 4), c_array(types.float32, 3), c_array(slot, 1), types.int64,
+            c_array(WORDS[kind], 4), c_array(*SCALES[kind]), c_array(slot, 1), types.int64,
             table, table, types.boolean,
         )  # fmt: skip
         yield f"shift_rows[{kind}]", make_shift_rows(kind), signature

@@ -20,11 +20,12 @@ from numba import cuda, types
 from numba.core import cgutils, config
 from numba.extending import register_jitable
 
-from numkv.rows.convert import codec
+from numkv.rows.convert import bf16_to_float32, codec
+from numkv.rows.int4 import GROUP, int4_column
 
 __all__ = [
-    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "jit",
-    "launch", "load_chunk", "loader", "natural", "reader",
+    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "column_of",
+    "jit", "launch", "load_chunk", "loader", "natural", "reader",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -37,8 +38,8 @@ LANES = 4 if SIMULATED else 32
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048
 
-#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once.
-WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8, "int8": 16}
+#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; of INT4 in 8, as more make too many floats.
+WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8, "int8": 16, "int4": 16}
 
 _simulator_lock = threading.Lock()
 
@@ -117,16 +118,20 @@ def natural(i):
     return np.int64(i) & np.int64(0x7FFFFFFF)
 
 
-def aligned(array: Any, width: int) -> bool:
+def aligned(array: Any, kind: str, width: int) -> bool:
     """Whether `load_chunk` can read every chunk of every row: all of them start at multiples of its size.
 
     Parameters
     ----------
     array : array
         The array, in words.
+    kind : str
+        Its kind.
     width : int
         Elements of a chunk.
     """
+    if kind == "int4":  # two to a word
+        width //= 2
     size = width * array.dtype.itemsize
     if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
         return False
@@ -136,20 +141,26 @@ def aligned(array: Any, width: int) -> bool:
 
 
 def loader(KIND, COMPUTE="float32"):
-    """The function that turns a word of any storage kind into a float; a code is its own value, not yet scaled."""
-    return codec("fp32" if KIND == "int8" else KIND, COMPUTE)[0]
+    """The function that turns a word into a float; an INT8 code is its own value, not yet scaled. Not for INT4."""
+    return codec("fp32" if KIND in ("int8", "int4") else KIND, COMPUTE)[0]
 
 
 def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
     load = loader(KIND, floats.dtype.name)
     row = array[a, b, c]
+    if KIND == "int4":
+        for i in range(WIDTH // 2):
+            floats[at + i] = (int(row[d + i]) & 15) - 7.5
+            floats[at + WIDTH // 2 + i] = (int(row[d + i]) >> 4) - 7.5
+        return
     for i in range(WIDTH):
         floats[at + i] = load(row[d + i])
 
 
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
-    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 8 or 16 bytes, aligned.
+    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
 
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the levels ``code - 7.5``: first all low nibbles'.
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
@@ -166,7 +177,7 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
         for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
-        size = width * sig.args[2].dtype.bitwidth // 8
+        size = width * sig.args[2].dtype.bitwidth // 8 // (2 if kind == "int4" else 1)
         vector = ir.VectorType(i32, size // 4)
         # Arrays come as generic pointers; these are all in global memory.
         pointer = b.addrspacecast(
@@ -190,6 +201,14 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
 def _floats_of(b, kind, chunk):
     """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
     i32, single = ir.IntType(32), ir.FloatType()
+    if kind == "int4":
+        for shift in (
+            -1,
+            3,
+        ):  # what lifts the low and the high nibbles to bits 1 to 4 of their bytes
+            for i in range(chunk.type.count):
+                yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
+        return
     if kind in ("bf16", "int8"):
         part = _bf16_floats if kind == "bf16" else _int8_floats
         for i in range(chunk.type.count):
@@ -216,15 +235,31 @@ def _int8_floats(b, codes):
 
     ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to it.
     """
+    bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
+    return _byte_floats(b, bytes_, 0x4B000000, 2.0**23 + 128)
+
+
+def _int4_floats(b, codes, shift):
+    """The levels of four bytes' low or high nibbles: twice the code as a byte counts halves in the float 2**22."""
+    i32 = ir.IntType(32)
+    moved = (
+        b.shl(codes, ir.Constant(i32, -shift))
+        if shift < 0
+        else b.lshr(codes, ir.Constant(i32, shift))
+    )
+    return _byte_floats(b, b.and_(moved, ir.Constant(i32, 0x1E1E1E1E)), 0x4A800000, 2.0**22 + 7.5)
+
+
+def _byte_floats(b, bytes_, base, offset):
+    """Four bytes, each as the last one of the float with the bits `base`, less `offset`."""
     i32, single = ir.IntType(32), ir.FloatType()
-    bytes_ = b.xor(codes, ir.Constant(i32, 0x80808080))
     permute = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
     )
     for i in range(4):
         # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
-        bits = b.call(permute, [bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i)])
-        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, 2.0**23 + 128))
+        bits = b.call(permute, [bytes_, ir.Constant(i32, base), ir.Constant(i32, 0x7440 + i)])
+        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
 
 
 if SIMULATED:
@@ -252,15 +287,32 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     Returns
     -------
     function
-        ``read(array, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
-        ``floats[at:]``; elements past the end of the row are 0.
+        ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
+        ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, and in the order that
+        `column_of` says.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
+    BYTES, GROUP_BYTES = STEP // 2, GROUP // 2  # of INT4
 
     @register_jitable
-    def read(array, a, b, c, chunk, floats, at):
-        if WIDE:
+    def read(array, scale, a, b, c, chunk, floats, at):
+        if KIND == "int4":
+            first = chunk * BYTES
+            factor = F(bf16_to_float32(scale[a, b, c, first // GROUP_BYTES]))
+            if WIDE:
+                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
+                for i in range(STEP):
+                    floats[at + i] *= factor
+            else:
+                for i in range(BYTES):
+                    low, high = F(0), F(0)
+                    if first + i < array.shape[3]:
+                        byte = np.int32(array[a, b, c, first + i])
+                        low = (F(byte & np.int32(15)) - F(7.5)) * factor
+                        high = (F(byte >> np.int32(4)) - F(7.5)) * factor
+                    floats[at + i], floats[at + BYTES + i] = low, high
+        elif WIDE:
             load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
         else:
             for i in range(STEP):
@@ -268,3 +320,29 @@ def reader(KIND, COMPUTE, STEP, WIDE):
                 floats[at + i] = load(array[a, b, c, d]) if d < array.shape[3] else F(0)
 
     return read
+
+
+def column_of(KIND, STEP):
+    """The function that says which element of a row `reader` puts where.
+
+    Parameters
+    ----------
+    KIND : str
+        Kind of the array.
+    STEP : int
+        Elements of a chunk.
+
+    Returns
+    -------
+    function
+        ``column(chunk, i, dim)``: the column of a chunk's element i in a row of `dim`; `dim` or more past the end.
+    """
+    BYTES = STEP // 2
+
+    @register_jitable
+    def column(chunk, i, dim):
+        if KIND == "int4":
+            return int4_column(chunk * BYTES + i % BYTES, i >= BYTES, dim)
+        return chunk * STEP + i
+
+    return column

@@ -14,9 +14,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import WORDS
+from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
+from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
@@ -36,8 +37,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
     load, store_q = codec(SRC, COMPUTE)
     K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
-    _, store_k = codec("fp32" if K_SCALED else K_KIND, COMPUTE)
-    _, store_v = codec("fp32" if V_SCALED else V_KIND, COMPUTE)
+    K_GROUPS, V_GROUPS = K_KIND == "int4", V_KIND == "int4"
+    _, store_k = codec("fp32" if K_SCALED or K_GROUPS else K_KIND, COMPUTE)
+    _, store_v = codec("fp32" if V_SCALED or V_GROUPS else V_KIND, COMPUTE)
     SHAPE = (ROWS, LANES)
 
     def kernel(
@@ -119,13 +121,30 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 g = (h - num_q_heads) % num_kv_heads
                 block, offset = slot // block_size, slot % block_size
                 if turned:
-                    if K_SCALED and lane == 0:
-                        k_scale[block, g, offset] = scale
-                    for d in range(lane, dim, LANES):
-                        if K_SCALED:
-                            k_pool[block, g, offset, d] = int8_code(x[at + d], scale)
-                        else:
-                            k_pool[block, g, offset, d] = store_k(x[at + d])
+                    if K_GROUPS:  # a lane for each
+                        for i in range(lane, k_scale.shape[3], LANES):
+                            first = np.int64(i) * GROUP
+                            count = min(np.int64(GROUP), dim - first)
+                            words = k_pool[block, g, offset]
+                            k_scale[block, g, offset, i] = store_int4_group(
+                                x, at + first, count, words, first // 2
+                            )
+                    else:
+                        if K_SCALED and lane == 0:
+                            k_scale[block, g, offset] = scale
+                        for d in range(lane, dim, LANES):
+                            if K_SCALED:
+                                k_pool[block, g, offset, d] = int8_code(x[at + d], scale)
+                            else:
+                                k_pool[block, g, offset, d] = store_k(x[at + d])
+                elif V_GROUPS:
+                    for i in range(lane, v_scale.shape[3], LANES):
+                        first = np.int64(i) * GROUP
+                        count = min(np.int64(GROUP), dim - first)
+                        words = v_pool[block, g, offset]
+                        v_scale[block, g, offset, i] = store_int4_group(
+                            x, at + first, count, words, first // 2
+                        )
                 else:
                     if V_SCALED and lane == 0:
                         v_scale[block, g, offset] = scale
@@ -187,8 +206,9 @@ def write_rows(
         Take k and v.
     k_kind, v_kind : str
         Their kinds.
-    k_scale, v_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Take the scales of quantised pools; of float pools an empty array.
+    k_scale, v_scale : array
+        Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an
+        axis of groups more; of float pools empty arrays.
     block_table : int32 array (max_blocks,)
         The sequence's blocks.
     start : int
@@ -233,8 +253,9 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp16", "fp16", "bf16", None), ("bf16", "bf16", "fp16", types.int64),
         ("bf16", "int8", "int8", None), ("fp32", "int8", "int8", types.int32),
         ("fp16", "fp32", "int8", types.int64), ("fp64", "int8", "fp16", None),
+        ("bf16", "int4", "int4", None), ("fp16", "int8", "int4", types.int64),
+        ("fp64", "int4", "fp32", None),
     ]  # fmt: skip
-    scale = c_array(types.float32, 3)
     for src, k_kind, v_kind, slot in cases:
         compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"
         real = getattr(types, compute)
@@ -242,8 +263,8 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         signature = (
             c_array(WORDS[src], 2), angles, angles, types.boolean, types.boolean, types.boolean,
             c_array(real, 1), c_array(real, 1), types.float64, places, types.int64,
-            c_array(WORDS[src], 3), c_array(WORDS[k_kind], 4), scale, c_array(WORDS[v_kind], 4),
-            scale, places, types.int64,
+            c_array(WORDS[src], 3), c_array(WORDS[k_kind], 4), c_array(*SCALES[k_kind]),
+            c_array(WORDS[v_kind], 4), c_array(*SCALES[v_kind]), places, types.int64,
         )  # fmt: skip
         name = "write_rows" if slot is None else "scatter_write"
         yield (
