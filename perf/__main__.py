@@ -6,6 +6,7 @@ Writes a Markdown report and a picture.
 import argparse
 import datetime
 import importlib
+import itertools
 import os
 import platform
 import sys
@@ -131,6 +132,12 @@ def cpu():
         return platform.processor() or platform.machine()
 
 
+def unused(path):
+    """The path, or with a number where there is a report already."""
+    names = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
+    return next(x for x in itertools.chain([path], names) if not x.exists())
+
+
 def told(options, libraries, missing):
     """Paragraphs: on what, with which versions, how, and who is missing."""
     versions = [library.versions() for library in libraries]
@@ -162,16 +169,14 @@ def main(argv=None):
 
     today = datetime.date.today().isoformat()
     options.out.mkdir(parents=True, exist_ok=True)
-    name = f"{today}-{report.slug(cpu())}-{os.cpu_count()}-cores-peers"
-    path, picture = (options.out / f"{name}.{end}" for end in ("md", "svg"))
+    path = unused(options.out / f"{today}-{report.slug(cpu())}-{os.cpu_count()}-cores-peers.md")
     title = f"{today}: numkv beside others, {os.cpu_count()} cores of {cpu()}"
     decode, prefill = [], []
 
     def write(picture=None):
         decode.sort(key=lambda line: (KINDS.index(line.kind), line.shape))
-        text = report.document(
-            title, paragraphs, SHAPES | PREFILL, decode, prefill, picture and picture.name
-        )
+        shapes = SHAPES | PREFILL
+        text = report.document(title, paragraphs, shapes, decode, prefill, picture)
         path.write_text(text, encoding="utf-8")
 
     rng = np.random.default_rng(0)
@@ -189,11 +194,11 @@ def main(argv=None):
         sys.exit(f"nothing to measure: prefill runs in {' and '.join(PREFILL_KINDS)}")
     if decode:
         try:
-            report.draw(decode, picture)
+            report.draw(decode, path.with_suffix(".svg"))
         except ImportError as error:
             print(f"no picture: {error}", file=sys.stderr)
         else:
-            write(picture)
+            write(path.with_suffix(".svg").name)
     print(f"\nwritten: {path}")
 
 

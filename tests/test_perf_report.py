@@ -170,7 +170,7 @@ def test_what_cannot_run_says_why(decode, rng, monkeypatch):
 def test_options():
     options = program.parse([])
     assert options.shapes == list("ABCDEFP")
-    assert options.kinds == ["fp32", "fp16", "bf16", "int8"]
+    assert options.kinds[:4] == ["fp32", "fp16", "bf16", "int8"]
     options = program.parse(["--shapes", "F,P", "--kinds", "int8", "--peers", "numpy"])
     assert (options.shapes, options.kinds, options.peers) == (["F", "P"], ["int8"], ["numpy"])
 
@@ -180,6 +180,15 @@ def test_bad_options(argv, capsys):
     with pytest.raises(SystemExit):
         program.parse(argv)
     assert "expected some of" in capsys.readouterr().err
+
+
+def test_reports_are_not_overwritten(tmp_path):
+    names = []
+    for _ in range(3):
+        path = program.unused(tmp_path / "a.md")
+        path.touch()
+        names.append(path.name)
+    assert names == ["a.md", "a-2.md", "a-3.md"]
 
 
 def test_missing_peers():
