@@ -955,7 +955,7 @@ class CellCache(MultiSequenceCache):
         """
         now = self._current()
         pool, target = self._layer(layer), self._target
-        heads, dim = int(pool.k.shape[1]), int(pool.k.shape[3])
+        heads, dim = int(pool.k.shape[1]), pool.head_dim
         q = check_queries(target, q, heads, dim, "num_tokens")
         size = len(now.slots)
         if q.shape[0] != size:
@@ -995,9 +995,9 @@ _HIDDEN: Mapping[str, tuple[np.dtype[Any], Any]] = {
 def rows_of(pool: Pool, which: str, part: slice) -> Array:
     """Rows of a pool of one block as a user sees them, ``(num_kv_heads, n, dim)``; quantised ones as float32."""
     stored = pool.values(which)[0, :, part]
-    scale = pool.k_scale if which == "k" else pool.v_scale
-    if scale.size:
-        stored = pool.target.dequantise(stored, scale[0, :, part])
+    scale, kind = (pool.k_scale, pool.k_kind) if which == "k" else (pool.v_scale, pool.v_kind)
+    if kind.has_scales:
+        stored = pool.target.dequantise(kind, stored, scale[0, :, part])
     return stored
 
 

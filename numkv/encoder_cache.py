@@ -199,8 +199,10 @@ class EncoderCache(MultiSequenceCache):
         v = check_array(ready.target, "v", v, FLOAT_DTYPES, (rows, heads, "head_dim_v"))
         dim_v = int(v.shape[2])
         pool = self._layers.get(layer)
-        fits = pool is not None and (tuple(pool.k.shape), int(pool.v.shape[3])) == (
-            (1, heads, rows, dim),
+        fits = pool is not None and (*pool.k.shape[1:3], pool.head_dim, pool.head_dim_v) == (
+            heads,
+            rows,
+            dim,
             dim_v,
         )
         if pool is None or not fits:

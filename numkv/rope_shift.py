@@ -160,7 +160,7 @@ class RopeShift:
         offset : int
             How many positions further they are to stand.
         """
-        self._check(offset, int(pool.k.shape[3]))
+        self._check(offset, pool.head_dim)
         return functools.partial(
             self._turn, pool.target, pool.k, pool.k_kind.name, pool.k_scale, slots, offset
         )
@@ -228,24 +228,27 @@ def _turned(
 ) -> Callable[[], object]:
     """Have a function turn a layer's keys; what puts them into their place."""
     target, kind = pool.target, pool.k_kind
-    _, heads, num_cells, dim = (int(size) for size in pool.k.shape)
+    _, heads, num_cells, words = (int(size) for size in pool.k.shape)
+    dim = pool.head_dim
     n = len(cells)
     # Rows of K, token by token: every row is a block of its own to `copy_blocks`.
     places = target.index(
         (np.arange(heads)[None, :] * num_cells + cells[:, None]).reshape(-1), np.int32
     )
     numbers = target.index(np.arange(n * heads), np.int32)
-    stored = [pool.k.reshape((heads * num_cells, 1, 1, dim))]
-    aside = [target.empty((n * heads, 1, 1, dim), kind.word)]
+    stored = [pool.k.reshape((heads * num_cells, 1, 1, words))]
+    aside = [target.empty((n * heads, 1, 1, words), kind.word)]
     if kind.has_scales:
-        stored.append(pool.k_scale.reshape((heads * num_cells, 1, 1)))
-        aside.append(target.empty((n * heads, 1, 1), np.float32))
+        stored.append(pool.k_scale.reshape(kind.scale_shape((heads * num_cells, 1, 1), dim)))
+        aside.append(target.empty(kind.scale_shape((n * heads, 1, 1), dim), kind.scale_word))
     for source, to in zip(stored, aside, strict=True):
         target.ops.copy_blocks(source, places, to, numbers)
-    rows = aside[0].reshape((n, heads, dim))
-    by_token = rows.reshape((n, heads, 1, dim))
-    scale = aside[1].reshape((n, heads)) if kind.has_scales else None
-    scale_by_token = pool.k_scale if scale is None else scale.reshape((n, heads, 1))
+    rows = aside[0].reshape((n, heads, words))
+    by_token = rows.reshape((n, heads, 1, words))
+    scale, scale_by_token = None, pool.k_scale
+    if kind.has_scales:
+        scale = aside[1].reshape(kind.scale_shape((n, heads), dim))
+        scale_by_token = aside[1].reshape(kind.scale_shape((n, heads, 1), dim))
     dtypes = source_dtypes(kind)
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
@@ -259,7 +262,7 @@ def _turned(
                 kind.name, pool.k_scale, slots,
             )  # fmt: skip
         else:
-            keys = target.dequantise(rows[part], scale[part])
+            keys = target.dequantise(kind, rows[part], scale[part])
         offsets = target.index(np.full(size, offset, np.int32), np.int32)
         result = shift(layer, keys, offsets)
         result = check_array(target, "keys from shift", result, dtypes, (size, heads, dim))

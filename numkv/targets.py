@@ -170,7 +170,7 @@ class CpuTarget:
 
         heads, tokens, words = codes.shape
         out = np.empty((heads, tokens, words * kind.elements_per_word), np.float32)
-        dequantise(codes, kind.name, scale, out)
+        dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 
     def one_head(self, x: Array) -> Array:

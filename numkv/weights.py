@@ -19,7 +19,7 @@ from numkv.attention import (
 )
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import kind_of_dtype
+from numkv.kinds import kind, kind_of_dtype
 from numkv.pool import Pool
 from numkv.targets import Array
 
@@ -76,8 +76,19 @@ def weigh(
     weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
+    keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
+    if k_kind.group_size and target.name != "cpu":
+        # The CUDA kernel reads no groups: it gets a copy of the pool in float32.
+        num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
+        flat = (num_blocks * heads, block_size)
+        keys = target.dequantise(
+            k_kind,
+            keys.reshape((*flat, words)),
+            k_scale.reshape((*flat, int(k_scale.shape[3]))),
+        ).reshape((num_blocks, heads, block_size, head_dim))
+        k_kind, k_scale = kind("fp32"), target.empty((0, 0, 0), _FLOAT32)
     target.ops.attention_weights(
-        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
+        target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
         q_starts, lse, scale, float(logits_soft_cap), int(window_left), weights,
     )  # fmt: skip
     return weights

@@ -21,7 +21,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build, parallel_lock
+from numkv.kernels.kernel import SCALES, WORDS, array, build, parallel_lock
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load
 
@@ -49,7 +49,7 @@ def _score(x, tile, scores):
 def make_attention_weights(K_KIND):
     """The kernel for a kind of K."""
     load_row, load = row_load(K_KIND)
-    QUANTISED = K_KIND == "int8"
+    QUANTISED, GROUPS = K_KIND == "int8", K_KIND == "int4"
 
     def kernel(
         q, k, k_scale, block_table, seq_lens, q_starts, lse, sm_scale, soft_cap, window_left, weights,
@@ -83,7 +83,13 @@ def make_attention_weights(K_KIND):
                         if QUANTISED:
                             scale = k_scale[block, g, place]
                         words = row_of(k, (np.int64(block), np.int64(g), np.int64(place)))
-                        load_row(words, scale, row, load)
+                        if GROUPS:
+                            groups = row_of(
+                                k_scale, (np.int64(block), np.int64(g), np.int64(place))
+                            )
+                            load_row(words, groups, row, load)
+                        else:
+                            load_row(words, scale, row, load)
                         for d in range(dim):
                             tile[d * TILE + j - start] = row[d]
                     for t in range(max(np.int64(0), low - position), tokens):
@@ -113,7 +119,7 @@ def make_attention_weights(K_KIND):
 def _attention_weights(k_kind: str) -> Any:
     f32, index = types.float32, array(types.int64, 1)
     signature = (
-        array(f32, 3), array(WORDS[k_kind], 4), array(f32, 3), array(types.int32, 2), index, index,
+        array(f32, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(types.int32, 2), index, index,
         array(f32, 2), types.float64, types.float64, types.int64, array(f32, 3, out=True),
     )  # fmt: skip
     label = f"attention_weights, {k_kind}"
