@@ -34,3 +34,17 @@ def write(num_tokens, num_q_heads, num_kv_heads, head_dim, kind_name, source_byt
     read = num_tokens * heads * head_dim * source_bytes
     q = num_tokens * num_q_heads * head_dim * source_bytes
     return read + q + num_tokens * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
+
+
+def compact(num_tokens, num_kv_heads, head_dim, kind_name):
+    """Rows of K and V of the tokens that move, read and written."""
+    return 2 * num_tokens * kind(kind_name).bytes_per_token(num_kv_heads, head_dim)
+
+
+def attention_weights(
+    num_queries, num_q_heads, num_kv_heads, head_dim, seq_len, kind_name, q_bytes=4
+):
+    """K of one sequence, the queries with their lse, and a float for each token and kv head."""
+    keys = seq_len * kind(kind_name).bytes_per_token(num_kv_heads, head_dim) // 2
+    queries = num_queries * num_q_heads * (head_dim * q_bytes + 4)
+    return keys + queries + 4 * seq_len * num_kv_heads

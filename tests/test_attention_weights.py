@@ -76,6 +76,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.boundscheck
 @every_kind
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_the_softmax_says(target, to, host, rng, shape, kind):

@@ -534,6 +534,7 @@ def test_an_encoders_rows_go_with_their_token(target, to, rng):
 # ---------------------------------------------------------------- the operation
 
 
+@pytest.mark.boundscheck
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float32, np.float64])
 @pytest.mark.parametrize("dim", [None, 1, 5, 8])
 def test_copy_tokens(target, to, host, rng, dtype, dim):
