@@ -2,9 +2,9 @@
 
 The Q of a Gaussian matrix's QR decomposition is one, if signs are such that R's diagonal is positive: Mezzadri, "How to
 generate random matrices from the classical compact groups" (2007), section 5. Householder's reflections leave the part
-of the matrix that they have not reached yet Gaussian, so there need be no matrix: each reflection gets a Gaussian vector
-of its own (Stewart 1980, "The efficient generation of random orthogonal matrices"). LAPACK is left out, as its last bits
-depend on the machine.
+of the matrix that they have not reached yet Gaussian, so there need be no matrix: each reflection gets a Gaussian
+vector of its own (Stewart 1980, "The efficient generation of random orthogonal matrices"). LAPACK is left out, as its
+last bits depend on the machine.
 """
 
 from __future__ import annotations
