@@ -272,7 +272,7 @@ def test_the_decoded_vector_is_the_best_multiple(rng):
         assert np.allclose(v, 1000 * k, rtol=1e-4, atol=1e-3)
 
 
-def pair_errors(projections, bits=2, dim=128, seeds=50, pairs=200):
+def pair_errors(projections, bits=2, dim=128, seeds=25, pairs=400):
     """Errors of the score estimates of pairs whose vectors lean towards each other; each seed has its own."""
     errors = []
     for seed in range(seeds):

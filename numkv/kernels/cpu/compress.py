@@ -49,7 +49,7 @@ ROWS = 8
 # Tokens of a split.
 SPLIT = 1024
 # Multiply-adds below which one thread does it all.
-SERIAL_WORK = 1_000_000
+SERIAL_WORK = 2_000_000
 
 LOG2_E = math.log2(math.e)
 LARGEST = float(np.finfo(np.float32).max)

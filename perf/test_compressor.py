@@ -1,0 +1,96 @@
+"""Compressed heads: attention on codes beside float32 attention over the same vectors, and what encoding costs.
+
+One sequence of one layer, shapes as in README.md. Layers are not cycled through: a compressor of this size, several
+times smaller than the vectors, is still larger than most caches.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+import numkv
+from perf.test_attention import SHAPES, attend_plainly
+
+CONFIGS = {
+    "2 bits": (2, None), "3 bits": (3, None), "4 bits": (4, None), "4 bits, 128 signs": (4, 128),
+    "8 bits": (8, None),
+}  # fmt: skip
+#: Time of attention on 4-bit codes in times of float32 attention over the same vectors.
+LIMIT = 1.0
+
+
+def filled(rng, config, q_heads, kv_heads, dim, length):
+    """A compressor with random tokens, and the vectors ``(kv_heads, length, dim)``."""
+    bits, projections = CONFIGS[config]
+    cache = numkv.MultiHeadCompressor(
+        kv_heads, numkv.CompressorConfig(dim, bits, projections), num_q_heads=q_heads
+    )
+    k, v = rng.standard_normal((2, kv_heads, length, dim), np.float32)
+    for t in range(0, length, 4096):
+        rows = (np.swapaxes(x[:, t : t + 4096], 0, 1) for x in (k, v))
+        cache.extend(*rows)
+    return cache, k, v
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("shape", ["A", "C", "F"])
+def test_attend(measure, benchmark, ratios, rng, shape, config):
+    """Both in turns, so that whatever else the machine does meets both alike."""
+    _, q_heads, kv_heads, dim, length = SHAPES[shape]
+    cache, k, v = filled(rng, config, q_heads, kv_heads, dim, length)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    lens = np.array([length])
+
+    def on_codes():
+        return cache.attend(q)
+
+    def on_floats():
+        return numkv.decode_attention(q[None], k[None], v[None], lens)[0]
+
+    decoded = attend_plainly(q, cache.decode_keys(), cache.decode_values())
+    if CONFIGS[config][1] is None:
+        assert np.linalg.norm(on_codes() - decoded) < 1e-4 * np.linalg.norm(decoded)
+    else:
+        assert np.linalg.norm(on_codes() - decoded) < 0.2 * np.linalg.norm(decoded)
+
+    measure(on_codes, len(cache) * cache.bytes_per_token + 2 * q.nbytes, "read")
+    if benchmark.enabled:
+        times = {on_floats: [], on_codes: []}
+        for n in range(40):
+            for run in list(times)[:: 1 if n % 2 else -1]:
+                start = time.perf_counter()
+                run()
+                times[run].append(time.perf_counter() - start)
+        floats, codes = (np.median(x) for x in times.values())
+        ratios("codes / fp32", codes / floats, LIMIT)
+
+
+@pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
+def test_scores(measure, rng, config):
+    _, q_heads, kv_heads, dim, length = SHAPES["A"]
+    cache, k, _ = filled(rng, config, q_heads, kv_heads, dim, length)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    expected = q[-1] @ k[-1].T / np.sqrt(dim)
+    assert np.std(cache.attention_scores(q)[-1] - expected) < 0.11
+
+    of_values = kv_heads * (dim * CONFIGS[config][0] // 8 + 4)
+    read = length * (cache.bytes_per_token - of_values)
+    measure(lambda: cache.attention_scores(q), read + q.nbytes + 4 * q_heads * length, "read")
+
+
+@pytest.mark.parametrize("tokens", [1, 2048])
+@pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
+def test_extend(measure, rng, config, tokens):
+    kv_heads, dim = 8, 128
+    cache, _, _ = filled(rng, config, kv_heads, kv_heads, dim, tokens)
+    k, v = rng.standard_normal((2, tokens, kv_heads, dim), np.float32)
+
+    def run():
+        cache.clear()
+        cache.extend(k, v)
+
+    run()
+    error = np.linalg.norm(cache.decode_values()[0] - v[:, 0]) / np.linalg.norm(v[:, 0])
+    assert error < 0.12
+    measure(run, tokens * (2 * kv_heads * dim * 4 + cache.bytes_per_token), "copy")
