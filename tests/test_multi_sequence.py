@@ -396,6 +396,29 @@ def test_a_sequence_that_is_not_in_the_batch_keeps_its_end(target):
     assert pair.cache.can_resume(1, 2)
 
 
+def test_eviction_goes_by_the_lowest_position_of_a_batch(target):
+    """Wherever in the batch that is, and in however many runs."""
+    for positions, sequences in (([4, 3], [0, 0]), ([4, 0, 3], [0, 1, 0])):
+        pair = make(target, "sliding", sizes=(2, 16, 3))
+        for p in (0, 1, 2):
+            assert pair.start_forward([p], [0])
+        assert pair.start_forward(positions, sequences)
+        pair.put(0, *numbers(positions))
+        pair.check(0)
+        pair.probe()
+        assert pair.model.children[0].positions_of(0) == [1, 2, 3, 4]
+
+
+def test_a_copy_is_evicted_by_its_own_end(target):
+    """At the next pass, though it was in none itself."""
+    pair = make(target, "sliding", (1, 2), sizes=(2, 16, 6), memory=2)
+    pair.step([1, 2, 3, 4], range(4), [0] * 4, [1, 2, 3, 4], "0xxx / 00xx / x00x / xx00")
+    assert pair.change("copy_prefix", 0, 1, 4)
+    assert pair.start_forward([0], [2])
+    pair.probe()
+    assert pair.model.children[0].positions_of(1) == [2, 3]
+
+
 # ---------------------------------------------------------------- remove
 
 
@@ -644,6 +667,18 @@ def test_get_shows_memory_not_copies():
     assert all(np.shares_memory(a, b) for a, b in zip((k, v, mask), again, strict=True))
     k[1, 0, 0] = 9
     assert again[0][1, 0, 0] == 9
+
+
+def test_a_batch_of_nobody(target, to, rng):
+    """Shows nothing, changes nothing."""
+    pair = ready(target)
+    pair.cache.start_forward(numkv.Batch([], []))
+    pair.cache.put(0, to(np.empty((0, 1, 1), F32)), to(np.empty((0, 1, 2), F32)))
+    k, v, mask = pair.cache.get(0)
+    assert (k.shape[0], v.shape[0], mask.shape) == (0, 0, (0, 0))
+    out = pair.cache.decode_attention(0, to(np.empty((0, 1, 1), F32)))
+    assert out.shape == (0, 1, 2)
+    pair.probe()
 
 
 def test_strided_rows_are_taken(rng):
@@ -1067,3 +1102,11 @@ def test_jit(target):
     assert cells.num_sequences.tolist() == [2, 1, 1] + [0] * 5
     assert cells.positions[:3].tolist() == [0, 1, 5]
     assert cells.positions.dtype == cells.num_sequences.dtype == np.int32
+    pair.put(0, *numbers([7]))
+    layer = pair.cache.layer_jit(0)  # a block whose tokens are the cells
+    assert layer.block_table.tolist() == [0]
+    if target == "cpu":
+        assert layer.k[0, 0, :3, 0].tolist() == [1, 2, 7]
+        assert layer.v[0, 0, :3, 1].tolist() == [-1, -2, -7]
+    with pytest.raises(IndexError):
+        pair.cache.layer_jit(1)
