@@ -10,9 +10,11 @@ import pytest
 import numkv
 
 CONTRACT = {
-    "AppendArgs", "AppendDescriptor", "AppendPlan", "CacheFull", "ContiguousLayer",
-    "DimensionMismatch", "KVCache", "NonFiniteInput", "NotSupported", "NumkvError", "PagedLayer",
-    "PagedPool", "UnsupportedDType", "append", "decode_attention", "kind", "merge_states",
+    "AppendArgs", "AppendDescriptor", "AppendPlan", "Batch", "CacheConfig", "CacheFull",
+    "CausalCache", "ChunkedCache", "CompressorConfig", "ContiguousLayer", "DimensionMismatch",
+    "EncoderCache", "HeadCompressor", "KVCache", "MultiHeadCompressor", "NonFiniteInput",
+    "NotSupported", "NumkvError", "PagedLayer", "PagedPool", "SlidingWindowCache",
+    "UnsupportedDType", "WrapperCache", "append", "rope_shift", "decode_attention", "kind", "merge_states",
     "paged_append", "paged_decode_attention", "paged_prefill_attention", "paged_write",
     "prefill_attention",
 }  # fmt: skip
