@@ -90,47 +90,54 @@ def assert_exact(got, k, v):
 def assert_no_worse(values, scale, rows):
     """Elements in range are off by half a scale at most, others by what they lie outside."""
     x = np.asarray(rows).astype(np.float64)
-    scale = np.repeat(scale.astype(np.float64), 32, axis=-1)[..., : x.shape[-1]]
-    bound = np.maximum(0.5 * scale, np.abs(x) - 7.5 * scale)
+    low = naive.int4_lowest(scale) * scale.astype(np.float64)
+    low, scale = (
+        np.repeat(a.astype(np.float64), 32, axis=-1)[..., : x.shape[-1]] for a in (low, scale)
+    )
+    bound = np.maximum(0.5 * scale, np.maximum(low - x, x - (low + 15 * scale)))
     assert np.all(np.abs(values - x) <= bound * (1 + 1e-6) + 2.0**-22 * np.abs(x))
 
 
 # ---------------------------------------------------------------- codes and scales
 
-# Groups that lie on levels, their scales and codes.
-RAMP = np.arange(-7.5, 8)
-WORKED = [
-    ([*RAMP, *RAMP], 1.0, [*range(16), *range(16)]),
-    ([*(2 * RAMP), *(-2 * RAMP)], 2.0, [*range(16), *range(15, -1, -1)]),
-    ([7.5 * 2.0**-100] * 32, 2.0**-100, [15] * 32),
-    ([0.0, -0.0] * 16, 0.0, [8] * 32),
-    ([-60.0, 60.0] * 16, 8.0, [0, 15] * 16),
-]
+
+@pytest.mark.parametrize("size", [2.0**-100, 0.5, 1.0, 2.0**60])
+def test_what_lies_on_levels_is_kept(target, to, host, rng, size):
+    """With each of the offsets: the last bits of a scale say where its levels lie."""
+    codes = np.stack([rng.permutation([*range(16)] * 2) for _ in range(8)])
+    scale = (size * (1 + np.arange(8) / 128)).astype(F32)
+    rows = ((codes + np.arange(8)[:, None] / 2 - 9.25) * scale[:, None]).astype(F32)[:, None]
+    got, got_scale, *_ = in_contiguous(rows, rows, to, host, target)
+    assert np.array_equal(got_scale[:, 0, 0].astype(F32), scale)
+    assert np.array_equal(got[:, 0], codes[:, :16] + 16 * codes[:, 16:])
+    assert np.array_equal(naive.int4_dequantise(got, got_scale), rows.astype(np.float64))
 
 
-@pytest.mark.parametrize(("row", "scale", "codes"), WORKED)
-def test_worked_groups(target, to, host, row, scale, codes):
-    """What lies on levels is kept as it is."""
-    x = np.array(row, F32)[None, None]
-    got_codes, got_scale, *_ = in_contiguous(x, -x, to, host, target)
-    assert got_scale.astype(F32).tolist() == [[[scale]]]
-    pairs = np.array(codes).reshape(2, 16)
-    assert got_codes[0, 0].tolist() == (pairs[0] + 16 * pairs[1]).tolist()
+def test_zeros(target, to, host):
+    """A group of zeros has scale 0, whatever its neighbours are, and comes back as +0."""
+    rows = np.zeros((2, 1, 66), F32)
+    rows[1, 0, 40] = -3
+    cache = numkv.KVCache(1, 1, 66, kind="int4", target=target)
+    cache.append(0, to(rows), to(-rows))
+    assert np.array_equal(host(cache.k_scales(0)).astype(F32) > 0, [[[0, 0, 0]], [[0, 1, 0]]])
+    for got in (host(cache.k(0)), host(cache.v(0))):
+        assert not got[0].any()
+        assert not np.signbit(got[0]).any()
 
 
 def test_the_order_of_nibbles(target, to, host):
     """Of whole groups j and j + 16 make a byte, of a last group of n elements j and j + n / 2."""
     x = np.zeros(38, F32)
-    x[[0, 16]] = -7.5, 7.5
-    x[[32, 35]] = 7.5, -7.5
-    x[37] = 0.6
-    codes, scale, *_ = in_contiguous(x[None, None], x[None, None], to, host, target)
-    codes, scale = codes[0, 0], scale[0, 0].astype(F32)
+    x[[0, 16, 33, 36]] = -1, 1, -1, 1
+    x[[5, 37]] = 1, -1
+    codes, *_ = in_contiguous(x[None, None], x[None, None], to, host, target)
+    codes = codes[0, 0]
     assert codes.shape == (16 + 3,)
-    assert codes[0] == 0 | 15 << 4
-    assert codes[16] == 15 | 0 << 4
-    assert codes[18] & 15 == 8
-    assert codes[18] >> 4 == 8 + int(0.6 / scale[1])
+    assert codes[[0, 17]].tolist() == [0xF0, 0xF0]
+    assert codes[5] & 15 == 15
+    assert codes[18] >> 4 == 0
+    middle = {int(c) for c in [*(codes[1:5] & 15), *(codes[1:16] >> 4), codes[16] & 15]}
+    assert middle <= {7, 8}
 
 
 def test_values_come_back_in_order(target, to, host):
@@ -173,27 +180,15 @@ def test_every_row_length(target, to, host, rng, dim):
 
 
 def test_many_rows(rng):
-    """Of all kinds of distributions, on the CPU: searches that end at each candidate."""
+    """Of several distributions, on the CPU: all offsets are of use."""
     k = rng.standard_normal((3000, 2, 96), F32)
     v = rng.standard_t(2, (3000, 2, 96)).astype(F32)
+    v[:1000] += 3
     got = in_contiguous(k, v, lambda x: x, lambda x: x, "cpu")
     assert_exact(got, k, v)
-    for rows, scale in ((k, got[1]), (v, got[3])):
-        largest = np.abs(rows).reshape(3000, 2, 3, 32).max(axis=-1)
-        tenths = np.rint(75 * scale.astype(F32) / largest)
-        assert set(np.unique(tenths)) <= {7, 8, 9, 10}
-        assert len(np.unique(tenths)) >= 3
-
-
-def test_storing_what_was_read_changes_nothing(target, to, host, rng):
-    """A level is its own nearest level."""
-    x = rng.standard_normal((6 if target == "cuda" else 300, 1, 50), F32)
-    codes, scale, *_ = in_contiguous(x, x, to, host, target)
-    again = naive.int4_dequantise(codes, scale).astype(F32)
-    assert_exact(in_contiguous(again, x, to, host, target), again, x)
-    got = in_contiguous(again, x, to, host, target)
-    assert np.array_equal(got[0], codes)
-    assert np.array_equal(naive.words(got[1]), naive.words(scale))
+    for rows, codes, scale in ((k, *got[:2]), (v, *got[2:])):
+        assert_no_worse(naive.int4_dequantise(codes, scale), scale, rows)
+        assert np.all(np.bincount(naive.words(scale).reshape(-1) & 7, minlength=8) > 100)
 
 
 def test_tiny_rows_far_below_the_promise():
@@ -205,11 +200,11 @@ def test_tiny_rows_far_below_the_promise():
 
 
 def test_error_on_gaussian_rows(rng):
-    """8.8 % of the rows' size."""
+    """7.7 % of the rows' size."""
     x = rng.standard_normal((2000, 1, 128), F32)
     codes, scale, *_ = in_contiguous(x, x, lambda x: x, lambda x: x, "cpu")
     error = np.linalg.norm(naive.int4_dequantise(codes, scale) - x) / np.linalg.norm(x)
-    assert 0.086 < error < 0.089
+    assert 0.076 < error < 0.0785
 
 
 # ---------------------------------------------------------------- what may not be stored
@@ -471,7 +466,9 @@ def test_shifted_keys(target, to, host, rng, dim, rotary_dim, interleaved):
     assert np.array_equal(got[:, 16 * still :], codes[moved][:, 16 * still :])
     assert np.array_equal(got_scale[:, still:], scale[moved][:, still:])
     _, best = naive.int4_quantise(want)
-    assert np.mean(naive.words(best) == naive.words(got_scale)) > 0.8  # a hair decides some searches
+    assert (
+        np.mean(naive.words(best) == naive.words(got_scale)) > 0.8
+    )  # a hair decides some searches
 
 
 # ---------------------------------------------------------------- attention
@@ -597,15 +594,13 @@ def test_attention_over_rows_of_extreme_size(target, to, host, rng, size):
     k, v = (rng.uniform(-size, size, (9, 1, 34)).astype(F32) for _ in "kv")
     layer.append(to(k), to(v))
     q = rng.standard_normal((1, 1, 34), F32)
-    stored = (
-        naive.int4_dequantise(*naive.int4_quantise(x)).swapaxes(0, 1)[None] for x in (k, v)
-    )
+    stored = (naive.int4_dequantise(*naive.int4_quantise(x)).swapaxes(0, 1)[None] for x in (k, v))
     want, _ = naive.attention(q, *stored, [9], sm_scale=1 / size)
     out = host(layer.decode_attention(to(q), sm_scale=1 / size))
     tolerances.assert_rows_close(out, want, 1e-5)
 
 
-@pytest.mark.parametrize(("k_kind", "low", "high"), [("int4", 0.09, 0.115), ("int8", 0.08, 0.092)])
+@pytest.mark.parametrize(("k_kind", "low", "high"), [("int4", 0.1, 0.1125), ("int8", 0.07, 0.08)])
 def test_accuracy_on_gaussian_data(rng, k_kind, low, high):
     """Half of the error comes from K and half from V; q4_0 of llama.cpp is at 12.2 %."""
     tokens, heads, dim, queries = 1000, 4, 128, 48

@@ -45,7 +45,9 @@ def as_stored(x, kind):
     return naive.round_to(x, kind).astype(np.float32)
 
 
-@pytest.mark.parametrize("kinds", [(k, k) for k in KINDS] + [("bf16", "int8"), ("int4", "fp32")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [(k, k) for k in KINDS] + [("bf16", "int8"), ("int4", "fp32")], ids="-".join
+)
 def test_own_code_appends_and_reads(rng, kinds):
     """Rows appended in nopython mode are the layer's rows, and are read back as float32."""
     layer = numkv.ContiguousLayer(6, 2, 4, k_kind=kinds[0], v_kind=kinds[1])
