@@ -46,9 +46,7 @@ class Paged:
         for pool, scale in ((self.k_pool, self.k_scale), (self.v_pool, self.v_scale)):
             rows = naive.gather(pool, self.block_table, p.seq_lens)
             if scale is not None:
-                rows = naive.int8_dequantise(
-                    rows, naive.gather(scale, self.block_table, p.seq_lens)
-                )
+                rows = naive.dequantise(rows, naive.gather(scale, self.block_table, p.seq_lens))
             values.append(rows)
         return naive.attention(p.q, *values, p.seq_lens, p.cu_seqlens_q, **options)
 
@@ -71,15 +69,15 @@ class Paged:
 
 def _pool(rows, kind, table, block_size, num_blocks):
     """A pool with the rows of a contiguous cache, and its scales."""
-    heads, dim = rows.shape[1], rows.shape[3]
-    shape = (num_blocks, heads, block_size)
+    shape = (num_blocks, rows.shape[1], block_size)
     scale = None
-    if kind == "int8":
-        codes, found = naive.int8_quantise(np.nan_to_num(rows))
-        pool, scale = np.full((*shape, dim), 99, np.int8), np.full(shape, np.nan, np.float32)
+    if kind in naive.CODES:
+        codes, found = naive.quantise(np.nan_to_num(rows), kind)
+        pool = np.full((*shape, codes.shape[3]), 99, codes.dtype)
+        scale = np.full((*shape, *found.shape[3:]), np.nan, found.dtype)
     else:
         codes = naive.round_to(rows, kind)
-        pool = np.full((*shape, dim), np.nan, naive.DTYPES[kind])
+        pool = np.full((*shape, codes.shape[3]), np.nan, codes.dtype)
     for s, position in zip(*np.nonzero(~np.isnan(rows[:, 0, :, 0])), strict=True):
         at = table[s, position // block_size], slice(None), position % block_size
         pool[at] = codes[s, :, position]

@@ -8,7 +8,7 @@ from numba import njit
 
 import numkv
 
-KINDS = [*naive.DTYPES, "int8"]
+KINDS = [*naive.DTYPES, *naive.CODES]
 
 
 @njit
@@ -40,10 +40,14 @@ def as_stored(x, kind):
     if kind == "int8":
         codes, scale = naive.int8_quantise(x)
         return codes.astype(np.float32) * scale[..., None]
+    if kind == "int4":  # exact in float32
+        return naive.int4_dequantise(*naive.int4_quantise(x)).astype(np.float32)
     return naive.round_to(x, kind).astype(np.float32)
 
 
-@pytest.mark.parametrize("kinds", [(k, k) for k in KINDS] + [("bf16", "int8")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [(k, k) for k in KINDS] + [("bf16", "int8"), ("int4", "fp32")], ids="-".join
+)
 def test_own_code_appends_and_reads(rng, kinds):
     """Rows appended in nopython mode are the layer's rows, and are read back as float32."""
     layer = numkv.ContiguousLayer(6, 2, 4, k_kind=kinds[0], v_kind=kinds[1])
@@ -67,7 +71,7 @@ def test_own_code_appends_and_reads(rng, kinds):
         tolerances.assert_rows_close(layer.decode_attention(q), out, bound)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8"])
+@pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
 def test_a_paged_layer(rng, kind):
     """Own code follows the block table, as far as the layer has blocks."""
     pool = numkv.PagedPool(6, 3, 2, 4, kind=kind)
@@ -142,7 +146,7 @@ def load(cache, layer, position, out):
     cache.load_v(layer, position, 0, out[1])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 def test_a_cache_of_all_layers(rng, kind):
     cache = numkv.KVCache(2, 1, 4, kind=kind, max_seq_len=2)
     k, v = rng.standard_normal((2, 1, 4), np.float32)

@@ -14,6 +14,7 @@ TABLE = [  # name, bytes, scales, dtype, word
     ("fp16", 2, False, np.float16, np.uint16),
     ("bf16", 2, False, ml_dtypes.bfloat16, np.uint16),
     ("int8", 1, True, np.float32, np.int8),
+    ("int4", 0.5, True, np.float32, np.uint8),
 ]
 ALIASES = {
     "fp64": ["f64", "float64", "FP64"],
@@ -21,6 +22,7 @@ ALIASES = {
     "fp16": ["f16", "float16"],
     "bf16": ["bfloat16", "BF16"],
     "int8": ["i8", "INT8"],
+    "int4": ["i4", "q4", "INT4"],
 }
 
 
@@ -68,12 +70,37 @@ def test_unknown_names(bad):
         ("fp32", 2, 4, 0, 32),
         ("int8", 8, 128, None, 2112),
         ("int8", 2, 5, 3, 32),
+        ("int4", 8, 128, None, 1152),  # 4.5 bits an element
+        ("int4", 1, 34, 2, 17 + 4 + 1 + 2),
     ],
 )
 def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
     actual = numkv.kind(name).bytes_per_token(num_kv_heads, head_dim, head_dim_v)
     assert actual == expected
     assert isinstance(actual, int)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "dtype", "shape"),
+    [
+        ("fp16", 66, np.float32, (0, 0, 0)),
+        ("int8", 66, np.float32, (3, 2, 5)),
+        ("int4", 33, ml_dtypes.bfloat16, (3, 2, 5, 3)),
+    ],
+)
+def test_rows_of_66_elements(name, words, dtype, shape):
+    kind = numkv.kind(name)
+    assert kind.words_per_row(66) == words
+    assert words * kind.elements_per_word == 66
+    assert kind.scale_dtype == np.dtype(dtype)
+    assert kind.scale_word.itemsize == kind.scale_dtype.itemsize
+    assert kind.scale_shape((3, 2, 5), 66) == shape
+
+
+def test_a_byte_has_no_room_for_half_an_int4():
+    for dims in ((7, 8), (8, 7)):
+        with pytest.raises(numkv.DimensionMismatch, match=r"`head_dim`: expected a multiple of 2"):
+            numkv.kind("int4").bytes_per_token(1, *dims)
 
 
 def test_a_kind_cannot_be_changed():

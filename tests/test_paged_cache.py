@@ -10,7 +10,7 @@ import tolerances
 import numkv
 
 HEADS, Q_HEADS, DIM = 2, 4, 8
-KINDS = ["fp32", "fp16", "bf16", "int8"]
+KINDS = ["fp32", "fp16", "bf16", "int8", "int4"]
 
 
 def make(layers=2, *, num_blocks=32, block_size=2, kind="fp32", **options):
@@ -66,8 +66,8 @@ def check_attention(cache, to, host, seq, text, salt=0, kind="fp32"):
     assert cache.length(seq) == len(text)
     for layer, out in enumerate(outputs(cache, to, host, [seq])):
         x = rows(layer, text, salt=salt)
-        if kind == "int8":
-            x = naive.int8_dequantise(*naive.int8_quantise(x))
+        if kind in naive.CODES:
+            x = naive.dequantise(*naive.quantise(x, kind))
         else:
             x = naive.round_to(x, kind)
         k, v = x.transpose(0, 2, 1, 3)[:, None]

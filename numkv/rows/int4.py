@@ -1,16 +1,20 @@
-"""One row to INT4 codes and scales, and back: groups of 32 elements, each with a scale of its own.
+"""One row to INT4 codes and scales, and back: groups of 32 elements, each with a scale and an offset of its own.
 
-``value = (code - 7.5) * scale`` with codes 0 to 15: sixteen levels, none of them 0, the outermost at ``±7.5 * scale``.
-The scale of a group is a bfloat16, whose range is that of float32; that is 4.5 bits an element where `head_dim` is a
-multiple of 32. Of the scales ``f * max(|x|) / 7.5`` with f = 0.7, 0.8, 0.9 and 1 the one with the least squared error
-is taken, the smallest of equals: what is clipped at the ends is won back in the middle. Elements within
-``8 * scale`` are off by at most ``scale / 2``, others by ``|x| - 7.5 * scale``. A group of zeros has scale 0; one with
+``value = (code - 7.5 + offset) * scale`` with codes 0 to 15. The scale of a group is a bfloat16, whose range is that of
+float32, and the last three bits of its word, a number k, say the offset as well: ``(k - 3.5) / 2``, as no group needs a
+scale that exactly. So levels follow groups that are larger on one side at no cost: 4.5 bits an element in all, where
+`head_dim` is a multiple of 32.
+
+A group's levels span what lies between its smallest and its largest element, 0.96 of that or 0.92: what has the least
+squared error, the smallest of equals. Elements between the outermost levels, and half a scale beyond, are off by at
+most ``scale / 2``; others become the outermost level. A group below 1e-36 is stored as zeros, with scale 0; one with
 NaN or infinity has scale NaN.
 
 A group takes 16 bytes: byte j holds element j in its low and element j + 16 in its high nibble. The last group of a row
 may be shorter; of n elements, n even, byte j holds element j and element ``j + n / 2``.
 
-Squared errors are summed as integers, so that their order makes no difference: all targets find the same scales.
+Values are exact in float32, and squared errors are summed as integers, so that their order makes no difference: all
+targets find the same words.
 """
 
 from __future__ import annotations
@@ -18,68 +22,96 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.rows.convert import bf16_to_float32, float32_to_bf16
+from numkv.rows.convert import bf16_to_float32
 
 __all__ = [
     "GROUP",
+    "LOWEST",
+    "OFFSETS",
     "int4_code",
     "int4_column",
     "int4_scale",
     "int4_value",
     "load_int4",
+    "lowest_level",
     "store_int4",
     "store_int4_group",
 ]
 
 #: Elements of a group.
 GROUP = 32
+#: How many offsets there are: the last bits of a scale's word. Each is 1/2 above the one before.
+OFFSETS = 8
+#: Level of code 0 in units of the scale, with the first of the offsets.
+LOWEST = -7.5 - (OFFSETS - 1) / 4
 
 _NAN = 0x7FC0
-_CANDIDATES = 4
 
 
 @register_jitable
-def int4_code(x, scale):
+def lowest_level(word):
+    """The level of code 0, in units of the scale, by the scale's word."""
+    offset = np.int32(np.int32(word) & np.int32(OFFSETS - 1))
+    return np.float32(np.float32(np.float32(offset) * np.float32(0.5)) + np.float32(LOWEST))
+
+
+@register_jitable
+def int4_code(x, scale, lowest):
     """The code of a float32 `x`: the nearest level's, or the outermost one's. The scale is not 0."""
-    place = np.float32(np.float32(x / scale) + np.float32(8))
+    place = np.float32(np.float32(np.float32(x / scale) - lowest) + np.float32(0.5))
     return np.int32(min(max(place, np.float32(0)), np.float32(15)))
 
 
 @register_jitable
-def _squared_error(x, first, count, scale):
+def _squared_error(x, first, count, scale, lowest):
     """The squared error of a group under a scale, in units of ``(scale / 512)**2``."""
     total = np.int32(0)
     for i in range(count):
         value = np.float32(x[first + i])
-        level = np.float32(np.float32(int4_code(value, scale)) - np.float32(7.5))
+        level = np.float32(np.float32(int4_code(value, scale, lowest)) + lowest)
         error = np.int32(
             np.float32(np.float32(np.float32(value / scale) - level) * np.float32(512))
         )
-        # At most 32 squares of 4400, even where a subnormal scale has lost its last digits.
-        total = np.int32(total + np.int32(error * error))
+        total = np.int32(total + np.int32(error * error))  # at most 32 squares of 1024
     return total
 
 
 @register_jitable
+def _word_near(x, offset):
+    """The bfloat16 word nearest to a positive float32 among those that end with the bits of `offset`."""
+    bits = np.int32(np.float32(x).view(np.int32) - np.int32(offset * np.int32(1 << 16)))
+    unit = np.int32(OFFSETS << 16)
+    return np.uint16(np.int32((bits + unit // 2) // unit * OFFSETS) + offset)
+
+
+@register_jitable
 def int4_scale(x, first, count):
-    """The scale of the group ``x[first : first + count]``, a bfloat16 word."""
+    """The word of the scale, and of the offset, of the group ``x[first : first + count]``."""
     bits = np.uint32(0)  # of the largest magnitude; those of NaN are above those of infinity
+    low, high = np.float32(x[first]), np.float32(x[first])
     for i in range(count):
-        magnitude = np.uint32(np.float32(x[first + i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-        bits = max(bits, magnitude)
+        value = np.float32(x[first + i])
+        bits = max(bits, np.uint32(value.view(np.uint32) & np.uint32(0x7FFFFFFF)))
+        low, high = min(low, value), max(high, value)
     if bits >= np.uint32(0x7F800000):
         return np.uint16(_NAN)
-    largest = np.uint32(bits).view(np.float32)
-    step = np.float32(largest / np.float32(75))
+    # Levels that reach from end to end; however far a group lies from 0, the largest offset brings them there.
+    span = np.float32(np.float32(high / np.float32(15)) - np.float32(low / np.float32(15)))
+    reach = np.float32(max(high, np.float32(-low)) / np.float32(-LOWEST))
+    widest = max(span, reach)
     best, least = np.uint16(0), np.float32(np.inf)
-    for i in range(_CANDIDATES):
-        word = float32_to_bf16(np.float32(step * np.float32(7 + i)))
-        if word == 0:
+    for i in range(3):
+        step = np.float32(widest * np.float32(np.float32(23 + i) / np.float32(25)))
+        if step < np.float32(2.0**-123):
             continue
+        middle = np.float32(np.float32(high / step) + np.float32(low / step))  # twice that
+        middle = np.float32(middle + np.float32(OFFSETS // 2))
+        offset = np.int32(min(max(middle, np.float32(0)), np.float32(OFFSETS - 1)))
+        word = _word_near(step, offset)
         scale = bf16_to_float32(word)
         # Relative to the group, so that tiny errors do not vanish when they are squared.
-        unit = np.float32(scale / largest)
-        error = np.float32(_squared_error(x, first, count, scale))
+        unit = np.float32(scale / widest)
+        error = np.float32(_squared_error(x, first, count, scale, lowest_level(word)))
         error = np.float32(np.float32(error * unit) * unit)
         if error < least:
             best, least = word, error
@@ -90,15 +122,15 @@ def int4_scale(x, first, count):
 def store_int4_group(x, first, count, words, at):
     """Put the group ``x[first : first + count]`` into ``words[at : at + count // 2]``, and return its scale's word."""
     word = int4_scale(x, first, count)
-    scale, half = bf16_to_float32(word), count // 2
+    scale, lowest, half = bf16_to_float32(word), lowest_level(word), count // 2
     if scale > np.float32(0):
         for j in range(half):
-            low = int4_code(np.float32(x[first + j]), scale)
-            high = int4_code(np.float32(x[first + half + j]), scale)
+            low = int4_code(np.float32(x[first + j]), scale, lowest)
+            high = int4_code(np.float32(x[first + half + j]), scale, lowest)
             words[at + j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
-    else:  # 0 or NaN: the codes do not matter; these give +0
+    else:  # 0 or NaN: the codes do not matter; the last ones give +0
         for j in range(half):
-            words[at + j] = np.uint8(0x88)
+            words[at + j] = np.uint8(0xFF)
     return word
 
 
@@ -128,7 +160,7 @@ def int4_value(words, scales, d, dim):
     half = min(GROUP, dim - group * GROUP) // 2
     byte = np.int32(words[group * (GROUP // 2) + i % half])
     code = np.int32(byte & np.int32(15)) if i < half else np.int32(byte >> np.int32(4))
-    level = np.float32(np.float32(code) - np.float32(7.5))
+    level = np.float32(np.float32(code) + lowest_level(scales[group]))
     return np.float32(level * bf16_to_float32(scales[group]))
 
 

@@ -146,8 +146,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             Q_SCALES = SUMS + max_rows  # of query rows as integers
             S = Q_SCALES + max_rows
             K_SCALES = S + AT_ONCE * TILE  # of the tile's tokens, for quantised kinds
-            V_SCALES = K_SCALES + TILE * k_scales
-            RESCALE = V_SCALES + TILE * v_scales
+            V_SCALES = K_SCALES + 2 * TILE * k_scales  # of groups, the lowest levels too
+            RESCALE = V_SCALES + 2 * TILE * v_scales
             # Of K and V rows and of their scales, for three turns.
             offsets = ints[OFFSETS + np.int64(w) * 3 * TURN :]
             b = np.int64(0)
@@ -385,7 +385,7 @@ def num_groups(dim):
 def scratch_size(group, pad_dim, pad_v):
     """Floats that one needs: q and output rows, a maximum and a sum for each, scores, scales, rescaling factors."""
     rows = max(MAX_ROWS, group) + AT_ONCE
-    scales = num_groups(pad_dim) + num_groups(pad_v)
+    scales = 2 * (num_groups(pad_dim) + num_groups(pad_v))
     return rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + AT_ONCE
 
 

@@ -15,7 +15,7 @@ from numba import types
 from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.convert import codec
-from numkv.rows.int4 import load_int4, store_int4
+from numkv.rows.int4 import GROUP, load_int4, store_int4
 from numkv.rows.rope import pair_of, rotate_pair
 from numkv.rows.store import row_store
 
@@ -42,15 +42,16 @@ def make_shift_rows(KIND, INTERLEAVED):
         dim = 2 * half
         if KIND == "int8":
             dim = pool.shape[3]
-        elif KIND == "int4":
-            dim = 2 * pool.shape[3]
+        elif KIND == "int4":  # whole groups
+            dim = min(2 * pool.shape[3], (dim + GROUP - 1) // GROUP * GROUP)
         x = np.empty(dim, F)
+        groups = (dim + GROUP - 1) // GROUP
         for h in range(pool.shape[1]):
             for n in range(len(slots)):
                 block, place = slots[n] // block_size, slots[n] % block_size
                 row = row_of(pool, (block, np.int64(h), place))
                 if KIND == "int4":
-                    scales = row_of(scale, (block, np.int64(h), place))
+                    scales = row_of(scale, (block, np.int64(h), place))[:groups]
                     load_int4(row, scales, x)
                 else:
                     for d in range(len(x)):

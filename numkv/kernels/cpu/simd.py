@@ -39,7 +39,7 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.rows.int4 import GROUP
+from numkv.rows.int4 import GROUP, LOWEST, OFFSETS
 
 __all__ = [
     "CODE_LANES",
@@ -258,15 +258,21 @@ class _Vectors:
         pointer = self._pointer(base, at, self.float)
         return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
 
-    def levels(self, scale):
-        """What `load_pairs` needs of a group's scale, an LLVM float: all its 16 values, or what makes them of codes."""
-        levels = [i - 7.5 for i in range(16)]
+    def levels(self, scale, lowest):
+        """What `load_pairs` needs to know of a group: all its 16 values, or what makes them of codes.
+
+        `scale` and `lowest`, the value of code 0, are LLVM floats.
+        """
+        step, lowest = self.splat(scale), self.splat(lowest)
         if self._has_tables():
-            return self.b.fmul(
-                ir.Constant(self.type, [ir.Constant(self.float, x) for x in levels]),
-                self.splat(scale),
-            )
-        return self.splat(scale), self.splat(self.b.fmul(scale, self.float(levels[0])))
+            codes = ir.Constant(self.type, [ir.Constant(self.float, float(i)) for i in range(16)])
+            return self.fma(codes, step, lowest)
+        return step, lowest
+
+    def load_levels(self, base, at, groups):
+        """The levels of a group of which `gather_groups` has put the scale at `at`."""
+        lowest = self.b.add(at, self.b.mul(groups, _I64(TILE)))
+        return self.levels(self.load_one(base, at), self.load_one(base, lowest))
 
     def _has_tables(self):
         """Whether one instruction looks 16 floats up."""
@@ -473,7 +479,7 @@ def score_tile(
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
     ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
     K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is
-    INT4, the scale of token t's group g is ``scales[scales_at + t * scales_step + g]``.
+    INT4, `scales` are what `gather_groups` made.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
@@ -557,8 +563,8 @@ def score_tile(
             half = _I64(_PAIRS) if columns is None else b.ashr(columns, _I64(1))
             levels = []
             for t in range(tokens):
-                at = b.add(scales_at, b.mul(b.add(t0, _I64(t)), scales_step))
-                levels.append(v.levels(v.load_one(scales_data, b.add(at, group))))
+                at = b.add(b.mul(b.add(t0, _I64(t)), scales_step), group)
+                levels.append(v.load_levels(scales_data, b.add(scales_at, at), scales_step))
             for first in range(0, _PAIRS, v.lanes):
                 mask = None if columns is None else v.lanes_below(half, first)
                 byte = b.add(b.ashr(d, _I64(1)), _I64(first))
@@ -727,9 +733,10 @@ def gather_tile(typing_context, COMPUTE, to, to_at, scales, offsets):
 
 @intrinsic(prefer_literal=True)
 def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
-    """Put the scales of a tile's rows side by side, from bfloat16 words.
+    """Put the scales and the lowest levels of a tile's rows of INT4 side by side.
 
-    ``to[to_at + t * groups + g] = scales[offsets[t] + g]`` for the `groups` groups of each row.
+    ``to[to_at + t * groups + g]`` is the scale at ``scales[offsets[t] + g]`` for the `groups` groups of each row, and
+    `TILE` rows further on is the value of code 0.
     """
     if not _literals(COMPUTE):
         return None
@@ -743,16 +750,20 @@ def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
 
         def move(row, t, g, lanes):
             words = b.gep(source, [b.add(row, g)])
-            wide, floats, real = _I32, _FLOAT, v.float
-            if lanes > 1:
-                words = b.bitcast(words, ir.VectorType(_I16, lanes).as_pointer())
-                wide, floats, real = (ir.VectorType(x, lanes) for x in (wide, floats, real))
-            sixteen = ir.Constant(wide, [_I32(16)] * lanes) if lanes > 1 else _I32(16)
-            bits = b.shl(b.zext(b.load(words, align=2), wide), sixteen)
-            value = b.bitcast(bits, floats)
-            if v.double:
-                value = b.fpext(value, real)
-            v.store(value, data, b.add(b.add(to_at, b.mul(t, groups)), g))
+            words = b.bitcast(words, ir.VectorType(_I16, lanes).as_pointer())
+            wide, floats, real = (ir.VectorType(x, lanes) for x in (_I32, _FLOAT, v.float))
+
+            def splat(type_, value):
+                return ir.Constant(type_, [ir.Constant(type_.element, value)] * lanes)
+
+            words = b.zext(b.load(words, align=2), wide)
+            scale = b.bitcast(b.shl(words, splat(wide, 16)), floats)
+            offset = b.sitofp(b.and_(words, splat(wide, OFFSETS - 1)), floats)
+            level = b.fadd(b.fmul(offset, splat(floats, 0.5)), splat(floats, LOWEST))
+            at = b.add(b.add(to_at, b.mul(t, groups)), g)
+            for value in (scale, b.fmul(level, scale)):
+                v.store(b.fpext(value, real) if v.double else value, data, at)
+                at = b.add(at, b.mul(groups, _I64(TILE)))
 
         with _steps(b, _I64(0), _I64(TILE), 1) as (t, _):
             row = b.load(b.gep(offsets, [t]))
@@ -819,8 +830,8 @@ def weigh_tile(
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
 
     Of the `ROWS` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
-    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT4, the scale
-    of token t's group g is ``scales[scales_at + t * scales_step + g]``.
+    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT4, `scales`
+    are what `gather_groups` made.
     """
     if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
         return None
@@ -912,7 +923,7 @@ def weigh_tile(
                     row_at = b.add(b.load(b.gep(offsets, [t])), b.ashr(column, _I64(1)))
                     scale_at = b.add(b.add(scales_at, b.mul(t, scales_step)), group)
                     levels = {
-                        g: lanes.levels(lanes.load_one(scales_data, b.add(scale_at, _I64(g))))
+                        g: lanes.load_levels(scales_data, b.add(scale_at, _I64(g)), scales_step)
                         for g in sorted({g for g, _ in taken})
                     }
                     for g, first in taken:

@@ -36,9 +36,10 @@ def make_shift_rows(KIND):
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved):
         num_blocks, num_heads, block_size, dim = pool.shape
-        if GROUPS:
-            dim *= 2
         half, angle = cos.shape[1], natural(abs(offset))
+        if GROUPS:  # those that turn
+            dim = min(2 * dim, (2 * half + GROUP - 1) // GROUP * GROUP)
+            groups = (dim + GROUP - 1) // GROUP
         rows = slots.shape[0] * num_heads
         lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
         if QUANTISED:
@@ -94,7 +95,7 @@ def make_shift_rows(KIND):
                 if here:
                     words = pool[block, h, place]
                     if GROUPS:  # a lane for each
-                        for j in range(lane, scale.shape[3], LANES):
+                        for j in range(lane, groups, LANES):
                             begin = np.int64(j) * GROUP
                             count = min(np.int64(GROUP), dim - begin)
                             scale[block, h, place, j] = store_int4_group(

@@ -21,7 +21,7 @@ from numba.core import cgutils, config
 from numba.extending import register_jitable
 
 from numkv.rows.convert import bf16_to_float32, codec
-from numkv.rows.int4 import GROUP, int4_column
+from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 __all__ = [
     "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "column_of",
@@ -150,8 +150,8 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
     row = array[a, b, c]
     if KIND == "int4":
         for i in range(WIDTH // 2):
-            floats[at + i] = (int(row[d + i]) & 15) - 7.5
-            floats[at + WIDTH // 2 + i] = (int(row[d + i]) >> 4) - 7.5
+            floats[at + i] = int(row[d + i]) & 15
+            floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
         return
     for i in range(WIDTH):
         floats[at + i] = load(row[d + i])
@@ -160,7 +160,7 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
     """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
 
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the levels ``code - 7.5``: first all low nibbles'.
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'.
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
@@ -233,32 +233,28 @@ def _bf16_floats(b, pair):
 def _int8_floats(b, codes):
     """Four int8s, without the GPU's conversion, which is several times slower than arithmetic on some devices.
 
-    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to it.
+    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
     """
     bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
-    return _byte_floats(b, bytes_, 0x4B000000, 2.0**23 + 128)
+    return _byte_floats(b, bytes_, 2.0**23 + 128)
 
 
 def _int4_floats(b, codes, shift):
-    """The levels of four bytes' low or high nibbles: twice the code as a byte counts halves in the float 2**22."""
+    """The codes in four bytes' nibbles, from bit `shift` on."""
     i32 = ir.IntType(32)
-    moved = (
-        b.shl(codes, ir.Constant(i32, -shift))
-        if shift < 0
-        else b.lshr(codes, ir.Constant(i32, shift))
-    )
-    return _byte_floats(b, b.and_(moved, ir.Constant(i32, 0x1E1E1E1E)), 0x4A800000, 2.0**22 + 7.5)
+    nibbles = b.and_(b.lshr(codes, ir.Constant(i32, shift)), ir.Constant(i32, 0x0F0F0F0F))
+    return _byte_floats(b, nibbles, 2.0**23)
 
 
-def _byte_floats(b, bytes_, base, offset):
-    """Four bytes, each as the last one of the float with the bits `base`, less `offset`."""
+def _byte_floats(b, bytes_, offset):
+    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
     i32, single = ir.IntType(32), ir.FloatType()
     permute = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
     )
     for i in range(4):
         # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
-        bits = b.call(permute, [bytes_, ir.Constant(i32, base), ir.Constant(i32, 0x7440 + i)])
+        bits = b.call(permute, [bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i)])
         yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
 
 
@@ -299,18 +295,20 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     def read(array, scale, a, b, c, chunk, floats, at):
         if KIND == "int4":
             first = chunk * BYTES
-            factor = F(bf16_to_float32(scale[a, b, c, first // GROUP_BYTES]))
+            word = scale[a, b, c, first // GROUP_BYTES]
+            factor = F(bf16_to_float32(word))
+            lowest = F(lowest_level(word)) * factor
             if WIDE:
                 load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
                 for i in range(STEP):
-                    floats[at + i] *= factor
+                    floats[at + i] = floats[at + i] * factor + lowest  # exact
             else:
                 for i in range(BYTES):
                     low, high = F(0), F(0)
                     if first + i < array.shape[3]:
                         byte = np.int32(array[a, b, c, first + i])
-                        low = (F(byte & np.int32(15)) - F(7.5)) * factor
-                        high = (F(byte >> np.int32(4)) - F(7.5)) * factor
+                        low = F(byte & np.int32(15)) * factor + lowest
+                        high = F(byte >> np.int32(4)) * factor + lowest
                     floats[at + i], floats[at + BYTES + i] = low, high
         elif WIDE:
             load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
