@@ -79,7 +79,7 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
                     for i in range(AT_ONCE):
                         sums[i] = np.float32(0)
                     for chunk in range((dim + STEP - 1) // STEP):
-                        read(k, block, g, place, chunk, x, 0)
+                        read(k, k_scale, block, g, place, chunk, x, 0)
                         for i in range(AT_ONCE):
                             r = min(r0 + i, high * group - 1)
                             row = q[first_row + r // group, g * group + r % group]
@@ -140,7 +140,7 @@ def attention_weights(
         Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
     """
     num_seqs, num_kv_heads, columns = weights.shape
-    kernel = _attention_weights(q_kind, k_kind, aligned(k, WIDTH[k_kind]))
+    kernel = _attention_weights(q_kind, k_kind, aligned(k, k_kind, WIDTH[k_kind]))
     launch(
         kernel, num_seqs * num_kv_heads * ceil_div(columns, THREADS), THREADS, q, k, k_scale,
         block_table, seq_lens, q_starts, lse, float(sm_scale), float(logits_soft_cap), window_left,
