@@ -145,7 +145,10 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{sizes.num_layers} layers of {sizes.num_kv_heads} key/value heads of {dims}\n")
     print(table(header, rows))
     if any(choice.has_scales for choice in arguments.kind):
-        print("The scales of int8 are counted: 4 bytes for each key and each value of a head.")
+        print(
+            "The scales of int8 are counted, 4 bytes for each key and each value of a head, and those of "
+            "int4, 2 bytes for each 32 elements."
+        )
 
 
 def _sizes(arguments: argparse.Namespace) -> CacheSizes:
