@@ -76,11 +76,18 @@ def source_digest() -> str:
 
 
 class _KernelCache(FunctionCache):
-    """Numba's cache of compiled functions, stamped with `source_digest`; never a reason to fail."""
+    """Numba's cache of compiled functions, stamped with `source_digest`; never a reason to fail.
 
-    def __init__(self, py_func: Callable[..., Any]) -> None:
+    Numba's own key does not know of the options of a build, so one source built in two ways would get one entry.
+    """
+
+    def __init__(self, py_func: Callable[..., Any], *options: Any) -> None:
         super().__init__(py_func)
         self._cache_file._source_stamp = source_digest()
+        self._options = options
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return super()._index_key(sig, codegen), self._options
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -132,7 +139,8 @@ def build(
         py_func
     )
     try:
-        dispatcher._cache = _KernelCache(py_func)
+        flags = tuple(sorted(fastmath)) if isinstance(fastmath, set) else fastmath
+        dispatcher._cache = _KernelCache(py_func, parallel, flags)
     except RuntimeError as error:  # no folder to cache in
         _warn_no_cache(str(error))
     log.info("loading %s", label)
