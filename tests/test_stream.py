@@ -92,5 +92,8 @@ def test_the_command(tmp_path, capsys):
     assert "and after it: 10 tokens, the last 6 shifted" in output
     assert "[… 6 tokens dropped …]" in output
     assert "40 tokens" in output
+    least = ["--prompt", "d", "--context", "2", "--keep", "0", "--tokens", "1"]
+    assert main(["stream", "--model", str(tmp_path), *least]) == 0
+    assert "first shift" not in capsys.readouterr().out
     assert main(["stream", "--model", str(tmp_path), "--context", "8", "--keep", "8"]) == 2
     assert "--keep" in capsys.readouterr().err

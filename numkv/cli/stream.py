@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     with blas_threads_for(model.weights):
         with KernelProgress():
             session = batch.start()
-            session.forward([0, 0])
-            session.step(0)
+            session.forward([0])  # one token: more might not fit, and be the first shift
             session.rewind()
         screen = Screen(model.tokenizer, [Text("--prompt", arguments.prompt)])
         started = time.perf_counter()

@@ -80,6 +80,8 @@ class ShiftingCache:
     ----------
     shifts : list of Shift
         What was dropped so far.
+    tables : tuple of ndarray
+        Cosines and sines of the model's rotation, on the host.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class ShiftingCache:
         self.shifts: list[Shift] = []
         place = targets.get(choice.target)
         self._to_target, self._to_host = place.asarray, place.to_host
-        tables = (self._to_target(x) for x in rotary_tables(config, context))
-        self._cells = numkv.CausalCache(shift=numkv.rope_shift(*tables))
+        self.tables = rotary_tables(config, context)
+        self._cells = numkv.CausalCache(shift=numkv.rope_shift(*self.tables))
         kinds = {"k_kind": choice.k_kind, "v_kind": choice.v_kind}
         self._cells.init(choice.kind, 1, context, context, target=choice.target, **kinds)
         self._length = 0
@@ -189,7 +191,8 @@ class _Step:
                 * cache.on_host(weight)
                 for x, weight in ((q, q_norm_weight), (k, k_norm_weight))
             )
-        c, s = (cache.on_host(table)[self.positions, None] for table in (cos, sin))
+        # The cache's own tables are on the host.
+        c, s = (table[self.positions, None] for table in cache.tables)
         q, k = (
             np.concatenate(
                 [x[..., :half] * c - x[..., half:] * s, x[..., half:] * c + x[..., :half] * s], -1
