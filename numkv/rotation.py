@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.attention import FLOAT_DTYPES
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import UnsupportedDType
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
 from numkv.targets import Array, Target
 
 __all__ = ["Rotation"]
@@ -64,7 +63,7 @@ class Rotation:
         """1 or -1 for each element, float32, read-only, in host memory."""
         return _signs(self.head_dim, self.seed)
 
-    def forward(self, target: Target, rows: Any) -> Array:
+    def forward(self, target: Target, rows: Any, dtype: Any = None) -> Array:
         """Rotate rows.
 
         Parameters
@@ -73,11 +72,13 @@ class Rotation:
             Where they are.
         rows : array (num_tokens, num_heads, head_dim)
             Rows of any float kind, not changed. NaN and infinity spread over their block: look for them first.
+        dtype : numpy.dtype, optional
+            Float dtype of the result; float32, of float64 rows float64, if None.
 
         Returns
         -------
         array (num_tokens, num_heads, head_dim)
-            float32; float64 of float64 rows.
+            A new array of `dtype`.
 
         Raises
         ------
@@ -85,8 +86,9 @@ class Rotation:
             If `rows` is not such an array.
         """
         rows, kind = self._check(target, rows)
-        out = target.empty(tuple(rows.shape), kind.compute)
-        self._rotate(target, rows, kind, False, out, _float_kind(kind.compute))
+        out_kind = _float_kind(kind.compute if dtype is None else dtype)
+        out = target.empty(tuple(rows.shape), out_kind.dtype)
+        self._rotate(target, rows, kind, False, out, out_kind)
         return out
 
     def backward(self, target: Target, rows: Any, dtype: Any, out: Any = None) -> Array:
