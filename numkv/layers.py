@@ -160,7 +160,7 @@ class Layer:
         return self._device_table
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Append ready rows: no norm, no rotation.
+        """Append ready rows: no norm, no RoPE.
 
         Parameters
         ----------

@@ -3,7 +3,7 @@
 A quantised row is as coarse as its largest element demands. A random rotation spreads what one element holds over all
 of them, and nothing of attention changes where q and k are rotated alike, and what comes out over rotated v is turned
 back: q and k before the write and the read, v before the write, the output after the read. The cache is not touched
-once more.
+once more. Caches and layers with ``rotate=True`` do all of it (`numkv.pool.Pool`), with the seed 0 for K and V.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Rotation:
     Notes
     -----
     Ashkboos et al., "QuaRot" (arXiv:2404.00456), sections 3 and 4; in-block transforms of O(d log d).
+
+    An element of a rotated row may be as large as the row is long (the root of its sum of squares), so that fp16 can
+    overflow where that is above 65504, although no element was.
     """
 
     head_dim: int
