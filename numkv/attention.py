@@ -16,7 +16,7 @@ from numkv import targets
 from numkv.checks import Shape, check_array, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
-from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype, kinds
 from numkv.pool import Pool
 from numkv.targets import Array, Target
 
@@ -27,7 +27,6 @@ __all__ = [
     "prefill_attention",
 ]
 
-FLOAT_DTYPES = tuple(k.dtype for k in kinds() if not k.has_scales)
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -52,7 +51,7 @@ def attend(
     Parameters
     ----------
     pool : Pool
-        K and V.
+        K and V; where they are rotated, queries are rotated too and the output is turned back.
     block_table : int32 array (num_seqs, max_blocks)
         Blocks of each sequence, or with `by_slot` the slots of its tokens.
     q : array (num_tokens, num_q_heads, head_dim)
@@ -75,7 +74,8 @@ def attend(
     """
     target = pool.target
     num_tokens, num_q_heads, head_dim = q.shape
-    q_kind = kind_of_dtype(q.dtype)
+    out_dtype = q.dtype
+    q_kind = kind_of_dtype(out_dtype)
     assert q_kind is not None
     compute: np.dtype[Any] = _FLOAT32
     if _FLOAT64 in (q_kind.compute, pool.k_kind.compute, pool.v_kind.compute):
@@ -90,16 +90,25 @@ def attend(
         sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
     out_shape = (num_tokens, num_q_heads, pool.head_dim_v)
     if out is None:
-        out = target.empty(out_shape, q.dtype)
+        out = target.empty(out_shape, out_dtype)
     else:
-        out = check_array(target, "out", out, (q.dtype,), out_shape)
+        out = check_array(target, "out", out, (out_dtype,), out_shape)
         check_writable("out", out)
+    # Over rotated values the result is rotated too, and is not rounded before it has been turned back.
+    result = out
+    if pool.v_rotation is not None and out_dtype != compute:
+        result = target.empty(out_shape, compute)
+    if pool.k_rotation is not None:
+        q, q_kind = pool.k_rotation.forward(target, q, compute), kind_of_dtype(compute)
+        assert q_kind is not None
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
         pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
-        scale, float(logits_soft_cap), int(window_left), sinks, target.words(out), lse,
+        scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
     )  # fmt: skip
+    if pool.v_rotation is not None:
+        pool.v_rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
 
 

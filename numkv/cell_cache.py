@@ -49,7 +49,6 @@ __all__ = [
     "SlidingWindowCache",
     "check_position",
     "check_sequence",
-    "rows_of",
 ]
 
 _UNLIMITED = 2**31 - 1  # more positions than there are
@@ -116,6 +115,7 @@ class Setup(NamedTuple):
     capacity: int
     max_batch: int
     target: Target
+    rotate: bool
 
 
 class MultiSequenceCache(ABC):
@@ -171,6 +171,7 @@ class MultiSequenceCache(ABC):
         *,
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
+        rotate: bool = False,
     ) -> None:
         """Size the cache; once. Memory for K and V is taken layer by layer, at the first `put`.
 
@@ -188,6 +189,9 @@ class MultiSequenceCache(ABC):
             Where the buffers are and the kernels run.
         k_kind, v_kind : str or Kind, optional
             Storage kinds of K and of V where they shall differ from `kind`.
+        rotate : bool
+            Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. What `get` shows is turned
+            back.
 
         Raises
         ------
@@ -205,7 +209,7 @@ class MultiSequenceCache(ABC):
             check_size("capacity", capacity, 1),
             check_size("max_batch", max_batch),
         )
-        setup = Setup(*kinds, *sizes, targets.get(target))
+        setup = Setup(*kinds, *sizes, targets.get(target), bool(rotate))
         self._commit_init(self._plan_init(setup))
 
     def _check_new(self) -> None:
@@ -500,6 +504,12 @@ class CellCache(MultiSequenceCache):
         return self._cells.sequences
 
     @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        self._check_ready()
+        return self._rotate
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the K and V buffers of all layers so far, scales included."""
         return sum(pool.nbytes for pool in self._layers.values())
@@ -534,6 +544,8 @@ class CellCache(MultiSequenceCache):
         kinds = str(self._k_kind)
         if self._v_kind is not self._k_kind:
             kinds += f"/{self._v_kind}"
+        if self._rotate:
+            kinds += ", rotate=True"
         return (
             f"{name}({self._told_apart()}num_cells={self.num_cells}, num_free={self.num_free}, "
             f"sequences={len(self.sequences)}, layers={len(self._layers)}, kind={kinds}, "
@@ -567,6 +579,7 @@ class CellCache(MultiSequenceCache):
         -------
         jitclass
             See `numkv.structs.layer_struct`; on CUDA `numkv.structs.host_struct`. Its length is the number of cells.
+            With ``rotate=True`` it takes and gives rows as they are stored: rotated.
 
         Raises
         ------
@@ -607,7 +620,7 @@ class CellCache(MultiSequenceCache):
     def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
         setup, self._config, self._cells = plan
         self._k_kind, self._v_kind, self._target = setup.k_kind, setup.v_kind, setup.target
-        self._max_batch = setup.max_batch
+        self._max_batch, self._rotate = setup.max_batch, setup.rotate
         self._padding = max(1, self._config.padding)
         self._permuted_v = self._config.permuted_v
         self._mask_kind = kind(self._config.mask_dtype)
@@ -877,7 +890,8 @@ class CellCache(MultiSequenceCache):
             target, "v", v, source_dtypes(kinds[1]), ("num_tokens", heads, "head_dim_v")
         )
         shape_of = (1, heads, self._cells.num_cells)
-        return Pool.allocate(target, shape_of, int(k.shape[2]), int(v.shape[2]), *kinds)
+        dims = (int(k.shape[2]), int(v.shape[2]))
+        return Pool.allocate(target, shape_of, *dims, *kinds, self._rotate)
 
     def get(self, layer: int) -> tuple[Array, Array, Array]:
         """K, V and the mask of the cells that this batch may see.
@@ -890,8 +904,8 @@ class CellCache(MultiSequenceCache):
         Returns
         -------
         k : array (n, num_kv_heads, head_dim)
-            Keys of neighbouring cells, of other sequences too; for float kinds a view in the kind's dtype, for int8 a
-            float32 copy.
+            Keys of neighbouring cells, of other sequences too; for float kinds a view in the kind's dtype, for
+            quantised ones a float32 copy, and with ``rotate=True`` too (of fp64 float64).
         v : array (n, num_kv_heads, head_dim_v), with ``permuted_v`` (num_kv_heads, head_dim_v, n)
             Values, likewise.
         mask : array (num_tokens, n)
@@ -908,8 +922,8 @@ class CellCache(MultiSequenceCache):
         pool = self._layer(layer)
         part = slice(*self._range(now))
         target = self._target
-        k = target.token_major(rows_of(pool, "k", part))
-        v = rows_of(pool, "v", part)
+        k = target.token_major(pool.rows("k", 0, part))
+        v = pool.rows("v", 0, part)
         v = target.dim_major(v) if self._permuted_v else target.token_major(v)
         return k, v, self._mask(now)
 
@@ -990,15 +1004,6 @@ _HIDDEN: Mapping[str, tuple[np.dtype[Any], Any]] = {
     "fp16": (np.dtype(np.uint16), np.float16(-np.inf).view(np.uint16)),
     "bf16": (np.dtype(np.uint16), ml_dtypes.bfloat16(-np.inf).view(np.uint16)),
 }
-
-
-def rows_of(pool: Pool, which: str, part: slice) -> Array:
-    """Rows of a pool of one block as a user sees them, ``(num_kv_heads, n, dim)``; quantised ones as float32."""
-    stored = pool.values(which)[0, :, part]
-    scale, kind = (pool.k_scale, pool.k_kind) if which == "k" else (pool.v_scale, pool.v_kind)
-    if kind.has_scales:
-        stored = pool.target.dequantise(kind, stored, scale[0, :, part])
-    return stored
 
 
 class CausalCache(CellCache):

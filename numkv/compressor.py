@@ -15,12 +15,11 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.attention import FLOAT_DTYPES
 from numkv.checks import Shape, check_array, check_size
 from numkv.codebook import MAX_BITS, edges_between, levels_for, mean_magnitude
 from numkv.errors import DimensionMismatch, NonFiniteInput
 from numkv.haar import haar, stream
-from numkv.kinds import kind_of_dtype
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
 from numkv.rows.codes import packed_bytes
 from numkv.targets import Array, Target
 

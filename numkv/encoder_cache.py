@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention import FLOAT_DTYPES, attend, check_queries
-from numkv.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence, rows_of
+from numkv.attention import attend, check_queries
+from numkv.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence
 from numkv.cells import Rows
 from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind
+from numkv.kinds import FLOAT_DTYPES, Kind
 from numkv.pool import Pool
 from numkv.targets import Array, Target
 
@@ -30,6 +30,7 @@ class _Ready(NamedTuple):
     v_kind: Kind
     target: Target
     permuted_v: bool
+    rotate: bool
 
 
 class EncoderCache(MultiSequenceCache):
@@ -63,6 +64,12 @@ class EncoderCache(MultiSequenceCache):
         return self._cached
 
     @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        self._check_ready()
+        return self._ready.rotate
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the K and V buffers, scales included."""
         return sum(pool.nbytes for pool in self._layers.values())
@@ -74,6 +81,8 @@ class EncoderCache(MultiSequenceCache):
         kinds = str(ready.k_kind)
         if ready.v_kind is not ready.k_kind:
             kinds += f"/{ready.v_kind}"
+        if ready.rotate:
+            kinds += ", rotate=True"
         return (
             f"EncoderCache(encoder_cached={self._cached}, layers={len(self._layers)}, kind={kinds}, "
             f"target={ready.target.name}, nbytes={self.nbytes})"
@@ -90,8 +99,9 @@ class EncoderCache(MultiSequenceCache):
         if config is not None and config.padding > 1:
             raise NumkvError(f"`padding`: expected 1 for an EncoderCache, got {config.padding}")
         return _Ready(
-            setup.k_kind, setup.v_kind, setup.target, config is not None and config.permuted_v
-        )
+            setup.k_kind, setup.v_kind, setup.target, config is not None and config.permuted_v,
+            setup.rotate,
+        )  # fmt: skip
 
     def _commit_init(self, plan: _Ready) -> None:
         self._ready = plan
@@ -207,7 +217,7 @@ class EncoderCache(MultiSequenceCache):
         )
         if pool is None or not fits:
             made = Pool.allocate(
-                ready.target, (1, heads, rows), dim, dim_v, ready.k_kind, ready.v_kind
+                ready.target, (1, heads, rows), dim, dim_v, ready.k_kind, ready.v_kind, ready.rotate
             )
         else:
             made = pool
@@ -237,8 +247,8 @@ class EncoderCache(MultiSequenceCache):
         Returns
         -------
         k : array (num_rows, num_kv_heads, head_dim) or None
-            For float kinds a view in the kind's dtype, for int8 a float32 copy; None if the layer was never put. Rows
-            stay after `remove`: ask `encoder_cached`.
+            For float kinds a view in the kind's dtype, for quantised ones a float32 copy, and with ``rotate=True`` too
+            (of fp64 float64); None if the layer was never put. Rows stay after `remove`: ask `encoder_cached`.
         v : array (num_rows, num_kv_heads, head_dim_v) or None
             Likewise; with ``permuted_v`` ``(num_kv_heads, head_dim_v, num_rows)``.
         mask : None
@@ -254,8 +264,8 @@ class EncoderCache(MultiSequenceCache):
         if pool is None:
             return None, None, None
         target, everything = self._ready.target, slice(None)
-        k = target.token_major(rows_of(pool, "k", everything))
-        v = rows_of(pool, "v", everything)
+        k = target.token_major(pool.rows("k", 0, everything))
+        v = pool.rows("v", 0, everything)
         v = target.dim_major(v) if self._ready.permuted_v else target.token_major(v)
         return k, v, None
 

@@ -1,8 +1,9 @@
 """Sequences in files: safetensors with a versioned header that says what a cache must be like to take them.
 
 One file holds any number of `SwappedSequence`. Tensor names are ``<sequence>.<what>``; 16-bit floats are stored as
-uint16 words, and the metadata entry ``numkv`` is JSON with the format's version, the geometry (sizes, kinds, windows)
-and what is not a tensor. A cache refuses a sequence of another geometry and says why (`PagedKVCache.swap_in`).
+uint16 words, and the metadata entry ``numkv`` is JSON with the format's version, the geometry (sizes, kinds, windows,
+the seed of the rotation or null) and what is not a tensor. A cache refuses a sequence of another geometry and says why
+(`PagedKVCache.swap_in`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from numkv.paged_cache import SwappedSequence
 
 __all__ = ["FORMAT_VERSION", "load_sequences", "save_sequences"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Version 1 had no rotation.
+_READABLE = (1, FORMAT_VERSION)
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 
@@ -86,9 +89,9 @@ def load_sequences(path: str | os.PathLike[str]) -> list[SwappedSequence]:
         with safe_open(path, framework="numpy") as file:
             header = json.loads((file.metadata() or {}).get("numkv", "{}"))
             version = header.get("version")
-            if version != FORMAT_VERSION:
+            if version not in _READABLE:
                 raise NotSupported(
-                    f"`path`: expected a file of numkv's format {FORMAT_VERSION}, got "
+                    f"`path`: expected a file of numkv's format {' or '.join(map(str, _READABLE))}, got "
                     f"{'format ' + str(version) if version else 'another one'} in {os.fspath(path)}"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -96,8 +99,8 @@ def load_sequences(path: str | os.PathLike[str]) -> list[SwappedSequence]:
         raise NotSupported(
             f"`path`: expected a safetensors file, got {os.fspath(path)} ({error})"
         ) from error
-    sizes, k_kind, v_kind, windows = header["geometry"]
-    geometry = (tuple(sizes), k_kind, v_kind, tuple(windows))
+    sizes, k_kind, v_kind, windows, *rotation = header["geometry"]
+    geometry = (tuple(sizes), k_kind, v_kind, tuple(windows), rotation[0] if rotation else None)
     return [_sequence(i, one, geometry, tensors) for i, one in enumerate(header["sequences"])]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from numkv.errors import DimensionMismatch, UnsupportedDType
 
-__all__ = ["Kind", "kind", "kind_of_dtype", "kinds"]
+__all__ = ["FLOAT_DTYPES", "Kind", "kind", "kind_of_dtype", "kinds"]
 
 _FLOAT32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
@@ -183,6 +183,9 @@ _ALIASES = {
     "i4": "int4", "q4": "int4",
 }  # fmt: skip
 _BY_DTYPE = {k.dtype: k for k in _KINDS.values() if not k.has_scales}
+
+#: Dtypes of the float kinds, the widest first.
+FLOAT_DTYPES = tuple(_BY_DTYPE)
 
 
 def kinds() -> tuple[Kind, ...]:

@@ -48,6 +48,9 @@ class KVCache:
         Elements of a V row.
     k_kind, v_kind : str or Kind, optional
         Storage kinds of K and of V where they shall differ from `kind`.
+    rotate : bool
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. Rows that are read are turned
+        back, codes and scales are those of rotated rows.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class KVCache:
         head_dim_v: int | None = None,
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
+        rotate: bool = False,
     ) -> None:
         self._target = targets.get(target)
         self._k_kind, self._v_kind = kinds_of(kind, k_kind, v_kind)
@@ -78,6 +82,7 @@ class KVCache:
         self._heads = check_size("num_kv_heads", num_kv_heads, 1)
         self._k_dim = check_size("head_dim", head_dim, 1)
         self._v_dim = self._k_dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
+        self._rotate = bool(rotate)
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         self._rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
@@ -88,7 +93,7 @@ class KVCache:
         """Buffers for `capacity` tokens: a block for each layer."""
         shape = (len(self._rows), self._heads, capacity)
         kinds = (self._k_kind, self._v_kind)
-        return Pool.allocate(self._target, shape, self._k_dim, self._v_dim, *kinds)
+        return Pool.allocate(self._target, shape, self._k_dim, self._v_dim, *kinds, self._rotate)
 
     def _move(self, capacity: int) -> None:
         """Move what is stored into buffers for `capacity` tokens."""
@@ -142,6 +147,11 @@ class KVCache:
         return self._v_kind
 
     @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._rotate
+
+    @property
     def target(self) -> str:
         """Name of the target."""
         return self._target.name
@@ -173,6 +183,8 @@ class KVCache:
         kinds = str(self._k_kind)
         if self._v_kind is not self._k_kind:
             kinds += f"/{self._v_kind}"
+        if self._rotate:
+            kinds += ", rotate=True"
         return (
             f"KVCache(len={len(self)}, num_layers={self.num_layers}, num_kv_heads={self._heads}, "
             f"head_dim={self._k_dim}, head_dim_v={self._v_dim}, kind={kinds}, "
@@ -181,7 +193,10 @@ class KVCache:
 
     @property
     def jit(self) -> Any:
-        """The jitclass instance over this cache's memory; ask again after a growth. See `numkv.structs`."""
+        """The jitclass instance over this cache's memory; ask again after a growth. See `numkv.structs`.
+
+        With ``rotate=True`` it takes and gives rows as they are stored: rotated.
+        """
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.cache_struct(self._k_kind.name, self._v_kind.name)
@@ -366,7 +381,8 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy,
+            and with ``rotate=True`` too (of fp64 float64).
 
         Raises
         ------
@@ -376,7 +392,7 @@ class KVCache:
         return self._read("k", layer)
 
     def k_codes(self, layer: int) -> Array:
-        """Codes of a layer's keys, as stored; see `k_scales`.
+        """Codes of a layer's keys, as stored (with ``rotate=True`` of rotated rows); see `k_scales`.
 
         Parameters
         ----------
@@ -434,7 +450,8 @@ class KVCache:
         Returns
         -------
         array (tokens, num_kv_heads, head_dim_v)
-            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
+            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy,
+            and with ``rotate=True`` too (of fp64 float64).
 
         Raises
         ------
@@ -444,7 +461,7 @@ class KVCache:
         return self._read("v", layer)
 
     def v_codes(self, layer: int) -> Array:
-        """Codes of a layer's values, as stored; see `v_scales`.
+        """Codes of a layer's values, as stored (with ``rotate=True`` of rotated rows); see `v_scales`.
 
         Parameters
         ----------
@@ -507,14 +524,8 @@ class KVCache:
 
     def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, self.num_layers)
-        rows = int(self._rows[layer])
-        stored = self._pool.values(which)[layer, :, :rows]
-        scale, kind = self._pool.k_scale, self._k_kind
-        if which == "v":
-            scale, kind = self._pool.v_scale, self._v_kind
-        if kind.has_scales:
-            stored = self._target.dequantise(kind, stored, scale[layer, :, :rows])
-        return self._target.token_major(stored)
+        rows = self._pool.rows(which, layer, slice(0, int(self._rows[layer])))
+        return self._target.token_major(rows)
 
     def copy(self) -> Self:
         """A deep copy that shares no memory.

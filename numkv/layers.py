@@ -47,6 +47,11 @@ class Layer:
         return self._pool.v_kind
 
     @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pool.rotate
+
+    @property
     def target(self) -> str:
         """Name of the target."""
         return self._target.name
@@ -83,7 +88,8 @@ class Layer:
         """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
         A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
-        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``.
+        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``. With ``rotate=True`` rows are as stored: rotated;
+        `numkv.rotation.Rotation` turns them back.
         """
         return self._pool.values("k")
 
@@ -118,7 +124,10 @@ class Layer:
 
     @property
     def jit(self) -> Any:
-        """The jitclass instance over this layer's memory, for your own ``@njit`` functions; see `numkv.structs`."""
+        """The jitclass instance over this layer's memory, for your own ``@njit`` functions; see `numkv.structs`.
+
+        With ``rotate=True`` it takes and gives rows as they are stored: rotated.
+        """
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
@@ -151,7 +160,7 @@ class Layer:
         return self._device_table
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Append ready rows: no norm, no rotation.
+        """Append ready rows: no norm, no RoPE.
 
         Parameters
         ----------
@@ -231,7 +240,7 @@ class Layer:
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
-        pool, target = self._pool, self._target
+        pool = self._pool
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
@@ -241,12 +250,7 @@ class Layer:
         if check_finite:
             p.check_finite(pool)
         self._take_room(start + p.num_tokens)
-        target.ops.write_rows(
-            target.words(p.qkv), p.kind.name, p.cos, p.sin, p.mode.normalises, p.rotates,
-            p.mode.interleaved, p.q_weight, p.k_weight, p.eps, first, target.words(p.q_out),
-            pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
-            self._block_table()[0], start,
-        )  # fmt: skip
+        p.write(pool, self._block_table()[0], start, first)
         self._context_lens[0] = start + p.num_tokens
         return p.q_out
 
@@ -421,6 +425,9 @@ class ContiguousLayer(Layer):
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
         Storage kinds of K and of V where they shall differ from `kind`.
+    rotate : bool
+        Whether rows are rotated before they are stored, so that large elements do less harm to a quantised row: random
+        signs, then a Hadamard transform, undone in all that is read. See `numkv.rotation`.
 
     Examples
     --------
@@ -442,6 +449,7 @@ class ContiguousLayer(Layer):
         target: str = "cpu",
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
+        rotate: bool = False,
     ) -> None:
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
@@ -453,7 +461,7 @@ class ContiguousLayer(Layer):
                 f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
                 actual=size,
             )
-        pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v)
+        pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v, rotate)
         super().__init__(pool, np.zeros(1, np.int32), size)
 
     @property
@@ -480,7 +488,8 @@ class ContiguousLayer(Layer):
         return (
             f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
             f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}, target={self.target})"
+            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
+            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
         )
 
 

@@ -36,6 +36,8 @@ class PagedPool:
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
         Storage kinds of K and of V where they shall differ from `kind`.
+    rotate : bool
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
 
     Attributes
     ----------
@@ -61,6 +63,7 @@ class PagedPool:
         target: str = "cpu",
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
+        rotate: bool = False,
     ) -> None:
         shape = (
             check_size("num_blocks", num_blocks),
@@ -69,7 +72,7 @@ class PagedPool:
         )
         dim = check_size("head_dim", head_dim, 1)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
-        self._pool = Pool.allocate(targets.get(target), shape, dim, dim, of_k, of_v)
+        self._pool = Pool.allocate(targets.get(target), shape, dim, dim, of_k, of_v, rotate)
         self.blocks = BlockPool(shape[0], shape[2])
 
     @property
@@ -113,6 +116,11 @@ class PagedPool:
         return self._pool.v_kind
 
     @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pool.rotate
+
+    @property
     def target(self) -> str:
         """Name of the target."""
         return self._pool.target.name
@@ -135,7 +143,8 @@ class PagedPool:
             f"PagedPool(num_blocks={self.num_blocks}, free={self.num_free}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}, target={self.target})"
+            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
+            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
         )
 
 
@@ -157,15 +166,17 @@ class PagedLayer(Layer):
     target : {"cpu", "cuda"}, optional
         Where the buffers are; ``"cpu"``, or where the pool is.
     pool : PagedPool, optional
-        Where blocks come from; fixes kind, target and shapes. Without it the layer owns one of `max_blocks_per_seq`
-        blocks.
+        Where blocks come from; fixes kind, target, shapes and `rotate`. Without it the layer owns one of
+        `max_blocks_per_seq` blocks.
     k_kind, v_kind : str or Kind, optional
         Storage kinds of K and of V where they shall differ from `kind`.
+    rotate : bool, optional
+        Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
 
     Raises
     ------
     DimensionMismatch
-        If a size or kind is not the pool's.
+        If a size or kind or `rotate` is not the pool's.
 
     Examples
     --------
@@ -189,15 +200,19 @@ class PagedLayer(Layer):
         pool: PagedPool | None = None,
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
+        rotate: bool | None = None,
     ) -> None:
         blocks = check_size("max_blocks_per_seq", max_blocks_per_seq)
         if pool is None:
             pool = PagedPool(
                 blocks, block_size, num_kv_heads, head_dim, kind="fp16" if kind is None else kind,
                 target="cpu" if target is None else target, k_kind=k_kind, v_kind=v_kind,
+                rotate=bool(rotate),
             )  # fmt: skip
         else:
-            _check_same(pool, block_size, num_kv_heads, head_dim, kind, target, k_kind, v_kind)
+            _check_same(
+                pool, block_size, num_kv_heads, head_dim, kind, target, k_kind, v_kind, rotate
+            )
         self.pool = pool
         table = np.full(blocks, -1, np.int32)
         super().__init__(pool.pool, table, blocks * pool.block_size)
@@ -278,13 +293,15 @@ class PagedLayer(Layer):
             f"PagedLayer(seq_len={self.seq_len}, capacity={self.capacity}, blocks={self._owned}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}, target={self.target})"
+            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
+            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
         )
 
 
 def _check_same(
     pool: PagedPool, block_size: int, num_kv_heads: int, head_dim: int, both: str | Kind | None,
     target: str | None, k_kind: str | Kind | None, v_kind: str | Kind | None,
+    rotate: bool | None,
 ) -> None:  # fmt: skip
     """Refuse arguments that say something else than the pool."""
     given: dict[str, tuple[Any, Any]] = {
@@ -294,6 +311,8 @@ def _check_same(
     }
     if target is not None:
         given["target"] = (target, pool.target)
+    if rotate is not None:
+        given["rotate"] = (bool(rotate), pool.rotate)
     for name, of_arg, of_pool in (("k_kind", k_kind, pool.kind), ("v_kind", v_kind, pool.v_kind)):
         asked = both if of_arg is None else of_arg
         if asked is not None:

@@ -95,7 +95,7 @@ class SwappedSequence:
     extra : mapping or None
         What else the content depends on.
     geometry : tuple
-        What a cache must be like to take it.
+        What a cache must be like to take it: sizes, kinds, windows, and the seed of its rotation or None.
     logical : list of int64 array
         Which blocks of each group's table are there.
     buffers : list of tuple of array
@@ -237,13 +237,7 @@ class Step:
             )
         if check_finite:
             p.check_finite(pool)
-        words = pool.target.words
-        pool.target.ops.scatter_write(
-            words(p.qkv), p.kind.name, p.cos, p.sin, p.mode.normalises, p.rotates,
-            p.mode.interleaved, p.q_weight, p.k_weight, p.eps, self._positions, words(p.q_out),
-            pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale,
-            self._slots[group],
-        )  # fmt: skip
+        p.scatter(pool, self._slots[group], self._positions)
         return p.q_out
 
     def attention(
@@ -319,6 +313,8 @@ class PagedKVCache:
         Storage kinds of K and of V where they shall differ from `kind`.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that it sees, -1 for all.
+    rotate : bool
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
 
     Attributes
     ----------
@@ -352,6 +348,7 @@ class PagedKVCache:
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         windows: Sequence[int] | None = None,
+        rotate: bool = False,
     ) -> None:
         layers = check_size("num_layers", num_layers, 1)
         given = [-1] * layers if windows is None else windows
@@ -388,7 +385,8 @@ class PagedKVCache:
             for slot, layer in enumerate(members)
         }
         self._pools = [
-            Pool.allocate(self._target, shape, dim, dim_v, of_k, of_v) for _ in range(per_block)
+            Pool.allocate(self._target, shape, dim, dim_v, of_k, of_v, rotate)
+            for _ in range(per_block)
         ]
         self.blocks = BlockPool(shape[0], shape[2])
         self._sequences: dict[int, _Sequence] = {}
@@ -425,6 +423,11 @@ class PagedKVCache:
     def num_free(self) -> int:
         """Blocks that can be handed out, cached prefixes included."""
         return self.blocks.num_free
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pools[0].rotate
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -485,6 +488,7 @@ class PagedKVCache:
     def __repr__(self) -> str:
         pool = self._pools[0]
         kinds = str(pool.k_kind) + ("" if pool.k_kind is pool.v_kind else f"/{pool.v_kind}")
+        kinds += ", rotate=True" if pool.rotate else ""
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "
@@ -963,7 +967,8 @@ class PagedKVCache:
     def _geometry(self) -> tuple[Any, ...]:
         pool = self._pools[0]
         sizes = (int(pool.k.shape[1]), self.block_size, pool.head_dim, pool.head_dim_v)
-        return (sizes, pool.k_kind.name, pool.v_kind.name, tuple(self._windows))
+        seed = None if pool.k_rotation is None else pool.k_rotation.seed
+        return (sizes, pool.k_kind.name, pool.v_kind.name, tuple(self._windows), seed)
 
     def swap_out(self, seq: int) -> SwappedSequence:
         """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
@@ -1008,10 +1013,18 @@ class PagedKVCache:
         Raises
         ------
         DimensionMismatch
-            If it comes from a cache of another geometry.
+            If it comes from a cache of another geometry, kind or rotation.
         CacheFull
             If there are not enough blocks; nothing is taken.
         """
+        (*rest, theirs), (*own, ours) = swapped.geometry, self._geometry
+        if rest == own and theirs != ours:
+            raise DimensionMismatch(
+                f"`swapped`: expected a sequence of {_told(ours)} rows, got one of {_told(theirs)} rows; "
+                f"bring it into a cache with rotate={theirs is not None}",
+                expected=self._geometry,
+                actual=swapped.geometry,
+            )
         if swapped.geometry != self._geometry:
             raise DimensionMismatch(
                 f"`swapped`: expected a sequence of geometry {self._geometry}, got {swapped.geometry}",
@@ -1092,3 +1105,8 @@ def _ids(tokens: Any, num_tokens: int) -> NDArray[np.int32]:
             actual=ids.shape,
         )
     return ids
+
+
+def _told(seed: int | None) -> str:
+    """How rows are rotated, in words."""
+    return "unrotated" if seed is None else f"rotated (seed {seed})"

@@ -186,11 +186,7 @@ def paged_write(
         positions = slots  # looked at by no one
     if check_finite:
         p.check_finite(pool)
-    target.ops.scatter_write(
-        target.words(p.qkv), p.kind.name, p.cos, p.sin, p.mode.normalises, p.rotates,
-        p.mode.interleaved, p.q_weight, p.k_weight, p.eps, positions, target.words(p.q_out),
-        pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name, pool.v_scale, slots,
-    )  # fmt: skip
+    p.scatter(pool, slots, positions)
     return p.q_out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -13,6 +13,7 @@ from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput
 from numkv.kinds import Kind, kind_of_dtype
 from numkv.kinds import kind as named
+from numkv.rotation import Rotation
 from numkv.targets import Array, Target
 
 __all__ = ["Pool", "source_dtypes"]
@@ -34,6 +35,9 @@ class Pool:
         Their kinds.
     k_scale, v_scale : array
         Scales of quantised kinds, in words: see `Kind.scale_shape`.
+    k_rotation, v_rotation : Rotation or None
+        How stored rows of K and of V are rotated, both or neither. Buffers and scales are those of rotated rows; rows
+        that go in are rotated here, and what comes out as values is turned back.
     """
 
     target: Target
@@ -43,6 +47,8 @@ class Pool:
     v_kind: Kind
     k_scale: Array
     v_scale: Array
+    k_rotation: Rotation | None = None
+    v_rotation: Rotation | None = None
 
     @classmethod
     def allocate(
@@ -53,6 +59,7 @@ class Pool:
         head_dim_v: int,
         k_kind: Kind,
         v_kind: Kind,
+        rotate: bool = False,
     ) -> Self:
         """Make buffers of zeros.
 
@@ -66,6 +73,8 @@ class Pool:
             Elements of a K row and of a V row.
         k_kind, v_kind : Kind
             Their kinds.
+        rotate : bool
+            Whether rows are rotated before they are stored.
 
         Returns
         -------
@@ -85,6 +94,8 @@ class Pool:
             v_kind,
             target.zeros(k_kind.scale_shape(shape, head_dim), k_kind.scale_word),
             target.zeros(v_kind.scale_shape(shape, head_dim_v), v_kind.scale_word),
+            Rotation(head_dim) if rotate else None,
+            Rotation(head_dim_v) if rotate else None,
         )
 
     @property
@@ -96,6 +107,11 @@ class Pool:
     def head_dim_v(self) -> int:
         """Elements of a V row."""
         return int(self.v.shape[3]) * self.v_kind.elements_per_word
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self.k_rotation is not None
 
     @property
     def nbytes(self) -> int:
@@ -136,21 +152,50 @@ class Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
         shape = (num_blocks, int(self.k.shape[1]), int(self.k.shape[2]))
         kinds = (self.k_kind, self.v_kind)
-        return Pool.allocate(self.target, shape, self.head_dim, self.head_dim_v, *kinds)
+        return Pool.allocate(
+            self.target, shape, self.head_dim, self.head_dim_v, *kinds, self.rotate
+        )
 
     def from_host(self, buffers: tuple[np.ndarray[Any, Any], ...]) -> Pool:
         """A pool of this one's kinds on the target, with the content of `to_host`."""
         k, v, k_scale, v_scale = (self.target.asarray(x) for x in buffers)
-        return Pool(self.target, k, v, self.k_kind, self.v_kind, k_scale, v_scale)
+        return replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
         """All buffers in host memory."""
         return tuple(self.target.to_host(x) for x in self._buffers())
 
     def values(self, which: str) -> Array:
-        """The K or V buffer as a user sees it: float kinds in their dtype, quantised kinds as codes."""
+        """The K or V buffer as it is stored: float kinds in their dtype, quantised kinds as codes."""
         words, kind = (self.k, self.k_kind) if which == "k" else (self.v, self.v_kind)
         return words if kind.has_scales else self.target.typed(words, kind.dtype)
+
+    def rows(self, which: str, block: int, part: slice) -> Array:
+        """Rows of a block as a user sees them.
+
+        Parameters
+        ----------
+        which : {"k", "v"}
+            K or V.
+        block : int
+            Which block.
+        part : slice
+            Which of its tokens.
+
+        Returns
+        -------
+        array (num_kv_heads, n, dim)
+            A view in the kind's dtype; where rows are quantised or rotated a copy in float32 (of fp64 in float64).
+        """
+        scale, kind, rotation = self.k_scale, self.k_kind, self.k_rotation
+        if which == "v":
+            scale, kind, rotation = self.v_scale, self.v_kind, self.v_rotation
+        found = self.values(which)[block, :, part]
+        if kind.has_scales:
+            found = self.target.dequantise(kind, found, scale[block, :, part])
+        if rotation is not None:
+            found = rotation.backward(self.target, found, kind.compute)
+        return found
 
     def scales(self, which: str) -> Array:
         """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
@@ -181,6 +226,7 @@ class Pool:
     def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
         """Write checked rows of one sequence, by its block table."""
         ops, words = self.target.ops, self.target.words
+        k, v = self.stored_k(k), self.stored_v(v)
         ops.append_rows(
             words(k), _source(k), self.k, self.k_kind.name, self.k_scale, block_table, start
         )
@@ -191,8 +237,59 @@ class Pool:
     def scatter(self, k: Array, v: Array, slot_mapping: Array) -> None:
         """Write checked rows into slots."""
         ops, words = self.target.ops, self.target.words
-        ops.scatter_rows(words(k), _source(k), self.k, self.k_kind.name, self.k_scale, slot_mapping)
+        self.scatter_k(k, slot_mapping)
+        v = self.stored_v(v)
         ops.scatter_rows(words(v), _source(v), self.v, self.v_kind.name, self.v_scale, slot_mapping)
+
+    def scatter_k(self, k: Array, slot_mapping: Array) -> None:
+        """Write checked keys into slots."""
+        ops, words = self.target.ops, self.target.words
+        k = self.stored_k(k)
+        ops.scatter_rows(words(k), _source(k), self.k, self.k_kind.name, self.k_scale, slot_mapping)
+
+    def gather_k(self, slots: Array) -> Array:
+        """Copies of the keys of tokens as a user sees them.
+
+        Parameters
+        ----------
+        slots : int64 array (n,)
+            Where they are, on the target.
+
+        Returns
+        -------
+        array (n, num_kv_heads, head_dim)
+            In the kind's dtype; where keys are quantised or rotated in float32 (of fp64 in float64).
+        """
+        target, kind, n = self.target, self.k_kind, int(slots.shape[0])
+        heads, words = int(self.k.shape[1]), int(self.k.shape[3])
+        numbers = target.index(np.arange(n), np.int64)
+        # Every token is a block of its own.
+        copied = target.empty((n, heads, 1, words), kind.word)
+        target.ops.copy_tokens(self.k, slots, copied, numbers)
+        copied = copied.reshape((n, heads, words))
+        if kind.has_scales:
+            shape = kind.scale_shape((n, heads, 1), self.head_dim)
+            scale = target.empty(shape, kind.scale_word)
+            target.ops.copy_tokens(self.k_scale, slots, scale, numbers)
+            scale = scale.reshape(kind.scale_shape((n, heads), self.head_dim))
+            keys = target.dequantise(kind, copied, scale)
+        else:
+            keys = target.typed(copied, kind.dtype)
+        if self.k_rotation is not None:
+            keys = self.k_rotation.backward(target, keys, kind.compute)
+        return keys
+
+    def stored_k(self, k: Array) -> Array:
+        """Rows of K as they are stored, but for their kind: rotated, or as they are."""
+        if self.k_rotation is None:
+            return k
+        return self.k_rotation.forward(self.target, k, self.k_kind.compute)
+
+    def stored_v(self, v: Array) -> Array:
+        """Rows of V, like `stored_k`."""
+        if self.v_rotation is None:
+            return v
+        return self.v_rotation.forward(self.target, v, self.v_kind.compute)
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool) -> tuple[Array, Array]:
         """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V."""

@@ -1,4 +1,4 @@
-"""`Projection`: the checked arguments of a fused write (split, q/k norm, RoPE, write), for layers and pools."""
+"""`Projection`: the checked arguments of a fused write (split, q/k norm, RoPE, write), and that write, to any pool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.attention import FLOAT_DTYPES
+from numkv.attention import one_block_each
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import DimensionMismatch
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
 from numkv.pool import Pool
 from numkv.targets import Array, Target
 
@@ -151,6 +151,71 @@ class Projection:
         """Refuse NaN and infinity where the pool is quantised."""
         if pool.k_kind.has_scales or pool.v_kind.has_scales:
             pool.check_finite(qkv=self.qkv)
+
+    def write(self, pool: Pool, block_table: Array, start: int, first: int) -> None:
+        """Write one sequence's new tokens, and q to `q_out`.
+
+        Parameters
+        ----------
+        pool : Pool
+            What the arguments were checked for.
+        block_table : int32 array (max_blocks,)
+            The sequence's blocks.
+        start : int
+            Position of the first new token.
+        first : int
+            Row of `cos` and `sin` for it.
+        """
+        ops = pool.target.ops
+        if not pool.rotate:
+            self._run(ops.write_rows, first, pool, block_table, start)
+        elif self.num_tokens:
+            aside = self._aside(pool)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
+            pool.append(*_rows_of(aside), block_table, start)
+
+    def scatter(self, pool: Pool, slot_mapping: Array, positions: Array) -> None:
+        """Write the new tokens of many sequences, and q to `q_out`.
+
+        Parameters
+        ----------
+        pool : Pool
+            What the arguments were checked for.
+        slot_mapping : int64 array (num_tokens,)
+            Where each token goes; -1 leaves its K and V out.
+        positions : int64 array (num_tokens,)
+            Row of `cos` and `sin` for each.
+        """
+        ops, target = pool.target.ops, pool.target
+        if not pool.rotate:
+            self._run(ops.scatter_write, positions, pool, slot_mapping)
+        elif self.num_tokens:
+            aside = self._aside(pool)
+            slots = target.index(np.arange(self.num_tokens), np.int64)
+            self._run(ops.scatter_write, positions, aside, slots)
+            pool.scatter(*_rows_of(aside), slot_mapping)
+
+    def _run(self, write: Any, angles: Any, pool: Pool, *places: Any) -> None:
+        words = pool.target.words
+        write(
+            words(self.qkv), self.kind.name, self.cos, self.sin, self.mode.normalises, self.rotates,
+            self.mode.interleaved, self.q_weight, self.k_weight, self.eps, angles,
+            words(self.q_out), pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name,
+            pool.v_scale, *places,
+        )  # fmt: skip
+
+    def _aside(self, pool: Pool) -> Pool:
+        """One block for the new tokens, in which nothing is rounded before it is rotated."""
+        kind = kind_of_dtype(self.q_weight.dtype)
+        assert kind is not None
+        shape = (1, int(pool.k.shape[1]), self.num_tokens)
+        return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, kind, kind)
+
+
+def _rows_of(block: Pool) -> tuple[Array, Array]:
+    """K and V of a pool of one block, by token."""
+    k, v = (block.target.token_major(block.rows(which, 0, slice(None))) for which in "kv")
+    return k, v
 
 
 def _check_tables(

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.attention import FLOAT_DTYPES
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import kind_of_dtype
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
 from numkv.pool import Pool, source_dtypes
 from numkv.targets import Array, Target
 
@@ -29,6 +28,9 @@ __all__ = ["RopeShift", "Shift", "plan_shift", "rope_shift"]
 Shift = Callable[[int, Any, Any], Any]
 
 _TABLES = (np.dtype(np.float32), np.dtype(np.float64))
+
+# Keys of rotated caches that are turned at once.
+_AT_ONCE = 1024
 
 
 def rope_shift(cos: Any, sin: Any, interleaved: bool = False) -> RopeShift:
@@ -62,7 +64,7 @@ class RopeShift:
     """Turns keys to other positions; made by `rope_shift`.
 
     Caches recognise it and turn their keys in place, of every kind; quantised ones are turned in float32 and quantised
-    once.
+    once. Where a cache rotates what it stores (``rotate=True``), keys are brought back from that first.
 
     Parameters
     ----------
@@ -161,6 +163,8 @@ class RopeShift:
             How many positions further they are to stand.
         """
         self._check(offset, pool.head_dim)
+        if pool.rotate:
+            return functools.partial(self._turn_rotated, pool, slots, offset)
         return functools.partial(
             self._turn, pool.target, pool.k, pool.k_kind.name, pool.k_scale, slots, offset
         )
@@ -186,6 +190,20 @@ class RopeShift:
             self._on_target[target.name] = tuple(target.asarray(x) for x in self._tables)
         cos, sin = self._on_target[target.name]
         target.ops.shift_rows(k, kind, scale, slots, offset, cos, sin, self._interleaved)
+
+    def _turn_rotated(self, pool: Pool, slots: Array, offset: int) -> None:
+        """Turn keys that are stored in another basis, which are brought back from it, some at a time."""
+        target, kind = pool.target, kind_of_dtype(pool.k_kind.compute)
+        assert kind is not None
+        no_scale = target.empty((0, 0, 0), np.float32)
+        for first in range(0, int(slots.shape[0]), _AT_ONCE):
+            part = slots[first : min(int(slots.shape[0]), first + _AT_ONCE)]
+            keys = pool.gather_k(part)
+            n, heads, dim = (int(size) for size in keys.shape)
+            numbers = target.index(np.arange(n), np.int64)
+            rows = keys.reshape((n, heads, 1, dim))  # blocks of one token
+            self._turn(target, rows, kind.name, no_scale, numbers, offset)
+            pool.scatter_k(keys, part)
 
 
 def plan_shift(
@@ -228,55 +246,34 @@ def _turned(
 ) -> Callable[[], object]:
     """Have a function turn a layer's keys; what puts them into their place."""
     target, kind = pool.target, pool.k_kind
-    _, heads, num_cells, words = (int(size) for size in pool.k.shape)
-    dim = pool.head_dim
-    n = len(cells)
-    # Rows of K, token by token: every row is a block of its own to `copy_blocks`.
-    places = target.index(
-        (np.arange(heads)[None, :] * num_cells + cells[:, None]).reshape(-1), np.int32
-    )
-    numbers = target.index(np.arange(n * heads), np.int32)
-    stored = [pool.k.reshape((heads * num_cells, 1, 1, words))]
-    aside = [target.empty((n * heads, 1, 1, words), kind.word)]
-    if kind.has_scales:
-        stored.append(pool.k_scale.reshape(kind.scale_shape((heads * num_cells, 1, 1), dim)))
-        aside.append(target.empty(kind.scale_shape((n * heads, 1, 1), dim), kind.scale_word))
-    for source, to in zip(stored, aside, strict=True):
-        target.ops.copy_blocks(source, places, to, numbers)
-    rows = aside[0].reshape((n, heads, words))
-    by_token = rows.reshape((n, heads, 1, words))
-    scale, scale_by_token = None, pool.k_scale
-    if kind.has_scales:
-        scale = aside[1].reshape(kind.scale_shape((n, heads), dim))
-        scale_by_token = aside[1].reshape(kind.scale_shape((n, heads, 1), dim))
+    _, heads, _, words = (int(size) for size in pool.k.shape)
+    dim, n = pool.head_dim, len(cells)
+    slots = target.index(cells, np.int64)
+    # What is to be stored lies in a block of its own until then.
+    block = (1, heads, n)
+    aside = target.empty((*block, words), kind.word)
+    scale = target.empty(kind.scale_shape(block, dim), kind.scale_word)
     dtypes = source_dtypes(kind)
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         size = part.stop - first
-        if scale is None:
-            # A copy, as the function may work in place and keep what it was given.
-            keys = target.empty((size, heads, dim), kind.dtype)
-            slots = target.index(np.arange(size), np.int64)
-            target.ops.scatter_rows(
-                rows[part], kind.name, target.words(keys).reshape((size, heads, 1, dim)),
-                kind.name, pool.k_scale, slots,
-            )  # fmt: skip
-        else:
-            keys = target.dequantise(kind, rows[part], scale[part])
+        # Copies, as the function may work in place and keep what it was given.
+        keys = pool.gather_k(slots[part])
         offsets = target.index(np.full(size, offset, np.int32), np.int32)
         result = shift(layer, keys, offsets)
         result = check_array(target, "keys from shift", result, dtypes, (size, heads, dim))
         if kind.has_scales:
             pool.check_finite(k=result)
+        result = pool.stored_k(result)
         found = kind_of_dtype(result.dtype)
         assert found is not None
-        slots = target.index(np.arange(first, part.stop), np.int64)
-        target.ops.scatter_rows(
-            target.words(result), found.name, by_token, kind.name, scale_by_token, slots
-        )
+        numbers = target.index(np.arange(first, part.stop), np.int64)
+        target.ops.scatter_rows(target.words(result), found.name, aside, kind.name, scale, numbers)
 
     def put_back() -> None:
-        for source, to in zip(aside, stored, strict=True):
-            target.ops.copy_blocks(source, numbers, to, places)
+        numbers = target.index(np.arange(n), np.int64)
+        target.ops.copy_tokens(aside, numbers, pool.k, slots)
+        if kind.has_scales:
+            target.ops.copy_tokens(scale, numbers, pool.k_scale, slots)
 
     return put_back

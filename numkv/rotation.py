@@ -3,7 +3,7 @@
 A quantised row is as coarse as its largest element demands. A random rotation spreads what one element holds over all
 of them, and nothing of attention changes where q and k are rotated alike, and what comes out over rotated v is turned
 back: q and k before the write and the read, v before the write, the output after the read. The cache is not touched
-once more.
+once more. Caches and layers with ``rotate=True`` do all of it (`numkv.pool.Pool`), with the seed 0 for K and V.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.attention import FLOAT_DTYPES
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import UnsupportedDType
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
 from numkv.targets import Array, Target
 
 __all__ = ["Rotation"]
@@ -50,6 +49,9 @@ class Rotation:
     Notes
     -----
     Ashkboos et al., "QuaRot" (arXiv:2404.00456), sections 3 and 4; in-block transforms of O(d log d).
+
+    An element of a rotated row may be as large as the row is long (the root of its sum of squares), so that fp16 can
+    overflow where that is above 65504, although no element was.
     """
 
     head_dim: int
@@ -64,7 +66,7 @@ class Rotation:
         """1 or -1 for each element, float32, read-only, in host memory."""
         return _signs(self.head_dim, self.seed)
 
-    def forward(self, target: Target, rows: Any) -> Array:
+    def forward(self, target: Target, rows: Any, dtype: Any = None) -> Array:
         """Rotate rows.
 
         Parameters
@@ -73,11 +75,13 @@ class Rotation:
             Where they are.
         rows : array (num_tokens, num_heads, head_dim)
             Rows of any float kind, not changed. NaN and infinity spread over their block: look for them first.
+        dtype : numpy.dtype, optional
+            Float dtype of the result; float32, of float64 rows float64, if None.
 
         Returns
         -------
         array (num_tokens, num_heads, head_dim)
-            float32; float64 of float64 rows.
+            A new array of `dtype`.
 
         Raises
         ------
@@ -85,8 +89,9 @@ class Rotation:
             If `rows` is not such an array.
         """
         rows, kind = self._check(target, rows)
-        out = target.empty(tuple(rows.shape), kind.compute)
-        self._rotate(target, rows, kind, False, out, _float_kind(kind.compute))
+        out_kind = _float_kind(kind.compute if dtype is None else dtype)
+        out = target.empty(tuple(rows.shape), out_kind.dtype)
+        self._rotate(target, rows, kind, False, out, out_kind)
         return out
 
     def backward(self, target: Target, rows: Any, dtype: Any, out: Any = None) -> Array:

@@ -4,6 +4,9 @@ They share memory with the objects that made them: what compiled code appends, t
 round. Compiling them takes a moment, so an object makes its own when ``.jit`` is first asked for, and no kernel of
 numkv takes one (a function with a jitclass argument never hits Numba's disk cache).
 
+Rows go in and come out as they are stored. An object with ``rotate=True`` stores rotated rows: turn yours with
+`numkv.rotation.Rotation` before they are appended, and what is loaded back.
+
 On CUDA they hold the host side only (block table and lengths); device buffers lie beside them, on the object.
 """
 

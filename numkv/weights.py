@@ -74,6 +74,8 @@ def weigh(
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
+    if pool.k_rotation is not None:
+        q = pool.k_rotation.forward(target, q)
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
     keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale

@@ -65,6 +65,23 @@ def test_there_and_back(target, to, host, rng, kind):
         assert np.array_equal(host(back), x)
 
 
+def test_forward_in_another_dtype(target, to, host, rng):
+    """Rows of a narrower dtype lose nothing; those of a wider one are rounded once."""
+    where, rotation = targets.get(target), Rotation(8)
+    x = rng.standard_normal((3, 2, 8))
+    for source, dtype in (
+        (np.float32, np.float64),
+        (np.float64, np.float32),
+        (np.float16, np.float64),
+    ):
+        got = rotation.forward(where, to(x.astype(source)), dtype)
+        assert got.dtype == dtype
+        want = x.astype(source).astype(np.float64) @ matrix(rotation).T
+        tolerances.assert_rows_close(host(got), want, 1e-15 if dtype == np.float64 else 6e-8)
+    with pytest.raises(numkv.UnsupportedDType, match=about("dtype")):
+        rotation.forward(where, to(x), np.int8)
+
+
 def test_back_into_an_array(target, to, host, rng):
     where, rotation = targets.get(target), Rotation(8)
     turned = to(rng.standard_normal((2, 2, 8)).astype(np.float32))

@@ -96,8 +96,10 @@ class ShiftingCache:
         self._to_target, self._to_host = place.asarray, place.to_host
         self.tables = rotary_tables(config, context)
         self._cells = numkv.CausalCache(shift=numkv.rope_shift(*self.tables))
-        kinds = {"k_kind": choice.k_kind, "v_kind": choice.v_kind}
-        self._cells.init(choice.kind, 1, context, context, target=choice.target, **kinds)
+        self._cells.init(
+            choice.kind, 1, context, context, target=choice.target, k_kind=choice.k_kind,
+            v_kind=choice.v_kind,
+        )  # fmt: skip
         self._length = 0
 
     def add(self, tokens: Any = None) -> int:
