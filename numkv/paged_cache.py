@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.attention import attend, check_queries
+from numkv.attention import attend, check_queries, too_many_queries
 from numkv.block_pool import BlockPool, PoolStats
 from numkv.checks import check_index, check_integers, check_kept, check_size
 from numkv.compaction import fresh_blocks, plan_moves, relocate, slots_of
@@ -38,6 +38,7 @@ from numkv.prefix import block_digests, token_ids
 from numkv.projection import Projection, QKMode
 from numkv.rope_shift import RopeShift
 from numkv.targets import Array
+from numkv.weights import weigh
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
 
@@ -154,6 +155,7 @@ class Step:
         place = cache._target
         self._positions = place.index(self.positions, np.int64)
         self._lens = place.index(lens, np.int64)
+        self._longest = int(lens.max(initial=0))
         self._starts = place.index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
         self._tables, self._slots = [], []
         for group in range(cache.num_groups):
@@ -293,6 +295,49 @@ class Step:
             pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, window_left=self._cache.window_of(layer), sinks=sinks,
             return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> Array:
+        """How much attention each token of the step's sequences gets from the new tokens' queries.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
+            costs as much as that call.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_seqs, num_kv_heads, longest)
+            Sums over each sequence's queries and the q heads of a group, for its tokens with the new ones; 0 past its
+            last, and where the layer's window does not reach. See `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        return weigh(
+            pool, self._tables[group], q, self._lens, self._starts, self._longest, lse=lse,
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+            window_left=self._cache.window_of(layer),
         )  # fmt: skip
 
     def _check_tokens(self, name: str, tokens: int) -> None:
@@ -1070,6 +1115,68 @@ class PagedKVCache:
             sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=self._windows[layer],
             sinks=sinks, return_lse=return_lse, out=out,
         )  # fmt: skip
+
+    def attention_weights(
+        self,
+        layer: int,
+        seq: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> Array:
+        """How much attention each committed token of a sequence gets from the queries of the last ones.
+
+        `Step.attention_weights` gives those of a step's queries, for all of its sequences.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        seq : int
+            Which sequence.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` committed positions.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What attention returned with ``return_lse=True`` for these queries and options; computed if None.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, tokens)
+            Sums over the queries and the q heads of a group; 0 where the layer's window does not reach. See
+            `numkv.attention_weights`.
+
+        Raises
+        ------
+        NotSupported
+            If a query would see what the layer's window has let go of: beyond the newest, ask the step.
+        DimensionMismatch
+            If there are more queries than tokens, or a shape does not fit.
+        UnsupportedDType, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._place(check_index("layer", layer, self.num_layers))
+        state, place = self._sequence(seq), self._target
+        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        tokens, length, window = int(q.shape[0]), state.length, self._windows[layer]
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        first = self._first_seen(window, length - tokens + 1)
+        if tokens and first < self._first_there(state, group):
+            raise NotSupported(
+                f"`q`: expected queries whose window of {window} tokens is still there, got {tokens}, the first of "
+                f"which sees token {first}, and layer {layer} holds those from "
+                f"{self._first_there(state, group)} on; pass fewer, or ask the step that wrote them"
+            )
+        weights = weigh(
+            pool, place.index(self._block_table([seq], group), np.int32), q,
+            place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
+            length, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window,
+        )  # fmt: skip
+        return weights.reshape((int(pool.k.shape[1]), length))
 
     # -- to the host and back
 
