@@ -361,6 +361,22 @@ def test_pins_hold_what_they_held(rng):
     assert host(cache.blocks.pin_count(pinned)).tolist() == [0] * len(pinned)
 
 
+def test_pins_count_where_blocks_are_few(rng):
+    """A pinned block is no place for other tokens, and is not given back; the last one, not pinned, is both."""
+    to, ids = np.asarray, list(range(TOKENS))
+    k = text(rng, layers=1)
+    cache = make(windows=[-1], num_blocks=7)
+    seq = written(cache, to, k, k, ids)
+    assert len(cache.pin(seq)) == 5
+    refused(
+        cache, numkv.CacheFull, "3 free blocks.* got 1 and 1", cache.compact, seq, [0, 3, 7, 8, 9]
+    )
+    cache.compact(seq, [0, 3, 7, 8])
+    cache.check()
+    assert np.array_equal(keys(cache, np.asarray, seq, 0)[1], k[0, [0, 3, 7, 8]])
+    assert cache.cached_len(cache.add(ids)) == 10
+
+
 # ---------------------------------------------------------------- windows
 
 
