@@ -83,7 +83,7 @@ def attend(
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
     check_options(logits_soft_cap, window_left)
     if ranges is None:
-        ranges = _no_ranges(target.name)
+        ranges = no_ranges(target.name)
     if sinks is None:
         sinks = _no_sinks(target.name, compute.name)
     else:
@@ -125,7 +125,8 @@ def check_options(logits_soft_cap: float, window_left: int) -> None:
 
 
 @functools.cache
-def _no_ranges(target: str) -> Array:
+def no_ranges(target: str) -> Array:
+    """Ranges for queries that have none."""
     return targets.get(target).empty((0, 2), np.int64)
 
 

@@ -323,6 +323,20 @@ class BlockPool:
         """
         return self._column(blocks.REF, ids)
 
+    def pin_count(self, ids: Any) -> Ids:
+        """Pins of each block.
+
+        Parameters
+        ----------
+        ids : array-like of int (n,)
+            Blocks.
+
+        Returns
+        -------
+        int32 array (n,)
+        """
+        return self._column(blocks.PINS, ids)
+
     # -- the prefix cache
 
     def register(self, ids: Any, digests: Any, tokens: Any) -> Ids:

@@ -37,6 +37,7 @@ from numkv.layers import kinds_of
 from numkv.pool import Pool, source_dtypes
 from numkv.rope_shift import Shift, plan_shift
 from numkv.targets import Array, Target
+from numkv.weights import weigh
 
 __all__ = [
     "Batch",
@@ -389,6 +390,32 @@ class MultiSequenceCache(ABC):
         out: Any = None,
     ) -> Any:
         """Attend to a layer."""
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> dict[int, Array]:
+        """How much attention each token of the batch's sequences gets from the batch's queries.
+
+        Parameters
+        ----------
+        layer, q, lse, sm_scale, logits_soft_cap
+            See `CellCache.attention_weights`.
+
+        Raises
+        ------
+        NotSupported
+            If the cache does not hold sequences of tokens.
+        """
+        raise NotSupported(
+            f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
+            "this one holds rows that stay or go together"
+        )
 
     @abstractmethod
     def _plan_init(self, setup: Setup) -> Any: ...
@@ -968,9 +995,75 @@ class CellCache(MultiSequenceCache):
             See `numkv.decode_attention`.
         """
         now = self._current()
-        pool, target = self._layer(layer), self._target
-        heads, dim = int(pool.k.shape[1]), pool.head_dim
-        q = check_queries(target, q, heads, dim, "num_tokens")
+        pool, q = self._queries(now, layer, q)
+        table, lens, starts, ranges = self._on_device(now)
+        return attend(
+            pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+            sinks=sinks, return_lse=return_lse, out=out, ranges=ranges, by_slot=True,
+        )  # fmt: skip
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> dict[int, Array]:
+        """How much attention each token of the batch's sequences gets from the batch's queries.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            A query for each token, in the order of the batch.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        dict of int to float32 array (num_kv_heads, n)
+            For each sequence of the batch, a column for each token that is stored, in the order of ``positions(seq)``,
+            which `compact` takes: sums over the sequence's queries and the q heads of a group. See
+            `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there is not a query for each token of the batch, or a shape does not fit.
+        IndexError
+            If the layer was never put.
+        NumkvError
+            Before `start_forward`.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        now = self._current()
+        pool, q = self._queries(now, layer, q)
+        table, lens, starts, ranges = self._on_device(now)
+        counts, heads = now.lens.tolist(), int(pool.k.shape[1])
+        weights = weigh(
+            pool, table, q, lens, starts, max(counts, default=0), lse=lse, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, ranges=ranges, by_slot=True,
+        )  # fmt: skip
+        found: dict[int, Array] = {}
+        for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):
+            mine = weights.reshape((heads, n)) if len(counts) == 1 else weights[run, :, :n]
+            if seq in found:  # its tokens are no neighbours in the batch
+                both = self._target.to_host(found[seq]) + self._target.to_host(mine)
+                mine = self._target.asarray(both)
+            found[seq] = mine
+        return found
+
+    def _queries(self, now: _Pass, layer: int, q: Any) -> tuple[Pool, Array]:
+        """The layer, and queries that are as many as the batch's tokens."""
+        pool = self._layer(layer)
+        q = check_queries(self._target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         size = len(now.slots)
         if q.shape[0] != size:
             raise DimensionMismatch(
@@ -978,9 +1071,14 @@ class CellCache(MultiSequenceCache):
                 expected=size,
                 actual=int(q.shape[0]),
             )
+        return pool, q
+
+    def _on_device(self, now: _Pass) -> tuple[Array, Array, Array, Array]:
+        """Table, lengths, starts and ranges, as kernels take them; made at most once for all layers."""
         if now.device is None:
             if now.ranges is None:
                 self._ranges(now)
+            target = self._target
             table = now.table if now.table.size else np.zeros((len(now.lens), 1), np.int32)
             now.device = (
                 target.index(table, np.int32),
@@ -988,11 +1086,8 @@ class CellCache(MultiSequenceCache):
                 target.index(now.rows.starts, np.int64),
                 target.index(now.ranges, np.int64),
             )
-        table, lens, starts, ranges = now.device
-        return attend(
-            pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            sinks=sinks, return_lse=return_lse, out=out, ranges=ranges, by_slot=True,
-        )  # fmt: skip
+        device: tuple[Array, Array, Array, Array] = now.device
+        return device
 
 
 _NONE_LIFTED = np.zeros(0, np.bool_)

@@ -8,7 +8,18 @@ Each returns the indices of the tokens to keep, in order, as ``compact`` takes t
 `first_and_recent` needs nothing but the length. The other two go by attention weights, which
 `numkv.attention_weights` and the methods of that name give for some queries: `heavy_hitters` by their sums over all
 queries so far, which an `AttentionTally` adds up, and `seen_by_recent` by those of the last queries. All heads of a
-cache keep the same tokens, so weights are summed over heads.
+cache keep the same tokens, so weights are summed over heads, and over layers that keep the same: put their rows one
+below another.
+
+Where the weights come from, and what takes the choice:
+
+- `ContiguousLayer`, `PagedLayer`: ``layer.attention_weights(q)``, ``layer.compact(keep, shift=shift)``;
+- `KVCache`: ``cache.attention_weights(layer, q)``, ``cache.compact(keep, shift=shift)``, also with a row of `keep` for
+  each layer;
+- `PagedKVCache`: ``step.attention_weights(layer, q)[i, :, :length]`` for the step's sequence i, before the step is
+  committed, or ``cache.attention_weights(layer, seq, q)`` after; ``cache.compact(seq, keep, shift=shift)``;
+- `CausalCache` and its like: ``cache.attention_weights(layer, q)[seq]`` for the sequences of a batch;
+  ``cache.compact(seq, cache.positions(seq)[keep])``, with the shift that the cache was made with.
 """
 
 from __future__ import annotations

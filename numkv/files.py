@@ -60,7 +60,9 @@ def save_sequences(path: str | os.PathLike[str], sequences: Sequence[SwappedSequ
     header = {
         "version": FORMAT_VERSION,
         "geometry": sequences[0].geometry,
-        "sequences": [{"length": s.length, "extra": _packed(s.extra)} for s in sequences],
+        "sequences": [
+            {"length": s.length, "extra": _packed(s.extra), "starts": s.starts} for s in sequences
+        ],
     }
     partial = f"{os.fspath(path)}.partial"
     save_file(tensors, partial, metadata={"numkv": json.dumps(header)})
@@ -121,6 +123,7 @@ def _sequence(
         geometry,
         all_of("logical"),
         buffers,
+        tuple(header.get("starts", ())),
     )
 
 

@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.attention import attend, check_queries
+from numkv.attention import attend, check_queries, too_many_queries
 from numkv.block_pool import BlockPool, PoolStats
-from numkv.checks import check_index, check_integers, check_size
+from numkv.checks import check_index, check_integers, check_kept, check_size
+from numkv.compaction import fresh_blocks, plan_moves, relocate, slots_of
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.layers import kinds_of
@@ -35,7 +36,9 @@ from numkv.paging import slot_mapping
 from numkv.pool import Pool
 from numkv.prefix import block_digests, token_ids
 from numkv.projection import Projection, QKMode
+from numkv.rope_shift import RopeShift
 from numkv.targets import Array
+from numkv.weights import weigh
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
 
@@ -55,6 +58,7 @@ class _Sequence:
     tokens: NDArray[np.int32]  # ids of the first tokens, as far as they are known
     digests: list[NDArray[np.uint8]]  # of the full blocks whose tokens are known, per group
     registered: int  # blocks that are findable already
+    starts: list[int]  # first token per group whose rows compaction left; a table may begin later
     reserved: int | None = None  # tokens of the step that is open, if one is
     cached: int = 0  # tokens that came from the prefix cache when it was added
     pins: list[NDArray[np.int32]] = field(default_factory=list)  # blocks of each `pin`
@@ -100,6 +104,8 @@ class SwappedSequence:
         Which blocks of each group's table are there.
     buffers : list of tuple of array
         K, V and their scales, of each layer of a group.
+    starts : tuple of int
+        First token of each group that there are rows of, where compaction moved it into a block; empty for 0.
     """
 
     length: int
@@ -108,6 +114,7 @@ class SwappedSequence:
     geometry: tuple[Any, ...]
     logical: list[NDArray[np.int64]] = field(repr=False)
     buffers: list[tuple[NDArray[Any], ...]] = field(repr=False)
+    starts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +155,7 @@ class Step:
         place = cache._target
         self._positions = place.index(self.positions, np.int64)
         self._lens = place.index(lens, np.int64)
+        self._longest = int(lens.max(initial=0))
         self._starts = place.index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
         self._tables, self._slots = [], []
         for group in range(cache.num_groups):
@@ -281,6 +289,49 @@ class Step:
             pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, window_left=self._cache.window_of(layer), sinks=sinks,
             return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> Array:
+        """How much attention each token of the step's sequences gets from the new tokens' queries.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
+            costs as much as that call.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_seqs, num_kv_heads, longest)
+            Sums over each sequence's queries and the q heads of a group, for its tokens with the new ones; 0 past its
+            last, and where the layer's window does not reach. See `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        return weigh(
+            pool, self._tables[group], q, self._lens, self._starts, self._longest, lse=lse,
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+            window_left=self._cache.window_of(layer),
         )  # fmt: skip
 
     def _check_tokens(self, name: str, tokens: int) -> None:
@@ -556,7 +607,7 @@ class PagedKVCache:
         seq, self._next = self._next, self._next + 1
         self._sequences[seq] = _Sequence(
             blocks * size, tables, extra, ids[: blocks * size].copy(),
-            [d[:blocks] for d in digests], blocks, cached=blocks * size,
+            [d[:blocks] for d in digests], blocks, [0] * self.num_groups, cached=blocks * size,
         )  # fmt: skip
         return seq
 
@@ -607,7 +658,17 @@ class PagedKVCache:
 
     def _first_needed(self, window: int, length: int) -> int:
         """First block that the newest of `length` tokens, and those after it, still see."""
-        return 0 if window < 0 else max(0, length - 1 - window) // self.block_size
+        return self._first_seen(window, length) // self.block_size
+
+    def _first_seen(self, window: int, length: int) -> int:
+        """First token that the newest of `length` tokens, and those after it, still see."""
+        return 0 if window < 0 else max(0, length - 1 - window)
+
+    def _first_there(self, state: _Sequence, group: int) -> int:
+        """First token that a group has the rows of."""
+        table = state.tables[group]
+        gone = int(np.argmax(table >= 0)) if len(table) else 0
+        return max(state.starts[group], gone * self.block_size)
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same tokens; blocks are shared until one of the two writes into them.
@@ -628,7 +689,7 @@ class PagedKVCache:
         new, self._next = self._next, self._next + 1
         self._sequences[new] = _Sequence(
             old.length, [t.copy() for t in old.tables], old.extra, old.tokens,
-            list(old.digests), old.registered,
+            list(old.digests), old.registered, list(old.starts),
         )  # fmt: skip
         return new
 
@@ -663,9 +724,8 @@ class PagedKVCache:
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
-        keep = -(-length // self.block_size)
-        for (window, _), table in zip(self._groups, state.tables, strict=True):
-            if (table[self._first_needed(window, length) : keep] < 0).any():
+        for group, (window, _) in enumerate(self._groups):
+            if length and self._first_seen(window, length) < self._first_there(state, group):
                 raise NotSupported(
                     f"`length`: expected one that the sliding window of {window} tokens still covers, "
                     f"got {length} of {state.length}; its blocks are gone"
@@ -684,6 +744,105 @@ class PagedKVCache:
         state.tokens = state.tokens[:length]
         state.digests = [d[:full] for d in state.digests]
         state.registered = min(state.registered, full)
+        state.starts = [min(start, length) for start in state.starts]
+
+    def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
+        """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
+
+        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
+        positions; quantised ones are quantised once more. Blocks that are not needed any more are given back.
+
+        Blocks of other sequences, of forks and pinned ones stay as they are: the sequence gets copies of those whose
+        tokens move. What it holds from the first block on that changed is never findable as a prefix, as it is not what
+        the model makes of these tokens alone; the blocks before stay so. Of blocks that this sequence alone had made
+        findable, as many as there are free blocks for stay so too.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        keep : array-like of int (n,)
+            Tokens to keep, in order, on the host; see `numkv.eviction` for what chooses them.
+        shift : RopeShift, optional
+            What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
+            rotation, and for methods that go on counting positions from those that tokens had.
+
+        Raises
+        ------
+        CacheFull
+            If there are too few free blocks for the copies.
+        NumkvError
+            If the sequence has an open step.
+        NotSupported
+            If layers have a sliding window, and the newest ``window_left + 1`` tokens of those to keep are not among
+            those whose rows they still hold. The newest ``window_left + 1`` tokens of the sequence always are.
+        IndexError
+            If there is no such sequence or token, or the shift's tables are too short.
+        ValueError
+            If indices do not rise.
+        DimensionMismatch, UnsupportedDType, TypeError
+            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+
+        Notes
+        -----
+        Nothing has changed after an error. Windows are counted in tokens that are kept. `Step.positions` go on from
+        the new length, which is right for keys that were turned; without a shift, write ready rows with `Step.append`.
+        """
+        state = self._idle(seq)
+        kept = check_kept("keep", keep, state.length)
+        plans = [
+            relocate(table, kept, self._first_there(state, group), window, self.block_size)
+            for group, ((window, _), table) in enumerate(
+                zip(self._groups, state.tables, strict=True)
+            )
+        ]
+        source = np.concatenate([plan.source for plan in plans])
+        moved = np.concatenate([plan.moved for plan in plans])
+        offsets = moved - kept[moved]
+        plan_moves(self._pools[0], shift, source, source, offsets)  # all pools are alike
+        # The blocks whose content changes, of all groups, and those of them that others take the place of.
+        changed = np.concatenate([plan.changed for plan in plans])
+        old = np.concatenate([plan.table[plan.changed] for plan in plans])
+        gone = np.concatenate([plan.dropped for plan in plans])
+        own = (self.blocks.ref_count(gone) == 1) & (self.blocks.pin_count(gone) == 0)
+        fresh = fresh_blocks(self.blocks, old, changed, int(own.sum()))
+        replaced, in_place = old[fresh], old[~fresh]
+        gone = np.concatenate([replaced[replaced >= 0], gone])
+        need = len(replaced)
+        aside: list[Pool] = []
+        if need > self.blocks.num_free:
+            # What the sequence gives back is needed at once: meanwhile its rows lie aside.
+            beside = np.arange(len(source))
+            for pool in self._pools:
+                aside.append(pool.like(-(-len(source) // self.block_size)))
+                pool.copy_tokens(source, aside[-1], beside)
+            self.blocks.release(gone)
+        self.blocks.forget(in_place)
+        old[fresh] = self.blocks.allocate(need)
+        ends = np.cumsum([len(plan.changed) for plan in plans])
+        for group, (plan, ids) in enumerate(zip(plans, np.split(old, ends[:-1]), strict=True)):
+            plan.table[plan.changed] = ids
+            state.tables[group], state.starts[group] = plan.table, plan.start
+        to = np.concatenate([slots_of(plan.table, plan.moved, self.block_size) for plan in plans])
+        for pool, other in zip(self._pools, aside, strict=False):
+            other.copy_tokens(beside, pool, to)
+        for pool in self._pools:
+            for move in plan_moves(pool, shift, to if aside else source, to, offsets):
+                move()
+        if not aside:
+            self.blocks.release(gone)
+        self._keep_known(state, kept)
+
+    def _keep_known(self, state: _Sequence, kept: Ints) -> None:
+        """Go on knowing the tokens, and names, of the blocks before the first that a compaction changed."""
+        n, size = len(kept), self.block_size
+        elsewhere = np.flatnonzero(kept != np.arange(n))
+        same = int(elsewhere[0]) // size * size if len(elsewhere) else n
+        state.length = n
+        state.cached = int(np.searchsorted(kept, state.cached))
+        state.tokens = state.tokens[:same]
+        state.digests = [names[: same // size] for names in state.digests]
+        state.registered = min(state.registered, same // size)
 
     def pin(self, seq: int) -> NDArray[np.int32]:
         """Keep the blocks of a sequence that are findable now from ever being evicted, also after it is removed.
@@ -961,6 +1120,68 @@ class PagedKVCache:
             sinks=sinks, return_lse=return_lse, out=out,
         )  # fmt: skip
 
+    def attention_weights(
+        self,
+        layer: int,
+        seq: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> Array:
+        """How much attention each committed token of a sequence gets from the queries of the last ones.
+
+        `Step.attention_weights` gives those of a step's queries, for all of its sequences.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        seq : int
+            Which sequence.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` committed positions.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What attention returned with ``return_lse=True`` for these queries and options; computed if None.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, tokens)
+            Sums over the queries and the q heads of a group; 0 where the layer's window does not reach. See
+            `numkv.attention_weights`.
+
+        Raises
+        ------
+        NotSupported
+            If a query would see what the layer's window has let go of: beyond the newest, ask the step.
+        DimensionMismatch
+            If there are more queries than tokens, or a shape does not fit.
+        UnsupportedDType, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._place(check_index("layer", layer, self.num_layers))
+        state, place = self._sequence(seq), self._target
+        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        tokens, length, window = int(q.shape[0]), state.length, self._windows[layer]
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        first = self._first_seen(window, length - tokens + 1)
+        if tokens and first < self._first_there(state, group):
+            raise NotSupported(
+                f"`q`: expected queries whose window of {window} tokens is still there, got {tokens}, the first of "
+                f"which sees token {first}, and layer {layer} holds those from "
+                f"{self._first_there(state, group)} on; pass fewer, or ask the step that wrote them"
+            )
+        weights = weigh(
+            pool, place.index(self._block_table([seq], group), np.int32), q,
+            place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
+            length, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window,
+        )  # fmt: skip
+        return weights.reshape((int(pool.k.shape[1]), length))
+
     # -- to the host and back
 
     @property
@@ -994,8 +1215,9 @@ class PagedKVCache:
             pool.copy_blocks(source, staging, to)
             buffers.append(staging.to_host())
         return SwappedSequence(
-            state.length, state.tokens, state.extra, self._geometry, logical, buffers
-        )
+            state.length, state.tokens, state.extra, self._geometry, logical, buffers,
+            tuple(state.starts),
+        )  # fmt: skip
 
     def swap_in(self, swapped: SwappedSequence) -> int:
         """Bring a swapped sequence into the cache as a new one.
@@ -1047,7 +1269,8 @@ class PagedKVCache:
             tables.append(table)
         seq, self._next = self._next, self._next + 1
         none = [np.empty((0, 32), np.uint8)] * self.num_groups
-        state = _Sequence(swapped.length, tables, swapped.extra, swapped.tokens, none, 0)
+        starts = list(swapped.starts) or [0] * self.num_groups
+        state = _Sequence(swapped.length, tables, swapped.extra, swapped.tokens, none, 0, starts)
         self._register(state)
         self._sequences[seq] = state
         return seq
@@ -1088,8 +1311,13 @@ class PagedKVCache:
             )
         for seq, state in self._sequences.items():
             need = -(-(state.length + (state.reserved or 0)) // self.block_size)
-            for (window, _), table in zip(self._groups, state.tables, strict=True):
-                first = self._first_needed(window, state.length)
+            for group, (window, _) in enumerate(self._groups):
+                table, first = state.tables[group], self._first_needed(window, state.length)
+                start = state.starts[group]
+                if start > self._first_seen(window, state.length):
+                    raise NumkvError(
+                        f"sequence {seq}: expected rows of all tokens that its newest sees, got rows from {start} on"
+                    )
                 if len(table) != need or (table[first:] < 0).any():
                     raise NumkvError(
                         f"sequence {seq}: expected {need} blocks, got the table {table}"

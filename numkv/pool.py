@@ -145,6 +145,23 @@ class Pool:
             if buffer.size:
                 self.target.ops.copy_tokens(buffer, here, buffer, there)
 
+    def copy_tokens(
+        self, source_slots: NDArray[np.int64], to: Pool, to_slots: NDArray[np.int64]
+    ) -> None:
+        """Copy the rows of tokens as they are stored, scales included, to another pool of the same kinds and heads.
+
+        Parameters
+        ----------
+        source_slots, to_slots : int64 array (n,)
+            Where each token is, and where it goes, on the host.
+        to : Pool
+            The other pool, on the same target.
+        """
+        here, there = (self.target.index(slots, np.int64) for slots in (source_slots, to_slots))
+        for source, target in zip(self._buffers(), to._buffers(), strict=True):
+            if source.size:
+                self.target.ops.copy_tokens(source, here, target, there)
+
     def _buffers(self) -> tuple[Array, Array, Array, Array]:
         return self.k, self.v, self.k_scale, self.v_scale
 

@@ -13,6 +13,7 @@ from numkv.attention import (
     check_lengths,
     check_options,
     check_queries,
+    no_ranges,
     one_block_each,
     one_query_each,
     stored_pool,
@@ -40,6 +41,8 @@ def weigh(
     sm_scale: float | None = None,
     logits_soft_cap: float = 0.0,
     window_left: int = -1,
+    ranges: Array | None = None,
+    by_slot: bool = False,
 ) -> Array:
     """Sum up what checked queries give to each token; what every ``attention_weights`` ends in.
 
@@ -48,7 +51,7 @@ def weigh(
     pool : Pool
         K and V.
     block_table : int32 array (num_seqs, max_blocks)
-        Blocks of each sequence.
+        Blocks of each sequence, or with `by_slot` the slots of its tokens.
     q : array (num_tokens, num_q_heads, head_dim)
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
@@ -57,6 +60,8 @@ def weigh(
         Tokens of each sequence that are shown.
     lse, sm_scale, logits_soft_cap, window_left
         See `attention_weights`.
+    ranges, by_slot
+        See `numkv.attention.attend`; ranges end within `seq_lens`.
 
     Returns
     -------
@@ -69,6 +74,7 @@ def weigh(
         _, lse = attend(
             pool, block_table, q, seq_lens, q_starts, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, window_left=window_left, return_lse=True,
+            ranges=ranges, by_slot=by_slot,
         )  # fmt: skip
     else:
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
@@ -89,9 +95,11 @@ def weigh(
             k_scale.reshape((*flat, int(k_scale.shape[3]))),
         ).reshape((num_blocks, heads, block_size, head_dim))
         k_kind, k_scale = kind("fp32"), target.empty((0, 0, 0), _FLOAT32)
+    if ranges is None:
+        ranges = no_ranges(target.name)
     target.ops.attention_weights(
         target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
-        q_starts, lse, scale, float(logits_soft_cap), int(window_left), weights,
+        q_starts, ranges, int(by_slot), lse, scale, float(logits_soft_cap), int(window_left), weights,
     )  # fmt: skip
     return weights
 

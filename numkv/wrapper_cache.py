@@ -272,3 +272,40 @@ class WrapperCache(MultiSequenceCache):
             layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
             return_lse=return_lse, out=out,
         )  # fmt: skip
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> dict[int, Array]:
+        """How much attention each token of the batch's sequences gets in a layer of its child.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries.
+        lse, sm_scale, logits_soft_cap
+            See the child's own `attention_weights`, its errors too.
+
+        Returns
+        -------
+        dict of int to float32 array (num_kv_heads, n)
+            By sequence; a column for each token that the child stores.
+
+        Raises
+        ------
+        IndexError
+            If `layer_types` does not list the layer.
+        NotSupported
+            If the child does not hold sequences of tokens.
+        """
+        self._check_ready()
+        return self._child(layer).attention_weights(
+            layer, q, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap
+        )

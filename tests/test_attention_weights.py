@@ -215,6 +215,130 @@ def test_of_a_cache(target, to, host, rng):
         cache.attention_weights(0, to(q))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_of_a_paged_cache(target, to, host, rng, kind):
+    """Of a step and of what is committed; layers with a window, and blocks that they have let go of."""
+    cache = numkv.PagedKVCache(
+        2, 2, 8, num_blocks=40, block_size=2, kind=kind, target=target, windows=[-1, 3]
+    )
+    a, b, c = (cache.add() for _ in range(3))
+    rows = rng.standard_normal((12, 2, 8)).astype(F32)
+    stored = naive.int8_dequantise(*naive.int8_quantise(rows)) if kind == "int8" else rows
+    step = cache.reserve([a, b], [7, 2])
+    for layer in (0, 1):
+        step.append(layer, *[to(rows[[*range(7), 5, 4]])] * 2)
+    cache.commit(step)
+    q = rng.standard_normal((5, 4, 8)).astype(F32)
+    step = cache.reserve([b, c, a], [1, 0, 4])
+    for layer, window in enumerate((-1, 3)):
+        step.append(layer, *[to(rows[[3, 8, 9, 10, 11]])] * 2)
+        k = np.zeros((3, 2, 11, 8))
+        k[0, :, :3] = stored[[5, 4, 3]].transpose(1, 0, 2)
+        k[2] = stored[[*range(7), *range(8, 12)]].transpose(1, 0, 2)
+        want = softmax_sums(q, k, [3, 0, 11], [0, 1, 1, 5], window_left=window)
+        assert_weights(host(step.attention_weights(layer, to(q))), want, kind)
+    _, lse = step.attention(1, to(q), return_lse=True)
+    assert_weights(host(step.attention_weights(1, to(q), lse=lse)), want, kind)
+    cache.commit(step)
+    for layer, window, queries in ((0, -1, 4), (1, 3, 2)):
+        last = q[5 - queries :]
+        want = softmax_sums(last, k[2:], [11], [0, queries], window_left=window)[0]
+        assert_weights(host(cache.attention_weights(layer, a, to(last))), want, kind)
+    # Blocks before token 6 are gone: the newest token but two would see token 5.
+    with pytest.raises(numkv.NotSupported, match="first of which sees token 5"):
+        cache.attention_weights(1, a, to(q[:3]))
+    with pytest.raises(numkv.DimensionMismatch, match="queries"):
+        cache.attention_weights(0, b, to(q[:4]))
+    assert host(cache.attention_weights(1, c, to(q[:1]))).shape == (2, 0)
+    with pytest.raises(numkv.DimensionMismatch, match="tokens"):
+        cache.reserve([b], [1]).attention_weights(0, to(q))
+
+
+def sees_window(row, at):
+    return row - 3 <= at <= row
+
+
+def sees_chunk(row, at):
+    return row // 4 * 4 <= at <= row
+
+
+@pytest.mark.parametrize(
+    ("make", "sees"),
+    [
+        (numkv.CausalCache, lambda row, at: at <= row),
+        (lambda: numkv.SlidingWindowCache(3), sees_window),
+        (lambda: numkv.ChunkedCache(4), sees_chunk),
+    ],
+    ids=["causal", "window", "chunk"],
+)
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_of_cells(target, to, host, rng, make, sees, kind):
+    """Sequences whose tokens are no neighbours, and cells that were someone else's before."""
+    cache = make()
+    cache.init(kind, 3, 16, 8, target)
+    tokens = {5: {}, 2: {}, 9: {}}  # rows by sequence and position
+    batches = [([5, 5, 5, 2, 9, 9], [0, 1, 2, 0, 0, 1]), ([5] * 6, [3, 4, 5, 6, 7, 8]),
+               ([2, 5, 2, 9], [1, 9, 2, 2])]  # fmt: skip
+    for i, (seqs, positions) in enumerate(batches):
+        if i == 2:
+            cache.remove(9, 1)
+            tokens[9].pop(1)
+            positions[3] = 1
+        rows = rng.standard_normal((len(seqs), 2, 8)).astype(F32)
+        cache.start_forward(numkv.Batch(positions, seqs))
+        cache.put(1, to(rows), to(rows))
+        stored = naive.int8_dequantise(*naive.int8_quantise(rows)) if kind == "int8" else rows
+        for seq, position, row in zip(seqs, positions, stored, strict=True):
+            tokens[seq][position] = row.astype(np.float64)
+    q = rng.standard_normal((4, 4, 8)).astype(F32)
+    got = cache.attention_weights(1, to(q))
+    _, lse = cache.decode_attention(1, to(q), return_lse=True)
+    given = cache.attention_weights(1, to(q), lse=lse)
+    assert sorted(got) == sorted(given) == [2, 5, 9]
+    for seq in got:
+        held = cache.positions(seq).tolist()
+        keys = np.array([tokens[seq][p] for p in held])
+        want = np.zeros((2, len(held)))
+        for row, (of, position) in enumerate(zip(seqs, positions, strict=True)):
+            seen = [j for j, p in enumerate(held) if of == seq and sees(position, p)]
+            for h in range(4 if seen else 0):
+                scores = keys[seen, h // 2] @ q[row, h].astype(np.float64) / np.sqrt(8)
+                want[h // 2, seen] += np.exp(scores) / np.exp(scores).sum()
+        assert_weights(host(got[seq]), want, kind)
+        assert_weights(host(given[seq]), want, kind)
+
+
+def test_of_cells_that_see_what_comes_after(target, to, host, rng):
+    """Ranges that are not causal, of a single run; and a wrapper hands on to its child."""
+    sliding, causal = numkv.SlidingWindowCache(2), numkv.CausalCache()
+    cache = numkv.WrapperCache(sliding, causal, layer_types=[0, 1])
+    cache.init("fp32", 1, 16, 8, target)
+    cache.start_forward(numkv.Batch(range(5), [0] * 5))
+    rows = rng.standard_normal((5, 2, 8)).astype(F32)
+    for layer in (0, 1):
+        cache.put(layer, to(rows), to(rows))
+    causal.set_causal([1])
+    q = rng.standard_normal((5, 4, 8)).astype(F32)
+    keys = rows.transpose(1, 0, 2)[None]
+    want = softmax_sums(q, keys, [5], [0, 5])[0]
+    want -= softmax_sums(q[1:2], keys, [2], [0, 1])[0]
+    want += softmax_sums(q[1:2], keys, [5], [0, 1])[0]
+    assert_weights(host(cache.attention_weights(1, to(q))[0]), want, "fp32")
+    want = softmax_sums(q, keys, [5], [0, 5], window_left=2)[0]
+    assert_weights(host(cache.attention_weights(0, to(q))[0]), want, "fp32")
+    with pytest.raises(numkv.DimensionMismatch, match="5 tokens of the batch"):
+        cache.attention_weights(1, to(q[:4]))
+    with pytest.raises(IndexError, match="layer"):
+        causal.attention_weights(0, to(q))
+
+
+def test_of_an_encoders_rows():
+    cache = numkv.EncoderCache()
+    cache.init("fp32", 1, 16, 4)
+    with pytest.raises(numkv.NotSupported, match="EncoderCache"):
+        cache.attention_weights(0, np.ones((1, 4, 8), F32))
+
+
 # ---------------------------------------------------------------- errors
 
 

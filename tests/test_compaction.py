@@ -519,6 +519,42 @@ def test_a_window_stays_in_step(target, to, host, rng):
     assert causal.positions(0).tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [numkv.CausalCache, lambda shift: numkv.SlidingWindowCache(6, shift=shift),
+     lambda shift: numkv.ChunkedCache(4, shift)],
+    ids=["causal", "window", "chunk"],
+)  # fmt: skip
+def test_at_once_as_one_after_another(target, to, host, rng, make):
+    """Compaction is all the removals of what lies between, and each key is turned once."""
+    keep = [1, 4, 5, 8, 9, 12]
+    raw = rng.standard_normal((14, HEADS, DIM)).astype(F32)
+    keys = rotated(raw, range(2, 16)).astype(F32)
+    caches = [make(turning()) for _ in "ab"]
+    for cache in caches:
+        cache.init("fp32", 2, 20, 14, target)
+        cache.start_forward(numkv.Batch([*range(2, 15)], [0] * 13))  # from position 2 on
+        cache.put(0, to(keys[:13]), to(raw[:13]))
+        cache.start_forward(numkv.Batch([15], [0]))
+        cache.put(0, to(keys[13:]), to(raw[13:]))
+    one, other = caches
+    held = one.positions(0).tolist()
+    one.compact(0, [2 + i for i in keep])
+    end = None
+    for i in reversed(keep):
+        other.remove(0, 3 + i, end)
+        end = 2 + i
+    other.remove(0, 0, end)
+    there = [at for at, i in enumerate(keep) if 2 + i in held]
+    for cache in caches:
+        cache._cells.check()
+        assert cache.positions(0).tolist() == there
+        pool, cells_of = cache._layers[0], cache._cells.held(0)
+        k, v = (host(pool.values(x))[0][:, cells_of].transpose(1, 0, 2) for x in "kv")
+        tolerances.assert_rotated_close(k, rotated(raw[keep][there], there), "fp32")
+        assert np.array_equal(v, raw[keep][there])
+
+
 def test_an_encoders_rows_go_with_their_token(target, to, rng):
     cache = numkv.EncoderCache()
     cache.init("fp32", 1, 16, 4, target)

@@ -1,7 +1,9 @@
 """What to keep: functions of lengths and weights, and the tally of weights."""
 
+import naive
 import numpy as np
 import pytest
+import tolerances
 from messages import about
 
 import numkv
@@ -180,3 +182,159 @@ def _numbers(layer, host):
     v, scale = host(layer.v), host(layer.v_scale)
     at = [(layer.block_indices[j // 4], j % 4) for j in range(layer.seq_len)]
     return [round(float(v[b, 0, p, 0] * scale[b, 0, p])) for b, p in at]
+
+
+# ---------------------------------------------------------------- by score, in every cache of several layers
+
+LAYERS, HEADS, DIM = 2, 2, 8
+
+
+class InKVCache:
+    """One sequence: weights of a layer's last rows, and all layers keep the same tokens."""
+
+    def __init__(self, target, shift):
+        self.cache, self.shift = (
+            numkv.KVCache(LAYERS, HEADS, DIM, kind="fp32", target=target),
+            shift,
+        )
+
+    def go_on(self, k, v, q):
+        found = []
+        for layer in range(LAYERS):
+            self.cache.append(layer, k[layer], v[layer])
+            out, lse = self.cache.decode_attention(layer, q[layer], return_lse=True)
+            found.append((out, self.cache.attention_weights(layer, q[layer], lse=lse)))
+        self.cache.advance(len(k[0]))
+        return found
+
+    def compact(self, keep):
+        self.cache.compact(keep, shift=self.shift)
+
+
+class InPagedKVCache:
+    """A sequence among others: weights of the step's tokens, before it is committed."""
+
+    def __init__(self, target, shift):
+        self.cache, self.shift = (
+            numkv.PagedKVCache(
+                LAYERS, HEADS, DIM, num_blocks=20, block_size=2, kind="fp32", target=target
+            ),
+            shift,
+        )
+        self.seq = self.cache.add()
+
+    def go_on(self, k, v, q):
+        step = self.cache.reserve([self.seq], [len(k[0])])
+        found = []
+        for layer in range(LAYERS):
+            step.append(layer, k[layer], v[layer])
+            out, lse = step.attention(layer, q[layer], return_lse=True)
+            weights = step.attention_weights(
+                layer, q[layer], lse=lse
+            )  # of all the step's sequences
+            found.append((out, weights.reshape(weights.shape[1:])))
+        self.cache.commit(step)
+        return found
+
+    def compact(self, keep):
+        self.cache.compact(self.seq, keep, shift=self.shift)
+        self.cache.check()
+
+
+class InCells:
+    """A sequence of a multi-sequence cache, which turns keys by the shift that it was made with."""
+
+    def __init__(self, target, shift):
+        self.cache, self.length = numkv.CausalCache(shift), 0
+        self.cache.init("fp32", 2, 16, 8, target)
+
+    def go_on(self, k, v, q):
+        n = len(k[0])
+        self.cache.start_forward(numkv.Batch(self.length + np.arange(n), [7] * n))
+        found = []
+        for layer in range(LAYERS):
+            self.cache.put(layer, k[layer], v[layer])
+            out, lse = self.cache.decode_attention(layer, q[layer], return_lse=True)
+            found.append((out, self.cache.attention_weights(layer, q[layer], lse=lse)[7]))
+        self.length += n
+        return found
+
+    def compact(self, keep):
+        # A column of the weights is a stored token; `keep` names positions.
+        self.cache.compact(7, self.cache.positions(7)[keep])
+        self.length = len(keep)
+
+
+class InChildren(InCells):
+    """Children that keep the same tokens; here they see all that they keep."""
+
+    def __init__(self, target, shift):
+        children = numkv.SlidingWindowCache(11, shift=shift), numkv.CausalCache(shift)
+        self.cache, self.length = numkv.WrapperCache(*children, layer_types=[0, 1]), 0
+        self.cache.init("fp32", 2, 16, 8, target)
+
+    def compact(self, keep):
+        self.cache.compact(7, self.cache.caches[1].positions(7)[keep])
+        self.length = len(keep)
+
+
+def rotated(raw, positions):
+    cos, sin = naive.rope_tables(32, DIM, base=100.0, dtype=np.float64)
+    return np.array(
+        [naive.rope(x, cos[p], sin[p], False) for x, p in zip(raw, positions, strict=True)]
+    )
+
+
+def looked_at(q, keys):
+    """How much attention each key gets from the newest tokens' queries, by kv head."""
+    weights = np.zeros((HEADS, len(keys)))
+    for i, of_token in enumerate(q):
+        seen = keys[: len(keys) - len(q) + i + 1]
+        for h, x in enumerate(of_token):
+            exps = np.exp(seen[:, h // 2] @ x / np.sqrt(DIM))
+            weights[h // 2, : len(seen)] += exps / exps.sum()
+    return weights
+
+
+def best(scores, candidates, n):
+    return sorted(sorted(candidates, key=lambda i: -scores[i])[:n])
+
+
+@pytest.mark.parametrize("family", [InKVCache, InPagedKVCache, InCells, InChildren])
+def test_by_score_in_every_cache(target, to, host, rng, family):
+    """Heavy hitters while tokens come, then what the last ones look at; attention is that to the kept tokens alone."""
+    turning = numkv.rope_shift(*naive.rope_tables(32, DIM, base=100.0))
+    cache, tally = family(target, turning), numkv.AttentionTally(LAYERS * HEADS)
+    raw, values = (np.zeros((LAYERS, 0, HEADS, DIM)) for _ in "kv")
+    sums = np.zeros((LAYERS * HEADS, 0))
+    for new in (5, 1, 1, 1, 1, 3):
+        x, v = rng.standard_normal((2, LAYERS, new, HEADS, DIM)).astype(F32)
+        q = rng.standard_normal((LAYERS, new, 2 * HEADS, DIM)).astype(F32)
+        length = raw.shape[1]
+        k = np.array([rotated(rows, length + np.arange(new)) for rows in x]).astype(F32)
+        found = cache.go_on(*([to(rows) for rows in part] for part in (k, v, q)))
+        # What a float64 softmax over the kept tokens says, at the positions where they stand now.
+        raw, values = np.concatenate([raw, x], 1), np.concatenate([values, v], 1)
+        keys = np.array([rotated(rows, range(length + new)) for rows in raw])
+        want = np.concatenate([looked_at(q[layer], keys[layer]) for layer in range(LAYERS)])
+        for layer, (out, _) in enumerate(found):
+            rows = (keys[layer].transpose(1, 0, 2)[None], values[layer].transpose(1, 0, 2)[None])
+            right, _ = naive.attention(q[layer], *rows, [length + new], [0, new])
+            tolerances.assert_rows_close(host(out), right, 3e-5)
+        weights = np.concatenate([host(of_layer) for _, of_layer in found])
+        np.testing.assert_allclose(weights, want, rtol=1e-4)
+        tally.add(weights)
+        sums = np.pad(sums, ((0, 0), (0, new))) + want
+        n = length + new
+        if new == 3:
+            keep = eviction.seen_by_recent(weights, num_keep=6, num_recent=3)
+            right = best(want.sum(0), range(n - 3), 3) + list(range(n - 3, n))
+        elif n > 5:
+            keep = eviction.heavy_hitters(tally.weights, num_keep=5, num_first=1, num_recent=2)
+            right = [0, *best(sums.sum(0), range(1, n - 2), 2), n - 2, n - 1]
+        else:
+            continue
+        assert keep.tolist() == right
+        cache.compact(keep)
+        tally.compact(keep)
+        raw, values, sums = raw[:, keep], values[:, keep], sums[:, keep]

@@ -152,6 +152,12 @@ class LayersModel(RuleBasedStateMachine):
         self.layers[i].truncate(length)
         del self.rows[i][length:]
 
+    @rule(i=st.integers(0, 2), data=st.data())
+    def compact(self, i, data):
+        keep = [j for j in range(len(self.rows[i])) if data.draw(st.integers(0, 3))]
+        self.layers[i].compact(keep)
+        self.rows[i] = [self.rows[i][j] for j in keep]
+
     @rule(i=st.integers(0, 2))
     def free(self, i):
         self.layers[i].free()

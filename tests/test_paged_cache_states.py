@@ -6,6 +6,7 @@ so that a block that is shared by mistake, written twice or given away too early
 
 import functools
 import zlib
+from typing import NamedTuple
 
 import naive
 import numpy as np
@@ -21,9 +22,17 @@ from numkv import targets
 HEADS, Q_HEADS, DIM = 2, 4, 8
 
 
+class Kept(NamedTuple):
+    """A token that stands where it did not when it was written: it goes by all tokens that were before it then."""
+
+    prefix: tuple
+
+
 @functools.lru_cache(maxsize=65536)
 def row(layer: int, extra: int | None, prefix: tuple[int, ...]) -> np.ndarray:
-    """K and V of the last of some tokens."""
+    """K and V of the last of some tokens; one that was compacted is what it was."""
+    if isinstance(prefix[-1], Kept):
+        return row(layer, extra, prefix[-1].prefix)
     seed = zlib.crc32(repr((layer, extra, prefix)).encode())
     return np.random.default_rng(seed).standard_normal((2, HEADS, DIM), np.float32)
 
@@ -45,9 +54,7 @@ class Sequence:
         self.tokens, self.extra = list(tokens), extra
         self.named = len(self.tokens)  # how many of the first tokens' ids the cache has been told
         self.pins = 0
-        self.base = (
-            0  # a window that had this many tokens behind it may have let go of what was before
-        )
+        self.there = {}  # first token that the layers of a window still have the rows of
 
 
 class CacheModel(RuleBasedStateMachine):
@@ -88,7 +95,7 @@ class CacheModel(RuleBasedStateMachine):
         cache = self.cache
         states = [
             (seq, s.length, [t.tolist() for t in s.tables], s.tokens.tolist(), s.registered,
-             s.reserved, s.cached, [d.tobytes() for d in s.digests], len(s.pins))
+             s.reserved, s.cached, [d.tobytes() for d in s.digests], len(s.pins), s.starts[:])
             for seq, s in cache._sequences.items()
         ]  # fmt: skip
         pool = cache.blocks
@@ -183,8 +190,9 @@ class CacheModel(RuleBasedStateMachine):
                 if named and known.named == len(known.tokens):
                     known.named += n
                 known.tokens += tokens[:n]
-                known.base = max(known.base, len(known.tokens))
-                self.history.append((known.tokens[:], known.extra))
+                self.slide(known)
+                kept = [i for i, t in enumerate(known.tokens) if isinstance(t, Kept)]
+                self.history.append((known.tokens[: min(kept, default=None)], known.extra))
         self.refused(numkv.NumkvError, cache.commit, step)
         self.refused(numkv.NumkvError, step.attention, 0, self.to(q))
 
@@ -202,7 +210,7 @@ class CacheModel(RuleBasedStateMachine):
         assert cached == cache.length(seq) <= len(prompt) - 1
         assert cached % cache.block_size == 0
         self.known[seq] = Sequence(prompt[:cached], extra)
-        self.known[seq].base = cached
+        self.slide(self.known[seq])
         new = {seq: prompt[cached:]}
         step = self.start(new)
         if step is None:
@@ -238,6 +246,7 @@ class CacheModel(RuleBasedStateMachine):
             for call in (self.cache.fork, self.cache.remove, self.cache.swap_out):
                 self.refused(numkv.NumkvError, call, s)
             self.refused(numkv.NumkvError, self.cache.truncate, s, 0)
+            self.refused(numkv.NumkvError, self.cache.compact, s, [])
             self.refused(numkv.NumkvError, self.cache.reserve, [s], [1])
         self.finish(step, new, accepted, named)
         self.open = None
@@ -271,11 +280,18 @@ class CacheModel(RuleBasedStateMachine):
 
     def copied(self, known, seq):
         self.known[seq] = Sequence(known.tokens, known.extra)
-        self.known[seq].named, self.known[seq].base = known.named, known.base
+        self.known[seq].named, self.known[seq].there = known.named, known.there.copy()
 
     def first_seen(self, window, length):
-        """The first block that the newest of some tokens sees."""
-        return max(0, length - 1 - window) // self.cache.block_size
+        """The first token that the newest of some tokens sees."""
+        return max(0, length - 1 - window)
+
+    def slide(self, known):
+        """Windows let go of the blocks behind them."""
+        size, length = self.cache.block_size, len(known.tokens)
+        for window in {w for w in self.layers if w >= 0}:
+            begin = self.first_seen(window, length) // size * size
+            known.there[window] = min(length, max(known.there.get(window, 0), begin))
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data())
@@ -283,18 +299,51 @@ class CacheModel(RuleBasedStateMachine):
         seq = self.one(data)
         known = self.known[seq]
         length = data.draw(st.integers(0, len(known.tokens)))
-        gone = any(
-            w >= 0 and self.first_seen(w, length) < self.first_seen(w, known.base)
-            for w in self.layers
-        )
+        gone = any(self.first_seen(w, length) < there for w, there in known.there.items())
         if length and gone:
             self.refused(numkv.NotSupported, self.cache.truncate, seq, length)
             return
         self.cache.truncate(seq, length)
         known.tokens = known.tokens[:length]
         known.named = min(known.named, length)
-        if length == 0:
-            known.base = 0
+        self.slide(known)
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), few=st.booleans())
+    def compact(self, data, few):
+        """Some tokens of a sequence; a few of the first and of the last, or any."""
+        seq = self.one(data)
+        known = self.known[seq]
+        n = len(known.tokens)
+        if few:
+            ends = data.draw(st.integers(0, n)), data.draw(st.integers(0, n))
+            keep = [i for i in range(n) if i < ends[0] or i >= ends[1]]
+        else:
+            keep = sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else []
+        there = {w: sum(i < t for i in keep) for w, t in known.there.items()}
+        if keep and any(self.first_seen(w, len(keep)) < t for w, t in there.items()):
+            self.refused(numkv.NotSupported, self.cache.compact, seq, keep)
+            return
+        before = self.snapshot()
+        cache, size = self.cache, self.cache.block_size
+        try:
+            cache.compact(seq, keep)
+        except numkv.CacheFull:
+            assert self.snapshot() == before
+            assert cache.num_free < -(-len(keep) // size) * cache.num_groups
+            return
+        stay = next((i for i, j in enumerate(keep) if i != j), None)
+        if stay is not None:
+            known.named = min(known.named, stay // size * size)
+            known.tokens = [
+                Kept(tuple(known.tokens[: j + 1])) if i >= known.named else known.tokens[j]
+                for i, j in enumerate(keep)
+            ]
+        else:
+            known.tokens = known.tokens[: len(keep)]
+            known.named = min(known.named, len(keep))
+        known.there = there
+        self.slide(known)
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data())
