@@ -64,7 +64,7 @@ class KVCache:
     Notes
     -----
     With `residual_window` or `num_sink_tokens`, the newest and the first tokens of every layer are kept as float32
-    (rows of a float kind as they would be stored) in buffers that come on top of the others, and attended to as such. A
+    (beside fp64 as float64) in buffers that come on top of the others, and attended to as such. A
     token that leaves the window is quantised then, once, from the row that was appended; its codes are those that a
     cache without a window has. Tokens once quantised stay so when the newer ones are dropped. See `numkv.residual` for
     the sources.
@@ -446,7 +446,7 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim)
             For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
-            With full-precision tokens always a copy, in which they are as they were appended.
+            With full-precision tokens always a float32 copy (of fp64 float64), in which they are as they were appended.
 
         Raises
         ------
@@ -516,7 +516,7 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim_v)
             For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy.
-            With full-precision tokens always a copy, in which they are as they were appended.
+            With full-precision tokens always a float32 copy (of fp64 float64), in which they are as they were appended.
 
         Raises
         ------

@@ -37,8 +37,8 @@ class Residual:
     """The full-precision tokens of a cache of one sequence, and which they are.
 
     Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
-    pool, where every position has its slot, whether it is used or not. Rows are float32 where the cache quantises, and
-    of the cache's own kind where one of K and V is a float kind.
+    pool, where every position has its slot, whether it is used or not. Rows are float32, also where one of K and V is a
+    16-bit kind and rounds them when they leave; beside fp64 they are float64.
 
     Make one with `make`, which checks arguments.
 
@@ -262,35 +262,27 @@ class Residual:
         layer : int
             Which layer.
         rows : array (num_kv_heads, length, head_dim)
-            Its rows: a copy in float32 of a quantised kind, which is changed; a view of a float kind, which is not.
+            Its rows: a copy in float32 where they are quantised, which is changed; else a view, which is not.
         length : int
             Its tokens.
 
         Returns
         -------
         array (num_kv_heads, length, head_dim)
-            Float32 of quantised kinds, else the kind's dtype.
+            Float32, of fp64 float64.
         """
         target = pool.target
-        if which == "k":
-            stored, floats, own = pool.k, self._pool.k, pool.k_kind
-        else:
-            stored, floats, own = pool.v, self._pool.v, pool.v_kind
+        floats, own = (self._pool.k, pool.k_kind) if which == "k" else (self._pool.v, pool.v_kind)
+        if not own.has_scales:
+            rows = _converted(target, rows, target.empty(tuple(rows.shape), own.compute))
         if not length:
             return rows
-        shape = tuple(int(n) for n in rows.shape)
         begin, end = self.quantised(layer, length)
-        if own.has_scales:
-            mixed = rows.reshape((1, *shape))
-        else:
-            mixed = target.empty((1, *shape), own.word)
-            coded = np.arange(begin, end)
-            slots = target.index(layer * int(stored.shape[2]) + coded, np.int64)
-            target.ops.copy_tokens(stored, slots, mixed, target.index(coded, np.int64))
         kept = self._kept(begin, end, length)
         slots = target.index(self._slots(layer, kept, begin), np.int64)
+        mixed = rows.reshape((1, *rows.shape))
         target.ops.copy_tokens(floats, slots, mixed, target.index(kept, np.int64))
-        return target.typed(mixed, own.dtype).reshape(shape)
+        return rows
 
     @staticmethod
     def _kept(begin: int, end: int, length: int) -> Ints:
@@ -470,8 +462,10 @@ def _float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
 
 
 def _float_kind(of: Kind) -> Kind:
-    """What rows are kept in before they are stored in a kind; 16-bit rows fit into float32 exactly."""
-    return kind("fp32") if of.has_scales else of
+    """What rows are kept in before they are stored in a kind: what is computed with, which takes any of its rows."""
+    found = kind_of_dtype(of.compute)
+    assert found is not None
+    return found
 
 
 def _converted(target: Target, x: Array, to: Array) -> Array:
