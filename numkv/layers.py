@@ -516,10 +516,10 @@ class ContiguousLayer(Layer):
     Notes
     -----
     With `residual_window` or `num_sink_tokens`, the newest and the first tokens are kept as float32 (beside fp64 as
-    float64) in buffers that come on top of those for `capacity` tokens, and attended to
-    as such. A token that leaves the window is quantised then, once, from the row that was appended; its codes are those
-    that a layer without a window has. Tokens once quantised stay so when the newer ones are dropped. See
-    `numkv.residual` for the sources.
+    float64) in buffers that come on top of those for `capacity` tokens, and attended to as such. A token that leaves
+    the window is quantised then, once, from the row that was appended; its codes are those that a layer without a
+    window has. Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can
+    be fewer full-precision tokens than that for a while. See `numkv.residual` for the sources.
 
     Examples
     --------

@@ -2,7 +2,8 @@
 
 Most of what quantisation loses is lost on tokens that get much attention: the newest, and the first, which models use
 as attention sinks. Both stay as floats in a small pool of their own; a token is quantised when it leaves the window,
-from the row that was appended, and then never again.
+from the row that was appended, and stays as it is from then on. Attention over the two pools is merged. This is for
+caches of one sequence: `numkv.KVCache` and layers.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3: the full-precision residual of recent tokens. Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3: the first tokens.
