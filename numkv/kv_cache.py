@@ -12,8 +12,9 @@ from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind
-from numkv.layers import kinds_of
+from numkv.layers import kinds_of, no_jit
 from numkv.pool import Pool
+from numkv.residual import Residual
 from numkv.rope_shift import RopeShift
 from numkv.targets import Array
 from numkv.weights import weigh
@@ -51,6 +52,25 @@ class KVCache:
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. Rows that are read are turned
         back, codes and scales are those of rotated rows.
+    residual_window : int
+        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+    num_sink_tokens : int
+        First tokens that are kept so too.
+
+    Raises
+    ------
+    NotSupported
+        If tokens are to be kept in full precision beside a kind that quantises nothing.
+    DimensionMismatch, UnsupportedDType
+        If a size is too small, or there is no such kind.
+
+    Notes
+    -----
+    With `residual_window` or `num_sink_tokens`, the newest and the first tokens of every layer are kept as float32
+    (beside fp64 as float64) in buffers that come on top of the others, and attended to as such. A token that leaves the
+    window is quantised then, once, from the row that was appended; its codes are those that a cache without a window
+    has. Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be
+    fewer full-precision tokens than that for a while. See `numkv.residual` for the sources.
 
     Examples
     --------
@@ -75,6 +95,8 @@ class KVCache:
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool = False,
+        residual_window: int = 0,
+        num_sink_tokens: int = 0,
     ) -> None:
         self._target = targets.get(target)
         self._k_kind, self._v_kind = kinds_of(kind, k_kind, v_kind)
@@ -88,6 +110,9 @@ class KVCache:
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
         self._struct: Any = None
         self._pool = self._make_pool(0 if self._bound is None else self._bound)
+        self._residual = Residual.make(
+            self._pool, layers, residual_window, num_sink_tokens, self._bound
+        )
 
     def _make_pool(self, capacity: int) -> Pool:
         """Buffers for `capacity` tokens: a block for each layer."""
@@ -168,8 +193,18 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales included."""
-        return self._pool.nbytes
+        """Bytes of the K and V buffers, scales and full-precision tokens included."""
+        return self._pool.nbytes + (0 if self._residual is None else self._residual.nbytes)
+
+    @property
+    def residual_window(self) -> int:
+        """Newest tokens of each layer that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.window
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens of each layer that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.num_sinks
 
     @property
     def is_empty(self) -> bool:
@@ -185,6 +220,8 @@ class KVCache:
             kinds += f"/{self._v_kind}"
         if self._rotate:
             kinds += ", rotate=True"
+        if self._residual is not None:
+            kinds += f", {self._residual}"
         return (
             f"KVCache(len={len(self)}, num_layers={self.num_layers}, num_kv_heads={self._heads}, "
             f"head_dim={self._k_dim}, head_dim_v={self._v_dim}, kind={kinds}, "
@@ -195,8 +232,11 @@ class KVCache:
     def jit(self) -> Any:
         """The jitclass instance over this cache's memory; ask again after a growth. See `numkv.structs`.
 
-        With ``rotate=True`` it takes and gives rows as they are stored: rotated.
+        With ``rotate=True`` it takes and gives rows as they are stored: rotated. A cache that keeps tokens in full
+        precision has none (`NotSupported`): the buffers are not all of it.
         """
+        if self._residual is not None:
+            raise NotSupported(no_jit(self._residual))
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.cache_struct(self._k_kind.name, self._v_kind.name)
@@ -250,7 +290,10 @@ class KVCache:
                 )
             self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
         table = one_block_each(self._target.name, self.num_layers)[layer]
-        self._pool.append(k, v, table, start)
+        if self._residual is None:
+            self._pool.append(k, v, table, start)
+        else:
+            self._residual.append(self._pool, layer, k, v, table, start)
         self._rows[layer] = start + tokens
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
@@ -306,6 +349,9 @@ class KVCache:
         length = check_index("length", length, len(self), inclusive=True)
         np.minimum(self._rows, length, out=self._rows)
         self._length[0] = length
+        if self._residual is not None:
+            for layer in range(self.num_layers):
+                self._residual.truncate(layer, length)
 
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
@@ -356,9 +402,13 @@ class KVCache:
         new = np.broadcast_to(np.arange(n), (layers, n))
         first = np.arange(layers)[:, None] * self.capacity
         moved = old != new
+        if self._residual is not None:
+            moved &= self._residual.is_quantised(old)
         moves = plan_moves(
             self._pool, shift, (first + old)[moved], (first + new)[moved], (new - old)[moved]
         )
+        if self._residual is not None:
+            moves += self._residual.plan_moves(old, shift)
         for move in moves:
             move()
         self.truncate(n)
@@ -367,8 +417,35 @@ class KVCache:
         """Drop all tokens; memory and geometry stay."""
         self._rows[:] = 0
         self._length[0] = 0
+        if self._residual is not None:
+            for layer in range(self.num_layers):
+                self._residual.truncate(layer, 0)
 
     # -- reading
+
+    def quantised_tokens(self, layer: int) -> range:
+        """Positions of a layer's tokens that are quantised: all of a quantised kind, but for those in full precision.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        range
+            Rows not yet advanced included.
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        """
+        layer = check_index("layer", layer, self.num_layers)
+        rows = int(self._rows[layer])
+        if self._residual is not None:
+            return range(*self._residual.quantised(layer, rows))
+        return range(rows if self._k_kind.has_scales or self._v_kind.has_scales else 0)
 
     def k(self, layer: int) -> Array:
         """Keys of a layer, rows not yet advanced included.
@@ -382,7 +459,8 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim)
             For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy,
-            and with ``rotate=True`` too (of fp64 float64).
+            and with ``rotate=True`` too (of fp64 float64). With full-precision tokens always such a copy, in which they
+            are as they were appended.
 
         Raises
         ------
@@ -403,7 +481,8 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim)
             A view, valid until the cache grows: of int8 the codes, of int4 two of them to a byte
-            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` says.
+            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` says. Only those of
+            `quantised_tokens` mean anything.
 
         Raises
         ------
@@ -451,7 +530,8 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim_v)
             For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy,
-            and with ``rotate=True`` too (of fp64 float64).
+            and with ``rotate=True`` too (of fp64 float64). With full-precision tokens always such a copy, in which they
+            are as they were appended.
 
         Raises
         ------
@@ -472,7 +552,8 @@ class KVCache:
         -------
         array (tokens, num_kv_heads, head_dim_v)
             A view, valid until the cache grows: of int8 the codes, of int4 two of them to a byte
-            ``(tokens, num_kv_heads, head_dim_v / 2)``, in the order that `numkv.rows.int4` says.
+            ``(tokens, num_kv_heads, head_dim_v / 2)``, in the order that `numkv.rows.int4` says. Only those of
+            `quantised_tokens` mean anything.
 
         Raises
         ------
@@ -524,7 +605,10 @@ class KVCache:
 
     def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, self.num_layers)
-        rows = self._pool.rows(which, layer, slice(0, int(self._rows[layer])))
+        length = int(self._rows[layer])
+        rows = self._pool.rows(which, layer, slice(0, length))
+        if self._residual is not None:
+            rows = self._residual.overlay(self._pool, which, layer, rows, length)
         return self._target.token_major(rows)
 
     def copy(self) -> Self:
@@ -538,6 +622,8 @@ class KVCache:
         new.__dict__.update(self.__dict__)
         new._rows, new._length = self._rows.copy(), self._length.copy()
         new._move(self.capacity)
+        if self._residual is not None:
+            new._residual = self._residual.copy()
         return new
 
     __copy__ = copy
@@ -599,13 +685,17 @@ class KVCache:
         tokens, length = int(q.shape[0]), int(self._rows[layer])
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
-        result = attend(
-            self._pool, one_block_each(target.name, self.num_layers)[layer : layer + 1], q,
-            target.index(np.array([length]), np.int64),
-            target.index(np.array([0, tokens]), np.int64), sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
+        options: dict[str, Any] = {
+            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
+            "sinks": sinks, "return_lse": return_lse, "out": out,
+        }  # fmt: skip
+        if self._residual is not None:
+            result = self._residual.attend(self._pool, table, layer, q, length, **options)
+        else:
+            lens = target.index(np.array([length]), np.int64)
+            starts = target.index(np.array([0, tokens]), np.int64)
+            result = attend(self._pool, table, q, lens, starts, **options)
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
@@ -661,12 +751,17 @@ class KVCache:
         tokens, length = int(q.shape[0]), int(self._rows[layer])
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
-        weights = weigh(
-            self._pool, one_block_each(target.name, self.num_layers)[layer : layer + 1], q,
-            target.index(np.array([length]), np.int64),
-            target.index(np.array([0, tokens]), np.int64), length, lse=lse, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left,
-        )  # fmt: skip
+        table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
+        options: dict[str, Any] = {
+            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
+            "window_left": window_left,
+        }  # fmt: skip
+        if self._residual is not None:
+            weights = self._residual.weigh(self._pool, table, layer, q, length, **options)
+        else:
+            lens = target.index(np.array([length]), np.int64)
+            starts = target.index(np.array([0, tokens]), np.int64)
+            weights = weigh(self._pool, table, q, lens, starts, length, **options)
         return weights.reshape((self._heads, length))
 
 

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import structs, targets
-from numkv.attention import attend, check_queries, too_many_queries
+from numkv.attention import attend, check_queries, one_block_each, too_many_queries
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
-from numkv.errors import CacheFull, DimensionMismatch
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported
 from numkv.kinds import Kind, kind
 from numkv.pool import Pool
 from numkv.projection import Projection, QKMode
+from numkv.residual import Residual
 from numkv.rope_shift import RopeShift
 from numkv.targets import Array
 from numkv.weights import weigh
@@ -25,7 +26,10 @@ __all__ = ["ContiguousLayer", "QKMode"]
 class Layer:
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
 
-    def __init__(self, pool: Pool, block_table: np.ndarray[Any, Any], capacity: int) -> None:
+    def __init__(
+        self, pool: Pool, block_table: np.ndarray[Any, Any], capacity: int,
+        residual_window: int = 0, num_sink_tokens: int = 0,
+    ) -> None:  # fmt: skip
         self._target = pool.target
         self._pool = pool
         self._table = block_table  # int32 (max_blocks,), on the host
@@ -33,6 +37,7 @@ class Layer:
         self._context_lens = np.zeros(1, np.int32)  # the length, shared with .jit
         self._device_table: Array = None
         self._struct: Any = None
+        self._residual = Residual.make(pool, 1, residual_window, num_sink_tokens, capacity)
 
     # -- what it is
 
@@ -73,12 +78,27 @@ class Layer:
 
     @property
     def seq_len(self) -> int:
-        """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``."""
+        """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
+
+        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        """
         return int(self._context_lens[0])
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
-        self._context_lens[0] = check_index("seq_len", length, self._capacity, inclusive=True)
+        self._context_lens[0] = self._check_length(length)
+
+    def _check_length(self, length: int) -> int:
+        """Check a length that is set, and drop full-precision tokens beyond it."""
+        length = check_index("seq_len", length, self._capacity, inclusive=True)
+        if self._residual is not None:
+            if length > self.seq_len:
+                raise NotSupported(
+                    f"`seq_len`: expected at most {self.seq_len}, the tokens of a layer that keeps "
+                    f"some in full precision, got {length}; append their rows"
+                )
+            self._residual.truncate(0, length)
+        return length
 
     def __len__(self) -> int:
         return self.seq_len
@@ -88,8 +108,8 @@ class Layer:
         """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
         A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
-        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``. With ``rotate=True`` rows are as stored: rotated;
-        `numkv.rotation.Rotation` turns them back.
+        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
+        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.rotation.Rotation` turns them back.
         """
         return self._pool.values("k")
 
@@ -119,15 +139,44 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales included."""
-        return self._pool.nbytes
+        """Bytes of the K and V buffers, scales and full-precision tokens included."""
+        return self._pool.nbytes + (0 if self._residual is None else self._residual.nbytes)
+
+    @property
+    def residual_window(self) -> int:
+        """Newest tokens that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.window
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.num_sinks
+
+    @property
+    def quantised_tokens(self) -> range:
+        """Positions of the tokens that are quantised: all of a quantised kind, but for those in full precision."""
+        if self._residual is not None:
+            return range(*self._residual.quantised(0, self.seq_len))
+        return range(self.seq_len if self.kind.has_scales or self.v_kind.has_scales else 0)
+
+    def _kinds_and_residual(self) -> str:
+        """What a ``repr`` says of storage."""
+        kinds = str(self.kind) + ("" if self.kind is self.v_kind else f"/{self.v_kind}")
+        if self.rotate:
+            kinds += ", rotate=True"
+        if self._residual is None:
+            return kinds
+        return f"{kinds}, {self._residual}"
 
     @property
     def jit(self) -> Any:
         """The jitclass instance over this layer's memory, for your own ``@njit`` functions; see `numkv.structs`.
 
-        With ``rotate=True`` it takes and gives rows as they are stored: rotated.
+        With ``rotate=True`` it takes and gives rows as they are stored: rotated. A layer that keeps tokens in full
+        precision has none (`NotSupported`): the buffers are not all of it.
         """
+        if self._residual is not None:
+            raise NotSupported(no_jit(self._residual))
         if self._struct is None:
             if self._target.name == "cpu":
                 make = structs.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
@@ -182,8 +231,16 @@ class Layer:
         k, v = self._pool.check_rows(k, v, check_finite=check_finite)
         start = self._check_room(k.shape[0])
         self._take_room(start + k.shape[0])
-        self._pool.append(k, v, self._block_table()[0], start)
+        self._store(k, v, start)
         self._context_lens[0] = start + k.shape[0]
+
+    def _store(self, k: Array, v: Array, start: int) -> None:
+        """Write checked rows, for which there is room."""
+        table = self._block_table()[0]
+        if self._residual is None:
+            self._pool.append(k, v, table, start)
+        else:
+            self._residual.append(self._pool, 0, k, v, table, start)
 
     def write(
         self,
@@ -250,7 +307,13 @@ class Layer:
         if check_finite:
             p.check_finite(pool)
         self._take_room(start + p.num_tokens)
-        p.write(pool, self._block_table()[0], start, first)
+        table, place, apart = self._block_table()[0], start, self._residual
+        if apart is not None:  # rows unrounded, which then go the way of `append`
+            pool, place = apart.aside(p.num_tokens), 0
+            table = one_block_each(self._target.name, 1)[0]
+        p.write(pool, table, place, first)
+        if apart is not None:
+            self._store(*apart.rows_of(pool, p.num_tokens), start)
         self._context_lens[0] = start + p.num_tokens
         return p.q_out
 
@@ -268,6 +331,8 @@ class Layer:
             If `length` is negative or above `seq_len`.
         """
         self._context_lens[0] = check_index("length", length, self.seq_len, inclusive=True)
+        if self._residual is not None:
+            self._residual.truncate(0, self.seq_len)
 
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
@@ -300,8 +365,12 @@ class Layer:
         kept = check_kept("keep", keep, self.seq_len)
         new = np.arange(len(kept))
         moved = kept != new
+        if self._residual is not None:
+            moved &= self._residual.is_quantised(kept[None])[0]
         old, new = kept[moved], new[moved]
         moves = plan_moves(self._pool, shift, self._slots(old), self._slots(new), new - old)
+        if self._residual is not None:
+            moves += self._residual.plan_moves(kept[None], shift)
         for move in moves:
             move()
         self.truncate(len(kept))
@@ -353,6 +422,12 @@ class Layer:
         tokens, length = int(q.shape[0]), self.seq_len
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
+        if self._residual is not None:
+            return self._residual.attend(
+                self._pool, self._block_table(), 0, q, length, sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
         return attend(
@@ -399,12 +474,16 @@ class Layer:
         tokens, length = int(q.shape[0]), self.seq_len
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
-        lens = target.index(np.array([length]), np.int64)
-        starts = target.index(np.array([0, tokens]), np.int64)
-        weights = weigh(
-            self._pool, self._block_table(), q, lens, starts, length, lse=lse, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
+            "window_left": window_left,
+        }  # fmt: skip
+        if self._residual is not None:
+            weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
+        else:
+            lens = target.index(np.array([length]), np.int64)
+            starts = target.index(np.array([0, tokens]), np.int64)
+            weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
         return weights.reshape((self.num_kv_heads, length))
 
 
@@ -428,6 +507,25 @@ class ContiguousLayer(Layer):
     rotate : bool
         Whether rows are rotated before they are stored, so that large elements do less harm to a quantised row: random
         signs, then a Hadamard transform, undone in all that is read. See `numkv.rotation`.
+    residual_window : int
+        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+    num_sink_tokens : int
+        First tokens that are kept so too.
+
+    Raises
+    ------
+    NotSupported
+        If tokens are to be kept in full precision beside a kind that quantises nothing.
+    DimensionMismatch, UnsupportedDType
+        If a size is too small, or there is no such kind.
+
+    Notes
+    -----
+    With `residual_window` or `num_sink_tokens`, the newest and the first tokens are kept as float32 (beside fp64 as
+    float64) in buffers that come on top of those for `capacity` tokens, and attended to as such. A token that leaves
+    the window is quantised then, once, from the row that was appended; its codes are those that a layer without a
+    window has. Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can
+    be fewer full-precision tokens than that for a while. See `numkv.residual` for the sources.
 
     Examples
     --------
@@ -450,6 +548,8 @@ class ContiguousLayer(Layer):
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool = False,
+        residual_window: int = 0,
+        num_sink_tokens: int = 0,
     ) -> None:
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
@@ -462,7 +562,8 @@ class ContiguousLayer(Layer):
                 actual=size,
             )
         pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v, rotate)
-        super().__init__(pool, np.zeros(1, np.int32), size)
+        table = np.zeros(1, np.int32)
+        super().__init__(pool, table, size, residual_window, num_sink_tokens)
 
     @property
     def is_paged(self) -> bool:
@@ -487,10 +588,17 @@ class ContiguousLayer(Layer):
     def __repr__(self) -> str:
         return (
             f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
-            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
-            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"kind={self._kinds_and_residual()}, target={self.target})"
         )
+
+
+def no_jit(residual: Residual) -> str:
+    """What is wrong with asking for ``.jit`` where tokens are kept in full precision."""
+    return (
+        f"`jit`: expected a cache without full-precision tokens, got {residual}; they lie outside of the "
+        "buffers that compiled code would see"
+    )
 
 
 def kinds_of(

@@ -8,7 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.block_pool import BlockPool, PoolStats
-from numkv.checks import check_index, check_size
+from numkv.checks import check_size
 from numkv.errors import DimensionMismatch
 from numkv.kinds import Kind, kind
 from numkv.layers import Layer, kinds_of
@@ -172,11 +172,22 @@ class PagedLayer(Layer):
         Storage kinds of K and of V where they shall differ from `kind`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
+    residual_window : int
+        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+    num_sink_tokens : int
+        First tokens that are kept so too.
 
     Raises
     ------
     DimensionMismatch
         If a size or kind or `rotate` is not the pool's.
+    NotSupported
+        If tokens are to be kept in full precision beside a kind that quantises nothing.
+
+    Notes
+    -----
+    Full-precision tokens lie in buffers of the layer's own, as `ContiguousLayer` says. They have their places in blocks
+    all the same, so that quantising them never lacks room.
 
     Examples
     --------
@@ -201,6 +212,8 @@ class PagedLayer(Layer):
         k_kind: str | Kind | None = None,
         v_kind: str | Kind | None = None,
         rotate: bool | None = None,
+        residual_window: int = 0,
+        num_sink_tokens: int = 0,
     ) -> None:
         blocks = check_size("max_blocks_per_seq", max_blocks_per_seq)
         if pool is None:
@@ -215,7 +228,8 @@ class PagedLayer(Layer):
             )
         self.pool = pool
         table = np.full(blocks, -1, np.int32)
-        super().__init__(pool.pool, table, blocks * pool.block_size)
+        capacity = blocks * pool.block_size
+        super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
         self._owned = 0
 
     @property
@@ -250,12 +264,15 @@ class PagedLayer(Layer):
 
     @property
     def seq_len(self) -> int:
-        """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``."""
+        """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``.
+
+        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        """
         return int(self._context_lens[0])
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
-        length = check_index("seq_len", length, self._capacity, inclusive=True)
+        length = self._check_length(length)
         self._take_room(length)
         self._give_back(length)
         self._context_lens[0] = length
@@ -292,9 +309,7 @@ class PagedLayer(Layer):
         return (
             f"PagedLayer(seq_len={self.seq_len}, capacity={self.capacity}, blocks={self._owned}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
-            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
+            f"head_dim={self.head_dim}, kind={self._kinds_and_residual()}, target={self.target})"
         )
 
 

@@ -1,0 +1,718 @@
+"""Full-precision tokens beside quantised ones, against a list of rows that knows which of them have been quantised."""
+
+import copy
+
+import naive
+import numpy as np
+import pytest
+import tolerances
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from messages import about
+
+import numkv
+from numkv import targets
+
+F32 = np.float32
+HEADS = 2
+LAYOUTS = ["cache", "contiguous", "paged", "shared"]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+# Kinds of K and V, with a head dim that both targets read in whole chunks of and int4 in groups.
+KINDS = {"int8": ("int8", "int8", 8), "int4": ("int4", "int4", 34), "mixed": ("int8", "int4", 32)}
+every_kind = pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+
+
+def cases(names, on_cpu, on_cuda):
+    """A test on both targets, with fewer cases in the simulator: each is a target and what `names` are."""
+    found = [("cpu", *case) for case in on_cpu] + [("cuda", *case) for case in on_cuda]
+    ids = ["-".join(map(str, case)) for case in found]
+    return pytest.mark.parametrize(("target", *names), found, indirect=["target"], ids=ids)
+
+
+class Model:
+    """Rows ``(heads, dim)`` of K and V one by one, and what each is read as."""
+
+    def __init__(self, kinds, window, sinks):
+        self.kinds, self.window, self.sinks = kinds[:2], window, sinks
+        self.rows = []  # (k, v, whether it has been quantised)
+
+    def append(self, k, v):
+        self.rows += [[a, b, False] for a, b in zip(k, v, strict=True)]
+        oldest = len(self.rows) - self.window  # of the window
+        for p, row in enumerate(self.rows):
+            first = p < self.sinks and not any(done for *_, done in self.rows[:p])
+            row[2] = row[2] or (p < oldest and not first)
+
+    def truncate(self, length):
+        del self.rows[length:]
+
+    def keep(self, kept):
+        self.rows = [list(self.rows[i]) for i in kept]
+
+    @property
+    def quantised(self):
+        return [p for p, row in enumerate(self.rows) if row[2]]
+
+    def values(self, which):
+        """``(tokens, heads, dim)`` in float64."""
+        found = []
+        for row in self.rows:
+            x = row[which].astype(F32)
+            if row[2] and self.kinds[which] in naive.CODES:
+                x = naive.dequantise(*naive.quantise(x, self.kinds[which]))
+            found.append(x.astype(np.float64))
+        return np.array(found)
+
+    def attention(self, q, **options):
+        k, v = (self.values(i).swapaxes(0, 1)[None] for i in (0, 1))
+        return naive.attention(q, k, v, [len(self.rows)], [0, len(q)], **options)
+
+
+class Cache:
+    """One face for layers and for the second layer of a `KVCache`."""
+
+    def __init__(self, layout, target, kinds, window, sinks, capacity=None):
+        self.layout = layout
+        k_kind, v_kind, dim = kinds
+        kw = {"k_kind": k_kind, "v_kind": v_kind, "target": target}
+        parts = {"residual_window": window, "num_sink_tokens": sinks}
+        if layout == "cache":
+            self.it = numkv.KVCache(2, HEADS, dim, max_seq_len=capacity, **kw, **parts)
+        elif layout == "contiguous":
+            self.it = numkv.ContiguousLayer(capacity or 32, HEADS, dim, **kw, **parts)
+        elif layout == "paged":
+            blocks = -(-(capacity or 30) // 3)
+            self.it = numkv.PagedLayer(blocks, 3, HEADS, dim, **kw, **parts)
+        else:  # blocks in no order, beside another layer that keeps other tokens
+            pool = numkv.PagedPool(20, 3, HEADS, dim, **kw)
+            other, hole = (
+                numkv.PagedLayer(4, 3, HEADS, dim, pool=pool, residual_window=1) for _ in range(2)
+            )
+            place = targets.get(target)
+            for layer, tokens in ((hole, 7), (other, 4)):
+                rows = place.asarray(np.zeros((tokens, HEADS, dim), F32))
+                layer.append(rows, rows)
+            hole.free()
+            blocks = -(-(capacity or 30) // 3)
+            self.it = numkv.PagedLayer(blocks, 3, HEADS, dim, pool=pool, **parts)
+
+    def append(self, k, v, **kw):
+        if self.layout == "cache":
+            self.it.append(1, k, v, **kw)
+        else:
+            self.it.append(k, v, **kw)
+
+    def level(self):
+        """Bring the first layer and the length of a `KVCache` up to the second layer."""
+        if self.layout == "cache":
+            more = len(self.quantised_and_not) - len(self.it)
+            if more:
+                self.it.append(0, self.it.k(1)[-more:], self.it.v(1)[-more:])
+                self.it.advance(more)
+        return self.it
+
+    @property
+    def quantised_and_not(self):
+        return self.it.k(1) if self.layout == "cache" else range(self.it.seq_len)
+
+    @property
+    def quantised(self):
+        found = self.it.quantised_tokens(1) if self.layout == "cache" else self.it.quantised_tokens
+        return list(found)
+
+    def attend(self, q, **kw):
+        return (
+            self.it.decode_attention(1, q, **kw)
+            if self.layout == "cache"
+            else self.it.decode_attention(q, **kw)
+        )
+
+    def weigh(self, q, **kw):
+        return (
+            self.it.attention_weights(1, q, **kw)
+            if self.layout == "cache"
+            else self.it.attention_weights(q, **kw)
+        )
+
+    def codes(self, host):
+        """Codes and scales by token and head: K's, then V's."""
+        it = self.it
+        if self.layout == "cache":
+            return [host(x(1)) for x in (it.k_codes, it.k_scales, it.v_codes, it.v_scales)]
+        table = it.block_table[None] if it.is_paged else [[0]]
+        found = (naive.gather(host(x), table, [it.seq_len])[0] for x in (it.k, it.v))
+        k, v = (x.swapaxes(0, 1) for x in found)
+        found = (naive.gather(host(x), table, [it.seq_len])[0] for x in (it.k_scale, it.v_scale))
+        k_scale, v_scale = (x.swapaxes(0, 1) for x in found)
+        return [k, k_scale, v, v_scale]
+
+
+def draw(rng, tokens, dim, dtype=F32):
+    """Keys and values, with scales that differ by token."""
+    x = rng.standard_normal((2, tokens, HEADS, dim)) * rng.uniform(0.1, 3, (tokens, 1, 1))
+    return x.astype(dtype)
+
+
+def fill(one, model, rng, to, chunks, dim, dtype=F32):
+    for n in chunks:
+        k, v = draw(rng, n, dim, dtype)
+        one.append(to(k), to(v))
+        model.append(k, v)
+
+
+def assert_same(one, model, host):
+    """Which tokens are quantised, and their codes and scales, bit for bit."""
+    assert one.quantised == model.quantised
+    if one.quantised:
+        codes = [x[model.quantised] for x in one.codes(host)]
+        for i in (0, 1):
+            rows = np.array([model.rows[p][i] for p in model.quantised])
+            for got, want in zip(
+                codes[2 * i : 2 * i + 2], naive.quantise(rows, model.kinds[i]), strict=True
+            ):
+                assert np.array_equal(naive.words(got), naive.words(want))
+    if one.layout == "cache" and model.rows:  # full-precision rows are what was appended
+        for got, which in ((one.it.k(1), 0), (one.it.v(1), 1)):
+            got = host(got)
+            want = model.values(which)
+            assert got.dtype == F32
+            floats = [p for p in range(len(model.rows)) if p not in model.quantised]
+            assert np.array_equal(got[floats], want[floats])
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def assert_attends(one, model, q, to, host, **options):
+    moved = {n: to(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    out, lse = (host(x) for x in one.attend(to(q), return_lse=True, **moved))
+    want, want_lse = model.attention(q, **options)
+    assert out.dtype == q.dtype
+    name = next(n for n, dtype in naive.DTYPES.items() if dtype == q.dtype)
+    kind = "int8" if model.kinds[0] == "int8" else "fp32"
+    tolerances.assert_rows_close(out, want, tolerances.attention(kind, name))
+    tolerances.assert_lse_close(lse, want_lse, 2e-3 if kind == "int8" else tolerances.LSE)
+
+
+# ---------------------------------------------------------------- what is quantised
+
+
+@cases(
+    ["layout", "name"],
+    [(layout, name) for layout in LAYOUTS for name in KINDS],
+    [("cache", "mixed"), ("shared", "int8")],
+)
+def test_each_token_is_quantised_once(target, to, host, rng, layout, name):
+    """One by one, several at once, and more than the window holds; codes are those of the rows as appended."""
+    kinds = KINDS[name]
+    one, model = Cache(layout, target, kinds, 4, 2), Model(kinds, 4, 2)
+    for n in (1, 2, 1, 1, 1, 3, 9, 0, 1):
+        fill(one, model, rng, to, [n], kinds[2])
+        if target == "cpu" or n == 9:
+            assert_same(one, model, host)
+    assert_same(one, model, host)
+    assert model.quantised == list(range(2, 15))
+    q = rng.standard_normal((3, 2 * HEADS, kinds[2])).astype(F32)
+    assert_attends(one, model, q, to, host)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, 3), (5, 0), (40, 0), (1, 40), (3, 2)])
+@every_layout
+def test_windows_and_first_tokens(rng, layout, window, sinks):
+    """Also more of them than tokens, or than there is room for."""
+    kinds = KINDS["int8"]
+    one, model = Cache(layout, "cpu", kinds, window, sinks, 21), Model(kinds, window, sinks)
+    assert (one.it.residual_window, one.it.num_sink_tokens) == (window, sinks)
+    for n in (2, 1, 7, 1, 10):
+        fill(one, model, rng, np.asarray, [n], kinds[2])
+        assert_same(one, model, np.asarray)
+        q = rng.standard_normal((min(4, len(model.rows)), HEADS, kinds[2])).astype(F32)
+        assert_attends(one, model, q, np.asarray, np.asarray)
+    with pytest.raises(numkv.CacheFull):
+        fill(one, Model(kinds, 0, 0), rng, np.asarray, [1], kinds[2])
+    assert_same(one, model, np.asarray)
+
+
+@cases(["dtype"], [("fp16",), ("bf16",)], [("bf16",)])
+def test_rows_of_16_bits_are_kept_exactly(target, to, host, rng, dtype):
+    kinds = KINDS["int4"]
+    one, model = Cache("cache", target, kinds, 3, 1), Model(kinds, 3, 1)
+    fill(one, model, rng, to, [2, 5, 1], kinds[2], naive.DTYPES[dtype])
+    assert_same(one, model, host)
+
+
+def test_beside_a_float_kind(target, to, host, rng):
+    """V in fp16 is rounded when K is quantised."""
+    cache = numkv.KVCache(
+        1, HEADS, 8, head_dim_v=6, k_kind="int8", v_kind="fp16", target=target,
+        residual_window=3, num_sink_tokens=1,
+    )  # fmt: skip
+    k, v = draw(rng, 9, 8)
+    v = v[:, :, :6]
+    for part in (np.s_[:5], np.s_[5:6], np.s_[6:]):
+        cache.append(0, to(k[part]), to(v[part]))
+    assert cache.quantised_tokens(0) == range(1, 6)
+    got = host(cache.v(0))
+    v[1:6] = v[1:6].astype(np.float16)
+    assert got.dtype == F32
+    assert np.array_equal(got, v)
+    got[:] = 0  # a copy
+    assert np.array_equal(host(cache.v(0)), v)
+    codes, scale = naive.int8_quantise(k)
+    k[1:6] = naive.int8_dequantise(codes, scale)[1:6]
+    np.testing.assert_allclose(host(cache.k(0)), k, rtol=1e-6)
+    assert np.array_equal(host(cache.k(0))[[0, 6, 7, 8]], k[[0, 6, 7, 8]])
+
+
+@cases(["layout"], [("contiguous",), ("paged",)], [("paged",)])
+def test_fused_write(target, to, host, rng, layout):
+    """Full-precision rows are those of an fp32 layer, codes those of a quantised one."""
+    kinds = KINDS["int8"]
+    one = Cache(layout, target, kinds, 3, 1)
+    whole = numkv.ContiguousLayer(32, HEADS, 8, kind="int8", target=target)
+    exact = numkv.ContiguousLayer(32, HEADS, 8, kind="fp32", target=target)
+    cos, sin = (to(x) for x in naive.rope_tables(32, 8))
+    weight = to(rng.uniform(0.5, 2, 8).astype(F32))
+    for n in (1, 7, 1, 2, 0):
+        qkv = to(rng.standard_normal((n, 3 * HEADS * 8)).astype(F32))
+        args = {
+            "num_q_heads": HEADS, "cos": cos, "sin": sin, "qk_mode": 1, "q_norm_weight": weight,
+            "k_norm_weight": weight,
+        }  # fmt: skip
+        out = [host(layer.write(qkv, **args)) for layer in (one.it, whole, exact)]
+        assert np.array_equal(out[0], out[1])
+    assert one.quantised == list(range(1, 8))
+    want = Cache.__new__(Cache)
+    want.layout, want.it = "contiguous", whole
+    for a, b in zip(one.codes(host), want.codes(host), strict=True):
+        assert np.array_equal(a[1:8], b[1:8])
+    # Attention as over an fp32 layer in which the quantised rows are what their codes say.
+    k, v = (host(x)[0].astype(np.float64) for x in (exact.k, exact.v))
+    for rows, codes, scale in ((k, whole.k, whole.k_scale), (v, whole.v, whole.v_scale)):
+        rows[:, 1:8] = naive.int8_dequantise(host(codes)[0, :, 1:8], host(scale)[0, :, 1:8])
+    q = rng.standard_normal((2, HEADS, 8)).astype(F32)
+    got = host(one.attend(to(q)))
+    expected, _ = naive.attention(q, k[None], v[None], [11], [0, 2])
+    tolerances.assert_rows_close(got, expected, tolerances.attention("int8", "fp32"))
+
+
+# ---------------------------------------------------------------- attention
+
+
+OPTIONS = {
+    "plain": {},
+    "cap": {"logits_soft_cap": 2.5, "sm_scale": 0.4},
+    "window": {"window_left": 6},
+    "narrow": {"window_left": 1},
+    "sinks": {"sinks": np.array([0.5, -1.0, 3.0, 0.0], F32)},
+    "all": {
+        "logits_soft_cap": 4.0, "window_left": 9, "sinks": np.array([2.0, 0.1, -3.0, 1.0], F32),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@every_kind
+def test_attention(rng, kinds, options):
+    """Every number of queries: those of the window alone, and some for which the window is in the future."""
+    for layout in ("cache", "shared"):
+        one, model = Cache(layout, "cpu", kinds, 4, 2), Model(kinds, 4, 2)
+        for n in (1, 5, 8):
+            fill(one, model, rng, np.asarray, [n], kinds[2])
+            for tokens in (1, 3, len(model.rows)):
+                if tokens <= len(model.rows):
+                    q = rng.standard_normal((tokens, 2 * HEADS, kinds[2])).astype(F32)
+                    assert_attends(one, model, q, np.asarray, np.asarray, **options)
+
+
+def test_attention_on_both_targets(target, to, host, rng):
+    kinds = KINDS["mixed"]
+    one, model = Cache("paged", target, kinds, 3, 1), Model(kinds, 3, 1)
+    fill(one, model, rng, to, [4, 8], kinds[2])
+    q = rng.standard_normal((2, 2 * HEADS, kinds[2])).astype(F32)
+    assert_attends(one, model, q, to, host, **OPTIONS["all"])
+
+
+@cases(["q_kind"], [("fp16",), ("bf16",), ("fp64",)], [("bf16",)])
+def test_queries_of_other_dtypes(target, to, host, rng, q_kind):
+    """Parts are merged before they are rounded; with an `out` that is part of something larger too."""
+    kinds = KINDS["int8"]
+    one, model = Cache("contiguous", target, kinds, 3, 1), Model(kinds, 3, 1)
+    fill(one, model, rng, to, [9], kinds[2])
+    q = rng.standard_normal((2, HEADS, kinds[2])).astype(naive.DTYPES[q_kind])
+    want, want_lse = model.attention(q)
+    room = to(np.zeros((3, HEADS, kinds[2]), q.dtype))
+    got, lse = one.attend(to(q), return_lse=True, out=room[1:])
+    bound = tolerances.attention("int8", "fp32" if q_kind == "fp64" else q_kind)
+    tolerances.assert_rows_close(host(room)[1:], want, bound)
+    assert host(got).dtype == q.dtype
+    tolerances.assert_lse_close(host(lse), want_lse, 2e-3)
+    assert not host(room)[0].any()
+
+
+def test_out_with_strides(rng):
+    one, model = Cache("cache", "cpu", KINDS["int8"], 3, 1), Model(KINDS["int8"], 3, 1)
+    fill(one, model, rng, np.asarray, [9], 8)
+    q = rng.standard_normal((3, HEADS, 8)).astype(np.float16)
+    room = np.zeros((6, 2 * HEADS, 16), np.float16)
+    out = room[::2, ::2, :8]
+    assert one.attend(q, out=out) is not None
+    assert np.array_equal(out, one.attend(q))
+    assert not room[1::2].any()
+    single = np.zeros((HEADS, 8), np.float16)
+    one.it.decode_attention(1, q[2], out=single)
+    np.testing.assert_allclose(single.astype(F32), out[2].astype(F32), atol=2e-3)
+
+
+def test_an_empty_cache(target, to, host):
+    one = Cache("cache", target, KINDS["int8"], 3, 1)
+    q = to(np.ones((1, HEADS, 8), F32))
+    out, lse = one.attend(q, return_lse=True)
+    assert not host(out).any()
+    assert np.all(host(lse) == -np.inf)
+    assert one.attend(to(np.ones((0, HEADS, 8), F32))).shape == (0, HEADS, 8)
+    assert one.weigh(q).shape == (HEADS, 0)
+    assert one.it.k(1).shape == (0, HEADS, 8)
+    with pytest.raises(numkv.DimensionMismatch, match=about("q")):
+        one.attend(to(np.ones((2, HEADS, 8), F32)))
+
+
+def test_slots_that_are_not_used_are_not_read(rng):
+    """Rows that were dropped may hold anything."""
+    for layout in LAYOUTS:
+        one, model = Cache(layout, "cpu", KINDS["int8"], 4, 2), Model(KINDS["int8"], 4, 2)
+        fill(one, model, rng, np.asarray, [9], 8)
+        bad = np.full((2, 5, HEADS, 8), np.nan, F32)
+        if layout == "cache":
+            one.level()
+        one.append(*bad, check_finite=False)
+        one.it.truncate(9)
+        model.append(*np.zeros((2, 5, HEADS, 8), F32))
+        model.truncate(9)
+        q = rng.standard_normal((2, HEADS, 8)).astype(F32)
+        assert_same(one, model, np.asarray)
+        assert_attends(one, model, q, np.asarray, np.asarray)
+        assert np.all(np.isfinite(one.weigh(q)))
+
+
+@cases(
+    ["layout", "name"],
+    [(layout, name) for layout in LAYOUTS for name in ("plain", "all")],
+    [("cache", "plain"), ("paged", "all")],
+)
+def test_attention_weights(target, to, host, rng, layout, name):
+    options = {n: x for n, x in OPTIONS[name].items() if n != "sinks"}
+    kinds = KINDS["mixed" if target == "cpu" else "int8"]
+    one, model = Cache(layout, target, kinds, 3, 2), Model(kinds, 3, 2)
+    done = 0
+    for n in (1, 11) if target == "cpu" else (9,):
+        fill(one, model, rng, to, [n], kinds[2])
+        done += n
+        for tokens in (1, done) if target == "cpu" else (5,):
+            q = rng.standard_normal((tokens, 2 * HEADS, kinds[2])).astype(F32)
+            want = np.zeros((HEADS, done))
+            k = model.values(0).swapaxes(0, 1)
+            for i, p in enumerate(range(done - tokens, done)):
+                low = max(0, p - options.get("window_left", done))
+                for h in range(2 * HEADS):
+                    _, lse = naive.attention_row(
+                        q[i, h], k[h // 2, low : p + 1], k[h // 2, low : p + 1],
+                        kinds[2] ** -0.5, options.get("logits_soft_cap", 0), None,
+                    )  # fmt: skip
+                    for j in range(low, p + 1):
+                        one_row = k[h // 2, j : j + 1]
+                        _, score = naive.attention_row(
+                            q[i, h], one_row, one_row, kinds[2] ** -0.5,
+                            options.get("logits_soft_cap", 0), None,
+                        )  # fmt: skip
+                        want[h // 2, j] += np.exp(score - lse)
+            got = host(one.weigh(to(q), **options))
+            assert got.shape == want.shape
+            np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-6)
+            _, lse = one.attend(to(q), return_lse=True, **options)
+            assert np.array_equal(got, host(one.weigh(to(q), lse=lse, **options)))
+
+
+def test_recent_tokens_matter_most(rng):
+    """The error of attention falls where queries look at the newest tokens, and with the first ones at them too."""
+    dim, tokens = 64, 96
+    k, v = rng.standard_normal((2, tokens, 1, dim)).astype(F32)
+    q = (k[-4:] * 1.5 + k[:1]).astype(F32)  # each looks at its own token and the first
+    want, _ = naive.attention(
+        q, k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None], [tokens], [0, len(q)]
+    )
+    errors = []
+    for window, sinks in ((0, 0), (16, 0), (16, 4)):
+        layer = numkv.ContiguousLayer(
+            tokens, 1, dim, kind="int4", residual_window=window, num_sink_tokens=sinks
+        )
+        layer.append(k, v)
+        errors.append(tolerances.row_errors(layer.decode_attention(q), want).mean())
+    assert errors[1] < 0.8 * errors[0]
+    assert errors[2] < 0.5 * errors[1]
+
+
+# ---------------------------------------------------------------- dropping tokens
+
+
+@pytest.mark.parametrize("length", [16, 13, 11, 5, 2, 1, 0])
+@every_layout
+def test_truncation(rng, layout, length):
+    """What is quantised stays so; the window fills up again from what is appended."""
+    kinds = KINDS["int8"]
+    one, model = Cache(layout, "cpu", kinds, 4, 2), Model(kinds, 4, 2)
+    fill(one, model, rng, np.asarray, [9, 1, 7], kinds[2])
+    one.level().truncate(length)
+    model.truncate(length)
+    assert_same(one, model, np.asarray)
+    for n in (1, 1, 2, 5):
+        fill(one, model, rng, np.asarray, [n], kinds[2])
+        assert_same(one, model, np.asarray)
+    assert_attends(
+        one, model, rng.standard_normal((5, HEADS, 8)).astype(F32), np.asarray, np.asarray
+    )
+
+
+KEEPS = {
+    "holes": [0, 3, 4, 6, 10, 12, 13],
+    "no-first": [4, 5, 9, 12, 13],
+    "one-first": [1, 2, 3, 10, 11, 12, 13],
+    "floats": [1, 11, 13],
+    "end": [10, 11, 12, 13],
+    "prefix": [0, 1, 2, 3, 4],
+    "all": list(range(14)),
+    "nothing": [],
+}
+
+
+@cases(
+    ["layout", "name"],
+    [(layout, name) for layout in LAYOUTS for name in KEEPS],
+    [("paged", "holes"), ("cache", "one-first")],
+)
+def test_compaction(target, to, host, rng, layout, name):
+    """Rows move as they are, so a quantised one stays quantised, also to the very front."""
+    keep = KEEPS[name]
+    kinds = KINDS["int4"] if target == "cpu" else KINDS["int8"]
+    one, model = Cache(layout, target, kinds, 4, 2), Model(kinds, 4, 2)
+    fill(one, model, rng, to, [14], kinds[2])
+    if layout == "cache":  # the other layer drops others, some of which have yet to be quantised
+        one.level()
+        kept = np.array([sorted(rng.choice(14, len(keep), replace=False)), keep], np.int64)
+        kept = kept.reshape(2, len(keep))
+        want = host(one.it.k(0))[kept[0]]
+        one.it.compact(kept)
+        assert np.array_equal(host(one.it.k(0)), want)
+    else:
+        one.it.compact(keep)
+    model.keep(keep)
+    assert_same(one, model, host)
+    for n in (1, 6) if target == "cpu" else (3,):
+        fill(one, model, rng, to, [n], kinds[2])
+        assert_same(one, model, host)
+    q = rng.standard_normal((3, HEADS, kinds[2])).astype(F32)
+    assert_attends(one, model, q, to, host)
+
+
+@pytest.mark.parametrize("layout", ["cache", "shared"])
+def test_compaction_with_a_shift(rng, layout):
+    """Keys in full precision are turned and no more; quantised ones are quantised once more."""
+    cos, sin = naive.rope_tables(32, 8, base=100.0, dtype=np.float64)
+    shift = numkv.rope_shift(cos.astype(F32), sin.astype(F32))
+
+    def rotated(raw, positions):
+        return np.array(
+            [naive.rope(x, cos[p], sin[p], False) for x, p in zip(raw, positions, strict=True)]
+        )
+
+    raw, v = draw(rng, 14, 8)
+    keep = [1, 3, 4, 9, 11, 13]
+    one = Cache(layout, "cpu", KINDS["int8"], 4, 2)
+    one.append(rotated(raw, range(14)).astype(F32), v)
+    one.level()
+    if layout == "cache":
+        assert one.it.quantised_tokens(0) == one.it.quantised_tokens(1) == range(2, 10)
+    with pytest.raises(IndexError, match="rope_shift"):
+        one.it.compact(keep, numkv.rope_shift(cos[:5].astype(F32), sin[:5].astype(F32)))
+    assert one.quantised == list(range(2, 10))
+    with pytest.raises(TypeError, match=about("shift")):
+        one.it.compact(keep, lambda *a: a[1])
+    one.it.compact(keep, shift)
+    assert one.quantised == [1, 2, 3]
+    want = rotated(raw[keep], range(6))
+    if layout == "cache":
+        for layer in (0, 1):
+            got = one.it.k(layer)
+            np.testing.assert_allclose(got[[0, 4, 5]], want[[0, 4, 5]], rtol=1e-5, atol=1e-5)
+            error = np.abs(got - want).max(axis=-1)
+            assert np.all(error <= np.abs(want).max(axis=-1) * 1.5 / 127)
+            assert np.all(error[1:4] > 1e-5)
+    q = rng.standard_normal((2, HEADS, 8)).astype(F32)
+    fresh = naive.attention(
+        q, want.swapaxes(0, 1)[None], v[keep].swapaxes(0, 1)[None], [6], [0, 2]
+    )[0]
+    assert tolerances.row_errors(one.attend(q), fresh).max() < 0.03
+
+
+# ---------------------------------------------------------------- the object
+
+
+@every_layout
+def test_errors_change_nothing(rng, layout):
+    kinds = KINDS["int8"]
+    one, model = Cache(layout, "cpu", kinds, 4, 2, 12), Model(kinds, 4, 2)
+    fill(one, model, rng, np.asarray, [9], 8)
+    k, v = draw(rng, 2, 8)
+    for index, name in ((0, "k"), (1, "v")):
+        rows = [k.copy(), v.copy()]
+        rows[index][1, 1, 3] = np.inf
+        with pytest.raises(numkv.NonFiniteInput, match=about(name)):
+            one.append(*rows)  # although it would stay in full precision for now
+    with pytest.raises(numkv.CacheFull):
+        one.append(*draw(rng, 4, 8))
+    with pytest.raises(numkv.UnsupportedDType):
+        one.append(k.astype(np.float64), v)
+    q = np.ones((1, HEADS, 8), F32)
+    out = np.full((1, HEADS, 8), 7, F32)
+    for bad, error in (
+        ({"sinks": np.ones(3, F32)}, numkv.DimensionMismatch),
+        ({"logits_soft_cap": -1.0}, ValueError),
+        ({"window_left": -2}, ValueError),
+    ):
+        with pytest.raises(error):
+            one.attend(q, out=out, **bad)
+    with pytest.raises(numkv.DimensionMismatch, match=about("out")):
+        one.attend(q, out=out[:, :1])
+    out.flags.writeable = False
+    with pytest.raises(numkv.NotSupported, match=about("out")):
+        one.attend(q, out=out)
+    assert np.all(out == 7)
+    with pytest.raises(numkv.DimensionMismatch, match=about("lse")):
+        one.weigh(q, lse=np.ones((2, HEADS), F32))
+    assert_same(one, model, np.asarray)
+
+
+def test_a_full_pool_changes_nothing(rng):
+    pool = numkv.PagedPool(3, 2, HEADS, 8, kind="int8")
+    layer = numkv.PagedLayer(8, 2, HEADS, 8, pool=pool, residual_window=2)
+    layer.append(*draw(rng, 5, 8))
+    before = [x.copy() for x in (layer.k, layer.v, layer.k_scale)]
+    q = np.ones((1, HEADS, 8), F32)
+    want = layer.decode_attention(q)
+    with pytest.raises(numkv.CacheFull):
+        layer.append(*draw(rng, 3, 8))
+    assert layer.seq_len == 5
+    for a, b in zip(before, (layer.k, layer.v, layer.k_scale), strict=True):
+        assert np.array_equal(a, b)
+    assert np.array_equal(layer.decode_attention(q), want)
+    pool.check()
+
+
+@pytest.mark.parametrize("name", ["residual_window", "num_sink_tokens"])
+def test_arguments(name):
+    makers = [
+        lambda **kw: numkv.KVCache(1, 1, 8, **kw),
+        lambda **kw: numkv.ContiguousLayer(4, 1, 8, **kw),
+        lambda **kw: numkv.PagedLayer(4, 2, 1, 8, **kw),
+    ]
+    for make in makers:
+        with pytest.raises(numkv.DimensionMismatch, match=about(name)):
+            make(kind="int8", **{name: -1})
+        with pytest.raises(TypeError, match=about(name)):
+            make(kind="int8", **{name: 1.5})
+        for kind in ("fp16", "fp32"):
+            with pytest.raises(numkv.NotSupported, match=about(name)):
+                make(kind=kind, **{name: 1})
+            assert getattr(make(kind=kind, **{name: 0}), name) == 0
+
+
+@every_layout
+def test_what_it_says_of_itself(rng, layout):
+    plain, one = (Cache(layout, "cpu", KINDS["int8"], *n, 12) for n in ((0, 0), (3, 2)))
+    assert "residual_window=3, num_sink_tokens=2" in repr(one.it)
+    assert "residual" not in repr(plain.it)
+    layers = 2 if layout == "cache" else 1
+    assert one.it.nbytes - plain.it.nbytes == layers * 5 * HEADS * 2 * 8 * 4
+    with pytest.raises(numkv.NotSupported, match=about("jit")):
+        _ = one.it.jit
+    fill(plain, Model(KINDS["int8"], 0, 0), rng, np.asarray, [4], 8)
+    assert plain.quantised == [0, 1, 2, 3]
+    assert numkv.ContiguousLayer(4, 1, 8).quantised_tokens == range(0)
+    assert numkv.KVCache(1, 1, 8).quantised_tokens(0) == range(0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged", "shared"])
+def test_the_length_can_be_set_downwards(rng, layout):
+    one, model = Cache(layout, "cpu", KINDS["int8"], 4, 2), Model(KINDS["int8"], 4, 2)
+    fill(one, model, rng, np.asarray, [9], 8)
+    with pytest.raises(numkv.NotSupported, match=about("seq_len")):
+        one.it.seq_len = 10
+    with pytest.raises(IndexError):
+        one.it.seq_len = -1
+    one.it.seq_len = 9
+    one.it.seq_len = 6
+    model.truncate(6)
+    fill(one, model, rng, np.asarray, [3], 8)
+    assert_same(one, model, np.asarray)
+
+
+def test_a_copy_is_independent(target, to, host, rng):
+    one, model = Cache("cache", target, KINDS["int8"], 3, 1), Model(KINDS["int8"], 3, 1)
+    fill(one, model, rng, to, [7], 8)
+    one.level()
+    twin, of_twin = copy.copy(one), copy.deepcopy(model)
+    twin.it = one.it.copy()
+    fill(twin, of_twin, rng, to, [4], 8)
+    assert_same(one, model, host)
+    assert_same(twin, of_twin, host)
+    one.it.clear()
+    assert one.quantised == []
+    fill(one, Model(KINDS["int8"], 3, 1), rng, to, [7], 8)
+    assert one.quantised == [1, 2, 3]
+    assert_same(twin, of_twin, host)
+
+
+def test_deep_copies_of_layers(rng):
+    one, model = Cache("contiguous", "cpu", KINDS["int8"], 3, 1), Model(KINDS["int8"], 3, 1)
+    fill(one, model, rng, np.asarray, [7], 8)
+    twin = copy.copy(one)
+    twin.it = copy.deepcopy(one.it)
+    fill(twin, copy.deepcopy(model), rng, np.asarray, [7], 8)
+    assert_same(one, model, np.asarray)
+
+
+# ---------------------------------------------------------------- any order of calls
+
+
+STEPS = st.lists(
+    st.tuples(st.just("append"), st.integers(0, 6))
+    | st.tuples(st.sampled_from(["truncate", "keep"]), st.floats(0, 1)),
+    max_size=12,
+)
+
+
+@given(
+    steps=STEPS, window=st.integers(0, 5), sinks=st.integers(0, 4), seed=st.integers(0, 2**32 - 1)
+)
+@settings(
+    deadline=None, max_examples=60, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+def test_any_order_of_calls(steps, window, sinks, seed):
+    rng = np.random.default_rng(seed)
+    kinds = ("int8", "int8", 4)
+    one, model = Cache("cache", "cpu", kinds, window, sinks), Model(kinds, window, sinks)
+    for call, n in steps:
+        length = len(model.rows)
+        if call == "append":
+            fill(one, model, rng, np.asarray, [n], 4)
+        elif call == "truncate":
+            length = int(n * length)
+            one.level().truncate(length)
+            model.truncate(length)
+        else:
+            kept = np.flatnonzero(rng.random(length) < n)
+            one.level().compact(kept)
+            model.keep(kept)
+        assert_same(one, model, np.asarray)
+        if model.rows:
+            q = rng.standard_normal((min(3, len(model.rows)), HEADS, 4)).astype(F32)
+            assert_attends(one, model, q, np.asarray, np.asarray, window_left=int(seed % 9) - 1)
