@@ -279,7 +279,7 @@ class Layer:
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
         check_finite : bool
-            Whether projections that are to be quantised are looked at first.
+            Whether projections that are to be quantised are looked at first: k, v or both.
 
         Returns
         -------
@@ -291,7 +291,7 @@ class Layer:
         CacheFull
             If there is no room for all tokens; nothing is written.
         NonFiniteInput
-            If projections to be quantised hold NaN or infinity; nothing is written.
+            If projections to be quantised hold NaN or infinity, at ``.index`` of `qkv`; nothing is written.
         IndexError
             If `cos` and `sin` have no row for a position.
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from numkv.kinds import kind as named
 from numkv.rotation import Rotation
 from numkv.targets import Array, Target
 
-__all__ = ["Pool", "source_dtypes"]
+__all__ = ["Pool", "refuse_non_finite", "source_dtypes"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -224,21 +225,12 @@ class Pool:
 
         Parameters
         ----------
-        rows : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
+        rows : array (num_tokens, num_heads, head_dim)
             Checked rows, by argument name.
         """
         for name, x in rows.items():
-            by_head = x if len(x.shape) == 3 else self.target.one_head(x)
-            flat = self.target.ops.first_non_finite(self.target.words(by_head), _source(x))
-            if flat >= 0:
-                index = tuple(int(i) for i in np.unravel_index(flat, tuple(x.shape)))
-                of_k = name == "k" or not self.v_kind.has_scales
-                raise NonFiniteInput(
-                    f"`{name}`: expected finite numbers for storage in "
-                    f"{self.k_kind if of_k else self.v_kind}, got NaN or infinity at "
-                    f"{index}; mask it, or pass check_finite=False",
-                    index=index,
-                )
+            of_k = name == "k" or not self.v_kind.has_scales
+            refuse_non_finite(self.target, name, x, (self.k_kind if of_k else self.v_kind,))
 
     def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
         """Write checked rows of one sequence, by its block table."""
@@ -332,6 +324,39 @@ class Pool:
                 quantised["v"] = v
             self.check_finite(**quantised)
         return k, v
+
+
+def refuse_non_finite(
+    target: Target, name: str, x: Array, kinds: Sequence[Kind], first: int = 0
+) -> None:
+    """Refuse an array that is to be quantised and holds NaN or infinity.
+
+    Parameters
+    ----------
+    target : Target
+        Where it is.
+    name : str
+        The argument that it is, or is columns of.
+    x : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
+        Checked floats.
+    kinds : sequence of Kind
+        What its columns, in as many equal parts, are to be stored in.
+    first : int
+        Column of the argument that its first one is.
+    """
+    by_head = x if len(x.shape) == 3 else target.one_head(x)
+    flat = target.ops.first_non_finite(target.words(by_head), _source(x))
+    if flat < 0:
+        return
+    shape = tuple(x.shape)
+    *place, column = (int(i) for i in np.unravel_index(flat, shape))
+    kind = kinds[column * len(kinds) // shape[-1]]
+    index = (*place, first + column)
+    raise NonFiniteInput(
+        f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index}; "
+        "mask it, or pass check_finite=False",
+        index=index,
+    )
 
 
 def _source(x: Array) -> str:

@@ -14,7 +14,7 @@ from numkv.attention import one_block_each
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import DimensionMismatch
 from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
-from numkv.pool import Pool
+from numkv.pool import Pool, refuse_non_finite
 from numkv.targets import Array, Target
 
 __all__ = ["Projection", "QKMode"]
@@ -94,6 +94,13 @@ class Projection:
         mode = QKMode(qk_mode)
         heads = check_size("num_q_heads", num_q_heads)
         kv_heads, dim = int(pool.k.shape[1]), pool.head_dim
+        if pool.head_dim_v != dim:
+            raise DimensionMismatch(
+                f"`qkv`: expected a cache whose V rows are as wide as its K rows, {dim}, got {pool.head_dim_v}; "
+                "split the projections yourself, and append K and V",
+                expected=dim,
+                actual=pool.head_dim_v,
+            )
         width = (heads + 2 * kv_heads) * dim
         qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
         kind = kind_of_dtype(qkv.dtype)
@@ -148,9 +155,16 @@ class Projection:
             )
 
     def check_finite(self, pool: Pool) -> None:
-        """Refuse NaN and infinity where the pool is quantised."""
-        if pool.k_kind.has_scales or pool.v_kind.has_scales:
-            pool.check_finite(qkv=self.qkv)
+        """Refuse NaN and infinity in those of k and v that the pool quantises; q may hold anything."""
+        kinds = [kind for kind in (pool.k_kind, pool.v_kind) if kind.has_scales]
+        if not kinds:
+            return
+        # They lie side by side, so one look is enough for both.
+        k_first = int(self.q_out.shape[1]) * pool.head_dim
+        v_first = k_first + int(pool.k.shape[1]) * pool.head_dim
+        first = k_first if pool.k_kind.has_scales else v_first
+        stop = int(self.qkv.shape[1]) if pool.v_kind.has_scales else v_first
+        refuse_non_finite(pool.target, "qkv", self.qkv[:, first:stop], kinds, first)
 
     def write(self, pool: Pool, block_table: Array, start: int, first: int) -> None:
         """Write one sequence's new tokens, and q to `q_out`.

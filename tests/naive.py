@@ -106,6 +106,15 @@ def int4_dequantise(codes, scale):
     return np.concatenate(values, axis=-1)
 
 
+def rotation(signs):
+    """The matrix that a row is multiplied by before it is stored, as a column: signs, then Walsh-Hadamard in blocks."""
+    block = len(signs) & -len(signs)
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < block:
+        hadamard = np.kron(hadamard, [[1.0, 1.0], [1.0, -1.0]])
+    return np.kron(np.eye(len(signs) // block), hadamard / np.sqrt(block)) @ np.diag(signs)
+
+
 CODES = {"int8": np.dtype(np.int8), "int4": np.dtype(np.uint8)}
 
 

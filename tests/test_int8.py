@@ -197,7 +197,7 @@ def test_a_refused_row_changes_nothing(target, to, host, rng, kind, how):
             layer.append(to(rows), to(bad))
         else:
             layer.write(to(np.tile(bad[:, 0], 3)), num_q_heads=1, qk_mode=0)
-    assert caught.value.index == ((1, 0, 3) if how == "append" else (1, 3))
+    assert caught.value.index == ((1, 0, 3) if how == "append" else (1, 7))
     assert all(np.array_equal(a, b) for a, b in zip(state(), before, strict=True))
     layer.append(to(rows), to(bad), check_finite=False)
     assert layer.seq_len == 4
@@ -210,6 +210,30 @@ def test_float_kinds_take_anything(target, to, host):
     assert np.all(np.isnan(host(layer.k)[layer.block_indices[0], 0, 0]))
     with pytest.raises(numkv.NonFiniteInput, match=about("v")):
         layer.append(to(v), to(k))
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int8", "fp16"), ("fp16", "int8")])
+def test_a_fused_write_looks_at_what_is_quantised(target, to, host, kinds, rotate):
+    """Not at q, nor at what stays a float; `index` is the place in `qkv`."""
+    layer = numkv.ContiguousLayer(
+        9, 2, 4, k_kind=kinds[0], v_kind=kinds[1], target=target, rotate=rotate
+    )
+    of = [None] * 3 + [kinds[0]] * 2 + [kinds[1]] * 2  # by head of 4 columns
+    for column in (0, 11, 12, 19, 20, 27):
+        kind = of[column // 4]
+        qkv, before = np.ones((3, 7 * 4), F32), layer.seq_len
+        qkv[1, column] = np.nan
+        if kind == "int8":
+            with pytest.raises(numkv.NonFiniteInput, match=about("qkv")) as caught:
+                layer.write(to(qkv), num_q_heads=3, qk_mode=0)
+            assert caught.value.index == (1, column)
+            assert "storage in int8" in str(caught.value)
+            assert layer.seq_len == before
+        else:
+            q = host(layer.write(to(qkv), num_q_heads=3, qk_mode=0))
+            assert np.array_equal(np.isnan(q.ravel()), np.isnan(qkv[:, :12].ravel()))
+            layer.truncate(before)
 
 
 def test_float64_rows_are_refused(target, to):

@@ -245,6 +245,19 @@ def test_rows_that_cannot_be_quantised(target, to):
     refused(cache, numkv.NonFiniteInput, "`v`", step.append, 0, to(k), to(v))
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_fused_write_needs_rows_of_one_width(target, to, rotate):
+    """V rows of another width than K rows are appended."""
+    cache = make(head_dim_v=DIM // 2, target=target, rotate=rotate)
+    step = cache.reserve([cache.add()], 1)
+    for heads in (0.75 * HEADS, HEADS):
+        qkv = to(np.zeros((1, int((Q_HEADS + 2 * heads) * DIM)), np.float32))
+        refused(
+            cache, numkv.DimensionMismatch, f"`qkv`: .*{DIM}, got {DIM // 2}; ", step.write, 0, qkv,
+            num_q_heads=Q_HEADS, qk_mode=0,
+        )  # fmt: skip
+
+
 def test_positions_past_the_angles(target, to):
     cache = make(target=target)
     step = cache.reserve([cache.add()], [5])

@@ -372,10 +372,11 @@ def test_bad_writes(target, to, host):
         ("qkv", {"qkv": to(qkv[:, 1:])}, numkv.DimensionMismatch),
         ("k_scale", {"k_scale": None}, numkv.DimensionMismatch),
         ("cos", {"cos": None}, numkv.DimensionMismatch),
+        ("qkv", {"v_pool": to(np.full((4, 2, 3, 6), 77, np.int8))}, numkv.DimensionMismatch),
     ):
-        arrays = {"qkv": to(qkv), "slot_mapping": to(slots)}
+        arrays = {"qkv": to(qkv), "slot_mapping": to(slots), "k_pool": k_pool, "v_pool": v_pool}
         made = arrays | options | check | changes
         with pytest.raises(error, match=about(name)):
-            numkv.paged_write(k_pool=k_pool, v_pool=v_pool, **made)
+            numkv.paged_write(**made)
     assert np.all(host(k_pool) == 77)
     assert np.all(host(scales["k_scale"]) == 7)
