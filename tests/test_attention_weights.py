@@ -8,6 +8,8 @@ from messages import about
 from problems import Shape
 
 import numkv
+from numkv import targets
+from numkv.rotation import Rotation
 
 F32 = np.float32
 KINDS = [*naive.DTYPES, "int8"]
@@ -215,15 +217,37 @@ def test_of_a_cache(target, to, host, rng):
         cache.attention_weights(0, to(q))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_of_a_paged_cache(target, to, host, rng, kind):
+def as_read(rows, kind, rotate):
+    """What rows ``(tokens, heads, dim)`` are after they were stored, in float64."""
+    if rotate:
+        rows = Rotation(rows.shape[-1]).forward(targets.get("cpu"), rows)
+    stored = naive.int8_dequantise(*naive.int8_quantise(rows)) if kind == "int8" else rows
+    stored = stored.astype(np.float64)
+    return stored @ naive.rotation(Rotation(rows.shape[-1]).signs) if rotate else stored
+
+
+STORED = pytest.mark.parametrize(
+    ("kind", "rotate"), [("fp32", False), ("int8", False), ("int8", True)]
+)
+
+
+@STORED
+def test_of_a_paged_cache(target, to, host, rng, kind, rotate):
     """Of a step and of what is committed; layers with a window, and blocks that they have let go of."""
     cache = numkv.PagedKVCache(
-        2, 2, 8, num_blocks=40, block_size=2, kind=kind, target=target, windows=[-1, 3]
+        2,
+        2,
+        8,
+        num_blocks=40,
+        block_size=2,
+        kind=kind,
+        target=target,
+        windows=[-1, 3],
+        rotate=rotate,
     )
     a, b, c = (cache.add() for _ in range(3))
     rows = rng.standard_normal((12, 2, 8)).astype(F32)
-    stored = naive.int8_dequantise(*naive.int8_quantise(rows)) if kind == "int8" else rows
+    stored = as_read(rows, kind, rotate)
     step = cache.reserve([a, b], [7, 2])
     for layer in (0, 1):
         step.append(layer, *[to(rows[[*range(7), 5, 4]])] * 2)
@@ -271,11 +295,11 @@ def sees_chunk(row, at):
     ],
     ids=["causal", "window", "chunk"],
 )
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_of_cells(target, to, host, rng, make, sees, kind):
+@STORED
+def test_of_cells(target, to, host, rng, make, sees, kind, rotate):
     """Sequences whose tokens are no neighbours, and cells that were someone else's before."""
     cache = make()
-    cache.init(kind, 3, 16, 8, target)
+    cache.init(kind, 3, 16, 8, target, rotate=rotate)
     tokens = {5: {}, 2: {}, 9: {}}  # rows by sequence and position
     batches = [([5, 5, 5, 2, 9, 9], [0, 1, 2, 0, 0, 1]), ([5] * 6, [3, 4, 5, 6, 7, 8]),
                ([2, 5, 2, 9], [1, 9, 2, 2])]  # fmt: skip
@@ -287,9 +311,9 @@ def test_of_cells(target, to, host, rng, make, sees, kind):
         rows = rng.standard_normal((len(seqs), 2, 8)).astype(F32)
         cache.start_forward(numkv.Batch(positions, seqs))
         cache.put(1, to(rows), to(rows))
-        stored = naive.int8_dequantise(*naive.int8_quantise(rows)) if kind == "int8" else rows
+        stored = as_read(rows, kind, rotate)
         for seq, position, row in zip(seqs, positions, stored, strict=True):
-            tokens[seq][position] = row.astype(np.float64)
+            tokens[seq][position] = row
     q = rng.standard_normal((4, 4, 8)).astype(F32)
     got = cache.attention_weights(1, to(q))
     _, lse = cache.decode_attention(1, to(q), return_lse=True)

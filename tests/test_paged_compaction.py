@@ -13,6 +13,7 @@ from messages import about
 
 import numkv
 from numkv.files import load_sequences, save_sequences
+from numkv.rotation import Rotation
 
 F32 = np.float32
 HEADS, Q_HEADS, DIM, TOKENS = 2, 4, 8, 11
@@ -87,12 +88,14 @@ def bits(cache, host, seq, first=0):
 
 
 def keys(cache, host, seq, layer):
-    """Which tokens of a layer are there, and their keys as numbers."""
+    """Which tokens of a layer are there, and their keys as numbers, turned back where they are rotated."""
     pool, slots = place_of(cache, seq, layer)
     there = np.flatnonzero(slots >= 0)
     k, scale = host(pool.values("k")).astype(np.float64), host(pool.k_scale)
     if scale.size:
         k = k * scale.astype(np.float64)[..., None]
+    if cache.rotate:
+        k = k @ naive.rotation(pool.k_rotation.signs)
     return there, k[slots[there] // SIZE, :, slots[there] % SIZE]
 
 
@@ -138,23 +141,23 @@ KEEPS = {
     "all": list(range(TOKENS)),
     "nothing": [],
 }
-every_keep = pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
 
 
 # ---------------------------------------------------------------- against recomputation
 
 
 @pytest.mark.parametrize(
-    ("kind", "keep"),
+    ("kind", "keep", "rotate"),
     [
-        *(("fp16", keep) for keep in KEEPS.values()),
-        ("int8", KEEPS["holes"]),
-        ("int4", KEEPS["end"]),
+        *(("fp16", keep, False) for keep in KEEPS.values()),
+        ("int8", KEEPS["holes"], False),
+        ("int4", KEEPS["end"], False),
+        ("int4", KEEPS["holes"], True),
     ],
 )
-def test_as_if_the_others_had_never_been_written(target, to, host, rng, kind, keep):
+def test_as_if_the_others_had_never_been_written(target, to, host, rng, kind, keep, rotate):
     k, v = text(rng), text(rng)
-    cache, fresh = (make(kind, target=target) for _ in "ab")
+    cache, fresh = (make(kind, target=target, rotate=rotate) for _ in "ab")
     seq = written(cache, to, k, v)
     cache.compact(seq, keep)
     cache.check()
@@ -172,18 +175,28 @@ def test_as_if_the_others_had_never_been_written(target, to, host, rng, kind, ke
     assert used == len(full) + int((window >= 0).sum())
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8"])
-@every_keep
-def test_keys_turn_to_where_they_stand(target, to, host, rng, kind, keep):
+@pytest.mark.parametrize(
+    ("kind", "keep", "rotate"),
+    [
+        *((kind, keep, False) for kind in ("fp32", "int8") for keep in KEEPS.values()),
+        ("fp32", KEEPS["holes"], True),
+        ("int8", KEEPS["holes"], True),
+    ],
+)
+def test_keys_turn_to_where_they_stand(target, to, host, rng, kind, keep, rotate):
     """Every layer holds the keys of the new positions, and the next step attends to those."""
     raw, v = text(rng), text(rng)
     was = np.stack([rotated(x, range(TOKENS)) for x in raw])
-    cache = make(kind, target=target)
+    cache = make(kind, target=target, rotate=rotate)
     seq = written(cache, to, was.astype(F32), v)
     cache.compact(seq, keep, shift=turning())
     cache.check()
     n = len(keep)
-    bound = naive_cells.loss(kind)
+    turn = naive.rotation(Rotation(DIM).signs).T if rotate else np.eye(DIM)
+
+    def bound(rows):  # of rows as they are quantised
+        return naive_cells.loss(kind)(rows @ turn)
+
     for layer, window in enumerate(WINDOWS):
         there, got = keys(cache, host, seq, layer)
         assert set(range(0 if window < 0 else max(0, n - 1 - window), n)) <= set(there.tolist())
@@ -298,11 +311,14 @@ def test_names_go_where_there_is_none(rng):
     assert cache.cached_len(cache.add([keep[i] for i in range(7)])) == 2
 
 
-def test_rows_lie_aside_where_only_their_own_blocks_are_free(target, to, host, rng):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_rows_lie_aside_where_only_their_own_blocks_are_free(target, to, host, rng, rotate):
     """The window's layers have no block where the kept tokens go, and those that they give back are the only ones."""
     windows = [-1, 1]
     k, v = text(rng, 12, 2), text(rng, 12, 2)
-    cache, fresh = (make(windows=windows, num_blocks=n, target=target) for n in (8, 20))
+    cache, fresh = (
+        make(windows=windows, num_blocks=n, target=target, rotate=rotate) for n in (8, 20)
+    )
     seq = written(fresh, to, k, v)
     swapped = fresh.swap_out(seq)  # 6 + 1 blocks, without those that a prefill needs
     assert len(np.concatenate(swapped.logical)) == 7
@@ -437,11 +453,12 @@ def test_truncated_to_what_never_moved_it_is_an_ordinary_sequence(rng):
 # ---------------------------------------------------------------- swapping, and errors
 
 
-def test_swapped_out_and_in(rng, tmp_path):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_swapped_out_and_in(rng, tmp_path, rotate):
     """A copy in host memory is what the sequence was then; one of a compacted sequence says what it lacks."""
     to, host = np.asarray, np.asarray
     k = text(rng, 12)
-    cache = make("int8")
+    cache = make("int8", rotate=rotate)
     seq = written(cache, to, k, k, list(range(12)))
     before, was = cache.swap_out(seq), bits(cache, host, seq)
     cache.compact(seq, [0, 1, 2, 8, 9, 10, 11])
@@ -450,7 +467,7 @@ def test_swapped_out_and_in(rng, tmp_path):
     path = tmp_path / "sequences"
     save_sequences(path, [before, after])
     for swapped in ((before, after), load_sequences(path)):
-        other = make("int8")
+        other = make("int8", rotate=rotate)
         one, two = (other.swap_in(x) for x in swapped)
         other.check()
         assert_same(bits(other, host, one), was)

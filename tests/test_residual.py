@@ -12,6 +12,7 @@ from messages import about
 
 import numkv
 from numkv import targets
+from numkv.rotation import Rotation
 
 F32 = np.float32
 HEADS = 2
@@ -32,8 +33,8 @@ def cases(names, on_cpu, on_cuda):
 class Model:
     """Rows ``(heads, dim)`` of K and V one by one, and what each is read as."""
 
-    def __init__(self, kinds, window, sinks):
-        self.kinds, self.window, self.sinks = kinds[:2], window, sinks
+    def __init__(self, kinds, window, sinks, rotate=False):
+        self.kinds, self.window, self.sinks, self.rotate = kinds[:2], window, sinks, rotate
         self.rows = []  # (k, v, whether it has been quantised)
 
     def append(self, k, v):
@@ -53,13 +54,26 @@ class Model:
     def quantised(self):
         return [p for p, row in enumerate(self.rows) if row[2]]
 
+    def stored(self, which, rows):
+        """What rows ``(tokens, heads, dim)`` are quantised as, in float32."""
+        rows = np.asarray(rows)
+        if not self.rotate:
+            return rows
+        found = Rotation(rows.shape[-1]).forward(targets.get("cpu"), rows)
+        want = rows.astype(np.float64) @ naive.rotation(Rotation(rows.shape[-1]).signs).T
+        tolerances.assert_rows_close(found, want, 1e-6)
+        return found
+
     def values(self, which):
         """``(tokens, heads, dim)`` in float64."""
         found = []
         for row in self.rows:
             x = row[which].astype(F32)
             if row[2] and self.kinds[which] in naive.CODES:
+                x = self.stored(which, x[None])[0]
                 x = naive.dequantise(*naive.quantise(x, self.kinds[which]))
+                if self.rotate:
+                    x = x @ naive.rotation(Rotation(x.shape[-1]).signs)
             found.append(x.astype(np.float64))
         return np.array(found)
 
@@ -71,10 +85,10 @@ class Model:
 class Cache:
     """One face for layers and for the second layer of a `KVCache`."""
 
-    def __init__(self, layout, target, kinds, window, sinks, capacity=None):
+    def __init__(self, layout, target, kinds, window, sinks, capacity=None, rotate=False):
         self.layout = layout
         k_kind, v_kind, dim = kinds
-        kw = {"k_kind": k_kind, "v_kind": v_kind, "target": target}
+        kw = {"k_kind": k_kind, "v_kind": v_kind, "target": target, "rotate": rotate}
         parts = {"residual_window": window, "num_sink_tokens": sinks}
         if layout == "cache":
             self.it = numkv.KVCache(2, HEADS, dim, max_seq_len=capacity, **kw, **parts)
@@ -166,7 +180,7 @@ def assert_same(one, model, host):
     if one.quantised:
         codes = [x[model.quantised] for x in one.codes(host)]
         for i in (0, 1):
-            rows = np.array([model.rows[p][i] for p in model.quantised])
+            rows = model.stored(i, [model.rows[p][i] for p in model.quantised])
             for got, want in zip(
                 codes[2 * i : 2 * i + 2], naive.quantise(rows, model.kinds[i]), strict=True
             ):
@@ -178,7 +192,8 @@ def assert_same(one, model, host):
             assert got.dtype == F32
             floats = [p for p in range(len(model.rows)) if p not in model.quantised]
             assert np.array_equal(got[floats], want[floats])
-            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+            off = 1e-5 if model.rotate else 1e-6
+            np.testing.assert_allclose(got, want, rtol=off, atol=off)
 
 
 def assert_attends(one, model, q, to, host, **options):
@@ -196,14 +211,18 @@ def assert_attends(one, model, q, to, host, **options):
 
 
 @cases(
-    ["layout", "name"],
-    [(layout, name) for layout in LAYOUTS for name in KINDS],
-    [("cache", "mixed"), ("shared", "int8")],
+    ["layout", "name", "rotate"],
+    [(layout, name, rotate) for layout in LAYOUTS for name in KINDS for rotate in (False, True)],
+    [("cache", "mixed", False), ("shared", "int8", False), ("cache", "int8", True)],
 )
-def test_each_token_is_quantised_once(target, to, host, rng, layout, name):
-    """One by one, several at once, and more than the window holds; codes are those of the rows as appended."""
+def test_each_token_is_quantised_once(target, to, host, rng, layout, name, rotate):
+    """One by one, several at once, and more than the window holds; codes are those of the rows as appended.
+
+    Of rows that are rotated, codes are those of rotating and quantising them once; full-precision ones are not rotated.
+    """
     kinds = KINDS[name]
-    one, model = Cache(layout, target, kinds, 4, 2), Model(kinds, 4, 2)
+    one = Cache(layout, target, kinds, 4, 2, rotate=rotate)
+    model = Model(kinds, 4, 2, rotate)
     for n in (1, 2, 1, 1, 1, 3, 9, 0, 1):
         fill(one, model, rng, to, [n], kinds[2])
         if target == "cpu" or n == 9:
@@ -262,12 +281,44 @@ def test_beside_a_float_kind(target, to, host, rng):
     assert np.array_equal(host(cache.k(0))[[0, 6, 7, 8]], k[[0, 6, 7, 8]])
 
 
-@cases(["layout"], [("contiguous",), ("paged",)], [("paged",)])
-def test_fused_write(target, to, host, rng, layout):
+def test_rotated_beside_a_float_kind(target, to, host, rng):
+    """What has left the window is turned back to be read, a float kind too; the others never were turned."""
+    cache = numkv.KVCache(
+        1, HEADS, 8, head_dim_v=6, k_kind="int8", v_kind="fp16", target=target, rotate=True,
+        residual_window=3, num_sink_tokens=1,
+    )  # fmt: skip
+    k, v = draw(rng, 9, 8)
+    v = np.ascontiguousarray(v[:, :, :6])
+    for part in (np.s_[:5], np.s_[5:]):
+        cache.append(0, to(k[part]), to(v[part]))
+    turned = [Rotation(x.shape[-1]).forward(targets.get("cpu"), x[1:6]) for x in (k, v)]
+    stored = naive.int8_dequantise(*naive.int8_quantise(turned[0])), turned[1].astype(np.float16)
+    for got, x, rows in zip((cache.k(0), cache.v(0)), (k, v), stored, strict=True):
+        want = x.astype(np.float64)
+        want[1:6] = rows.astype(np.float64) @ naive.rotation(Rotation(x.shape[-1]).signs)
+        got = host(got)
+        assert got.dtype == F32
+        assert np.array_equal(got[[0, 6, 7, 8]], x[[0, 6, 7, 8]])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    q = rng.standard_normal((2, 2 * HEADS, 8)).astype(F32)
+    want, _ = naive.attention(
+        q, *(host(x)[:, :, :].swapaxes(0, 1)[None] for x in (cache.k(0), cache.v(0))), [9], [0, 2]
+    )
+    got = host(cache.decode_attention(0, to(q)))
+    tolerances.assert_rows_close(got, want, tolerances.attention("int8", "fp32"))
+
+
+@cases(
+    ["layout", "name", "rotate"],
+    [("contiguous", "int8", False), ("paged", "int8", False), ("contiguous", "int8", True),
+     ("paged", "int4", True)],
+    [("paged", "int8", False)],
+)  # fmt: skip
+def test_fused_write(target, to, host, rng, layout, name, rotate):
     """Full-precision rows are those of an fp32 layer, codes those of a quantised one."""
-    kinds = KINDS["int8"]
-    one = Cache(layout, target, kinds, 3, 1)
-    whole = numkv.ContiguousLayer(32, HEADS, 8, kind="int8", target=target)
+    kinds = (name, name, 8)
+    one = Cache(layout, target, kinds, 3, 1, rotate=rotate)
+    whole = numkv.ContiguousLayer(32, HEADS, 8, kind=name, target=target, rotate=rotate)
     exact = numkv.ContiguousLayer(32, HEADS, 8, kind="fp32", target=target)
     cos, sin = (to(x) for x in naive.rope_tables(32, 8))
     weight = to(rng.uniform(0.5, 2, 8).astype(F32))
@@ -287,7 +338,8 @@ def test_fused_write(target, to, host, rng, layout):
     # Attention as over an fp32 layer in which the quantised rows are what their codes say.
     k, v = (host(x)[0].astype(np.float64) for x in (exact.k, exact.v))
     for rows, codes, scale in ((k, whole.k, whole.k_scale), (v, whole.v, whole.v_scale)):
-        rows[:, 1:8] = naive.int8_dequantise(host(codes)[0, :, 1:8], host(scale)[0, :, 1:8])
+        stored = naive.dequantise(host(codes)[0, :, 1:8], host(scale)[0, :, 1:8])
+        rows[:, 1:8] = stored @ naive.rotation(Rotation(8).signs) if rotate else stored
     q = rng.standard_normal((2, HEADS, 8)).astype(F32)
     got = host(one.attend(to(q)))
     expected, _ = naive.attention(q, k[None], v[None], [11], [0, 2])
@@ -331,11 +383,16 @@ def test_attention_on_both_targets(target, to, host, rng):
     assert_attends(one, model, q, to, host, **OPTIONS["all"])
 
 
-@cases(["q_kind"], [("fp16",), ("bf16",), ("fp64",)], [("bf16",)])
-def test_queries_of_other_dtypes(target, to, host, rng, q_kind):
+@cases(
+    ["q_kind", "rotate"],
+    [("fp16", False), ("bf16", False), ("fp64", False), ("fp16", True)],
+    [("bf16", False)],
+)
+def test_queries_of_other_dtypes(target, to, host, rng, q_kind, rotate):
     """Parts are merged before they are rounded; with an `out` that is part of something larger too."""
     kinds = KINDS["int8"]
-    one, model = Cache("contiguous", target, kinds, 3, 1), Model(kinds, 3, 1)
+    one = Cache("contiguous", target, kinds, 3, 1, rotate=rotate)
+    model = Model(kinds, 3, 1, rotate)
     fill(one, model, rng, to, [9], kinds[2])
     q = rng.standard_normal((2, HEADS, kinds[2])).astype(naive.DTYPES[q_kind])
     want, want_lse = model.attention(q)
@@ -394,14 +451,16 @@ def test_slots_that_are_not_used_are_not_read(rng):
 
 
 @cases(
-    ["layout", "name"],
-    [(layout, name) for layout in LAYOUTS for name in ("plain", "all")],
-    [("cache", "plain"), ("paged", "all")],
-)
-def test_attention_weights(target, to, host, rng, layout, name):
+    ["layout", "name", "rotate"],
+    [*((layout, name, False) for layout in LAYOUTS for name in ("plain", "all")),
+     ("cache", "all", True), ("shared", "plain", True)],
+    [("cache", "plain", False), ("paged", "all", True)],
+)  # fmt: skip
+def test_attention_weights(target, to, host, rng, layout, name, rotate):
     options = {n: x for n, x in OPTIONS[name].items() if n != "sinks"}
     kinds = KINDS["mixed" if target == "cpu" else "int8"]
-    one, model = Cache(layout, target, kinds, 3, 2), Model(kinds, 3, 2)
+    one = Cache(layout, target, kinds, 3, 2, rotate=rotate)
+    model = Model(kinds, 3, 2, rotate)
     done = 0
     for n in (1, 11) if target == "cpu" else (9,):
         fill(one, model, rng, to, [n], kinds[2])
@@ -484,15 +543,17 @@ KEEPS = {
 
 
 @cases(
-    ["layout", "name"],
-    [(layout, name) for layout in LAYOUTS for name in KEEPS],
-    [("paged", "holes"), ("cache", "one-first")],
-)
-def test_compaction(target, to, host, rng, layout, name):
+    ["layout", "name", "rotate"],
+    [*((layout, name, False) for layout in LAYOUTS for name in KEEPS),
+     *((layout, "one-first", True) for layout in LAYOUTS)],
+    [("paged", "holes", False), ("cache", "one-first", True)],
+)  # fmt: skip
+def test_compaction(target, to, host, rng, layout, name, rotate):
     """Rows move as they are, so a quantised one stays quantised, also to the very front."""
     keep = KEEPS[name]
     kinds = KINDS["int4"] if target == "cpu" else KINDS["int8"]
-    one, model = Cache(layout, target, kinds, 4, 2), Model(kinds, 4, 2)
+    one = Cache(layout, target, kinds, 4, 2, rotate=rotate)
+    model = Model(kinds, 4, 2, rotate)
     fill(one, model, rng, to, [14], kinds[2])
     if layout == "cache":  # the other layer drops others, some of which have yet to be quantised
         one.level()
@@ -512,8 +573,10 @@ def test_compaction(target, to, host, rng, layout, name):
     assert_attends(one, model, q, to, host)
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("layout", ["cache", "shared"])
-def test_compaction_with_a_shift(rng, layout):
+def test_compaction_with_a_shift(rng, layout, kind, rotate):
     """Keys in full precision are turned and no more; quantised ones are quantised once more."""
     cos, sin = naive.rope_tables(32, 8, base=100.0, dtype=np.float64)
     shift = numkv.rope_shift(cos.astype(F32), sin.astype(F32))
@@ -525,7 +588,7 @@ def test_compaction_with_a_shift(rng, layout):
 
     raw, v = draw(rng, 14, 8)
     keep = [1, 3, 4, 9, 11, 13]
-    one = Cache(layout, "cpu", KINDS["int8"], 4, 2)
+    one = Cache(layout, "cpu", (kind, kind, 8), 4, 2, rotate=rotate)
     one.append(rotated(raw, range(14)).astype(F32), v)
     one.level()
     if layout == "cache":
@@ -542,14 +605,19 @@ def test_compaction_with_a_shift(rng, layout):
         for layer in (0, 1):
             got = one.it.k(layer)
             np.testing.assert_allclose(got[[0, 4, 5]], want[[0, 4, 5]], rtol=1e-5, atol=1e-5)
+            # Quantised twice. Turned back, an error may be as long as it is in all of its elements together.
             error = np.abs(got - want).max(axis=-1)
-            assert np.all(error <= np.abs(want).max(axis=-1) * 1.5 / 127)
+            largest = np.abs(want).max(axis=-1)
+            if rotate:
+                signs = Rotation(8).signs
+                largest = np.sqrt(8) * np.abs(want @ naive.rotation(signs).T).max(axis=-1)
+            assert np.all(error <= largest * {"int8": 1.5 / 127, "int4": 1.5 / 7}[kind])
             assert np.all(error[1:4] > 1e-5)
     q = rng.standard_normal((2, HEADS, 8)).astype(F32)
     fresh = naive.attention(
         q, want.swapaxes(0, 1)[None], v[keep].swapaxes(0, 1)[None], [6], [0, 2]
     )[0]
-    assert tolerances.row_errors(one.attend(q), fresh).max() < 0.03
+    assert tolerances.row_errors(one.attend(q), fresh).max() < {"int8": 0.03, "int4": 0.3}[kind]
 
 
 # ---------------------------------------------------------------- the object
@@ -629,6 +697,9 @@ def test_what_it_says_of_itself(rng, layout):
     plain, one = (Cache(layout, "cpu", KINDS["int8"], *n, 12) for n in ((0, 0), (3, 2)))
     assert "residual_window=3, num_sink_tokens=2" in repr(one.it)
     assert "residual" not in repr(plain.it)
+    both = Cache(layout, "cpu", KINDS["int8"], 3, 2, 12, rotate=True)
+    assert "int8, rotate=True, residual_window=3, num_sink_tokens=2, target" in repr(both.it)
+    assert both.it.nbytes == one.it.nbytes
     layers = 2 if layout == "cache" else 1
     assert one.it.nbytes - plain.it.nbytes == layers * 5 * HEADS * 2 * 8 * 4
     with pytest.raises(numkv.NotSupported, match=about("jit")):
@@ -690,16 +761,18 @@ STEPS = st.lists(
 
 
 @given(
-    steps=STEPS, window=st.integers(0, 5), sinks=st.integers(0, 4), seed=st.integers(0, 2**32 - 1)
-)
+    steps=STEPS, window=st.integers(0, 5), sinks=st.integers(0, 4), rotate=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
 @settings(
     deadline=None, max_examples=60, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
-def test_any_order_of_calls(steps, window, sinks, seed):
+def test_any_order_of_calls(steps, window, sinks, rotate, seed):
     rng = np.random.default_rng(seed)
     kinds = ("int8", "int8", 4)
-    one, model = Cache("cache", "cpu", kinds, window, sinks), Model(kinds, window, sinks)
+    one = Cache("cache", "cpu", kinds, window, sinks, rotate=rotate)
+    model = Model(kinds, window, sinks, rotate)
     for call, n in steps:
         length = len(model.rows)
         if call == "append":
