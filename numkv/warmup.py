@@ -27,6 +27,8 @@ def warmup(
     *,
     dtypes: Iterable[str | Kind] = ("fp32",),
     target: str = "cpu",
+    rotate: bool = False,
+    residual: bool = False,
 ) -> dict[str, int]:
     """Load or compile the kernels that write to caches of some kinds and attend to them.
 
@@ -40,6 +42,10 @@ def warmup(
         Float kinds that new rows and queries come in, beside the cache's own.
     target : str
         Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
+    rotate : bool
+        Whether also those of caches with ``rotate=True``.
+    residual : bool
+        Whether also those of quantised caches with `residual_window` or `num_sink_tokens`.
 
     Returns
     -------
@@ -63,16 +69,25 @@ def warmup(
     sources = [kind(name) for name in dtypes]
     for choice in kinds:
         k_kind, v_kind = choice if isinstance(choice, tuple) else (choice, choice)
-        _run(kind(k_kind), kind(v_kind), sources, target)
+        of_k, of_v = kind(k_kind), kind(v_kind)
+        options: list[dict[str, Any]] = [{}]
+        if rotate:
+            options.append({"rotate": True})
+        if residual and (of_k.has_scales or of_v.has_scales):
+            options.append({"rotate": rotate, "residual_window": 1})
+        for more in options:
+            _run(of_k, of_v, sources, target, more)
     after = cache_stats()
     return {name: after[name] - before[name] for name in after}
 
 
-def _run(k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str) -> None:
-    """Call every operation once, on one token."""
+def _run(
+    k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str, options: dict[str, Any]
+) -> None:
+    """Call every operation once, on one token; on two where one of them leaves the window."""
     place = get(target)
     dim = 32
-    kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target}
+    kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target, **options}
     table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
     accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
     own = [k_kind] if k_kind is v_kind and not k_kind.has_scales else []
@@ -92,6 +107,9 @@ def _run(k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str) -> None:
                     **tables,
                 )  # fmt: skip
             layer.decode_attention(q)
+            if layer.residual_window:
+                two = place.asarray(np.ones((2, 1, dim), source.dtype))
+                layer.append(two, two)  # one of which never is in the window
         scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
         if v_kind.has_scales:
             scales["v_scale"] = paged.v_scale

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import numpy as np
+
 import numkv
 from numkv.cli import main
+from numkv.kernels.kernel import cache_stats
 
 CHECK = """
 import numpy as np, numkv
@@ -35,3 +38,19 @@ def test_kinds_apart_and_quantised(capsys):
     assert main(["warmup", "--kind", "int8/fp16"]) == 0
     assert "0 kernels compiled" in capsys.readouterr().out
     assert main(["warmup", "--kind", "fp17"]) == 2
+
+
+def test_rotated_and_full_precision_tokens(capsys):
+    """A cache of one step after another, as a prompt and token by token, loads no further kernel."""
+    numkv.warmup(["int8"], rotate=True, residual=True)
+    before = cache_stats()
+    for options in ({}, {"rotate": True}, {"rotate": True, "residual_window": 2}):
+        layer = numkv.PagedLayer(4, 3, 2, 48, kind="int8", num_sink_tokens=0, **options)
+        for tokens in (5, 1, 1):
+            layer.append(*np.ones((2, tokens, 2, 48), np.float32))
+            layer.decode_attention(np.ones((1, 6, 48), np.float32))
+        q = layer.write(np.ones((1, 10 * 48), np.float32), num_q_heads=6, qk_mode=0)
+        layer.decode_attention(q)
+    assert cache_stats() == before
+    assert main(["warmup", "--kind", "int8", "--rotate", "--residual"]) == 0
+    assert "0 kernels compiled" in capsys.readouterr().out

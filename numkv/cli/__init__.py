@@ -346,4 +346,12 @@ def _add_warmup(commands: Any) -> None:
     parser.add_argument(
         "--target", choices=("cpu", "cuda"), default="cpu", help="where kernels run"
     )
+    parser.add_argument(
+        "--rotate", action="store_true", help="also kernels of caches with rotate=True"
+    )
+    parser.add_argument(
+        "--residual",
+        action="store_true",
+        help="also kernels of quantised caches that keep some tokens in full precision",
+    )
     parser.set_defaults(run=warmup.run)

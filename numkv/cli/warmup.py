@@ -24,7 +24,10 @@ def run(arguments: argparse.Namespace) -> None:
     kinds = [(c.k_kind or c.kind, c.v_kind or c.kind) for c in choices]
     started = time.perf_counter()
     with KernelProgress():
-        found = numkv.warmup(kinds, dtypes=arguments.dtype, target=arguments.target)
+        found = numkv.warmup(
+            kinds, dtypes=arguments.dtype, target=arguments.target, rotate=arguments.rotate,
+            residual=arguments.residual,
+        )  # fmt: skip
     print(
         f"{found['misses']} kernels compiled, {found['hits']} there already, "
         f"{time.perf_counter() - started:.1f} s"
