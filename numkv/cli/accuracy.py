@@ -185,8 +185,8 @@ class _Report:
             f"tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, head dim {accuracy.HEAD_DIM}, "
             f"queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel of K and of V is "
             f"{accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added instead. Sharp: a query "
-            f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called scale per row is a baseline "
-            "that is computed in NumPy; numkv stores no such kind."
+            f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called scale per row is a "
+            "baseline that is computed in NumPy; numkv stores no such kind."
         )
 
     def about_caches(self) -> str:

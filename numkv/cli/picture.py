@@ -60,10 +60,10 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     lines = -(-len(panels) // 2)
     figure = Figure(figsize=(13, 5.5 * lines), layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, 2, squeeze=False).flat
+    axes = list(figure.subplots(lines, 2, squeeze=False).flat)
     for panel, ax in zip(panels, axes, strict=False):
         _plot(panel, ax)
-    for ax in list(axes)[len(panels) :]:
+    for ax in axes[len(panels) :]:
         ax.set_visible(False)
     canvas.draw()  # settles the layout, which the places of labels depend on
     for panel, ax in zip(panels, axes, strict=False):
