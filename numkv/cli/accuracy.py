@@ -31,6 +31,9 @@ DEFAULT_CACHES = [
 ]  # fmt: skip
 DEFAULT_MODULES = ["csv", "graphlib", "textwrap"]
 DEFAULT_ROWS = 2048
+#: Tokens of a text that are computed at once: fewer than in a window of recent tokens, which is whole for the last of
+#: them and lacks as many for the first.
+CHUNK = 32
 #: Fewer tokens than that are no text that queries of several tokens could attend to.
 LEAST_ROWS = 2 * accuracy.NUM_QUERIES
 
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     with Progress("random rows") as progress:
         rows = _row_errors(list(caches.values()), arguments.rows, arguments.target, progress)
     compared = {label: choice for label, choice in caches.items() if label != "fp32"}
-    options = {"context": context, "target": arguments.target}
+    options = {"context": context, "target": arguments.target, "chunk": CHUNK}
     with blas_threads_for(model.weights), Progress("evaluating") as progress:
         scores = evaluate(model, documents, compared, **options, progress=progress.update)
     sizes = [c.bytes_at(model.config, context) for c in (CacheChoice(), *compared.values())]
@@ -93,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
         scores,
         sizes,
         rows,
-        f"{source}: {scores[0].num_bytes:,} bytes in windows of {context:,} tokens.",
+        f"{source}: {scores[0].num_bytes:,} bytes in windows of {context:,} tokens, {CHUNK} at once.",
         arguments.rows,
         context,
     )
@@ -185,8 +188,8 @@ class _Report:
             f"tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, head dim {accuracy.HEAD_DIM}, "
             f"queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel of K and of V is "
             f"{accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added instead. Sharp: a query "
-            f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called scale per row is a "
-            "baseline that is computed in NumPy; numkv stores no such kind."
+            f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called per-row, of one "
+            "scale for each row, is a baseline that is computed in NumPy; numkv stores no such kind."
         )
 
     def about_caches(self) -> str:
@@ -199,8 +202,7 @@ class _Report:
     def about_rotation(self) -> list[str]:
         """What rotation makes of the errors, for each kind that was measured both ways, and beside the baseline."""
         by_label = {row.label: row for row in self.rows}
-        row, row_rotated = accuracy.PER_ROW[False], accuracy.PER_ROW[True]
-        pairs = [(row, row_rotated), (row, "int4+rotate")]
+        pairs = [(accuracy.PER_ROW[False], "int4+rotate")]
         pairs += [(x, f"{x}+rotate") for x in by_label]
         lines = []
         for plain, rotated in pairs:
@@ -236,7 +238,7 @@ class _Report:
             wrap(f"`numkv accuracy`: {versions}. {self.about_caches()}"),
         ]
         if picture is not None:
-            parts.append(f"![Error over bytes]({picture})")
+            parts.append(f"![Error over bytes, without fp32]({picture})")
         parts += [
             f"## A model's predictions: {model}",
             wrap(self.source),
@@ -251,7 +253,11 @@ class _Report:
             Panel(
                 f"{name} rows: error of the attention output",
                 "bytes per token and head",
-                [(row.label, row.num_bytes, row.errors[name]) for row in self.rows],
+                [
+                    (row.label, row.num_bytes, row.errors[name])
+                    for row in self.rows
+                    if row.label != "fp32"
+                ],
             )
             for name in accuracy.ROWS
         ]

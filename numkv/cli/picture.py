@@ -16,7 +16,7 @@ _FAMILIES = {
     "int8": ("#54a24b", "D"),
     "int4": ("#4c78a8", "o"),
     "codes": ("#f58518", "^"),
-    "4 bits": ("#b279a2", "X"),
+    "per-row": ("#b279a2", "X"),
 }
 _OTHER = ("#000000", "v")
 
@@ -114,6 +114,7 @@ def _label(panel: Panel, ax: Any, renderer: Any) -> None:
     ):
         text = ax.annotate(
             label, (x, y), (0, 0), textcoords="offset pixels", fontsize=8, color=_style(label)[0],
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2, "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
         )  # fmt: skip
         left, bottom, right, top = text.get_window_extent(renderer).extents

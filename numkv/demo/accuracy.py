@@ -50,7 +50,7 @@ _OUTLYING = 42
 #: Keys whose sum a query of the sharp rows is.
 NUM_SOUGHT = 4
 #: What the baseline is called, without and with rotation.
-PER_ROW = {False: "4 bits, scale per row", True: "4 bits, scale per row, rotated"}
+PER_ROW = {False: "per-row 4 bits", True: "per-row 4 bits+rotate"}
 #: Bytes of its key and value: two codes to a byte, and scales of 4 bytes, as int8 has.
 PER_ROW_BYTES = 2.0 * (HEAD_DIM // 2 + 4)
 
