@@ -29,7 +29,7 @@ DEFAULT_CACHES = [
     "fp32", "fp16", "bf16", "int8", "int8/int4", "int8/int4+rotate", "int4", "int4+rotate",
     "int4+window128+sinks4", "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "codes2",
 ]  # fmt: skip
-DEFAULT_MODULES = ["csv", "graphlib", "textwrap"]
+DEFAULT_MODULES = ["csv", "graphlib"]
 DEFAULT_ROWS = 2048
 #: Tokens of a text that are computed at once: fewer than in a window of recent tokens, which is whole for the last of
 #: them and lacks as many for the first.
