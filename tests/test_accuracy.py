@@ -178,7 +178,7 @@ def model(tmp_path):
 
 
 def test_a_model_on_compressed_heads(model, target):
-    tokens = test_demo.TOKENS
+    tokens = test_demo.TOKENS[:5]
     expected = model.start(16).forward(tokens)
     choice = CompressorChoice(8, target=target)
     session = model.start(16, choice, target)
@@ -186,10 +186,10 @@ def test_a_model_on_compressed_heads(model, target):
     np.testing.assert_allclose(whole, expected, atol=0.05)
     assert np.abs(whole - expected).max() > 1e-6
     session.rewind()
-    parts = [session.forward(tokens[:1]), session.forward(tokens[1:4])]
+    parts = [session.forward(tokens[:2])]
     with pytest.raises(IndexError, match="tokens"):
         session.forward([256])
-    parts.append(session.forward(tokens[4:]))
+    parts.append(session.forward(tokens[2:]))
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-5)
     assert session.num_tokens == len(tokens)
 
