@@ -298,7 +298,7 @@ def _add_accuracy(commands: Any) -> None:
         help="error and bytes of storage kinds and compressed heads, as tables and a picture",
         description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the "
         "model's predictions at full context, and the error of attention over random rows. The defaults take "
-        "about half an hour.",
+        "about a quarter of an hour.",
     )
     _add_kind_option(
         parser,
@@ -311,7 +311,7 @@ def _add_accuracy(commands: Any) -> None:
     _add_text_options(
         parser,
         accuracy.DEFAULT_MODULES,
-        "these held-out modules, or all; compressed heads take a token at a time, some 5 minutes for each setting "
+        "these held-out modules, or all; compressed heads take a token at a time, some minutes for each setting "
         f"with all of them (default: {' '.join(accuracy.DEFAULT_MODULES)})",
     )
     parser.add_argument(

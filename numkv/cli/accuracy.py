@@ -16,7 +16,7 @@ import numkv
 from numkv.cli.evaluate import check_context, documents_of
 from numkv.cli.output import KernelProgress, Progress, table
 from numkv.cli.picture import Panel, draw
-from numkv.demo import accuracy
+from numkv.demo import BUNDLED_MODEL, accuracy
 from numkv.demo.blas import blas_threads_for
 from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import CompressorChoice
@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     print(report.terminal())
     if arguments.out is not None:
-        _write(report, arguments.out, arguments.model.name)
+        bundled = arguments.model == BUNDLED_MODEL
+        _write(report, arguments.out, "the bundled one" if bundled else arguments.model.name)
 
 
 def _row_errors(
@@ -218,34 +219,31 @@ class _Report:
         return lines
 
     def terminal(self) -> str:
-        def wrap(text: str) -> str:
-            return textwrap.fill(text, 100, break_on_hyphens=False)
-
-        parts = [f"{table(*self.model_cells())}\n{wrap(self.source)}"]
-        parts += [f"{table(*self.row_cells())}\n{wrap(self.about_rows())}"]
-        parts += ["\n".join(map(wrap, self.about_rotation())), wrap(self.about_caches())]
+        parts = [f"{table(*self.model_cells())}\n{_wrap(self.source, 100)}"]
+        parts += [f"{table(*self.row_cells())}\n{_wrap(self.about_rows(), 100)}"]
+        parts += [
+            "\n".join(_wrap(line, 100) for line in self.about_rotation()),
+            _wrap(self.about_caches(), 100),
+        ]
         return "\n\n".join(parts)
 
     def markdown(self, model: str, picture: str | None) -> str:
-        def wrap(text: str) -> str:
-            return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
         versions = (
             f"numkv {numkv.__version__}, Python {platform.python_version()}, NumPy {np.__version__}"
         )
         parts = [
             "# Accuracy of caches",
-            wrap(f"`numkv accuracy`: {versions}. {self.about_caches()}"),
+            _wrap(f"`numkv accuracy`: {versions}. {self.about_caches()}"),
         ]
         if picture is not None:
             parts.append(f"![Error over bytes, without fp32]({picture})")
         parts += [
             f"## A model's predictions: {model}",
-            wrap(self.source),
+            _wrap(self.source),
             _markdown(*self.model_cells()),
         ]
-        parts += ["## Random rows", wrap(self.about_rows()), _markdown(*self.row_cells())]
-        parts.append("\n".join(wrap(f"- {line}") for line in self.about_rotation()))
+        parts += ["## Random rows", _wrap(self.about_rows()), _markdown(*self.row_cells())]
+        parts.append("\n".join(_wrap(f"- {line}", indent="  ") for line in self.about_rotation()))
         return "\n\n".join(parts) + "\n"
 
     def panels(self) -> list[Panel]:
@@ -270,7 +268,17 @@ class _Report:
 
 
 def _percent(x: float) -> str:
-    return f"{100 * x:.3g} %" if x >= 1e-4 else f"{100 * x:.1e} %"
+    """Three digits, of small numbers two and a power of ten."""
+    return f"{100 * x:#.3g}".rstrip(".") + " %" if x >= 1e-4 else f"{100 * x:.1e} %"
+
+
+def _wrap(text: str, width: int = 120, indent: str = "") -> str:
+    """Lines of a paragraph, the first without `indent`; no percent sign is parted from its number."""
+    bound = text.replace(" %", "\N{NO-BREAK SPACE}%")
+    lines = textwrap.fill(
+        bound, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -94,6 +94,7 @@ def _plot(panel: Panel, ax: Any) -> None:
         ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    ax.minorticks_off()
     ax.margins(0.12)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     ax.set_xlabel(panel.x_label)
@@ -113,7 +114,7 @@ def _label(panel: Panel, ax: Any, renderer: Any) -> None:
         zip(points, places, strict=True), key=lambda point: -point[1][1]
     ):
         text = ax.annotate(
-            label, (x, y), (0, 0), textcoords="offset pixels", fontsize=8, color=_style(label)[0],
+            label, (x, y), (0, 0), textcoords="offset pixels", fontsize=8, color=_style(label)[0], zorder=2.5,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.2, "alpha": 0.8},
             arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
         )  # fmt: skip
