@@ -246,7 +246,7 @@ def test_eval_of_held_out_modules(tiny, capsys, monkeypatch):
     assert "expected some of a, b; got c" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["plan"], ["eval"]])
+@pytest.mark.parametrize("command", [[], ["info"], ["plan"], ["eval"], ["accuracy"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import evaluate, generate, info, plan, stream, warmup
+from numkv.cli import accuracy, evaluate, generate, info, plan, stream, warmup
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
-from numkv.errors import NumkvError
+from numkv.demo.compressed import parse_cache
+from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import kinds
 
 __all__ = ["main"]
@@ -39,6 +40,8 @@ examples:
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
 """
+# What may follow a kind.
+_MORE = "; behind it +rotate, +windowN, +sinksN"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -137,15 +140,30 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_kind_option(parser: argparse.ArgumentParser, default: list[str], what: str) -> None:
+def _plain_kind(text: str) -> CacheChoice:
+    choice = CacheChoice.parse(text)
+    if choice.options:
+        raise NotSupported(
+            f"expected a kind alone, got {text!r}; `numkv eval` and `numkv accuracy` take what follows a '+'"
+        )
+    return choice
+
+
+def _add_kind_option(
+    parser: argparse.ArgumentParser,
+    default: list[str],
+    what: str,
+    parse: Callable[[str], Any] = _plain_kind,
+    more: str = "",
+) -> None:
     names = ", ".join(kind.name for kind in kinds())
     parser.add_argument(
         "--kind",
         nargs="+",
-        default=[CacheChoice.parse(name) for name in default],
-        type=_checked(CacheChoice.parse, "a kind"),
+        default=[parse(name) for name in default],
+        type=_checked(parse, "a kind"),
         metavar="KIND",
-        help=f"{what}: {names}, or K/V such as int8/fp16 (default: {' '.join(default)})",
+        help=f"{what}: {names}, or K/V such as int8/fp16{more} (default: {' '.join(default)})",
     )
 
 
@@ -215,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_info(commands)
     _add_plan(commands)
     _add_eval(commands)
+    _add_accuracy(commands)
     _add_stream(commands)
     _add_warmup(commands)
     return parser
@@ -267,11 +286,54 @@ def _add_eval(commands: Any) -> None:
         description="Measure what cache kinds cost in quality against an fp32 cache, at full "
         "context, on modules of the standard library that the bundled model never saw.",
     )
-    _add_kind_option(parser, ["fp16", "bf16", "int8"], "kinds to judge")
+    _add_kind_option(parser, ["fp16", "bf16", "int8"], "kinds to judge", CacheChoice.parse, _MORE)
     _add_model_options(parser)
-    parser.add_argument(
-        "--modules", nargs="+", metavar="NAME", help="only these held-out modules, such as csv"
+    _add_text_options(parser, None, "only these held-out modules, such as csv")
+    parser.set_defaults(run=evaluate.run)
+
+
+def _add_accuracy(commands: Any) -> None:
+    parser = commands.add_parser(
+        "accuracy",
+        help="error and bytes of storage kinds and compressed heads, as tables and a picture",
+        description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the "
+        "model's predictions at full context, and the error of attention over random rows. The defaults take "
+        "about a quarter of an hour.",
     )
+    _add_kind_option(
+        parser,
+        accuracy.DEFAULT_CACHES,
+        "caches to judge",
+        parse_cache,
+        f"{_MORE}; or codesN and codesN+sketch, heads compressed to N bits",
+    )
+    _add_model_options(parser)
+    _add_text_options(
+        parser,
+        accuracy.DEFAULT_MODULES,
+        "these held-out modules, or all; compressed heads take a token at a time, some minutes for each setting "
+        f"with all of them (default: {' '.join(accuracy.DEFAULT_MODULES)})",
+    )
+    parser.add_argument(
+        "--rows",
+        type=_at_least(accuracy.LEAST_ROWS),
+        default=accuracy.DEFAULT_ROWS,
+        metavar="N",
+        help="tokens of the random rows (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write accuracy.md there and, where matplotlib is installed, accuracy.svg",
+    )
+    parser.set_defaults(run=accuracy.run)
+
+
+def _add_text_options(
+    parser: argparse.ArgumentParser, modules: list[str] | None, what: str
+) -> None:
+    parser.add_argument("--modules", nargs="+", default=modules, metavar="NAME", help=what)
     parser.add_argument(
         "--file",
         action="extend",
@@ -286,7 +348,6 @@ def _add_eval(commands: Any) -> None:
         metavar="N",
         help="tokens in a window (default: the model's context)",
     )
-    parser.set_defaults(run=evaluate.run)
 
 
 def _add_stream(commands: Any) -> None:
@@ -318,7 +379,7 @@ def _add_stream(commands: Any) -> None:
     parser.add_argument(
         "--kind",
         default=CacheChoice.parse("fp16"),
-        type=_checked(CacheChoice.parse, "a kind"),
+        type=_checked(_plain_kind, "a kind"),
         metavar="KIND",
         help="storage kind of the cache (default: fp16)",
     )

@@ -10,7 +10,7 @@ from numkv.demo.blas import blas_threads_for
 from numkv.demo.evaluate import Document, evaluate, held_out
 from numkv.demo.model import Model
 
-__all__ = ["run"]
+__all__ = ["check_context", "documents_of", "run"]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -21,12 +21,10 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
-    documents, source = _documents(arguments)
+    documents, source = documents_of(arguments)
     with Progress(f"loading {arguments.model}") as progress:
         model = Model.load(arguments.model, progress.update)
-    context = arguments.context or model.config.max_context
-    if context > model.config.max_context:
-        raise UsageError(f"--context {context:,}: the model has {model.config.max_context:,}")
+    context = check_context(arguments, model)
     choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
     caches = {choice.label: choice for choice in choices if choice.label != "fp32"}
     options = {"context": context, "target": arguments.target}
@@ -51,8 +49,48 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{source}: {reference.num_bytes:,} bytes in windows of {context:,} tokens")
 
 
-def _documents(arguments: argparse.Namespace) -> tuple[list[Document], str]:
-    """The texts, and what to call them."""
+def check_context(arguments: argparse.Namespace, model: Model) -> int:
+    """Tokens in a window: those asked for, or the model's context.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    model : Model
+        The ruler.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    UsageError
+        If the model has less.
+    """
+    context: int = arguments.context or model.config.max_context
+    if context > model.config.max_context:
+        raise UsageError(f"--context {context:,}: the model has {model.config.max_context:,}")
+    return context
+
+
+def documents_of(arguments: argparse.Namespace) -> tuple[list[Document], str]:
+    """The texts to evaluate on, and what to call them.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options: `file`, or `modules`, None for all.
+
+    Returns
+    -------
+    list of Document, str
+
+    Raises
+    ------
+    UsageError
+        If there is no text, or no such module.
+    """
     if arguments.file is not None:
         try:
             texts = [Document(str(p), p.read_text(encoding="utf-8")) for p in arguments.file]

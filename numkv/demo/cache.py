@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,6 +59,14 @@ class Cache(Protocol):
     def rollback(self, step: Any) -> None:
         """Forget the tokens of a step."""
 
+
+# What may follow a kind: what it is called there, and the layer's keyword.
+_OPTION_NAMES = {
+    "rotate": "rotate",
+    "window": "residual_window",
+    "sinks": "num_sink_tokens",
+}
+_OPTION = re.compile("(rotate)|(window|sinks)([0-9]+)")
 
 #: Makes a cache from the model's configuration and the tokens that each text may have.
 CacheFactory = Callable[[ModelConfig, Sequence[int]], Cache]
@@ -170,6 +179,10 @@ class CacheChoice:
         ``"cpu"`` or ``"cuda"``.
     block_size : int, optional
         Tokens in a block of a paged cache; the cache is contiguous, and of one text, if None.
+    rotate : bool
+        Whether rows are rotated before they are quantised; contiguous caches only, as are the next two.
+    residual_window, num_sink_tokens : int
+        The newest and the first tokens, which are kept in full precision.
     """
 
     kind: str = "fp32"
@@ -177,15 +190,19 @@ class CacheChoice:
     v_kind: str | None = None
     target: str = "cpu"
     block_size: int | None = None
+    rotate: bool = False
+    residual_window: int = 0
+    num_sink_tokens: int = 0
 
     @classmethod
     def parse(cls, text: str, target: str = "cpu") -> CacheChoice:
-        """Read ``"fp16"``, or ``"int8/fp16"`` for K and V apart.
+        """Read ``"fp16"``, ``"int8/fp16"`` for K and V apart, or ``"int4+rotate+window128+sinks4"``.
 
         Parameters
         ----------
         text : str
-            One kind, or that of K and that of V around a slash.
+            One kind, or that of K and that of V around a slash; then, each behind a plus sign, ``rotate``, and
+            ``window`` and ``sinks`` with the tokens to keep in full precision.
         target : str
             Target of the cache.
 
@@ -197,18 +214,42 @@ class CacheChoice:
         ------
         numkv.UnsupportedDType
             If there is no such kind.
+        NotSupported
+            If something else comes after a plus sign.
         """
-        k, slash, v = text.partition("/")
+        kinds, *words = text.split("+")
+        k, slash, v = kinds.partition("/")
         k_kind = numkv.kind(k).name
         v_kind = numkv.kind(v).name if slash else k_kind
+        options: dict[str, Any] = {}
+        for word in words:
+            found = _OPTION.fullmatch(word)
+            if found is None:
+                raise numkv.NotSupported(
+                    f"expected rotate, or window or sinks with a number of tokens, after a '+', got {word!r} in "
+                    f"{text!r}"
+                )
+            flag, name, size = found.groups()
+            options[_OPTION_NAMES[flag or name]] = True if flag else int(size)
         if k_kind == v_kind:
-            return cls(k_kind, target=target)
-        return cls(k_kind, k_kind, v_kind, target)
+            return cls(k_kind, target=target, **options)
+        return cls(k_kind, k_kind, v_kind, target, **options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What else than kinds a contiguous layer is told: only what has been asked for."""
+        return {name: value for name in _OPTION_NAMES.values() if (value := getattr(self, name))}
 
     @property
     def label(self) -> str:
         """What `parse` reads."""
-        return self.kind if self.v_kind is None else f"{self.k_kind or self.kind}/{self.v_kind}"
+        kinds = self.kind if self.v_kind is None else f"{self.k_kind or self.kind}/{self.v_kind}"
+        words = [
+            f"{name}{'' if value is True else value}"
+            for name, option in _OPTION_NAMES.items()
+            if (value := getattr(self, option))
+        ]
+        return "+".join([kinds, *words])
 
     @property
     def has_scales(self) -> bool:
@@ -218,7 +259,7 @@ class CacheChoice:
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
     ) -> int:
-        """Bytes that a token costs in one layer, scales included.
+        """Bytes that a token costs in one layer, scales included, where it is not kept in full precision.
 
         Parameters
         ----------
@@ -234,24 +275,51 @@ class CacheChoice:
         k, v = (numkv.kind(kind or self.kind) for kind in (self.k_kind, self.v_kind))
         return num_kv_heads * (k.row_bytes(head_dim) + v.row_bytes(head_dim_v or head_dim))
 
+    def bytes_at(self, config: ModelConfig, num_tokens: int) -> float:
+        """Bytes of a token in all layers of a full cache, with its share of what is kept in full precision.
+
+        Parameters
+        ----------
+        config : ModelConfig
+            Sizes of the model.
+        num_tokens : int
+            Tokens of the one text that the cache has room for.
+
+        Returns
+        -------
+        float
+        """
+        return self._layer(config, num_tokens).nbytes * config.num_layers / num_tokens
+
     def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> Cache:
         """Make a cache for texts of so many tokens each."""
-        sizes = (config.num_kv_heads, config.head_dim)
-        kinds: dict[str, Any] = {"kind": self.kind, "k_kind": self.k_kind, "v_kind": self.v_kind}
         if self.block_size is not None:
+            if self.options:
+                raise numkv.NotSupported(
+                    f"{self.label}: expected a storage kind alone for a cache in blocks, got {self.options}; leave "
+                    "them out, or the blocks"
+                )
             return numkv.PagedKVCache(
                 config.num_layers,
-                *sizes,
+                config.num_kv_heads,
+                config.head_dim,
                 num_blocks=sum(-(-capacity // self.block_size) for capacity in capacities),
                 block_size=self.block_size,
                 target=self.target,
-                **kinds,
+                **self._kinds,
             )
         if len(capacities) != 1:
             raise ValueError(f"block_size: expected one for {len(capacities)} texts, got None")
-        return LayerCache(
-            [
-                numkv.ContiguousLayer(capacities[0], *sizes, target=self.target, **kinds)
-                for _ in range(config.num_layers)
-            ]
+        return LayerCache([self._layer(config, capacities[0]) for _ in range(config.num_layers)])
+
+    @property
+    def _kinds(self) -> dict[str, Any]:
+        return {"kind": self.kind, "k_kind": self.k_kind, "v_kind": self.v_kind}
+
+    def _layer(self, config: ModelConfig, capacity: int) -> Layer:
+        return numkv.ContiguousLayer(
+            capacity,
+            config.num_kv_heads,
+            config.head_dim,
+            **{**self._kinds, "target": self.target, **self.options},
         )

@@ -155,6 +155,7 @@ def evaluate(
     context: int | None = None,
     reference: CacheFactory | None = None,
     target: str = "cpu",
+    chunk: int = PREFILL_CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
     """Measure caches on texts.
@@ -176,6 +177,9 @@ def evaluate(
         The cache that predictions are compared with; fp32 by default.
     target : str
         Where all the caches live.
+    chunk : int
+        Tokens that are computed at once. Only caches whose tokens change as they get older can tell: those that
+        quantise what leaves a window of recent tokens do so before the chunk's first queries.
     progress : callable, optional
         Called with the number of tokens done and their total.
 
@@ -197,12 +201,12 @@ def evaluate(
         for begin, end, first in _windows(len(tokens), size):
             for session in sessions:
                 session.rewind()
-            for chunk in range(begin, end, PREFILL_CHUNK):
-                stop = min(chunk + PREFILL_CHUNK, end)
-                skip = max(first - chunk, 0)
-                _score(sessions, sums, tokens[chunk : stop + 1], skip)
-                num_scored += max(stop - chunk - skip, 0)
-                num_done += stop - chunk
+            for start in range(begin, end, chunk):
+                stop = min(start + chunk, end)
+                skip = max(first - start, 0)
+                _score(sessions, sums, tokens[start : stop + 1], skip)
+                num_scored += max(stop - start - skip, 0)
+                num_done += stop - start
                 if progress is not None:
                     progress(num_done, total)
     if num_scored == 0:

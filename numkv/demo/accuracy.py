@@ -1,0 +1,239 @@
+"""How far attention over a cache is from attention over the rows that were put into it.
+
+`evaluate` measures caches on a model's predictions, this module on rows drawn at random: each cache takes the same
+rows, and what comes out for the newest tokens' queries is compared with attention in float64 over the rows as they
+were drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import QKMode, targets
+from numkv.demo.batch import PREFILL_CHUNK
+from numkv.demo.cache import CacheFactory
+from numkv.demo.config import ModelConfig
+from numkv.rotation import Rotation
+
+__all__ = [
+    "HEAD_DIM",
+    "NUM_KV_HEADS",
+    "NUM_QUERIES",
+    "NUM_Q_HEADS",
+    "NUM_SOUGHT",
+    "OUTLIER",
+    "PER_ROW",
+    "PER_ROW_BYTES",
+    "ROWS",
+    "Rows",
+    "attended",
+    "exact_attention",
+    "per_row_attention",
+    "relative_error",
+    "row_shape",
+]
+
+Array = NDArray[np.float64]
+
+HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS = 128, 8, 32
+#: Tokens whose queries are measured, the newest.
+NUM_QUERIES = 8
+#: How many times the others the outlying channel is.
+OUTLIER = 20.0
+_OUTLYING = 42
+#: Keys whose sum a query of the sharp rows is.
+NUM_SOUGHT = 4
+#: What the baseline is called, without and with rotation.
+PER_ROW = {False: "per-row 4 bits", True: "per-row 4 bits+rotate"}
+#: Bytes of its key and value: two codes to a byte, and scales of 4 bytes, as int8 has.
+PER_ROW_BYTES = 2.0 * (HEAD_DIM // 2 + 4)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keys and values of a text, and queries of its newest tokens.
+
+    Attributes
+    ----------
+    k, v : float64 array (num_tokens, num_kv_heads, head_dim)
+        The rows.
+    q : float64 array (num_queries, num_q_heads, head_dim)
+        The queries: each sees the tokens up to its own.
+    """
+
+    k: Array
+    v: Array
+    q: Array
+
+
+def _gaussian(num_tokens: int) -> Rows:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, num_tokens, NUM_KV_HEADS, HEAD_DIM))
+    return Rows(k, v, rng.standard_normal((min(NUM_QUERIES, num_tokens), NUM_Q_HEADS, HEAD_DIM)))
+
+
+def _outlier(num_tokens: int) -> Rows:
+    rows = _gaussian(num_tokens)
+    for x in (rows.k, rows.v):
+        x[..., _OUTLYING] *= OUTLIER
+    return rows
+
+
+def _offset(num_tokens: int) -> Rows:
+    rows = _gaussian(num_tokens)
+    for x in (rows.k, rows.v):
+        x[..., _OUTLYING] += OUTLIER
+    return rows
+
+
+def _sharp(num_tokens: int) -> Rows:
+    rows, rng = _gaussian(num_tokens), np.random.default_rng(1)
+    seen = num_tokens - len(rows.q) + 1
+    sought = rng.integers(seen, size=(*rows.q.shape[:2], NUM_SOUGHT))
+    heads = np.arange(NUM_Q_HEADS) // (NUM_Q_HEADS // NUM_KV_HEADS)
+    return Rows(rows.k, rows.v, rows.k[sought, heads[:, None]].sum(axis=2))
+
+
+#: What rows there are: their name, and what draws those of so many tokens, the same each time.
+ROWS: dict[str, Callable[[int], Rows]] = {
+    "Gaussian": _gaussian,
+    "outlier": _outlier,
+    "offset": _offset,
+    "sharp": _sharp,
+}
+
+
+def row_shape() -> ModelConfig:
+    """A model's configuration with the sizes of the rows and one layer, for `CacheFactory`; the rest is not meant.
+
+    Returns
+    -------
+    ModelConfig
+    """
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=1,
+        hidden_size=NUM_Q_HEADS * HEAD_DIM,
+        intermediate_size=1,
+        num_layers=1,
+        num_q_heads=NUM_Q_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_context=1,
+        rms_norm_eps=0.0,
+        rope_theta=1.0,
+        rope_scaling=None,
+        tied_embeddings=True,
+        bos_token=None,
+        eos_tokens=(),
+    )
+
+
+def attended(factory: CacheFactory, rows: Rows, target: str = "cpu") -> Array:
+    """Put rows into a cache, and attend with the newest tokens' queries.
+
+    Parameters
+    ----------
+    factory : callable
+        Makes the cache, such as a `CacheChoice`.
+    rows : Rows
+        What goes in, in float32.
+    target : str
+        Where the cache lives.
+
+    Returns
+    -------
+    float64 array (num_queries, num_q_heads, head_dim)
+    """
+    place = targets.get(target)
+    num_tokens, num_queries = len(rows.k), len(rows.q)
+    q = np.zeros((num_tokens, *rows.q.shape[1:]), np.float32)
+    q[num_tokens - num_queries :] = rows.q
+    heads = np.concatenate([q, rows.k, rows.v], axis=1).astype(np.float32)
+    cache = factory(row_shape(), [num_tokens])
+    text = cache.add()
+    # Older tokens first, as a prompt comes in pieces; then the queries' own tokens in one.
+    older = num_tokens - num_queries
+    bounds = [*range(0, older, PREFILL_CHUNK), older, num_tokens]
+    for begin, end in itertools.pairwise(bounds):
+        step = cache.reserve([text], [end - begin])
+        qkv = place.asarray(heads[begin:end].reshape(end - begin, -1))
+        new = step.write(0, qkv, num_q_heads=NUM_Q_HEADS, cos=None, sin=None, qk_mode=QKMode.COPY)
+        out = step.attention(0, new)
+        cache.commit(step)
+    return place.to_host(out).astype(np.float64)
+
+
+def exact_attention(k: Array, v: Array, q: Array) -> Array:
+    """Attention in float64 of the newest tokens' queries, each to the tokens up to its own.
+
+    Parameters
+    ----------
+    k, v, q : float64 arrays
+        See `Rows`.
+
+    Returns
+    -------
+    float64 array (num_queries, num_q_heads, head_dim)
+    """
+    group = q.shape[1] // k.shape[1]
+    out = np.empty_like(q)
+    for i in range(len(q)):
+        seen = len(k) - len(q) + i + 1
+        for h in range(q.shape[1]):
+            scores = k[:seen, h // group] @ q[i, h] / math.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max())
+            out[i, h] = weights @ v[:seen, h // group] / weights.sum()
+    return out
+
+
+def per_row_attention(rows: Rows, rotate: bool) -> Array:
+    """What 4 bits with one symmetric scale for each row would give: a baseline, which numkv does not store.
+
+    Codes are -7 to 7; arithmetic is float64.
+
+    Parameters
+    ----------
+    rows : Rows
+        Keys, values and queries.
+    rotate : bool
+        Whether all of them are rotated before, and the output back.
+
+    Returns
+    -------
+    float64 array (num_queries, num_q_heads, head_dim)
+    """
+    k, v, q = rows.k, rows.v, rows.q
+    if not rotate:
+        return exact_attention(_per_row(k), _per_row(v), q)
+    rotation, cpu = Rotation(k.shape[2]), targets.get("cpu")
+    k, v, q = (rotation.forward(cpu, x) for x in (k, v, q))
+    out: Array = rotation.backward(cpu, exact_attention(_per_row(k), _per_row(v), q), np.float64)
+    return out
+
+
+def _per_row(x: Array) -> Array:
+    scale = np.abs(x).max(axis=-1, keepdims=True) / 7
+    rounded: Array = np.rint(x / scale) * scale
+    return rounded
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """L2 norm of the difference of all outputs, relative to that of what was expected.
+
+    Parameters
+    ----------
+    actual, expected : float64 arrays
+        Of one shape.
+
+    Returns
+    -------
+    float
+    """
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
