@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import threading
 import zlib
 from pathlib import Path
 
@@ -41,6 +42,42 @@ sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
+
+
+class OneEach(dict):
+    """The shared arrays of a simulated block, by line: the thread that misses one makes it before others look.
+
+    The simulator looks and then makes without a lock, so two threads can go on with an array each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._making = threading.Lock()
+
+    def get(self, line, default=None):
+        """What there is; where there is nothing, the caller sets it next, and others wait for that."""
+        found = super().get(line)
+        if found is None:
+            self._making.acquire()
+            found = super().get(line)
+            if found is not None:
+                self._making.release()
+        return found
+
+    def __setitem__(self, line, array) -> None:
+        super().__setitem__(line, array)
+        self._making.release()
+
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+    def with_one_each(shared, dynshared_size, make=FakeCUDAShared.__init__) -> None:
+        """Make a block's shared memory."""
+        make(shared, dynshared_size)
+        shared._allocations = OneEach()
+
+    FakeCUDAShared.__init__ = with_one_each
 
 
 def pytest_configure(config) -> None:
