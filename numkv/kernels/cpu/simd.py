@@ -24,7 +24,8 @@ kernel serves every head dim and group. Nothing is read past a row's end: what i
 loaded under a mask.
 
 Small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
-vectoriser needs, `next_item` hands out work to threads, and `prefetch` asks for memory ahead of time.
+vectoriser needs, `on_threads` runs a kernel on several threads, `next_item` hands out work to them, and `prefetch` asks
+for memory ahead of time.
 
 Arguments named ``*_at`` are element offsets into an array's memory.
 """
@@ -52,6 +53,7 @@ __all__ = [
     "gather_tile",
     "multiply_tile",
     "next_item",
+    "on_threads",
     "prefetch",
     "row_of",
     "score_code_tile",
@@ -1210,6 +1212,61 @@ def fill_ramp(typing_context, array, at, count, start, step):
         return context.get_dummy_value()
 
     return types.void(array, i8, i8, i8, i8), codegen
+
+
+@intrinsic
+def on_threads(typing_context, launch, workers):
+    """Run the kernel that this stands in on several threads: once for each worker, with the same arguments.
+
+    The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
+    worker from ``range(workers)``. `launch` is the address of ``numba_parallel_for``, which shares out the calls among
+    Numba's threads as it does for ``prange``; but a kernel with a ``prange`` takes three times as long to compile.
+    """
+
+    def codegen(context, b, sig, args):
+        kernel, pointer = b.function, _I8.as_pointer()
+        kernel.attributes.add("noinline")
+        # Numba's calling convention: places for the result and for an error, then the arguments in pieces.
+        result, error, *pieces = kernel.args
+        pieces = [*pieces[:-3], args[1]]
+        record_type = ir.LiteralStructType([piece.type for piece in pieces])
+        record = cgutils.alloca_once(b, record_type)
+        for i, piece in enumerate(pieces):
+            b.store(piece, b.gep(record, [_I32(0), _I32(i)], inbounds=True))
+
+        numbers = _I64.as_pointer()
+        call_type = ir.FunctionType(
+            ir.VoidType(), [pointer.as_pointer(), numbers, numbers, pointer]
+        )
+        call = ir.Function(b.module, call_type, f"{kernel.name}.part")
+        call.linkage = "internal"
+        inner = ir.IRBuilder(call.append_basic_block())
+        starts, counts, _, data = call.args
+        fields = inner.bitcast(data, record_type.as_pointer())
+        pieces = [inner.load(inner.gep(fields, [_I32(0), _I32(i)])) for i in range(len(pieces))]
+        places = [cgutils.alloca_once(inner, place.type.pointee) for place in (result, error)]
+        first = inner.ptrtoint(inner.load(starts), _I64)
+        with cgutils.for_range(inner, inner.load(counts)) as loop:
+            worker = inner.add(first, loop.index)
+            inner.call(kernel, [*places, *pieces[:-1], _I64(0), worker, pieces[-1]])
+        inner.ret_void()
+
+        launch_type = ir.FunctionType(
+            ir.VoidType(),
+            [pointer, pointer.as_pointer(), numbers, numbers, pointer, _I64, _I64, _I32],
+        )
+        # One "array" whose elements are a byte: where a thread's part of it starts is its first worker.
+        starts = cgutils.alloca_once_value(b, ir.Constant(pointer, None))
+        counts = cgutils.alloca_once_value(b, args[1])
+        steps = cgutils.alloca_once_value(b, _I64(1))
+        b.call(
+            b.inttoptr(args[0], launch_type.as_pointer()),
+            [b.bitcast(call, pointer), starts, counts, steps, b.bitcast(record, pointer), _I64(0),
+             _I64(1), b.trunc(args[1], _I32)],
+        )  # fmt: skip
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
