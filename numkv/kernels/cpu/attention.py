@@ -30,6 +30,7 @@ from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
     TILE,
+    borrow,
     code_row,
     fill_ramp,
     gather_groups,
@@ -92,6 +93,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         if launch != 0:
             on_threads(launch, workers)
             return
+        # They are sliced often.
+        block_table, ranges = borrow(block_table), borrow(ranges)
+        floats, ints = borrow(floats), borrow(ints)
         num_seqs = len(seq_lens)
         num_q_heads = q.shape[1]
         num_kv_heads = k.shape[1]

@@ -24,7 +24,7 @@ kernel serves every head dim and group. Nothing is read past a row's end: what i
 loaded under a mask.
 
 Small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
-vectoriser needs, `on_threads` runs a kernel on several threads, `next_item` hands out work to them, and `prefetch` asks
+vectoriser needs, `borrow` an array whose slices are not counted, `on_threads` runs a kernel on several threads, `next_item` hands out work to them, and `prefetch` asks
 for memory ahead of time.
 
 Arguments named ``*_at`` are element offsets into an array's memory.
@@ -47,6 +47,7 @@ __all__ = [
     "LANES",
     "RAMP",
     "TILE",
+    "borrow",
     "code_row",
     "fill_ramp",
     "gather_groups",
@@ -1291,6 +1292,22 @@ def prefetch(typing_context, array, at):
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def borrow(typing_context, array):
+    """The same array without its owner: slices of it cost nothing, as no references are counted.
+
+    The caller keeps `array` alive.
+    """
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[0])(context, b, args[0])
+        source.meminfo = ir.Constant(source.meminfo.type, None)
+        source.parent = ir.Constant(source.parent.type, None)
+        return source._getvalue()
+
+    return array(array), codegen
 
 
 @intrinsic
