@@ -26,6 +26,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
@@ -39,10 +40,22 @@ from numkv.kernels.cpu.simd import (
     next_item,
     on_threads,
     prefetch,
+    row_of,
+    scale_tile,
     score_tile,
     soft_cap_tile,
     softmax_tile,
     weigh_tile,
+)
+from numkv.kernels.cpu.simd_integers import (
+    BLOCK,
+    INT4_INTEGERS,
+    code_group_weights,
+    code_weights,
+    fill_code_row,
+    score_integers,
+    sum_code_groups,
+    weigh_integers,
 )
 from numkv.kernels.cpu.threads import ON_THREADS, parallel_lock, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
@@ -55,6 +68,8 @@ __all__ = ["attention"]
 MAX_ROWS = 64
 # Query rows that vector code takes at once, at most.
 AT_ONCE = 8
+# Floats in a cache line.
+LINE = 16
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
@@ -82,7 +97,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
     ROWS = MAX_ROWS
-    INTEGERS = K_KIND == "int8" and COMPUTE == "float32"
+    # Whether scores and weighted sums are taken in integers, and those of INT4.
+    K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
+    K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
+    K_PAD = BLOCK if K_PACKED else PAD
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -107,8 +125,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         dim_v = out.shape[2]
         group = num_q_heads // num_kv_heads
         block_tokens = max(1, ROWS // group)
-        max_rows = max(ROWS, group) + AT_ONCE  # whole groups are read, if not written
-        pad_dim = (dim + PAD - 1) // PAD * PAD
+        # Whole groups are read, if not written; and every table begins where a cache line does.
+        max_rows = (max(ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+        pad_dim = (dim + K_PAD - 1) // K_PAD * K_PAD
         pad_v = (dim_v + PAD - 1) // PAD * PAD
         k_step = (
             k.strides[0] // k.itemsize,
@@ -135,6 +154,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         k_scales = num_groups(dim) if K_KIND == "int4" else np.int64(1)
         v_scales = num_groups(dim_v) if V_KIND == "int4" else np.int64(1)
         # Tokens whose scales make a cache line.
+        k_scale_step, v_scale_step = scale_step(dim), scale_step(dim_v)
+        k_blocks, v_blocks = (dim + BLOCK - 1) // BLOCK, (dim_v + BLOCK - 1) // BLOCK
+        w_step = v_blocks * TILE // 2 * 16
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
@@ -143,7 +165,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         HEADS = 4 + 3 * num_seqs
         OFFSETS = 4 + 4 * num_seqs
         items = ints[FIRST_ITEM + num_seqs]
-        scratch, part_size = scratch_size(group, pad_dim, pad_v), dim_v + 2
+        scratch, part_size = scratch_size(group, dim + BLOCK, dim_v + BLOCK), dim_v + 2
 
         Q = worker * scratch
         O = Q + max_rows * pad_dim
@@ -151,9 +173,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         SUMS = MAXIMA + max_rows
         Q_SCALES = SUMS + max_rows  # of query rows as integers
         S = Q_SCALES + max_rows
-        K_SCALES = S + AT_ONCE * TILE  # of the tile's tokens, for quantised kinds
-        V_SCALES = K_SCALES + 2 * TILE * k_scales  # of groups, the lowest levels too
-        RESCALE = V_SCALES + 2 * TILE * v_scales
+        K_SCALES = (
+            S + AT_ONCE * TILE
+        )  # of the tile's tokens, for quantised kinds; of INT8 one for each
+        V_SCALES = K_SCALES + 2 * TILE * k_scale_step  # of groups, the lowest levels too
+        RESCALE = V_SCALES + 2 * TILE * v_scale_step
+        W_SCALES = RESCALE + LINE  # of weights as integers
+        Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
+        LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
+        W = LOWEST + LINE * 4 * v_blocks  # weights of groups
         # Of K and V rows and of their scales, for three turns.
         offsets = ints[OFFSETS + worker * 3 * TURN :]
         b = np.int64(0)
@@ -192,14 +220,21 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             for r in range(rows * (g1 - g0)):
                 t = q_starts[b] + t0 + r % rows // group
                 h = (g0 + r // rows) * group + r % group
-                for d in range(dim):
-                    floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
-                for d in range(dim, pad_dim):
-                    floats[Q + r * pad_dim + d] = F(0)
-                if INTEGERS:
+                if K_PACKED:
+                    for d in range(pad_dim):
+                        floats[Q + r * pad_dim + d] = F(0)
+                    fill_code_row(floats[Q + r * pad_dim :], row_of(q, (t, h)), scale)
+                else:
+                    for d in range(dim):
+                        floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
+                    for d in range(dim, pad_dim):
+                        floats[Q + r * pad_dim + d] = F(0)
+                if K_INTEGERS:
                     floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
                 else:
                     floats[Q_SCALES + r] = F(1)
+                if K_PACKED:
+                    sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
                 floats[MAXIMA + r] = F(-np.inf)
                 floats[SUMS + r] = F(0)
                 for d in range(pad_v):
@@ -261,26 +296,25 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     if low < high:
                         q_at = Q + row * pad_dim
                         o_at = O + row * pad_v
-                        if at_once == 8:
-                            score_tile(K_KIND, COMPUTE, 8, floats, q_at, pad_dim, k, k_at, high,
-                                       dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                       V_KIND, v, v_ahead)  # fmt: skip
-                        elif at_once == 4:
-                            score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
-                                       dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                       V_KIND, v, v_ahead)  # fmt: skip
-                        elif at_once == 2:
-                            score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim, k, k_at, high,
-                                       dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                       V_KIND, v, v_ahead)  # fmt: skip
+                        if K_PACKED:
+                            score_integers(
+                                at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
+                                16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
+                                V_KIND, v, v_ahead,
+                            )  # fmt: skip
                         else:
-                            score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
-                                       dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                       V_KIND, v, v_ahead)  # fmt: skip
+                            score_tile(
+                                K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
+                                floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
+                            )  # fmt: skip
                         for i in range(taken):
                             if K_KIND == "int8":
                                 multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
                                               floats[Q_SCALES + row + i])  # fmt: skip
+                            if K_PACKED:
+                                scale_tile(
+                                    COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
+                                )
                             if soft_cap > 0:
                                 soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
                             maximum, rescale, total = softmax_tile(
@@ -294,24 +328,30 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             floats[MAXIMA + row + i] = maximum
                             floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
                             floats[RESCALE + i] = rescale
-                            if V_KIND == "int8":
+                            if V_PACKED:
+                                floats[W_SCALES + i] = code_group_weights(
+                                    floats, S + i * TILE, floats, V_SCALES, v_blocks,
+                                    low, high, floats, W + i * w_step, floats,
+                                    LOWEST + i * 4 * v_blocks,
+                                )  # fmt: skip
+                            elif V_INTEGERS:
+                                floats[W_SCALES + i] = code_weights(
+                                    floats, S + i * TILE, floats, V_SCALES, low, high
+                                )
+                            elif V_KIND == "int8":
                                 multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
-                        if at_once == 8:
-                            weigh_tile(V_KIND, COMPUTE, 8, taken, floats, S, TILE, v, v_at, low,
-                                       high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                       pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                        elif at_once == 4:
-                            weigh_tile(V_KIND, COMPUTE, 4, taken, floats, S, TILE, v, v_at, low,
-                                       high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                       pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                        elif at_once == 2:
-                            weigh_tile(V_KIND, COMPUTE, 2, taken, floats, S, TILE, v, v_at, low,
-                                       high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                       pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
+                        if V_INTEGERS:
+                            weigh_integers(
+                                V_KIND, at_once, taken, floats, W if V_PACKED else S,
+                                w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
+                                LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                            )  # fmt: skip
                         else:
-                            weigh_tile(V_KIND, COMPUTE, 1, taken, floats, S, TILE, v, v_at, low,
-                                       high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                       pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
+                            weigh_tile(
+                                V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
+                                dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
+                                RESCALE, K_KIND, k, k_ahead,
+                            )  # fmt: skip
                     r += taken
                 g += 1
                 if g == g1:
@@ -401,11 +441,29 @@ def num_groups(dim):
 
 
 @register_jitable
+def scale_step(dim):
+    """How many floats a token's scales take in scratch."""
+    return (num_groups(dim) + 3) // 4 * 4
+
+
+@register_jitable
 def scratch_size(group, pad_dim, pad_v):
-    """Floats that one needs: q and output rows, a maximum and a sum for each, scores, scales, rescaling factors."""
-    rows = max(MAX_ROWS, group) + AT_ONCE
-    scales = 2 * (num_groups(pad_dim) + num_groups(pad_v))
-    return rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + AT_ONCE
+    """Floats that one worker needs, whatever the kinds.
+
+    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; and for
+    integers sums of query rows, scales and lowest levels of weights, and the weights.
+    """
+    rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+    scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
+    k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
+    size = rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + 2 * LINE
+    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
+    return (size + LINE - 1) // LINE * LINE
+
+
+def in_integers(kind, compute):
+    """Whether rows of a kind are multiplied as integers."""
+    return compute == "float32" and (kind == "int8" or (kind == "int4" and INT4_INTEGERS))
 
 
 def _plan(
@@ -595,10 +653,10 @@ class _Workspace:
         self._arrays: dict[str, Any] = {}
 
     def take(self, dtype: str, size: int) -> Any:
-        """At least `size` elements, with whatever they hold."""
+        """At least `size` elements from the beginning of a cache line on, with whatever they hold."""
         have = self._arrays.get(dtype)
         if have is None or len(have) < size:
-            have = self._arrays[dtype] = np.empty(size, dtype)
+            have = self._arrays[dtype] = aligned(np.empty, (size,), dtype)
         return have
 
 
@@ -665,7 +723,7 @@ def attention(
             seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
             dim + dim_v, window_left, threads, ints,
         )  # fmt: skip
-        parts_at = workers * scratch_size(group, dim + LANES, dim_v + LANES)
+        parts_at = workers * scratch_size(group, dim + BLOCK, dim_v + BLOCK)
         parts = int(ints[3 + 2 * len(seq_lens)])
         floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
         run(

@@ -28,16 +28,8 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.simd import (
-    CODE_LANES,
-    TILE,
-    next_item,
-    on_threads,
-    row_of,
-    score_code_tile,
-    softmax_tile,
-    weigh_code_tile,
-)
+from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
+from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
 from numkv.kernels.cpu.threads import ON_THREADS, run
 from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.codes import code_at, packed_byte, refined

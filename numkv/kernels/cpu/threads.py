@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numba
 from numba import types
+
+from numkv.kernels.cpu.simd import thread_launcher
 
 __all__ = ["ON_THREADS", "parallel_lock", "run", "workers_for"]
 
@@ -31,18 +32,13 @@ parallel_lock = threading.RLock()
 SERIAL_ELEMENTS = 1 << 18
 
 
+_launcher = functools.cache(thread_launcher)
+
+
 def workers_for(num_elements: int) -> int:
     """How many threads are to move so many elements."""
     # Numba starts its threads when it is asked how many there are.
     return 1 if num_elements < SERIAL_ELEMENTS else numba.get_num_threads()
-
-
-@functools.cache
-def _launcher() -> int:
-    """The address of the function that shares out calls among Numba's threads, once they have been started."""
-    numba.get_num_threads()
-    address: int = llvm.address_of_symbol("numba_parallel_for")
-    return address
 
 
 def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
