@@ -68,6 +68,8 @@ __all__ = ["attention"]
 MAX_ROWS = 64
 # Query rows that vector code takes at once, at most.
 AT_ONCE = 8
+# Rows that may be missing of 8, 4 or 2.
+FILL_UP = 3
 # Floats in a cache line.
 LINE = 16
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
@@ -182,6 +184,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
         LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
         W = LOWEST + LINE * 4 * v_blocks  # weights of groups
+        for i in range(AT_ONCE):
+            floats[RESCALE + i] = F(1)
         # Of K and V rows and of their scales, for three turns.
         offsets = ints[OFFSETS + worker * 3 * TURN :]
         b = np.int64(0)
@@ -239,6 +243,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 floats[SUMS + r] = F(0)
                 for d in range(pad_v):
                     floats[O + r * pad_v + d] = F(0)
+            # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
+            # numbers, which are a hundred times slower than others.
+            for r in range(rows * (g1 - g0), rows * (g1 - g0) + FILL_UP):
+                for d in range(pad_dim):
+                    floats[Q + r * pad_dim + d] = F(0)
+                for d in range(pad_v):
+                    floats[O + r * pad_v + d] = F(0)
+                if K_PACKED:
+                    for i in range(16 * k_blocks):
+                        floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0

@@ -1,9 +1,9 @@
 """Vector code for attention in integers: weighted sums of INT8 and INT4 rows, and scores of INT4 rows.
 
-Codes are widened to 16 bits, not to floats, and meet other 16-bit integers: queries that `code_row` made, or the weights
-of a tile's tokens. One instruction then multiplies and adds as many pairs as a vector has 32-bit lanes, and what
-belongs to a whole tile (the weights' common scale) is multiplied once, at its end. Weights take 15 bits of the largest in
-the tile: what is lost beside codes of 7 or 4 bits does not count.
+Codes are widened to 16 bits, not to floats, and meet other 16-bit integers: queries that `code_row` made, or the
+weights of a tile's tokens. One instruction then multiplies and adds as many pairs as a vector has 32-bit lanes, and
+what belongs to a whole tile (the weights' common scale) is multiplied once, at its end. Weights take 15 bits of the
+largest in the tile: what is lost beside codes of 7 or 4 bits does not count.
 
 =======================  ====================================================================================
 `code_weights`           probabilities times the scales of INT8 rows, as 16-bit integers
@@ -13,10 +13,10 @@ the tile: what is lost beside codes of 7 or 4 bits does not count.
 `score_integers`         dot products of such query rows with a tile of INT4 rows
 =======================  ====================================================================================
 
-How bytes become lanes. A vector of bytes is taken as words of 16 bits: INT8 gives the even bytes and the odd ones, INT4
-the low and the high nibbles of either. In sums over tokens, the words of two tokens are interleaved, so that a lane
-holds a pair of tokens for one column; `_Words.in_order` brings sums back into the order of columns. Every 128 bits of an
-INT4 vector are one group, of which all lanes share a scale.
+How bytes become lanes. A vector of bytes is taken as words of 16 bits: INT8 gives the even bytes and the odd ones,
+INT4 the low and the high nibbles of either. In sums over tokens, the words of two tokens are interleaved, so that a
+lane holds a pair of tokens for one column; `_Words.in_order` brings sums back into the order of columns. Every 128 bits
+of an INT4 vector are one group, of which all lanes share a scale.
 
 Float64 goes the way of `simd`; so does INT4 where vectors have less than 512 bits.
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -153,17 +154,18 @@ class _Words(Vectors):
         return self.b.select(self.b.icmp_signed(">", a, b), a, b)
 
     def quantiser(self, peak):
-        """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it; NaN if one is not finite.
+        """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it.
 
-        `peak` is what `larger_size` found.
+        `peak` is what `larger_size` found; both are NaN where a weight is not finite.
         """
         bits = self.fold(peak, self.larger_int)
         finite = self.b.icmp_signed("<", bits, I32(0x7F800000))
-        peak = self.b.bitcast(bits, self.float)
-        usable = self.b.and_(finite, self.b.fcmp_ordered(">", peak, self.float(1e-30)))
-        factor = self.b.select(usable, self.b.fdiv(self.float(_LARGEST), peak), self.float(0.0))
-        back = self.b.select(usable, self.b.fmul(peak, self.float(1 / _LARGEST)), self.float(0.0))
-        return self.splat(factor), self.b.select(finite, back, self.float(math.nan))
+        # Far below that a factor would overflow.
+        least = I32(int(np.float32(1e-33).view(np.int32)))
+        peak = self.b.bitcast(self.larger_int(bits, least), self.float)
+        peak = self.b.select(finite, peak, self.float(math.nan))
+        factor = self.b.fdiv(self.float(_LARGEST), peak)
+        return self.splat(factor), self.b.fmul(peak, self.float(1 / _LARGEST))
 
     def nearest(self, x):
         """The nearest integers of floats whose magnitude is below 2**22, in the low bits of 32-bit lanes."""
@@ -210,11 +212,12 @@ def code_weights(typing_context, s, s_at, factors, factors_at, begin, end):
 def code_group_weights(
     typing_context, s, s_at, scales, scales_at, blocks, begin, end, w, w_at, sums, sums_at
 ):  # fmt: skip
-    """One row's probabilities of a tile times the scales of each token's groups, as 16-bit integers; return their scale.
+    """One row's probabilities of a tile times the scales of tokens' groups, as 16-bit integers; return their scale.
 
-    `scales` are what `gather_groups` made, for `blocks` times four groups. The integers of tokens 2i and 2i + 1 for block
-    j are the halves of the 16 lanes of `w` from ``w_at + 16 * (j * TILE / 2 + i)`` on. ``sums[sums_at + g]`` is what the
-    lowest levels of group g add up to: the sum of ``p[t] * lowest[t, g]``. Tokens outside ``[begin, end)`` get 0.
+    `scales` are what `gather_groups` made, for `blocks` times four groups. The integers of tokens 2i and 2i + 1 for
+    block j are the halves of the 16 lanes of `w` from ``w_at + 16 * (j * TILE / 2 + i)`` on. ``sums[sums_at + g]`` is
+    what the lowest levels of group g add up to: the sum of ``p[t] * lowest[t, g]``. Tokens outside ``[begin, end)`` get
+    0.
     """
     i8 = types.int64
 
@@ -290,8 +293,8 @@ def weigh_integers(
 
     All floats are in the array `w`. The weights of row r are those that `code_weights` or `code_group_weights` put at
     ``w_at + r * w_step``, their scale is at ``w_scales_at + r``, and `sums_at` is where the sums of lowest levels are.
-    Of the `rows` rows the first `count` are written, to columns below `head_dim`; up to 15 more get what does not matter.
-    While V rows are read, the same rows of `ahead` (the next tile's K rows) are asked for.
+    Of the `rows` rows the first `count` are written, to columns below `head_dim`; up to 15 more get what does not
+    matter. While V rows are read, the same rows of `ahead` (the next tile's K rows) are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
