@@ -103,7 +103,7 @@ _AVX512_CPUS = {"skylake-avx512", "cascadelake", "icelake-client", "icelake-serv
 llvm.initialize_native_asmparser()  # for the one instruction that is written as text
 _NO_VNNI_CPUS = {"skylake-avx512", "x86-64-v4"}
 FEATURES = _cpu_features()
-# How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal", as rows are
+# How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
 # used once), 2 into the second. The first is right for AMD's Zen; an Intel Xeon (Emerald Rapids) reads twice as fast
 # with the second.
 _LOCALITY = 0 if _cpu_name().startswith("znver") else 2
