@@ -15,6 +15,7 @@ import numpy as np
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels import on
+from numkv.kernels.cpu.memory import aligned
 from numkv.kinds import Kind
 
 __all__ = ["CpuTarget", "Target", "get", "of"]
@@ -149,8 +150,8 @@ class CpuTarget:
         return np.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array of zeros; the system gives its memory when it is first touched."""
-        return np.zeros(shape, dtype)
+        """A new array of zeros, for buffers; the system gives its memory when it is first touched."""
+        return aligned(np.zeros, shape, dtype)
 
     def to_host(self, x: Array) -> np.ndarray[Any, Any]:
         """`x` itself."""

@@ -181,7 +181,7 @@ class Pair:
         assert out.dtype == q.dtype
         assert lse.dtype == np.float32
         tolerances.assert_rows_close(out, want, tolerances.attention(storage, kind_of_q))
-        bound = tolerances.INTEGER_SCORES if storage == "int8" else tolerances.LSE
+        bound = tolerances.INTEGERS if storage in tolerances.QUANTISED else tolerances.LSE
         tolerances.assert_lse_close(lse, want_lse, bound)
         return out
 

@@ -91,7 +91,7 @@ def make(rng, shape, kind="fp32", q_kind="fp32", *, block_size=3, v_kind=None, s
     problem = problems.make(rng, shape, "fp32", q_kind)
     v_kind = kind if v_kind is None else v_kind
     # What the result is judged by.
-    wide = "fp64" if "fp64" in (kind, v_kind) else "int8" if kind == "int8" else "fp32"
+    wide = tolerances.widest(kind, v_kind)
     needs = [-(-n // block_size) for n in shape.seq_lens]
     order = iter(rng.permutation(sum(needs) + spare))
     table = np.array(

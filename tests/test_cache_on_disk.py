@@ -113,20 +113,3 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(workplace):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"] in (1.0, 3.0)
-
-
-ALONE, WITH_THREADS = (
-    f"numkv.kernels.cpu.append._append_rows('fp32', 'fp16', False, {parallel})"
-    for parallel in (False, True)
-)
-
-
-def test_a_build_with_threads_is_not_one_without(workplace):
-    """One source is built both ways for rows; each has an entry of its own on the disk."""
-    imports = "import numkv.kernels.cpu.append; kernel._stats.update(hits=0, misses=0)"
-    folder = workplace
-    shutil.rmtree(folder / "kernels", ignore_errors=True)
-    assert run(folder, imports, ALONE)["misses"] == 1
-    assert run(folder, imports, WITH_THREADS)["misses"] == 1
-    again = run(folder, imports, ALONE, WITH_THREADS)
-    assert (again["hits"], again["misses"]) == (2, 0)

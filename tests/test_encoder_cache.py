@@ -158,7 +158,7 @@ def test_attention(target, to, host, rng, kind):
         given = {n: to(x) if n == "sinks" else x for n, x in options.items()}
         out, lse = cache.decode_attention(0, to(q), return_lse=True, **given)
         tolerances.assert_rows_close(host(out), want, tolerances.attention(kind, "fp32"))
-        bound = tolerances.INTEGER_SCORES if kind == "int8" else tolerances.LSE
+        bound = tolerances.INTEGERS if kind in tolerances.QUANTISED else tolerances.LSE
         tolerances.assert_lse_close(host(lse), want_lse, bound)
 
 

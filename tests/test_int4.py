@@ -390,7 +390,7 @@ def test_a_paged_cache(target, to, host, rng):
                     for x in rows[layer][:, tokens]
                 )
                 want, _ = naive.attention(q[i : i + 1], k, v, [4])
-                tolerances.assert_rows_close(out[i : i + 1], want, 1e-5)
+                tolerances.assert_rows_close(out[i : i + 1], want, tolerances.INTEGERS)
 
     check(cache, (first, second))
     other = numkv.PagedKVCache(2, 1, 34, **sizes)
@@ -597,7 +597,7 @@ def test_attention_over_rows_of_extreme_size(target, to, host, rng, size):
     stored = (naive.int4_dequantise(*naive.int4_quantise(x)).swapaxes(0, 1)[None] for x in (k, v))
     want, _ = naive.attention(q, *stored, [9], sm_scale=1 / size)
     out = host(layer.decode_attention(to(q), sm_scale=1 / size))
-    tolerances.assert_rows_close(out, want, 1e-5)
+    tolerances.assert_rows_close(out, want, tolerances.INTEGERS)
 
 
 @pytest.mark.parametrize(("k_kind", "low", "high"), [("int4", 0.1, 0.1125), ("int8", 0.07, 0.08)])

@@ -14,19 +14,25 @@ import numpy as np
 ACCUMULATOR = {"fp32": 1e-5, "fp64": 1e-12}
 # Half a unit in the last place, with a little room for a result on the wrong side of a tie.
 ROUNDING = {"fp64": 0.0, "fp32": 6.0e-8, "fp16": 5.0e-4, "bf16": 4.0e-3}
-# Over INT8 keys the CPU takes queries as 16-bit integers, which large scores make the most of. INT8 itself costs twenty
-# times as much.
-INTEGER_SCORES = 5e-4
+# Over INT8 and INT4 the CPU takes queries and weights as 16-bit integers: an error of 1e-4 and less, of which large
+# scores, and sums that cancel in short rows, make the most. INT8 itself costs 9e-3.
+INTEGERS = 2e-3
+QUANTISED = ("int8", "int4")
 LSE = 1e-5
 ROTATED = {"fp64": 1e-6, "fp32": 1e-6, "fp16": 5.0e-4, "bf16": 4.0e-3}
 
 
 def attention(storage: str, q: str) -> float:
     """The bound for one storage kind and one dtype of q: float64 where either is."""
-    if storage == "int8" and q != "fp64":
-        return max(INTEGER_SCORES, 2 * ROUNDING[q])
+    if storage in QUANTISED and q != "fp64":
+        return max(INTEGERS, 2 * ROUNDING[q])
     accumulator = ACCUMULATOR["fp64" if "fp64" in (storage, q) else "fp32"]
     return max(accumulator, 2 * ROUNDING[q])
+
+
+def widest(*kinds: str) -> str:
+    """The kind among those of K, V and q that a bound goes by: float64, else a quantised one."""
+    return "fp64" if "fp64" in kinds else next((k for k in kinds if k in QUANTISED), "fp32")
 
 
 def row_errors(actual, expected) -> np.ndarray:

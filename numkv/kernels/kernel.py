@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -24,13 +23,9 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache
 
-__all__ = ["SCALES", "WORDS", "array", "build", "cache_stats", "parallel_lock", "source_digest"]
+__all__ = ["SCALES", "WORDS", "array", "build", "cache_stats", "source_digest"]
 
 log = logging.getLogger("numkv.kernels")
-
-#: Held while a kernel runs on several threads: Numba's ``workqueue`` threading layer, the only one that is always
-#: there, aborts the process when two Python threads launch parallel kernels at once.
-parallel_lock = threading.Lock()
 
 #: Numba types of the words that storage kinds lie in.
 WORDS = {

@@ -105,8 +105,7 @@ class Problem:
         out, lse = self.run(target, to, host, **moved)
         want, want_lse = self.expect(**options)
         assert out.dtype == naive.DTYPES[self.kinds[0]]
-        wide = "fp64" if "fp64" in self.kinds else self.kinds[1]
-        bound = tolerances.attention(wide, self.kinds[0])
+        bound = tolerances.attention(tolerances.widest(*self.kinds), self.kinds[0])
         tolerances.assert_rows_close(out, want, bound)
         tolerances.assert_lse_close(lse, want_lse, max(bound, tolerances.LSE))
         return out, lse

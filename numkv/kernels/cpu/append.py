@@ -17,10 +17,10 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
-from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.cpu.threads import run, workers_for
+from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
@@ -35,49 +35,48 @@ def make_append_rows(SRC, DST, BY_SLOT):
     load, _ = codec(SRC)
     store_row, store = row_store(DST)
 
-    def kernel(rows, pool, scale, places, start, workers):
+    def kernel(rows, pool, scale, places, start, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_tokens, block_size = np.int64(rows.shape[0]), np.int64(pool.shape[2])
-        for w in prange(workers):
-            x = np.empty(rows.shape[2], np.float32)
-            for t in range(
-                num_tokens * np.int64(w) // workers, num_tokens * (np.int64(w) + 1) // workers
-            ):
-                if BY_SLOT:
-                    slot = np.int64(places[t])
-                    if slot < 0:
-                        continue
+        x = np.empty(rows.shape[2], np.float32)
+        for t in range(num_tokens * worker // workers, num_tokens * (worker + 1) // workers):
+            if BY_SLOT:
+                slot = np.int64(places[t])
+                if slot < 0:
+                    continue
+            else:
+                slot = slot_of(places, start + t, block_size)
+            block, offset = slot // block_size, slot % block_size
+            for h in range(rows.shape[1]):
+                source = row_of(rows, (np.int64(t), np.int64(h)))
+                target = row_of(pool, (block, np.int64(h), offset))
+                if SRC == DST or DST == "fp64":
+                    for d in range(len(source)):
+                        target[d] = source[d]
                 else:
-                    slot = slot_of(places, start + t, block_size)
-                block, offset = slot // block_size, slot % block_size
-                for h in range(rows.shape[1]):
-                    source = row_of(rows, (np.int64(t), np.int64(h)))
-                    target = row_of(pool, (block, np.int64(h), offset))
-                    if SRC == DST or DST == "fp64":
-                        for d in range(len(source)):
-                            target[d] = source[d]
-                    else:
-                        for d in range(len(source)):
-                            x[d] = load(source[d])
-                        if DST == "int4":
-                            store_int4(x, target, row_of(scale, (block, np.int64(h), offset)))
-                            continue
-                        row_scale = store_row(x, target, store)
-                        if DST == "int8":
-                            scale[block, h, offset] = row_scale
+                    for d in range(len(source)):
+                        x[d] = load(source[d])
+                    if DST == "int4":
+                        store_int4(x, target, row_of(scale, (block, np.int64(h), offset)))
+                        continue
+                    row_scale = store_row(x, target, store)
+                    if DST == "int8":
+                        scale[block, h, offset] = row_scale
 
     return kernel
 
 
 @functools.cache
-def _append_rows(src: str, dst: str, by_slot: bool, parallel: bool) -> Any:
+def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     place = types.int64 if by_slot else types.int32
     signature = (
         array(WORDS[src], 3), array(WORDS[dst], 4, out=True), array(*SCALES[dst], out=True),
-        array(place, 1), types.int64, types.int64,
+        array(place, 1), types.int64, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
-    kernel = make_append_rows(src, dst, by_slot)
-    return build(kernel, signature, label=label, parallel=parallel)
+    return build(make_append_rows(src, dst, by_slot), signature, label=label)
 
 
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
@@ -101,9 +100,8 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     start : int
         Position of the first new token.
     """
-    workers = workers_for(rows.size)
-    kernel = _append_rows(rows_kind, pool_kind, False, workers > 1)
-    run(kernel, workers, rows, pool, scale, block_table, start)
+    kernel = _append_rows(rows_kind, pool_kind, False)
+    run(kernel, workers_for(rows.size), rows, pool, scale, block_table, start)
 
 
 def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
@@ -125,42 +123,43 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it.
     """
-    workers = workers_for(rows.size)
-    kernel = _append_rows(rows_kind, pool_kind, True, workers > 1)
-    run(kernel, workers, rows, pool, scale, slot_mapping, 0)
+    kernel = _append_rows(rows_kind, pool_kind, True)
+    run(kernel, workers_for(rows.size), rows, pool, scale, slot_mapping, 0)
 
 
 def make_copy_rows(WORD):
     """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
 
-    def kernel(new, cache, offsets, workers):
+    def kernel(new, cache, offsets, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_rows = np.int64(cache.shape[2])
-        for w in prange(workers):
-            for b in range(new.shape[0]):
-                first = offsets[b]
-                # Source rows [low, high) land inside; offsets far outside must not overflow the sums.
-                low = high = np.int64(0)
-                if -np.int64(new.shape[2]) < first < num_rows:
-                    low = max(np.int64(0), -first)
-                    high = min(np.int64(new.shape[2]), num_rows - first)
-                begin = low + (high - low) * np.int64(w) // workers
-                end = low + (high - low) * (np.int64(w) + 1) // workers
-                for h in range(new.shape[1]):
-                    for t in range(begin, end):
-                        source = row_of(new, (np.int64(b), np.int64(h), np.int64(t)))
-                        target = row_of(cache, (np.int64(b), np.int64(h), np.int64(first + t)))
-                        for d in range(len(source)):
-                            target[d] = source[d]
+        for b in range(new.shape[0]):
+            first = offsets[b]
+            # Source rows [low, high) land inside; offsets far outside must not overflow the sums.
+            low = high = np.int64(0)
+            if -np.int64(new.shape[2]) < first < num_rows:
+                low = max(np.int64(0), -first)
+                high = min(np.int64(new.shape[2]), num_rows - first)
+            begin = low + (high - low) * worker // workers
+            end = low + (high - low) * (worker + 1) // workers
+            for h in range(new.shape[1]):
+                for t in range(begin, end):
+                    source = row_of(new, (np.int64(b), np.int64(h), np.int64(t)))
+                    target = row_of(cache, (np.int64(b), np.int64(h), np.int64(first + t)))
+                    for d in range(len(source)):
+                        target[d] = source[d]
 
     return kernel
 
 
 @functools.cache
-def _copy_rows(bytes_: int, parallel: bool) -> Any:
+def _copy_rows(bytes_: int) -> Any:
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
-    signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1), types.int64)
+    signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1), *ON_THREADS)
     label = f"copy_rows, {bytes_} bytes an element"
-    return build(make_copy_rows(bytes_), signature, label=label, parallel=parallel)
+    return build(make_copy_rows(bytes_), signature, label=label)
 
 
 def copy_rows(new, cache, offsets, stream=None):
@@ -177,6 +176,6 @@ def copy_rows(new, cache, offsets, stream=None):
     stream : None
         For CUDA, where to run; the CPU has none.
     """
-    bits, workers = f"u{new.dtype.itemsize}", workers_for(new.size)
-    kernel = _copy_rows(new.dtype.itemsize, workers > 1)
-    run(kernel, workers, new.view(bits), cache.view(bits), offsets)
+    bits = f"u{new.dtype.itemsize}"
+    kernel = _copy_rows(new.dtype.itemsize)
+    run(kernel, workers_for(new.size), new.view(bits), cache.view(bits), offsets)

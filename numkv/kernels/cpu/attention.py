@@ -22,27 +22,43 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
     TILE,
+    borrow,
     code_row,
     fill_ramp,
     gather_groups,
     gather_tile,
     multiply_tile,
     next_item,
+    on_threads,
     prefetch,
+    row_of,
+    scale_tile,
     score_tile,
     soft_cap_tile,
     softmax_tile,
     weigh_tile,
 )
-from numkv.kernels.kernel import SCALES, WORDS, array, build, parallel_lock
+from numkv.kernels.cpu.simd_integers import (
+    BLOCK,
+    INT4_INTEGERS,
+    code_group_weights,
+    code_weights,
+    fill_code_row,
+    score_integers,
+    sum_code_groups,
+    weigh_integers,
+)
+from numkv.kernels.cpu.threads import ON_THREADS, parallel_lock, run
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
 
@@ -52,6 +68,10 @@ __all__ = ["attention"]
 MAX_ROWS = 64
 # Query rows that vector code takes at once, at most.
 AT_ONCE = 8
+# Rows that may be missing of 8, 4 or 2.
+FILL_UP = 3
+# Floats in a cache line.
+LINE = 16
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
@@ -79,14 +99,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
     ROWS = MAX_ROWS
-    INTEGERS = K_KIND == "int8" and COMPUTE == "float32"
+    # Whether scores and weighted sums are taken in integers, and those of INT4.
+    K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
+    K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
+    K_PAD = BLOCK if K_PACKED else PAD
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     def kernel(
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
-        window_left, sinks, out, lse, floats, ints, workers,
+        window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
     ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        # They are sliced often.
+        block_table, ranges = borrow(block_table), borrow(ranges)
+        floats, ints = borrow(floats), borrow(ints)
         num_seqs = len(seq_lens)
         num_q_heads = q.shape[1]
         num_kv_heads = k.shape[1]
@@ -98,8 +127,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         dim_v = out.shape[2]
         group = num_q_heads // num_kv_heads
         block_tokens = max(1, ROWS // group)
-        max_rows = max(ROWS, group) + AT_ONCE  # whole groups are read, if not written
-        pad_dim = (dim + PAD - 1) // PAD * PAD
+        # Whole groups are read, if not written; and every table begins where a cache line does.
+        max_rows = (max(ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+        pad_dim = (dim + K_PAD - 1) // K_PAD * K_PAD
         pad_v = (dim_v + PAD - 1) // PAD * PAD
         k_step = (
             k.strides[0] // k.itemsize,
@@ -126,6 +156,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         k_scales = num_groups(dim) if K_KIND == "int4" else np.int64(1)
         v_scales = num_groups(dim_v) if V_KIND == "int4" else np.int64(1)
         # Tokens whose scales make a cache line.
+        k_scale_step, v_scale_step = scale_step(dim), scale_step(dim_v)
+        k_blocks, v_blocks = (dim + BLOCK - 1) // BLOCK, (dim_v + BLOCK - 1) // BLOCK
+        w_step = v_blocks * TILE // 2 * 16
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
@@ -133,244 +166,284 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
         HEADS = 4 + 3 * num_seqs
         OFFSETS = 4 + 4 * num_seqs
-        items, parts = ints[FIRST_ITEM + num_seqs], ints[FIRST_PART + num_seqs]
-        scratch, part_size = scratch_size(group, pad_dim, pad_v), dim_v + 2
-        PARTS = workers * scratch
+        items = ints[FIRST_ITEM + num_seqs]
+        scratch, part_size = scratch_size(group, dim + BLOCK, dim_v + BLOCK), dim_v + 2
 
-        ints[0] = 0
-        for w in prange(workers):
-            Q = np.int64(w) * scratch
-            O = Q + max_rows * pad_dim
-            MAXIMA = O + max_rows * pad_v
-            SUMS = MAXIMA + max_rows
-            Q_SCALES = SUMS + max_rows  # of query rows as integers
-            S = Q_SCALES + max_rows
-            K_SCALES = S + AT_ONCE * TILE  # of the tile's tokens, for quantised kinds
-            V_SCALES = K_SCALES + 2 * TILE * k_scales  # of groups, the lowest levels too
-            RESCALE = V_SCALES + 2 * TILE * v_scales
-            # Of K and V rows and of their scales, for three turns.
-            offsets = ints[OFFSETS + np.int64(w) * 3 * TURN :]
-            b = np.int64(0)
-            while True:
-                item = next_item(ints)
-                if item >= items:
-                    break
-                while ints[FIRST_ITEM + b + 1] <= item:
-                    b += 1
-                # -- which rows and which part of the KV range
-                tokens = q_starts[b + 1] - q_starts[b]
-                length = np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
-                split_len = ints[SPLIT_LEN + b]
-                inner = item - ints[FIRST_ITEM + b]
-                heads = ints[HEADS + b]
-                head_parts = (num_kv_heads + heads - 1) // heads
-                g0 = inner % head_parts * heads
-                g1 = min(num_kv_heads, g0 + heads)
-                inner //= head_parts
-                blocks = (tokens + block_tokens - 1) // block_tokens
-                # One of the two is 0: there are either blocks or splits.  Later blocks see more: take them first.
-                block = blocks - 1 - inner if blocks > 1 else np.int64(0)
-                split = inner if blocks == 1 else np.int64(0)
-                t0 = block * block_tokens
-                rows = (min(tokens, t0 + block_tokens) - t0) * group
-                position = length - tokens + t0
-                begin, end = _span(
-                    ranges, q_starts[b] + t0, rows // group, position, window_left, length
-                )
-                if split_len > 0:
-                    first = begin - begin % TILE
-                    begin = max(begin, first + split * split_len)
-                    end = min(end, first + (split + 1) * split_len)
+        Q = worker * scratch
+        O = Q + max_rows * pad_dim
+        MAXIMA = O + max_rows * pad_v
+        SUMS = MAXIMA + max_rows
+        Q_SCALES = SUMS + max_rows  # of query rows as integers
+        S = Q_SCALES + max_rows
+        K_SCALES = (
+            S + AT_ONCE * TILE
+        )  # of the tile's tokens, for quantised kinds; of INT8 one for each
+        V_SCALES = K_SCALES + 2 * TILE * k_scale_step  # of groups, the lowest levels too
+        RESCALE = V_SCALES + 2 * TILE * v_scale_step
+        W_SCALES = RESCALE + LINE  # of weights as integers
+        Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
+        LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
+        W = LOWEST + LINE * 4 * v_blocks  # weights of groups
+        for i in range(AT_ONCE):
+            floats[RESCALE + i] = F(1)
+        # Of K and V rows and of their scales, for three turns.
+        offsets = ints[OFFSETS + worker * 3 * TURN :]
+        b = np.int64(0)
+        while True:
+            item = next_item(ints)
+            if item >= items:
+                break
+            while ints[FIRST_ITEM + b + 1] <= item:
+                b += 1
+            # -- which rows and which part of the KV range
+            tokens = q_starts[b + 1] - q_starts[b]
+            length = np.int64(seq_lens[b]) if len(ranges) == 0 else capacity
+            split_len = ints[SPLIT_LEN + b]
+            inner = item - ints[FIRST_ITEM + b]
+            heads = ints[HEADS + b]
+            head_parts = (num_kv_heads + heads - 1) // heads
+            g0 = inner % head_parts * heads
+            g1 = min(num_kv_heads, g0 + heads)
+            inner //= head_parts
+            blocks = (tokens + block_tokens - 1) // block_tokens
+            # One of the two is 0: there are either blocks or splits.  Later blocks see more: take them first.
+            block = blocks - 1 - inner if blocks > 1 else np.int64(0)
+            split = inner if blocks == 1 else np.int64(0)
+            t0 = block * block_tokens
+            rows = (min(tokens, t0 + block_tokens) - t0) * group
+            position = length - tokens + t0
+            begin, end = _span(
+                ranges, q_starts[b] + t0, rows // group, position, window_left, length
+            )
+            if split_len > 0:
+                first = begin - begin % TILE
+                begin = max(begin, first + split * split_len)
+                end = min(end, first + (split + 1) * split_len)
 
-                scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
-                for r in range(rows * (g1 - g0)):
-                    t = q_starts[b] + t0 + r % rows // group
-                    h = (g0 + r // rows) * group + r % group
+            scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+            for r in range(rows * (g1 - g0)):
+                t = q_starts[b] + t0 + r % rows // group
+                h = (g0 + r // rows) * group + r % group
+                if K_PACKED:
+                    for d in range(pad_dim):
+                        floats[Q + r * pad_dim + d] = F(0)
+                    fill_code_row(floats[Q + r * pad_dim :], row_of(q, (t, h)), scale)
+                else:
                     for d in range(dim):
                         floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
                     for d in range(dim, pad_dim):
                         floats[Q + r * pad_dim + d] = F(0)
-                    if INTEGERS:
-                        floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
-                    else:
-                        floats[Q_SCALES + r] = F(1)
-                    floats[MAXIMA + r] = F(-np.inf)
-                    floats[SUMS + r] = F(0)
-                    for d in range(pad_v):
-                        floats[O + r * pad_v + d] = F(0)
+                if K_INTEGERS:
+                    floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
+                else:
+                    floats[Q_SCALES + r] = F(1)
+                if K_PACKED:
+                    sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
+                floats[MAXIMA + r] = F(-np.inf)
+                floats[SUMS + r] = F(0)
+                for d in range(pad_v):
+                    floats[O + r * pad_v + d] = F(0)
+            # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
+            # numbers, which are a hundred times slower than others.
+            for r in range(rows * (g1 - g0), rows * (g1 - g0) + FILL_UP):
+                for d in range(pad_dim):
+                    floats[Q + r * pad_dim + d] = F(0)
+                for d in range(pad_v):
+                    floats[O + r * pad_v + d] = F(0)
+                if K_PACKED:
+                    for i in range(16 * k_blocks):
+                        floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
 
-                # -- tiles of tokens, each for one head after another
-                tile, g = begin - begin % TILE, g0
-                # Where the rows of this turn and of the next two start: they are asked for ahead of time.
-                here, next_, later = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
-                tile_ahead, g_ahead = tile, g0
-                for i in range(2):
-                    _fill_offsets(
-                        offsets[i * TURN :], tile_ahead, begin, end, block_table[b], unit,
-                        block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
-                    )  # fmt: skip
-                    g_ahead += 1
-                    if g_ahead == g1:
-                        tile_ahead, g_ahead = tile_ahead + TILE, g0
-                while tile < end:
-                    k_at, v_at = offsets[here:], offsets[here + PART :]
-                    k_ahead, v_ahead = offsets[later:], offsets[next_ + PART :]
-                    _fill_offsets(
-                        k_ahead, tile_ahead, begin, end, block_table[b], unit,
-                        block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
-                    )  # fmt: skip
-                    ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 3 * PART :]
-                    if K_KIND == "int8":
-                        gather_tile(COMPUTE, floats, K_SCALES, k_scale, ks_at)
-                    if K_KIND == "int4":
-                        gather_groups(COMPUTE, floats, K_SCALES, k_scale, ks_at, k_scales)
-                    if K_SCALED:
-                        for i in range(0, TILE, k_line):
-                            prefetch(k_scale, k_ahead[2 * PART + i])
-                    if V_KIND == "int8":
-                        gather_tile(COMPUTE, floats, V_SCALES, v_scale, vs_at)
-                    if V_KIND == "int4":
-                        gather_groups(COMPUTE, floats, V_SCALES, v_scale, vs_at, v_scales)
-                    if V_SCALED:
-                        for i in range(0, TILE, v_line):
-                            prefetch(v_scale, k_ahead[3 * PART + i])
-                    r = np.int64(0)
-                    while r < rows:
-                        row = (g - g0) * rows + r  # of scratch
-                        t = r // group
-                        taken = min(rows - r, AT_ONCE)
-                        low, high = _visible(
-                            ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
-                        )
-                        # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
-                        for other in range(t + 1, (r + taken - 1) // group + 1):
-                            sees = _visible(
-                                ranges, q_starts[b] + t0, other, position, window_left, begin, end,
-                                tile,
+            # -- tiles of tokens, each for one head after another
+            tile, g = begin - begin % TILE, g0
+            # Where the rows of this turn and of the next two start: they are asked for ahead of time.
+            here, next_, later = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
+            tile_ahead, g_ahead = tile, g0
+            for i in range(2):
+                _fill_offsets(
+                    offsets[i * TURN :], tile_ahead, begin, end, block_table[b], unit,
+                    block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
+                )  # fmt: skip
+                g_ahead += 1
+                if g_ahead == g1:
+                    tile_ahead, g_ahead = tile_ahead + TILE, g0
+            while tile < end:
+                k_at, v_at = offsets[here:], offsets[here + PART :]
+                k_ahead, v_ahead = offsets[later:], offsets[next_ + PART :]
+                _fill_offsets(
+                    k_ahead, tile_ahead, begin, end, block_table[b], unit,
+                    block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
+                )  # fmt: skip
+                ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 3 * PART :]
+                if K_KIND == "int8":
+                    gather_tile(COMPUTE, floats, K_SCALES, k_scale, ks_at)
+                if K_KIND == "int4":
+                    gather_groups(COMPUTE, floats, K_SCALES, k_scale, ks_at, k_scales)
+                if K_SCALED:
+                    for i in range(0, TILE, k_line):
+                        prefetch(k_scale, k_ahead[2 * PART + i])
+                if V_KIND == "int8":
+                    gather_tile(COMPUTE, floats, V_SCALES, v_scale, vs_at)
+                if V_KIND == "int4":
+                    gather_groups(COMPUTE, floats, V_SCALES, v_scale, vs_at, v_scales)
+                if V_SCALED:
+                    for i in range(0, TILE, v_line):
+                        prefetch(v_scale, k_ahead[3 * PART + i])
+                r = np.int64(0)
+                while r < rows:
+                    row = (g - g0) * rows + r  # of scratch
+                    t = r // group
+                    taken = min(rows - r, AT_ONCE)
+                    low, high = _visible(
+                        ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
+                    )
+                    # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
+                    for other in range(t + 1, (r + taken - 1) // group + 1):
+                        sees = _visible(
+                            ranges, q_starts[b] + t0, other, position, window_left, begin, end,
+                            tile,
+                        )  # fmt: skip
+                        if sees[0] != low or sees[1] != high:
+                            taken = min((t + 1) * group - r, AT_ONCE)
+                            break
+                    at_once = 8 if taken > 4 else 4 if taken > 2 else taken
+                    if low < high:
+                        q_at = Q + row * pad_dim
+                        o_at = O + row * pad_v
+                        if K_PACKED:
+                            score_integers(
+                                at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
+                                16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
+                                V_KIND, v, v_ahead,
                             )  # fmt: skip
-                            if sees[0] != low or sees[1] != high:
-                                taken = min((t + 1) * group - r, AT_ONCE)
-                                break
-                        at_once = 8 if taken > 4 else 4 if taken > 2 else taken
-                        if low < high:
-                            q_at = Q + row * pad_dim
-                            o_at = O + row * pad_v
-                            if at_once == 8:
-                                score_tile(K_KIND, COMPUTE, 8, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                           V_KIND, v, v_ahead)  # fmt: skip
-                            elif at_once == 4:
-                                score_tile(K_KIND, COMPUTE, 4, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                           V_KIND, v, v_ahead)  # fmt: skip
-                            elif at_once == 2:
-                                score_tile(K_KIND, COMPUTE, 2, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                           V_KIND, v, v_ahead)  # fmt: skip
-                            else:
-                                score_tile(K_KIND, COMPUTE, 1, floats, q_at, pad_dim, k, k_at, high,
-                                           dim, floats, K_SCALES, k_scales, floats, S, TILE,
-                                           V_KIND, v, v_ahead)  # fmt: skip
-                            for i in range(taken):
-                                if K_KIND == "int8":
-                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
-                                                  floats[Q_SCALES + row + i])  # fmt: skip
-                                if soft_cap > 0:
-                                    soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
-                                maximum, rescale, total = softmax_tile(
-                                    COMPUTE,
-                                    floats,
-                                    S + i * TILE,
-                                    low,
-                                    high,
-                                    floats[MAXIMA + row + i],
+                        else:
+                            score_tile(
+                                K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
+                                floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
+                            )  # fmt: skip
+                        for i in range(taken):
+                            if K_KIND == "int8":
+                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
+                                              floats[Q_SCALES + row + i])  # fmt: skip
+                            if K_PACKED:
+                                scale_tile(
+                                    COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
                                 )
-                                floats[MAXIMA + row + i] = maximum
-                                floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
-                                floats[RESCALE + i] = rescale
-                                if V_KIND == "int8":
-                                    multiply_tile(
-                                        COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1)
-                                    )
-                            if at_once == 8:
-                                weigh_tile(V_KIND, COMPUTE, 8, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                            elif at_once == 4:
-                                weigh_tile(V_KIND, COMPUTE, 4, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                            elif at_once == 2:
-                                weigh_tile(V_KIND, COMPUTE, 2, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                            else:
-                                weigh_tile(V_KIND, COMPUTE, 1, taken, floats, S, TILE, v, v_at, low,
-                                           high, dim_v, floats, V_SCALES, v_scales, floats, o_at,
-                                           pad_v, floats, RESCALE, K_KIND, k, k_ahead)  # fmt: skip
-                        r += taken
-                    g += 1
-                    if g == g1:
-                        tile, g = tile + TILE, g0
-                    g_ahead += 1
-                    if g_ahead == g1:
-                        tile_ahead, g_ahead = tile_ahead + TILE, g0
-                    here, next_, later = next_, later, here
+                            if soft_cap > 0:
+                                soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
+                            maximum, rescale, total = softmax_tile(
+                                COMPUTE,
+                                floats,
+                                S + i * TILE,
+                                low,
+                                high,
+                                floats[MAXIMA + row + i],
+                            )
+                            floats[MAXIMA + row + i] = maximum
+                            floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
+                            floats[RESCALE + i] = rescale
+                            if V_PACKED:
+                                floats[W_SCALES + i] = code_group_weights(
+                                    floats, S + i * TILE, floats, V_SCALES, v_blocks,
+                                    low, high, floats, W + i * w_step, floats,
+                                    LOWEST + i * 4 * v_blocks,
+                                )  # fmt: skip
+                            elif V_INTEGERS:
+                                floats[W_SCALES + i] = code_weights(
+                                    floats, S + i * TILE, floats, V_SCALES, low, high
+                                )
+                            elif V_KIND == "int8":
+                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
+                        if V_INTEGERS:
+                            weigh_integers(
+                                V_KIND, at_once, taken, floats, W if V_PACKED else S,
+                                w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
+                                LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                            )  # fmt: skip
+                        else:
+                            weigh_tile(
+                                V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
+                                dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
+                                RESCALE, K_KIND, k, k_ahead,
+                            )  # fmt: skip
+                    r += taken
+                g += 1
+                if g == g1:
+                    tile, g = tile + TILE, g0
+                g_ahead += 1
+                if g_ahead == g1:
+                    tile_ahead, g_ahead = tile_ahead + TILE, g0
+                here, next_, later = next_, later, here
 
-                # -- the result, or this split's part of it
-                for r in range(rows * (g1 - g0)):
-                    t = t0 + r % rows // group
-                    h = (g0 + r // rows) * group + r % group
-                    o_at = O + r * pad_v
-                    if split_len == 0:
-                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                        factor, log_sum = finish(
-                            floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
-                        )
+            # -- the result, or this split's part of it
+            for r in range(rows * (g1 - g0)):
+                t = t0 + r % rows // group
+                h = (g0 + r // rows) * group + r % group
+                o_at = O + r * pad_v
+                if split_len == 0:
+                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                    factor, log_sum = finish(
+                        floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
+                    )
+                    for d in range(dim_v):
+                        out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
+                    lse[q_starts[b] + t, h] = log_sum
+                else:
+                    row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
+                    at = parts_at + row * part_size
+                    floats[at] = floats[MAXIMA + r]
+                    floats[at + 1] = floats[SUMS + r]
+                    for d in range(dim_v):
+                        floats[at + 2 + d] = floats[o_at + d]
+
+    return kernel
+
+
+def make_merge_splits(COMPUTE):
+    """The kernel that merges the parts of sequences whose KV range was split, in order."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+
+    def kernel(q_starts, sinks, out, lse, parts_at, floats, ints, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        num_seqs, num_q_heads, dim_v = len(q_starts) - 1, out.shape[1], out.shape[2]
+        FIRST_PART, SPLIT_LEN = 3 + num_seqs, 4 + 2 * num_seqs
+        part_size = dim_v + 2
+        while True:
+            seq_head = next_item(ints[1:])
+            if seq_head >= num_seqs * num_q_heads:
+                break
+            b, h = seq_head // num_q_heads, seq_head % num_q_heads
+            if ints[SPLIT_LEN + b] == 0:
+                continue
+            tokens = q_starts[b + 1] - q_starts[b]
+            rows = tokens * num_q_heads
+            splits = (ints[FIRST_PART + b + 1] - ints[FIRST_PART + b]) // rows
+            for t in range(tokens):
+                start = parts_at + (ints[FIRST_PART + b] + t * num_q_heads + h) * part_size
+                maximum = F(-np.inf)
+                for i in range(splits):
+                    maximum = max(maximum, floats[start + i * rows * part_size])
+                total = F(0)
+                sums = floats[start + 2 : start + part_size]  # the first part's row takes the sum
+                for i in range(splits):
+                    at = start + i * rows * part_size
+                    weight = F(power_of_2(floats[at], maximum))
+                    total += weight * floats[at + 1]
+                    part = floats[at + 2 : at + part_size]
+                    if i == 0:
                         for d in range(dim_v):
-                            out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
-                        lse[q_starts[b] + t, h] = log_sum
+                            sums[d] = weight * part[d]
                     else:
-                        row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
-                        at = PARTS + row * part_size
-                        floats[at] = floats[MAXIMA + r]
-                        floats[at + 1] = floats[SUMS + r]
                         for d in range(dim_v):
-                            floats[at + 2 + d] = floats[o_at + d]
-
-        # -- merge the splits, in order
-        if parts > 0:
-            ints[1] = 0
-            for _w in prange(workers):
-                while True:
-                    seq_head = next_item(ints[1:])
-                    if seq_head >= num_seqs * num_q_heads:
-                        break
-                    b = seq_head // num_q_heads
-                    h = seq_head % num_q_heads
-                    rows = (q_starts[b + 1] - q_starts[b]) * num_q_heads
-                    if ints[SPLIT_LEN + b] == 0:
-                        continue
-                    splits = (ints[FIRST_PART + b + 1] - ints[FIRST_PART + b]) // rows
-                    for t in range(q_starts[b + 1] - q_starts[b]):
-                        start = PARTS + (ints[FIRST_PART + b] + t * num_q_heads + h) * part_size
-                        maximum = F(-np.inf)
-                        for i in range(splits):
-                            maximum = max(maximum, floats[start + i * rows * part_size])
-                        total = F(0)
-                        for i in range(splits):
-                            at = start + i * rows * part_size
-                            weight = F(power_of_2(floats[at], maximum))
-                            total += weight * floats[at + 1]
-                            # The first split's row takes the sum.
-                            for d in range(2, part_size):
-                                before = floats[start + d] if i > 0 else F(0)
-                                floats[start + d] = before + weight * floats[at + d]
-                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                        factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
-                        for d in range(dim_v):
-                            out[q_starts[b] + t, h, d] = F(factor) * floats[start + 2 + d]
-                        lse[q_starts[b] + t, h] = log_sum
+                            sums[d] += weight * part[d]
+                sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                factor, log_sum = finish(maximum, total, sink, F(TO_BASE_E))
+                for d in range(dim_v):
+                    out[q_starts[b] + t, h, d] = F(factor) * sums[d]
+                lse[q_starts[b] + t, h] = log_sum
 
     return kernel
 
@@ -382,11 +455,29 @@ def num_groups(dim):
 
 
 @register_jitable
+def scale_step(dim):
+    """How many floats a token's scales take in scratch."""
+    return (num_groups(dim) + 3) // 4 * 4
+
+
+@register_jitable
 def scratch_size(group, pad_dim, pad_v):
-    """Floats that one needs: q and output rows, a maximum and a sum for each, scores, scales, rescaling factors."""
-    rows = max(MAX_ROWS, group) + AT_ONCE
-    scales = 2 * (num_groups(pad_dim) + num_groups(pad_v))
-    return rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + AT_ONCE
+    """Floats that one worker needs, whatever the kinds.
+
+    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; and for
+    integers sums of query rows, scales and lowest levels of weights, and the weights.
+    """
+    rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+    scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
+    k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
+    size = rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + 2 * LINE
+    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
+    return (size + LINE - 1) // LINE * LINE
+
+
+def in_integers(kind, compute):
+    """Whether rows of a kind are multiplied as integers."""
+    return compute == "float32" and (kind == "int8" or (kind == "int4" and INT4_INTEGERS))
 
 
 def _plan(
@@ -394,13 +485,14 @@ def _plan(
 ):  # fmt: skip
     """Say what each sequence needs, and how many threads shall do it all.
 
-    Fills `ints`: two counters for threads, then for the sequences the first item and the first part (both with the
-    total at the end), the length of a split, or 0 where there is only one, and the kv heads that an item takes.
+    Fills `ints`: two counters for threads, at 0, then for the sequences the first item and the first part (both with
+    the total at the end), the length of a split, or 0 where there is only one, and the kv heads that an item takes.
     """
     num_seqs = len(seq_lens)
     FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
     HEADS = 4 + 3 * num_seqs
     block_tokens = max(1, MAX_ROWS // group)
+    ints[0] = ints[1] = 0
     parts = np.int64(0)
     work = np.int64(0)
     pieces = np.int64(0)  # of query blocks and splits
@@ -541,10 +633,21 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
         array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
         types.float64, types.float64, types.int64,
         array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
-        types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), types.int64,
+        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
     )  # fmt: skip
     label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
-    return build(make_attention(k_kind, v_kind, compute), signature, label=label, parallel=True)
+    return build(make_attention(k_kind, v_kind, compute), signature, label=label)
+
+
+@functools.cache
+def _merge_kernel(compute: str) -> Any:
+    real = getattr(types, compute)
+    signature = (
+        array(types.int64, 1), array(real, 1), array(real, 3, out=True),
+        array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
+        types.Array(types.int64, 1, "C"), *ON_THREADS,
+    )  # fmt: skip
+    return build(make_merge_splits(compute), signature, label=f"merge of splits in {compute}")
 
 
 @functools.cache
@@ -564,10 +667,10 @@ class _Workspace:
         self._arrays: dict[str, Any] = {}
 
     def take(self, dtype: str, size: int) -> Any:
-        """At least `size` elements, with whatever they hold."""
+        """At least `size` elements from the beginning of a cache line on, with whatever they hold."""
         have = self._arrays.get(dtype)
         if have is None or len(have) < size:
-            have = self._arrays[dtype] = np.empty(size, dtype)
+            have = self._arrays[dtype] = aligned(np.empty, (size,), dtype)
         return have
 
 
@@ -634,18 +737,15 @@ def attention(
             seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
             dim + dim_v, window_left, threads, ints,
         )  # fmt: skip
-        scratch = scratch_size(group, dim + LANES, dim_v + LANES)
+        parts_at = workers * scratch_size(group, dim + BLOCK, dim_v + BLOCK)
         parts = int(ints[3 + 2 * len(seq_lens)])
-        floats = _workspace.take(compute, workers * scratch + parts * (dim_v + 2))
-        if workers < threads:
-            numba.set_num_threads(workers)
-        try:
-            kernel(
-                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-                logits_soft_cap, window_left, sinks, result, lse, floats, ints, workers,
-            )  # fmt: skip
-        finally:
-            if workers < threads:
-                numba.set_num_threads(threads)
+        floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
+        run(
+            kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+            sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at, floats, ints,
+        )  # fmt: skip
+        if parts:
+            merge = _merge_kernel(compute)
+            run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
     if result is not out:
         from_floats(result, out, q_kind)

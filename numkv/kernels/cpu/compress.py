@@ -25,19 +25,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import register_jitable
 
-from numkv.kernels.cpu.simd import (
-    CODE_LANES,
-    TILE,
-    next_item,
-    row_of,
-    score_code_tile,
-    softmax_tile,
-    weigh_code_tile,
-)
-from numkv.kernels.kernel import WORDS, array, build, parallel_lock
+from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
+from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
+from numkv.kernels.cpu.threads import ON_THREADS, run
+from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
 from numkv.rows.softmax import power_of_2
@@ -79,66 +73,67 @@ def make_encode(SRC):
 
     def kernel(
         rows, rotation, edges, levels, bits, sketch, codes, scales, signs, residuals, start,
-        counter, workers,
+        counter, launch, worker, workers,
     ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_tokens, num_heads, dim = rows.shape
         projections = sketch.shape[2]
         blocks = (num_tokens + BLOCK - 1) // BLOCK
-        counter[0] = 0
-        for _w in prange(workers):
-            x = np.empty((BLOCK, dim), np.float32)
-            z = np.empty((BLOCK, dim), np.float32)
-            products = np.empty((BLOCK, projections), np.float32)
-            norms = np.empty(BLOCK, np.float64)
-            chosen = np.empty(max(dim, projections), np.int64)
-            while True:
-                item = next_item(counter)
-                if item >= blocks * num_heads:
-                    break
-                h, t0 = item % num_heads, item // num_heads * BLOCK
-                count = min(BLOCK, num_tokens - t0)
-                for r in range(count):
-                    source = row_of(rows, (np.int64(t0 + r), h))
+        x = np.empty((BLOCK, dim), np.float32)
+        z = np.empty((BLOCK, dim), np.float32)
+        products = np.empty((BLOCK, projections), np.float32)
+        norms = np.empty(BLOCK, np.float64)
+        chosen = np.empty(max(dim, projections), np.int64)
+        while True:
+            item = next_item(counter)
+            if item >= blocks * num_heads:
+                break
+            h, t0 = item % num_heads, item // num_heads * BLOCK
+            count = min(BLOCK, num_tokens - t0)
+            for r in range(count):
+                source = row_of(rows, (np.int64(t0 + r), h))
+                total = np.float64(0)
+                for d in range(dim):
+                    total += np.float64(load(source[d])) * np.float64(load(source[d]))
+                norms[r] = math.sqrt(total)
+                inverse = 1 / norms[r] if total > 0 else np.float64(0)
+                for d in range(dim):
+                    x[r, d] = np.float32(np.float64(load(source[d])) * inverse)
+            _multiply(x, count, rotation, h, z)
+            for r in range(count):
+                t = start + t0 + r
+                dot, square = np.float64(0), np.float64(0)
+                turned = row_of(z, (np.int64(r),))
+                for d in range(dim):
+                    chosen[d] = 0
+                for bit in range(bits - 1, -1, -1):
+                    for d in range(dim):
+                        chosen[d] = refined(chosen[d], turned[d], edges, bit)
+                for d in range(dim):
+                    level = np.float64(levels[chosen[d]])
+                    dot += np.float64(z[r, d]) * level
+                    square += level * level
+                factor = dot / square
+                scales[h, t] = np.float32(min(norms[r] * factor, TOP))
+                for i in range(codes.shape[2]):
+                    codes[h, t, i] = packed_byte(chosen, 0, dim, bits, i)
+                if projections > 0:
                     total = np.float64(0)
                     for d in range(dim):
-                        total += np.float64(load(source[d])) * np.float64(load(source[d]))
-                    norms[r] = math.sqrt(total)
-                    inverse = 1 / norms[r] if total > 0 else np.float64(0)
-                    for d in range(dim):
-                        x[r, d] = np.float32(np.float64(load(source[d])) * inverse)
-                _multiply(x, count, rotation, h, z)
+                        rest = np.float64(z[r, d]) - factor * np.float64(levels[chosen[d]])
+                        total += rest * rest
+                        x[r, d] = np.float32(rest)
+                    residuals[h, t] = np.float32(min(norms[r] * math.sqrt(total), TOP))
+            if projections > 0:
+                _multiply(x, count, sketch, h, products)
                 for r in range(count):
-                    t = start + t0 + r
-                    dot, square = np.float64(0), np.float64(0)
-                    turned = row_of(z, (np.int64(r),))
-                    for d in range(dim):
-                        chosen[d] = 0
-                    for bit in range(bits - 1, -1, -1):
-                        for d in range(dim):
-                            chosen[d] = refined(chosen[d], turned[d], edges, bit)
-                    for d in range(dim):
-                        level = np.float64(levels[chosen[d]])
-                        dot += np.float64(z[r, d]) * level
-                        square += level * level
-                    factor = dot / square
-                    scales[h, t] = np.float32(min(norms[r] * factor, TOP))
-                    for i in range(codes.shape[2]):
-                        codes[h, t, i] = packed_byte(chosen, 0, dim, bits, i)
-                    if projections > 0:
-                        total = np.float64(0)
-                        for d in range(dim):
-                            rest = np.float64(z[r, d]) - factor * np.float64(levels[chosen[d]])
-                            total += rest * rest
-                            x[r, d] = np.float32(rest)
-                        residuals[h, t] = np.float32(min(norms[r] * math.sqrt(total), TOP))
-                if projections > 0:
-                    _multiply(x, count, sketch, h, products)
-                    for r in range(count):
-                        for i in range(projections):
-                            chosen[i] = np.int64(products[r, i] >= 0)
-                        for i in range(signs.shape[2]):
-                            byte = packed_byte(chosen, 0, projections, 1, i)
-                            signs[h, start + t0 + r, i] = byte
+                    for i in range(projections):
+                        chosen[i] = np.int64(products[r, i] >= 0)
+                    for i in range(signs.shape[2]):
+                        byte = packed_byte(chosen, 0, projections, 1, i)
+                        signs[h, start + t0 + r, i] = byte
 
     return kernel
 
@@ -147,24 +142,25 @@ def make_decode():
     """The kernel that turns codes back into rows."""
     BLOCK = ROWS
 
-    def kernel(codes, scales, begin, levels, bits, back, out, counter, workers):
+    def kernel(codes, scales, begin, levels, bits, back, out, counter, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_heads, num_tokens, dim = out.shape
         blocks = (num_tokens + BLOCK - 1) // BLOCK
-        counter[0] = 0
-        for _w in prange(workers):
-            z = np.empty((BLOCK, dim), np.float32)
-            while True:
-                item = next_item(counter)
-                if item >= blocks * num_heads:
-                    break
-                h, t0 = item % num_heads, item // num_heads * BLOCK
-                count = min(BLOCK, num_tokens - t0)
-                for r in range(count):
-                    row = row_of(codes, (h, begin + t0 + r))
-                    scale = scales[h, begin + t0 + r]
-                    for d in range(dim):
-                        z[r, d] = scale * levels[code_at(row, 0, bits, d)]
-                _multiply(z, count, back, h, out[h, t0 : t0 + count])
+        z = np.empty((BLOCK, dim), np.float32)
+        while True:
+            item = next_item(counter)
+            if item >= blocks * num_heads:
+                break
+            h, t0 = item % num_heads, item // num_heads * BLOCK
+            count = min(BLOCK, num_tokens - t0)
+            for r in range(count):
+                row = row_of(codes, (h, begin + t0 + r))
+                scale = scales[h, begin + t0 + r]
+                for d in range(dim):
+                    z[r, d] = scale * levels[code_at(row, 0, bits, d)]
+            _multiply(z, count, back, h, out[h, t0 : t0 + count])
 
     return kernel
 
@@ -196,8 +192,11 @@ def make_attend(BITS):
 
     def kernel(
         q, q_sketch, dim, projections, levels, sign_levels, k_codes, k_scales, signs, residuals,
-        v_codes, v_scales, begin, end, scores, parts, counter, workers,
+        v_codes, v_scales, begin, end, scores, parts, counter, launch, worker, workers,
     ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_heads = len(k_codes)
         group = len(q) // num_heads
         attends = len(parts) > 0
@@ -205,81 +204,79 @@ def make_attend(BITS):
         step, sketch_step = q.shape[1], q_sketch.shape[1]
         width, sign_width = k_codes.shape[2], signs.shape[2]
         pad = (dim + LANES - 1) // LANES * LANES
-        counter[0] = 0
-        for _w in prange(workers):
-            s = np.empty(4 * TILE, np.float32)
-            s_sketch = np.empty(4 * TILE, np.float32)
-            sums = np.empty(group * pad, np.float32)
-            maxima = np.empty(group, np.float32)
-            totals = np.empty(group, np.float32)
-            rescale = np.empty(4, np.float32)
-            while True:
-                item = next_item(counter)
-                if item >= splits * num_heads:
-                    break
-                g, split = item % num_heads, item // num_heads
-                first = begin + split * LENGTH
-                last = min(first + LENGTH, end)
-                sums[:] = np.float32(0)
-                maxima[:] = np.float32(-np.inf)
-                totals[:] = np.float32(0)
-                for t in range(first, last, TILE):
-                    count = min(TILE, last - t)
-                    at = (g * k_codes.shape[1] + t) * width  # of K and of V
-                    sign_at = (g * signs.shape[1] + t) * sign_width
-                    r = np.int64(0)
-                    while r < group:
-                        at_once = 4 if group - r >= 4 else 1
-                        row = g * group + r
-                        q_at, sketch_at = row * step, row * sketch_step
+        s = np.empty(4 * TILE, np.float32)
+        s_sketch = np.empty(4 * TILE, np.float32)
+        sums = np.empty(group * pad, np.float32)
+        maxima = np.empty(group, np.float32)
+        totals = np.empty(group, np.float32)
+        rescale = np.empty(4, np.float32)
+        while True:
+            item = next_item(counter)
+            if item >= splits * num_heads:
+                break
+            g, split = item % num_heads, item // num_heads
+            first = begin + split * LENGTH
+            last = min(first + LENGTH, end)
+            sums[:] = np.float32(0)
+            maxima[:] = np.float32(-np.inf)
+            totals[:] = np.float32(0)
+            for t in range(first, last, TILE):
+                count = min(TILE, last - t)
+                at = (g * k_codes.shape[1] + t) * width  # of K and of V
+                sign_at = (g * signs.shape[1] + t) * sign_width
+                r = np.int64(0)
+                while r < group:
+                    at_once = 4 if group - r >= 4 else 1
+                    row = g * group + r
+                    q_at, sketch_at = row * step, row * sketch_step
+                    if at_once == 4:
+                        score_code_tile(BITS, 4, q, q_at, step, k_codes, at, width, count, dim,
+                                        levels, s, 0, TILE)  # fmt: skip
+                    else:
+                        score_code_tile(BITS, 1, q, q_at, step, k_codes, at, width, count, dim,
+                                        levels, s, 0, TILE)  # fmt: skip
+                    if projections > 0 and at_once == 4:
+                        score_code_tile(1, 4, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                        sign_width, count, projections, sign_levels, s_sketch, 0,
+                                        TILE)  # fmt: skip
+                    elif projections > 0:
+                        score_code_tile(1, 1, q_sketch, sketch_at, sketch_step, signs, sign_at,
+                                        sign_width, count, projections, sign_levels, s_sketch, 0,
+                                        TILE)  # fmt: skip
+                    for i in range(at_once):
+                        for j in range(count):
+                            s[i * TILE + j] *= k_scales[g, t + j]
+                        if projections > 0:
+                            for j in range(count):
+                                s[i * TILE + j] += s_sketch[i * TILE + j] * residuals[g, t + j]
+                    if attends:
+                        for i in range(at_once):
+                            maximum, shrink, total = softmax_tile(
+                                "float32", s, i * TILE, 0, count, maxima[r + i]
+                            )
+                            maxima[r + i] = maximum
+                            totals[r + i] = totals[r + i] * shrink + total
+                            rescale[i] = shrink
+                            for j in range(count):
+                                s[i * TILE + j] *= v_scales[g, t + j]
                         if at_once == 4:
-                            score_code_tile(BITS, 4, q, q_at, step, k_codes, at, width, count, dim,
-                                            levels, s, 0, TILE)  # fmt: skip
+                            weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, at, width, count, dim,
+                                            levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
                         else:
-                            score_code_tile(BITS, 1, q, q_at, step, k_codes, at, width, count, dim,
-                                            levels, s, 0, TILE)  # fmt: skip
-                        if projections > 0 and at_once == 4:
-                            score_code_tile(1, 4, q_sketch, sketch_at, sketch_step, signs, sign_at,
-                                            sign_width, count, projections, sign_levels, s_sketch, 0,
-                                            TILE)  # fmt: skip
-                        elif projections > 0:
-                            score_code_tile(1, 1, q_sketch, sketch_at, sketch_step, signs, sign_at,
-                                            sign_width, count, projections, sign_levels, s_sketch, 0,
-                                            TILE)  # fmt: skip
+                            weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, at, width, count, dim,
+                                            levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
+                    else:
                         for i in range(at_once):
                             for j in range(count):
-                                s[i * TILE + j] *= k_scales[g, t + j]
-                            if projections > 0:
-                                for j in range(count):
-                                    s[i * TILE + j] += s_sketch[i * TILE + j] * residuals[g, t + j]
-                        if attends:
-                            for i in range(at_once):
-                                maximum, shrink, total = softmax_tile(
-                                    "float32", s, i * TILE, 0, count, maxima[r + i]
-                                )
-                                maxima[r + i] = maximum
-                                totals[r + i] = totals[r + i] * shrink + total
-                                rescale[i] = shrink
-                                for j in range(count):
-                                    s[i * TILE + j] *= v_scales[g, t + j]
-                            if at_once == 4:
-                                weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, at, width, count, dim,
-                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
-                            else:
-                                weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, at, width, count, dim,
-                                                levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
-                        else:
-                            for i in range(at_once):
-                                for j in range(count):
-                                    scores[row + i, t - begin + j] = s[i * TILE + j]
-                        r += at_once
-                if attends:
-                    for r in range(group):
-                        row = g * group + r
-                        for d in range(dim):
-                            parts[row, split, d] = sums[r * pad + d]
-                        parts[row, split, dim] = maxima[r]
-                        parts[row, split, dim + 1] = totals[r]
+                                scores[row + i, t - begin + j] = s[i * TILE + j]
+                    r += at_once
+            if attends:
+                for r in range(group):
+                    row = g * group + r
+                    for d in range(dim):
+                        parts[row, split, d] = sums[r * pad + d]
+                    parts[row, split, dim] = maxima[r]
+                    parts[row, split, dim + 1] = totals[r]
 
     return kernel
 
@@ -324,19 +321,19 @@ _CONTRACT = {"contract"}
 def _encode(kind: str) -> Any:
     signature = (
         array(WORDS[kind], 3), _MATRIX, _LEVELS, _LEVELS, _i64, _MATRIX, *_STORED, _i64, _COUNTER,
-        _i64,
+        *ON_THREADS,
     )  # fmt: skip
     label = f"encode_rows, {kind}"
-    return build(make_encode(kind), signature, label=label, parallel=True, fastmath=_CONTRACT)
+    return build(make_encode(kind), signature, label=label, fastmath=_CONTRACT)
 
 
 @functools.cache
 def _decode() -> Any:
     signature = (
-        *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 3), _COUNTER, _i64,
+        *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
     return build(
-        make_decode(), signature, label="decode_rows", parallel=True, fastmath=_CONTRACT
+        make_decode(), signature, label="decode_rows", fastmath=_CONTRACT
     )  # fmt: skip
 
 
@@ -350,9 +347,9 @@ def _turn(kind: str) -> Any:
 def _attend(bits: int) -> Any:
     signature = (
         _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _i64, _i64,
-        _c(_f32, 2), _c(_f32, 3), _COUNTER, _i64,
+        _c(_f32, 2), _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
-    return build(make_attend(bits), signature, label=f"attend_codes, {bits} bits", parallel=True)
+    return build(make_attend(bits), signature, label=f"attend_codes, {bits} bits")
 
 
 @functools.cache
@@ -363,16 +360,8 @@ def _finish() -> Any:
 
 def _run(kernel: Any, work: int, *args: Any) -> None:
     """Run a kernel with as many threads as its multiply-adds are worth."""
-    threads = numba.get_num_threads()
-    workers = 1 if work < SERIAL_WORK else threads
-    with parallel_lock:
-        if workers < threads:
-            numba.set_num_threads(workers)
-        try:
-            kernel(*args, np.zeros(1, np.int64), workers)
-        finally:
-            if workers < threads:
-                numba.set_num_threads(threads)
+    workers = 1 if work < SERIAL_WORK else numba.get_num_threads()
+    run(kernel, workers, *args, np.zeros(1, np.int64))
 
 
 def _bits(levels: Any) -> int:

@@ -1,4 +1,4 @@
-"""Vector code for the CPU: the one place where LLVM appears.
+"""Vector code for the CPU. LLVM appears here, in `simd_integers` and in `simd_codes`, and nowhere else.
 
 Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
 middle, half floats to widen. So the inner steps of attention are written here as LLVM vector code, as
@@ -8,23 +8,23 @@ functions that a kernel calls like any other:
 `score_tile`       dot products of a few query rows with a tile of K rows
 `code_row`         a query row as 16-bit integers, for integer dot products with INT8 rows
 `gather_tile`      the scales of a tile's tokens, side by side; `gather_groups` where a row has several
-`multiply_tile`    a factor for each token of a tile: the scales of quantised rows
+`multiply_tile`    a factor for each token of a tile: the scales of quantised rows; `scale_tile`: one for all
 `soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
 `softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
 `weigh_tile`       add the tile's V rows, weighted, to the output rows
 =================  ==========================================================================================
 
-`score_code_tile` and `weigh_code_tile` do the same as the first and the last with rows of packed codes, each of which
-stands for one of a few levels.
+Steps of attention in integers are in `simd_integers`, those on packed codes in `simd_codes`.
 
-How to read them. `_Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU
+How to read them. `Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU
 has (AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type,
 rows at once) comes as literal arguments; sizes that vary by call are ordinary numbers, so that one compiled
 kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is
 loaded under a mask.
 
 Small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
-vectoriser needs, `next_item` hands out work to threads, and `prefetch` asks for memory ahead of time.
+vectoriser needs, `borrow` an array whose slices are not counted, `on_threads` runs a kernel on several threads,
+`next_item` hands out work to them, and `prefetch` asks for memory ahead of time.
 
 Arguments named ``*_at`` are element offsets into an array's memory.
 """
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 
 import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
@@ -42,37 +43,44 @@ from numba.extending import intrinsic
 from numkv.rows.int4 import GROUP, LOWEST, OFFSETS
 
 __all__ = [
-    "CODE_LANES",
     "LANES",
     "RAMP",
     "TILE",
+    "borrow",
     "code_row",
     "fill_ramp",
     "gather_groups",
     "gather_tile",
     "multiply_tile",
     "next_item",
+    "on_threads",
     "prefetch",
     "row_of",
-    "score_code_tile",
+    "scale_tile",
     "score_tile",
     "soft_cap_tile",
     "softmax_tile",
-    "weigh_code_tile",
+    "thread_launcher",
     "weigh_tile",
 ]
 
 #: Tokens in a tile: scores of a tile stay in L1, and V rows are fetched while K rows are used.
-TILE = 32
+TILE = 64
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-_STORED = {"fp64": _DOUBLE, "fp32": _FLOAT, "fp16": _I16, "bf16": _I16, "int8": _I8,
-           "int4": _I8}  # fmt: skip
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT, _DOUBLE, _HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+_STORED = {"fp64": _DOUBLE, "fp32": FLOAT, "fp16": I16, "bf16": I16, "int8": I8,
+           "int4": I8}  # fmt: skip
 # Elements in a cache line.
-_ON_LINE = {"fp64": 8, "fp32": 16, "fp16": 32, "bf16": 32, "int8": 64, "int4": 128}
+ON_LINE = {"fp64": 8, "fp32": 16, "fp16": 32, "bf16": 32, "int8": 64, "int4": 128}
+
+
+def _cpu_name() -> str:
+    """LLVM's name of the CPU that Numba compiles for."""
+    asked: str = config.CPU_NAME or "host"
+    return llvm.get_host_cpu_name() if asked == "host" else asked
 
 
 def _cpu_features() -> set[str]:
@@ -83,7 +91,8 @@ def _cpu_features() -> set[str]:
         return {name for name, there in llvm.get_host_cpu_features().items() if there}
     # Another CPU, asked for by name: LLVM does not say what it has.
     if config.CPU_NAME in _AVX512_CPUS:
-        return {"avx512f", "avx512bw", "avx2", "f16c", "sse2"}
+        names = {"avx512f", "avx512bw", "avx2", "f16c", "sse2"}
+        return names if config.CPU_NAME in _NO_VNNI_CPUS else names | {"avx512vnni"}
     return {"avx2", "f16c", "sse2"} if config.CPU_NAME in _AVX2_CPUS else set()
 
 
@@ -91,11 +100,17 @@ _AVX2_CPUS = {"haswell", "broadwell", "skylake", "alderlake", "core-avx2", "x86-
               "znver1", "znver2", "znver3"}  # fmt: skip
 _AVX512_CPUS = {"skylake-avx512", "cascadelake", "icelake-client", "icelake-server",
                 "sapphirerapids", "x86-64-v4", "znver4", "znver5"}  # fmt: skip
-_FEATURES = _cpu_features()
+llvm.initialize_native_asmparser()  # for the one instruction that is written as text
+_NO_VNNI_CPUS = {"skylake-avx512", "x86-64-v4"}
+FEATURES = _cpu_features()
+# How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
+# used once), 2 into the second. The first is right for AMD's Zen; an Intel Xeon (Emerald Rapids) reads twice as fast
+# with the second.
+_LOCALITY = 0 if _cpu_name().startswith("znver") else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
-LANES = 16 if "avx512f" in _FEATURES else 8 if "avx2" in _FEATURES or "avx" in _FEATURES else 4
+LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
 # Vector registers that accumulators may take: about half of what there is.
-_ACCUMULATORS = 16 if LANES == 16 else 8
+ACCUMULATORS = 16 if LANES == 16 else 8
 # Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
 _ADD_PAIRS = {
     lanes: name
@@ -104,16 +119,9 @@ _ADD_PAIRS = {
         (8, "avx2", "llvm.x86.avx2.pmadd.wd"),
         (4, "sse2", "llvm.x86.sse2.pmadd.wd"),
     )
-    if feature in _FEATURES
+    if feature in FEATURES
 }
-#: Values of packed codes in a vector: at least eight, so that every vector of codes starts at a whole byte.
-CODE_LANES = max(8, LANES)
-# Instructions that pick lanes by number: codes of up to `_PERMUTED_BITS` bits are looked up in registers by them.
-_PERMUTE = (
-    {16: "llvm.x86.avx512.permvar.sf.512", 8: "llvm.x86.avx2.permps"} if "avx2" in _FEATURES else {}
-)
-_PERMUTED_BITS = 8
-_HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & _FEATURES)
+_HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
 
 
 # Bytes of a group of INT4 codes: byte j holds element j in its low nibble and element j + _PAIRS in its high one.
@@ -133,7 +141,7 @@ _TANH_DOUBLE = [-1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 60
                 -8374643517010684 / 1298054391195577640625]  # fmt: skip
 
 
-class _Vectors:
+class Vectors:
     """Emits vector instructions for one float type.
 
     Parameters
@@ -148,8 +156,8 @@ class _Vectors:
         self.b = builder
         self.double = compute == "float64"
         self.lanes = LANES // 2 if self.double else LANES
-        self.float = _DOUBLE if self.double else _FLOAT
-        self.int = _I64 if self.double else _I32
+        self.float = _DOUBLE if self.double else FLOAT
+        self.int = I64 if self.double else I32
         self.type = ir.VectorType(self.float, self.lanes)
         self.int_type = ir.VectorType(self.int, self.lanes)
 
@@ -159,7 +167,7 @@ class _Vectors:
         """A vector whose lanes all hold a number or an LLVM scalar."""
         if not isinstance(value, ir.Value):
             return ir.Constant(self.type, [ir.Constant(self.float, float(value))] * self.lanes)
-        first = self.b.insert_element(ir.Constant(self.type, ir.Undefined), value, _I32(0))
+        first = self.b.insert_element(ir.Constant(self.type, ir.Undefined), value, I32(0))
         return self.shuffle(first, first, [0] * self.lanes)
 
     def splat_int(self, value):
@@ -168,15 +176,16 @@ class _Vectors:
 
     def shuffle(self, a, b, lanes):
         """Lanes picked from `a` (0 …) and `b` (from its number of lanes on)."""
-        mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, i) for i in lanes])
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, i) for i in lanes])
         return self.b.shuffle_vector(a, b, mask)
 
     def lanes_below(self, count, start=0, lanes=None):
-        """A mask of the lanes whose number plus `start` is below the LLVM integer `count` (i64)."""
+        """A mask of the lanes whose number plus `start` is below the LLVM integer `count` (i64, far below 2**31)."""
         lanes = lanes or self.lanes
-        type_ = ir.VectorType(_I64, lanes)
-        iota = ir.Constant(type_, [ir.Constant(_I64, start + i) for i in range(lanes)])
-        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), count, _I32(0))
+        type_ = ir.VectorType(I32, lanes)
+        iota = ir.Constant(type_, [ir.Constant(I32, start + i) for i in range(lanes)])
+        count = self.b.trunc(count, I32)
+        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), count, I32(0))
         return self.b.icmp_signed("<", iota, self.shuffle(first, first, [0] * lanes))
 
     # -- memory
@@ -190,7 +199,7 @@ class _Vectors:
         element = _STORED[kind]
         type_ = ir.VectorType(element, self.lanes)
         pointer = self._pointer(base, at, element)
-        size = {_I8: 1, _I16: 2, _FLOAT: 4, _DOUBLE: 8}[element]
+        size = {I8: 1, I16: 2, FLOAT: 4, _DOUBLE: 8}[element]
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
         else:
@@ -200,21 +209,21 @@ class _Vectors:
     def _masked_load(self, pointer, type_, size, mask):
         name = f"llvm.masked.load.v{type_.count}{'i' if size < 4 else 'f'}{8 * size}.p0"
         pointer = self.b.bitcast(pointer, type_.as_pointer())
-        signature = ir.FunctionType(type_, [pointer.type, _I32, mask.type, type_])
+        signature = ir.FunctionType(type_, [pointer.type, I32, mask.type, type_])
         function = cgutils.get_or_insert_function(self.b.module, signature, name)
         zero = ir.Constant(type_, None)
-        return self.b.call(function, [pointer, _I32(size), mask, zero])
+        return self.b.call(function, [pointer, I32(size), mask, zero])
 
     def _widen(self, kind, value):
         if kind == "bf16":
-            wide = self.b.zext(value, ir.VectorType(_I32, self.lanes))
-            bits = ir.VectorType(_I32, self.lanes)
-            shift = ir.Constant(bits, [ir.Constant(_I32, 16)] * self.lanes)
-            value = self.b.bitcast(self.b.shl(wide, shift), ir.VectorType(_FLOAT, self.lanes))
+            wide = self.b.zext(value, ir.VectorType(I32, self.lanes))
+            bits = ir.VectorType(I32, self.lanes)
+            shift = ir.Constant(bits, [ir.Constant(I32, 16)] * self.lanes)
+            value = self.b.bitcast(self.b.shl(wide, shift), ir.VectorType(FLOAT, self.lanes))
         elif kind == "fp16":
             if _HAS_HALF:
                 value = self.b.bitcast(value, ir.VectorType(_HALF, self.lanes))
-                value = self.b.fpext(value, ir.VectorType(_FLOAT, self.lanes))
+                value = self.b.fpext(value, ir.VectorType(FLOAT, self.lanes))
             else:
                 value = self._half_by_integers(value)
         elif kind == "int8":
@@ -227,16 +236,16 @@ class _Vectors:
 
     def _half_by_integers(self, words):
         """Widen half floats without an instruction for it; see `numkv.rows.convert.fp16_to_float32`."""
-        bits = ir.VectorType(_I32, self.lanes)
-        floats = ir.VectorType(_FLOAT, self.lanes)
+        bits = ir.VectorType(I32, self.lanes)
+        floats = ir.VectorType(FLOAT, self.lanes)
 
         def constant(value):
-            return ir.Constant(bits, [ir.Constant(_I32, value)] * self.lanes)
+            return ir.Constant(bits, [ir.Constant(I32, value)] * self.lanes)
 
         wide = self.b.zext(words, bits)
         sign = self.b.shl(self.b.and_(wide, constant(0x8000)), constant(16))
         magnitude = self.b.shl(self.b.and_(wide, constant(0x7FFF)), constant(13))
-        two_112 = ir.Constant(floats, [ir.Constant(_FLOAT, 2.0**112)] * self.lanes)
+        two_112 = ir.Constant(floats, [ir.Constant(FLOAT, 2.0**112)] * self.lanes)
         finite = self.b.bitcast(self.b.fmul(self.b.bitcast(magnitude, floats), two_112), bits)
         special = self.b.or_(magnitude, constant(0x7F800000))
         is_finite = self.b.icmp_unsigned("<", magnitude, constant(0x0F800000))
@@ -244,17 +253,17 @@ class _Vectors:
 
     def load_codes(self, base, at, mask=None):
         """Load ``2 * lanes`` int8 codes as 16-bit integers; lanes outside `mask` are zero and not touched."""
-        type_ = ir.VectorType(_I8, 2 * self.lanes)
-        pointer = self._pointer(base, at, _I8)
+        type_ = ir.VectorType(I8, 2 * self.lanes)
+        pointer = self._pointer(base, at, I8)
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
         else:
             value = self._masked_load(pointer, type_, 1, mask)
-        return self.b.sext(value, ir.VectorType(_I16, 2 * self.lanes))
+        return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
 
     def load_words(self, base, at):
         """Load ``2 * lanes`` 16-bit integers from the memory of floats; `at` counts floats."""
-        type_ = ir.VectorType(_I16, 2 * self.lanes)
+        type_ = ir.VectorType(I16, 2 * self.lanes)
         pointer = self._pointer(base, at, self.float)
         return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
 
@@ -269,10 +278,18 @@ class _Vectors:
             return self.fma(codes, step, lowest)
         return step, lowest
 
-    def load_levels(self, base, at, groups):
-        """The levels of a group of which `gather_groups` has put the scale at `at`."""
-        lowest = self.b.add(at, self.b.mul(groups, _I64(TILE)))
-        return self.levels(self.load_one(base, at), self.load_one(base, lowest))
+    def scale_place(self, t, group):
+        """Where `gather_groups` puts the scale of a group of token t."""
+        four = self.b.mul(self.b.ashr(group, I64(2)), I64(TILE))
+        return self.b.add(self.b.mul(self.b.add(four, t), I64(4)), self.b.and_(group, I64(3)))
+
+    def load_levels(self, base, at, t, group, groups):
+        """The levels of a group of token t, by what `gather_groups` has put at `at` for `groups` of each token."""
+        place = self.b.add(at, self.scale_place(t, group))
+        lowest = self.b.add(
+            place, self.b.mul(self.b.sdiv(self.b.add(groups, I64(3)), I64(4)), I64(4 * TILE))
+        )
+        return self.levels(self.load_one(base, place), self.load_one(base, lowest))
 
     def _has_tables(self):
         """Whether one instruction looks 16 floats up."""
@@ -283,15 +300,15 @@ class _Vectors:
 
         `levels` are those of their group; lanes outside `mask` are zero and not touched.
         """
-        type_ = ir.VectorType(_I8, self.lanes)
-        pointer = self._pointer(base, at, _I8)
+        type_ = ir.VectorType(I8, self.lanes)
+        pointer = self._pointer(base, at, I8)
         if mask is None:
             codes = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
         else:
             codes = self._masked_load(pointer, type_, 1, mask)
-        wide = ir.VectorType(_I32, self.lanes)
+        wide = ir.VectorType(I32, self.lanes)
         low = self.b.zext(codes, wide)
-        high = self.b.lshr(low, ir.Constant(wide, [_I32(4)] * self.lanes))
+        high = self.b.lshr(low, ir.Constant(wide, [I32(4)] * self.lanes))
         values = []
         for code in (low, high):
             if self._has_tables():
@@ -300,7 +317,7 @@ class _Vectors:
                 look_up = cgutils.get_or_insert_function(self.b.module, signature, name)
                 value = self.b.call(look_up, [levels, code])
             else:
-                code = self.b.and_(code, ir.Constant(wide, [_I32(15)] * self.lanes))
+                code = self.b.and_(code, ir.Constant(wide, [I32(15)] * self.lanes))
                 value = self.fma(self.b.sitofp(code, self.type), *levels)
             if mask is not None:
                 value = self.b.select(mask, value, ir.Constant(self.type, None))
@@ -309,6 +326,12 @@ class _Vectors:
 
     def add_pairs(self, total, a, b):
         """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums."""
+        if self.lanes == 16 and "avx512vnni" in FEATURES:
+            # As text: LLVM would take some of them apart, into a product and a sum.
+            signature = ir.FunctionType(total.type, [total.type] * 3)
+            add = ir.InlineAsm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0")
+            a, b = (self.b.bitcast(x, total.type) for x in (a, b))
+            return self.b.call(add, [a, b, total])
         name = _ADD_PAIRS.get(self.lanes)
         if name:
             signature = ir.FunctionType(total.type, [a.type] * 2)
@@ -330,10 +353,10 @@ class _Vectors:
         """Store the lanes of `mask` of a vector of floats."""
         pointer = self.b.bitcast(self._pointer(base, at, self.float), value.type.as_pointer())
         bits = 64 if self.double else 32
-        signature = ir.FunctionType(ir.VoidType(), [value.type, pointer.type, _I32, mask.type])
+        signature = ir.FunctionType(ir.VoidType(), [value.type, pointer.type, I32, mask.type])
         name = f"llvm.masked.store.v{self.lanes}f{bits}.p0"
         function = cgutils.get_or_insert_function(self.b.module, signature, name)
-        self.b.call(function, [value, pointer, _I32(bits // 8), mask])
+        self.b.call(function, [value, pointer, I32(bits // 8), mask])
 
     def load_floats(self, base, at, mask=None):
         """Load `lanes` floats of the vectors' own type; those outside `mask` are zero and not touched."""
@@ -346,15 +369,14 @@ class _Vectors:
     def prefetch(self, kind, base, at, column=0):
         """Ask for the cache line of column `column` of the row at `at` ahead of time; the address may be anything."""
         if not isinstance(column, ir.Value):
-            column = _I64(column)
+            column = I64(column)
         if kind == "int4":
-            column = self.b.ashr(column, _I64(1))
+            column = self.b.ashr(column, I64(1))
         pointer = self._pointer(base, self.b.add(at, column), _STORED[kind])
-        pointer = self.b.bitcast(pointer, _I8.as_pointer())
-        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        pointer = self.b.bitcast(pointer, I8.as_pointer())
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
         function = cgutils.get_or_insert_function(self.b.module, signature, "llvm.prefetch.p0")
-        # To read, without staying in the caches (each row is used once), as data.
-        self.b.call(function, [pointer, _I32(0), _I32(0), _I32(1)])
+        self.b.call(function, [pointer, I32(0), I32(_LOCALITY), I32(1)])  # to read, as data
 
     # -- arithmetic
 
@@ -423,7 +445,7 @@ class _Vectors:
             other = self.shuffle(vector, vector, [*range(width, 2 * width)])
             vector = self.shuffle(vector, vector, [*range(width)])
             vector = combine(vector, other)
-        return self.b.extract_element(vector, _I32(0))
+        return self.b.extract_element(vector, I32(0))
 
     def sums(self, vectors):
         """The sums of `lanes` vectors of floats or integers, as one vector in their order.
@@ -445,6 +467,17 @@ class _Vectors:
             step *= 2
         return vectors[0]
 
+    def store_scores(self, vectors, tokens, base, at, step, t0):
+        """Store the sums of vectors, `tokens` of them for each row, in floats at ``at + row * step + t0`` and on."""
+        for start in range(0, len(vectors), self.lanes):
+            scores = self.sums(vectors[start : start + self.lanes])
+            if scores.type == self.int_type:
+                scores = self.b.sitofp(scores, self.type)
+            for first in range(start, start + self.lanes, tokens):
+                lanes = [*range(first - start, first - start + tokens)]
+                place = self.b.add(self.b.add(at, self.b.mul(I64(first // tokens), step)), t0)
+                self.store(self.shuffle(scores, scores, lanes), base, place)
+
     def _merge_lanes(self, step):
         """Which lanes two vectors give to the two terms of a merge, in groups of `step` lanes."""
         low, high = [], []
@@ -455,43 +488,54 @@ class _Vectors:
         return low, high
 
 
-def _data(context, builder, array_type, value):
+def data_of(context, builder, array_type, value):
     """The address of an array's first element."""
     return context.make_array(array_type)(context, builder, value).data
 
 
-def _steps(builder, start, stop, step):
+#: How many rows vector code takes at once.
+AT_ONCE = (8, 4, 2, 1)
+
+
+def for_rows(builder, rows, emit):
+    """Emit code for every number of rows of `AT_ONCE`; the one of `rows`, a number at run time, runs."""
+    for n in AT_ONCE:
+        with builder.if_then(builder.icmp_signed("==", rows, I64(n))):
+            emit(n)
+
+
+def steps(builder, start, stop, step):
     """A loop over ``range(start, stop, step)`` for emitting its body; gives the index."""
-    return cgutils.for_range_slice(builder, start, stop, _I64(step), _I64)
+    return cgutils.for_range_slice(builder, start, stop, I64(step), I64)
 
 
-def _literals(*args):
+def literals(*args):
     return all(isinstance(a, types.Literal) for a in args)
 
 
 @intrinsic(prefer_literal=True)
 def score_tile(
-    typing_context, KIND, COMPUTE, ROWS, q, q_at, q_step, k, k_offsets, count, head_dim, scales,
-    scales_at, scales_step, s, s_at, s_step, AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, KIND, COMPUTE, rows, q, q_at, q_step, k, k_offsets, count, head_dim, scales,
+    scales_at, num_groups, s, s_at, s_step, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
-    """Scores of `ROWS` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+    """Scores of `rows` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
     Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
     ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
     K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is
-    INT4, `scales` are what `gather_groups` made.
+    INT4, `scales` are what `gather_groups` made of `num_groups`.
 
     While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
     is kept busy through the arithmetic.
     """
-    if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
+    if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
-    kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
+    kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
         KIND,
         COMPUTE,
-        ROWS,
+        i8,
         q,
         i8,
         i8,
@@ -512,108 +556,107 @@ def score_tile(
 
     def codegen(context, b, sig, args):
         q_at, q_step, count, head_dim = (args[i] for i in (4, 5, 8, 9))
-        scales_at, scales_step, s_at, s_step = (args[i] for i in (11, 12, 14, 15))
+        scales_at, groups, s_at, s_step = (args[i] for i in (11, 12, 14, 15))
         q_data, k_data, offsets, scales_data, s_data, ahead_data, ahead_offsets = (
-            _data(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 13, 17, 18)
+            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 13, 17, 18)
         )
-        v = _Vectors(b, compute)
-        integers = kind == "int8" and compute == "float32"
-        type_ = v.int_type if integers else v.type
-        # Columns at once, and, of the main loop, columns that make a whole cache line.
-        width = GROUP if kind == "int4" else 2 * v.lanes if integers else v.lanes
-        line = max(width, _ON_LINE[kind])
-        # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
-        tokens = max(1, v.lanes // rows)
-        sums = [[cgutils.alloca_once(b, type_) for _ in range(tokens)] for _ in range(rows)]
-        zero = ir.Constant(type_, None)
-        lines = b.and_(head_dim, _I64(-line))
-        whole = b.and_(head_dim, _I64(-width))
-        rest = b.sub(head_dim, whole)
 
-        def add_columns(k_at, t0, d, columns=None):
-            """Add `width` columns from column d on, or so many as a row's end has left."""
-            mask = None if columns is None else v.lanes_below(columns, lanes=width)
-            if integers:
-                half = b.ashr(d, _I64(1))  # two words to a float
-                q_rows = [
-                    v.load_words(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), half))
-                    for r in range(rows)
-                ]
-            else:
-                q_rows = [
-                    v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
-                    for r in range(rows)
-                ]
-            for t in range(tokens):
-                at = b.add(k_at[t], d)
-                k_row = (
-                    v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
-                )
-                for r in range(rows):
-                    total = (
-                        v.add_pairs(b.load(sums[r][t]), q_rows[r], k_row)
-                        if integers
-                        else (v.fma(q_rows[r], k_row, b.load(sums[r][t])))
-                    )
-                    b.store(total, sums[r][t])
+        def emit(rows):
+            v = Vectors(b, compute)
+            integers = kind == "int8" and compute == "float32"
+            type_ = v.int_type if integers else v.type
+            # Columns at once, and, of the main loop, columns that make a whole cache line.
+            width = GROUP if kind == "int4" else 2 * v.lanes if integers else v.lanes
+            line = max(width, ON_LINE[kind])
+            # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
+            tokens = max(1, v.lanes // rows)
+            sums = [[cgutils.alloca_once(b, type_) for _ in range(tokens)] for _ in range(rows)]
+            zero = ir.Constant(type_, None)
+            lines = b.and_(head_dim, I64(-line))
+            whole = b.and_(head_dim, I64(-width))
+            rest = b.sub(head_dim, whole)
 
-        def add_group(k_at, t0, d, columns=None):
-            """Add the group of INT4 columns that starts with column d: `columns` of them if it is a short one."""
-            group = b.ashr(d, _I64(GROUP.bit_length() - 1))
-            half = _I64(_PAIRS) if columns is None else b.ashr(columns, _I64(1))
-            levels = []
-            for t in range(tokens):
-                at = b.add(b.mul(b.add(t0, _I64(t)), scales_step), group)
-                levels.append(v.load_levels(scales_data, b.add(scales_at, at), scales_step))
-            for first in range(0, _PAIRS, v.lanes):
-                mask = None if columns is None else v.lanes_below(half, first)
-                byte = b.add(b.ashr(d, _I64(1)), _I64(first))
-                pairs = [
-                    v.load_pairs(k_data, b.add(k_at[t], byte), levels[t], mask)
-                    for t in range(tokens)
-                ]
-                for i, start in enumerate((_I64(0), half)):
-                    column = b.add(b.add(d, start), _I64(first))
-                    for r in range(rows):
-                        at = b.add(b.add(q_at, b.mul(_I64(r), q_step)), column)
-                        q_row = v.load_floats(q_data, at, mask)
-                        for t in range(tokens):
-                            b.store(v.fma(q_row, pairs[t][i], b.load(sums[r][t])), sums[r][t])
-
-        add = add_group if kind == "int4" else add_columns
-
-        def ask(ahead_at, d, columns):
-            for t in range(tokens):
-                for i in range(0, columns, _ON_LINE[ahead_kind]):
-                    v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, _I64(i)))
-
-        with _steps(b, _I64(0), count, tokens) as (t0, _):
-            k_at, ahead_at = (
-                [b.load(b.gep(table, [b.add(t0, _I64(t))])) for t in range(tokens)]
-                for table in (offsets, ahead_offsets)
-            )
-            for slot in (slot for row in sums for slot in row):
-                b.store(zero, slot)
-            with _steps(b, _I64(0), lines, line) as (d, _):
-                ask(ahead_at, d, line)
-                for i in range(0, line, width):
-                    add(k_at, t0, b.add(d, _I64(i)))
-            if line > width:
-                with _steps(b, lines, whole, width) as (d, _):
-                    ask(ahead_at, d, width)
-                    add(k_at, t0, d)
-            with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-                ask(ahead_at, whole, width)
-                add(k_at, t0, whole, rest)
-            flat = [b.load(slot) for row in sums for slot in row]
-            for start in range(0, len(flat), v.lanes):
-                scores = v.sums(flat[start : start + v.lanes])
+            def add_columns(k_at, t0, d, columns=None):
+                """Add `width` columns from column d on, or so many as a row's end has left."""
+                mask = None if columns is None else v.lanes_below(columns, lanes=width)
                 if integers:
-                    scores = b.sitofp(scores, v.type)
-                for first in range(start, start + v.lanes, tokens):
-                    lanes = [*range(first - start, first - start + tokens)]
-                    at = b.add(b.add(s_at, b.mul(_I64(first // tokens), s_step)), t0)
-                    v.store(v.shuffle(scores, scores, lanes), s_data, at)
+                    half = b.ashr(d, I64(1))  # two words to a float
+                    q_rows = [
+                        v.load_words(q_data, b.add(b.add(q_at, b.mul(I64(r), q_step)), half))
+                        for r in range(rows)
+                    ]
+                else:
+                    q_rows = [
+                        v.load_floats(q_data, b.add(b.add(q_at, b.mul(I64(r), q_step)), d))
+                        for r in range(rows)
+                    ]
+                for t in range(tokens):
+                    at = b.add(k_at[t], d)
+                    k_row = (
+                        v.load_codes(k_data, at, mask)
+                        if integers
+                        else v.load(kind, k_data, at, mask)
+                    )
+                    for r in range(rows):
+                        total = (
+                            v.add_pairs(b.load(sums[r][t]), q_rows[r], k_row)
+                            if integers
+                            else (v.fma(q_rows[r], k_row, b.load(sums[r][t])))
+                        )
+                        b.store(total, sums[r][t])
+
+            def add_group(k_at, t0, d, columns=None):
+                """Add the group of INT4 columns that starts with column d: `columns` of them if it is a short one."""
+                group = b.ashr(d, I64(GROUP.bit_length() - 1))
+                half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
+                levels = []
+                for t in range(tokens):
+                    token = b.add(t0, I64(t))
+                    levels.append(v.load_levels(scales_data, scales_at, token, group, groups))
+                for first in range(0, _PAIRS, v.lanes):
+                    mask = None if columns is None else v.lanes_below(half, first)
+                    byte = b.add(b.ashr(d, I64(1)), I64(first))
+                    pairs = [
+                        v.load_pairs(k_data, b.add(k_at[t], byte), levels[t], mask)
+                        for t in range(tokens)
+                    ]
+                    for i, start in enumerate((I64(0), half)):
+                        column = b.add(b.add(d, start), I64(first))
+                        for r in range(rows):
+                            at = b.add(b.add(q_at, b.mul(I64(r), q_step)), column)
+                            q_row = v.load_floats(q_data, at, mask)
+                            for t in range(tokens):
+                                b.store(v.fma(q_row, pairs[t][i], b.load(sums[r][t])), sums[r][t])
+
+            add = add_group if kind == "int4" else add_columns
+
+            def ask(ahead_at, d, columns):
+                for t in range(tokens):
+                    for i in range(0, columns, ON_LINE[ahead_kind]):
+                        v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, I64(i)))
+
+            with steps(b, I64(0), count, tokens) as (t0, _):
+                k_at, ahead_at = (
+                    [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
+                    for table in (offsets, ahead_offsets)
+                )
+                for slot in (slot for row in sums for slot in row):
+                    b.store(zero, slot)
+                with steps(b, I64(0), lines, line) as (d, _):
+                    ask(ahead_at, d, line)
+                    for i in range(0, line, width):
+                        add(k_at, t0, b.add(d, I64(i)))
+                if line > width:
+                    with steps(b, lines, whole, width) as (d, _):
+                        ask(ahead_at, d, width)
+                        add(k_at, t0, d)
+                with b.if_then(b.icmp_signed(">", rest, I64(0))):
+                    ask(ahead_at, whole, width)
+                    add(k_at, t0, whole, rest)
+                flat = [b.load(slot) for row in sums for slot in row]
+                v.store_scores(flat, tokens, s_data, s_at, s_step, t0)
+
+        for_rows(b, args[2], emit)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -629,12 +672,12 @@ def code_row(typing_context, q, q_at, head_dim, padded_dim):
     signature = types.float32(q, types.int64, types.int64, types.int64)
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[0], args[0])
+        data = data_of(context, b, sig.args[0], args[0])
         _, q_at, head_dim, padded_dim = args
-        v = _Vectors(b, "float32")
+        v = Vectors(b, "float32")
         peak, faults = (cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2))
         magnitude = v.splat_int(0x7FFFFFFF)
-        with _steps(b, _I64(0), padded_dim, v.lanes) as (d, _):
+        with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
             x = v.load_floats(data, b.add(q_at, d))
             size = b.bitcast(b.and_(b.bitcast(x, v.int_type), magnitude), v.type)
             b.store(v.larger(size, b.load(peak)), peak)
@@ -642,20 +685,20 @@ def code_row(typing_context, q, q_at, head_dim, padded_dim):
         largest = v.fold(b.load(peak), v.larger)
         fault = v.fold(b.load(faults), b.fadd)
         # As large as codes may be for head_dim products with 127 to stay below 2**31.
-        limit = b.sdiv(_I64((2**31 - 1) // 127), head_dim)
-        limit = b.select(b.icmp_signed("<", limit, _I64(32767)), limit, _I64(32767))
+        limit = b.sdiv(I64((2**31 - 1) // 127), head_dim)
+        limit = b.select(b.icmp_signed("<", limit, I64(32767)), limit, I64(32767))
         limit = b.sitofp(limit, v.float)
         usable = b.and_(
             b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))
         )
         factor = v.splat(b.select(usable, b.fdiv(limit, largest), v.float(0.0)))
-        halves = ir.VectorType(_I16, v.lanes)
-        with _steps(b, _I64(0), padded_dim, v.lanes) as (d, _):
+        halves = ir.VectorType(I16, v.lanes)
+        with steps(b, I64(0), padded_dim, v.lanes) as (d, _):
             x = b.fmul(v.load_floats(data, b.add(q_at, d)), factor)
             x = b.select(b.fcmp_ordered("ord", x, x), x, v.splat(0.0))  # infinity times 0
             magic = v.splat(12582912.0)  # 1.5 * 2**23: its sum's low bits hold the nearest integer
             codes = b.trunc(b.bitcast(b.fadd(x, magic), v.int_type), halves)
-            at = b.add(q_at, b.ashr(d, _I64(1)))  # behind what is read, from the second step on
+            at = b.add(q_at, b.ashr(d, I64(1)))  # behind what is read, from the second step on
             pointer = v._pointer(data, at, v.float)
             b.store(codes, b.bitcast(pointer, halves.as_pointer()), align=2)
         scale = b.select(usable, b.fdiv(largest, limit), v.float(0.0))
@@ -667,18 +710,18 @@ def code_row(typing_context, q, q_at, head_dim, padded_dim):
 @intrinsic(prefer_literal=True)
 def soft_cap_tile(typing_context, COMPUTE, s, s_at, cap):
     """Bound one row's scores of a tile: ``s = cap * tanh(s / cap)``, then times log2(e)."""
-    if not _literals(COMPUTE):
+    if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
     float_type = types.float64 if compute == "float64" else types.float32
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[1], args[1])
-        v = _Vectors(b, compute)
+        data = data_of(context, b, sig.args[1], args[1])
+        v = Vectors(b, compute)
         cap = v.splat(args[3])
         factor = b.fmul(cap, v.splat(math.log2(math.e)))
         for i in range(0, TILE, v.lanes):
-            at = b.add(args[2], _I64(i))
+            at = b.add(args[2], I64(i))
             score = b.fdiv(v.load_floats(data, at), cap)
             v.store(b.fmul(v.tanh(score), factor), data, at)
         return context.get_dummy_value()
@@ -692,19 +735,19 @@ def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at, factor)
 
     These are the scales of quantised rows.
     """
-    if not _literals(COMPUTE):
+    if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
     float_type = types.float64 if compute == "float64" else types.float32
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[1], args[1])
-        factors = _data(context, b, sig.args[3], args[3])
-        v = _Vectors(b, compute)
+        data = data_of(context, b, sig.args[1], args[1])
+        factors = data_of(context, b, sig.args[3], args[3])
+        v = Vectors(b, compute)
         for_all = v.splat(args[5])
         for i in range(0, TILE, v.lanes):
-            at = b.add(args[2], _I64(i))
-            scale = b.fmul(v.load_floats(factors, b.add(args[4], _I64(i))), for_all)
+            at = b.add(args[2], I64(i))
+            scale = b.fmul(v.load_floats(factors, b.add(args[4], I64(i))), for_all)
             v.store(b.fmul(v.load_floats(data, at), scale), data, at)
         return context.get_dummy_value()
 
@@ -712,20 +755,40 @@ def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at, factor)
 
 
 @intrinsic(prefer_literal=True)
+def scale_tile(typing_context, COMPUTE, s, s_at, factor):
+    """Multiply one row's scores of a tile by a number: the scale of a query row of integers."""
+    if not literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+    float_type = types.float64 if compute == "float64" else types.float32
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[1], args[1])
+        v = Vectors(b, compute)
+        factor = v.splat(args[3])
+        for i in range(0, TILE, v.lanes):
+            at = b.add(args[2], I64(i))
+            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, s, types.int64, float_type), codegen
+
+
+@intrinsic(prefer_literal=True)
 def gather_tile(typing_context, COMPUTE, to, to_at, scales, offsets):
     """Put the scales of a tile's tokens side by side: ``to[to_at + t] = scales[offsets[t]]``, from float32."""
-    if not _literals(COMPUTE):
+    if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
 
     def codegen(context, b, sig, args):
-        data, source, offsets = (_data(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
-        v = _Vectors(b, compute)
+        data, source, offsets = (data_of(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
+        v = Vectors(b, compute)
         for t in range(TILE):
-            value = b.load(b.gep(source, [b.load(b.gep(offsets, [_I64(t)]))]))
+            value = b.load(b.gep(source, [b.load(b.gep(offsets, [I64(t)]))]))
             if v.double:
                 value = b.fpext(value, v.float)
-            v.store(value, data, b.add(args[2], _I64(t)))
+            v.store(value, data, b.add(args[2], I64(t)))
         return context.get_dummy_value()
 
     return types.void(COMPUTE, to, types.int64, scales, offsets), codegen
@@ -733,44 +796,49 @@ def gather_tile(typing_context, COMPUTE, to, to_at, scales, offsets):
 
 @intrinsic(prefer_literal=True)
 def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
-    """Put the scales and the lowest levels of a tile's rows of INT4 side by side.
+    """Put the scales and the lowest levels of a tile's rows of INT4 side by side, four groups of each token at a time.
 
-    ``to[to_at + t * groups + g]`` is the scale at ``scales[offsets[t] + g]`` for the `groups` groups of each row, and
-    `TILE` rows further on is the value of code 0.
+    What is at ``to_at + Vectors.scale_place(t, g)`` is the scale at ``scales[offsets[t] + g]``, for the `groups` groups
+    of each row, and further on by ``TILE * 4`` for each four groups begun is the value of code 0. Groups that a row
+    does not have get zeros.
     """
-    if not _literals(COMPUTE):
+    if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
 
     def codegen(context, b, sig, args):
-        data, source, offsets = (_data(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
+        data, source, offsets = (data_of(context, b, sig.args[i], args[i]) for i in (1, 3, 4))
         to_at, groups = args[2], args[5]
-        v = _Vectors(b, compute)
-        quads = b.and_(groups, _I64(-4))
+        v = Vectors(b, compute)
+        fours = b.sdiv(b.add(groups, I64(3)), I64(4))
+        lowest_at = b.mul(fours, I64(4 * TILE))
+        at_once = max(1, v.lanes // 4)  # tokens
+        words_type, wide, floats, real = (
+            ir.VectorType(x, 4 * at_once) for x in (I16, I32, FLOAT, v.float)
+        )
 
-        def move(row, t, g, lanes):
-            words = b.gep(source, [b.add(row, g)])
-            words = b.bitcast(words, ir.VectorType(_I16, lanes).as_pointer())
-            wide, floats, real = (ir.VectorType(x, lanes) for x in (_I32, _FLOAT, v.float))
+        def splat(type_, value):
+            return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)
 
-            def splat(type_, value):
-                return ir.Constant(type_, [ir.Constant(type_.element, value)] * lanes)
-
-            words = b.zext(b.load(words, align=2), wide)
-            scale = b.bitcast(b.shl(words, splat(wide, 16)), floats)
-            offset = b.sitofp(b.and_(words, splat(wide, OFFSETS - 1)), floats)
-            level = b.fadd(b.fmul(offset, splat(floats, 0.5)), splat(floats, LOWEST))
-            at = b.add(b.add(to_at, b.mul(t, groups)), g)
-            for value in (scale, b.fmul(level, scale)):
-                v.store(b.fpext(value, real) if v.double else value, data, at)
-                at = b.add(at, b.mul(groups, _I64(TILE)))
-
-        with _steps(b, _I64(0), _I64(TILE), 1) as (t, _):
-            row = b.load(b.gep(offsets, [t]))
-            with _steps(b, _I64(0), quads, 4) as (g, _):
-                move(row, t, g, 4)
-            with _steps(b, quads, groups, 1) as (g, _):
-                move(row, t, g, 1)
+        with steps(b, I64(0), fours, 1) as (j, _):
+            mask = v.lanes_below(b.sub(groups, b.mul(j, I64(4))), lanes=4)
+            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+                pieces = []
+                for i in range(at_once):
+                    row = b.load(b.gep(offsets, [b.add(t, I64(i))]))
+                    pointer = b.gep(source, [b.add(row, b.mul(j, I64(4)))])
+                    pieces.append(v._masked_load(pointer, ir.VectorType(I16, 4), 2, mask))
+                while len(pieces) > 1:
+                    both = [*range(2 * pieces[0].type.count)]
+                    pieces = [v.shuffle(*pieces[i : i + 2], both) for i in range(0, len(pieces), 2)]
+                words = b.zext(pieces[0], wide)
+                scale = b.bitcast(b.shl(words, splat(wide, 16)), floats)
+                offset = b.sitofp(b.and_(words, splat(wide, OFFSETS - 1)), floats)
+                level = b.fadd(b.fmul(offset, splat(floats, 0.5)), splat(floats, LOWEST))
+                at = b.add(to_at, v.scale_place(t, b.mul(j, I64(4))))
+                for value in (scale, b.fmul(level, scale)):
+                    v.store(b.fpext(value, real) if v.double else value, data, at)
+                    at = b.add(at, lowest_at)
         return context.get_dummy_value()
 
     return types.void(COMPUTE, to, types.int64, scales, offsets, types.int64), codegen
@@ -783,7 +851,7 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
     Scores outside ``[begin, end)`` of the tile become 0. Returns the new maximum, the factor that rescales what was
     summed before, and the sum of the probabilities: Milakov and Gimelshein (arXiv:1805.02867), algorithm 3.
     """
-    if not _literals(COMPUTE):
+    if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
     float_type = types.float64 if compute == "float64" else types.float32
@@ -792,15 +860,15 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
     )
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[1], args[1])
+        data = data_of(context, b, sig.args[1], args[1])
         _, _, s_at, begin, end, old = args
-        v = _Vectors(b, compute)
+        v = Vectors(b, compute)
         infinity = v.splat(-math.inf)
         starts = range(0, TILE, v.lanes)
         tiles = []
         for i in starts:
             seen = b.and_(v.lanes_below(end, i), b.not_(v.lanes_below(begin, i)))
-            score = v.load_floats(data, b.add(s_at, _I64(i)))
+            score = v.load_floats(data, b.add(s_at, I64(i)))
             tiles.append((seen, b.select(seen, score, infinity)))
         peak = v.splat(old)
         for _, score in tiles:
@@ -812,9 +880,9 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
         total = v.splat(0.0)
         for i, (seen, score) in zip(starts, tiles, strict=True):
             p = b.select(seen, v.exp2(b.fsub(score, base)), v.splat(0.0))
-            v.store(p, data, b.add(s_at, _I64(i)))
+            v.store(p, data, b.add(s_at, I64(i)))
             total = b.fadd(total, p)
-        rescale = b.extract_element(v.exp2(b.fsub(v.splat(old), base)), _I32(0))
+        rescale = b.extract_element(v.exp2(b.fsub(v.splat(old), base)), I32(0))
         results = [new, rescale, v.fold(total, b.fadd)]
         return context.make_tuple(b, sig.return_type, results)
 
@@ -823,360 +891,143 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
 
 @intrinsic(prefer_literal=True)
 def weigh_tile(
-    typing_context, KIND, COMPUTE, ROWS, count, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
-    scales, scales_at, scales_step, o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead,
+    typing_context, KIND, COMPUTE, rows, count, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
+    scales, scales_at, num_groups, o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead,
     ahead_offsets,
 ):  # fmt: skip
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
 
-    Of the `ROWS` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
+    Of the `rows` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
     get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT4, `scales`
-    are what `gather_groups` made.
+    are what `gather_groups` made of `num_groups`.
     """
-    if not _literals(KIND, COMPUTE, ROWS, AHEAD_KIND):
+    if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
-    kind, compute, rows, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, ROWS, AHEAD_KIND))
+    kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, ROWS, i8, p, i8, i8, v, v_offsets, i8, i8, i8, scales, i8, i8, o, i8, i8,
+        KIND, COMPUTE, i8, i8, p, i8, i8, v, v_offsets, i8, i8, i8, scales, i8, i8, o, i8, i8,
         rescale, i8, AHEAD_KIND, ahead, ahead_offsets,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         count, p_at, p_step, begin, end, head_dim = (args[i] for i in (3, 5, 6, 9, 10, 11))
-        scales_at, scales_step, o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16, 17, 19))
+        scales_at, all_groups, o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16, 17, 19))
         p_data, v_data, offsets, scales_data, o_data, rescale_data, ahead_data, ahead_offsets = (
-            _data(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 21, 22)
+            data_of(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 21, 22)
         )
-        lanes = _Vectors(b, compute)
-        factors = [lanes.load_one(rescale_data, b.add(rescale_at, _I64(r))) for r in range(rows)]
 
-        def add_rows(columns, mask, load, ask):
-            """One pass over the tokens for some vectors of columns, kept in registers.
+        def emit(rows):
+            lanes = Vectors(b, compute)
+            factors = [lanes.load_one(rescale_data, b.add(rescale_at, I64(r))) for r in range(rows)]
 
-            `columns` are where they start; ``load(t)`` gives their values in token t's row, and ``ask(at)`` asks for
-            the same columns of the row at `at`. With a mask, only its lanes of the output are read and written.
-            """
-            sums = [[cgutils.alloca_once(b, lanes.type) for _ in columns] for _ in range(rows)]
-            places = [
-                [b.add(b.add(o_at, b.mul(_I64(r), o_step)), column) for column in columns]
-                for r in range(rows)
-            ]
-            for r in range(rows):
-                factor = lanes.splat(factors[r])
-                for place, slot in zip(places[r], sums[r], strict=True):
-                    before = lanes.load_floats(o_data, place, mask)
-                    b.store(b.fmul(before, factor), slot)
-            with _steps(b, begin, end, 1) as (t, _):
-                weights = [
-                    lanes.splat(
-                        lanes.load_one(p_data, b.add(b.add(p_at, b.mul(_I64(r), p_step)), t))
-                    )
+            def add_rows(columns, mask, load, ask):
+                """One pass over the tokens for some vectors of columns, kept in registers.
+
+                `columns` are where they start; ``load(t)`` gives their values in token t's row, and ``ask(at)`` asks
+                for the same columns of the row at `at`. With a mask, only its lanes of the output are read and written.
+                """
+                sums = [[cgutils.alloca_once(b, lanes.type) for _ in columns] for _ in range(rows)]
+                places = [
+                    [b.add(b.add(o_at, b.mul(I64(r), o_step)), column) for column in columns]
                     for r in range(rows)
                 ]
-                ask(b.load(b.gep(ahead_offsets, [t])))
-                for i, v_row in enumerate(load(t)):
-                    for r in range(rows):
-                        b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
-            for r in range(rows):
-                with b.if_then(b.icmp_signed("<", _I64(r), count)):
-                    for place, slot in zip(places[r], sums[r], strict=True):
-                        if mask is None:
-                            lanes.store(b.load(slot), o_data, place)
-                        else:
-                            lanes.store_masked(b.load(slot), o_data, place, mask)
-
-        def add_vectors(column, vectors, columns=None):
-            """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
-            mask = None if columns is None else lanes.lanes_below(columns)
-            starts = [b.add(column, _I64(i * lanes.lanes)) for i in range(vectors)]
-
-            def load(t):
-                row_at = b.load(b.gep(offsets, [t]))
-                for start in starts:
-                    yield lanes.load(kind, v_data, b.add(row_at, start), mask)
-
-            def ask(at):
-                for i in range(0, vectors * lanes.lanes, _ON_LINE[ahead_kind]):
-                    lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, _I64(i)))
-
-            add_rows(starts, None, load, ask)
-
-        def add_groups(column, groups, columns=None):
-            """Add `groups` groups of INT4 columns, or one with so many columns as a row's end has left."""
-            half = _I64(_PAIRS) if columns is None else b.ashr(columns, _I64(1))
-            group = b.ashr(column, _I64(GROUP.bit_length() - 1))
-            pieces = [(g, first) for g in range(groups) for first in range(0, _PAIRS, lanes.lanes)]
-            size = (
-                at_once if columns is None else 1
-            )  # pieces of a short group have masks of their own
-            for piece in range(0, len(pieces), size):
-                taken = pieces[piece : piece + size]
-                mask = None if columns is None else lanes.lanes_below(half, taken[0][1])
-                starts = [
-                    b.add(b.add(column, _I64(g * GROUP + first)), start)
-                    for g, first in taken
-                    for start in (_I64(0), half)
-                ]
-
-                def load(t, taken=taken, mask=mask):
-                    row_at = b.add(b.load(b.gep(offsets, [t])), b.ashr(column, _I64(1)))
-                    scale_at = b.add(b.add(scales_at, b.mul(t, scales_step)), group)
-                    levels = {
-                        g: lanes.load_levels(scales_data, b.add(scale_at, _I64(g)), scales_step)
-                        for g in sorted({g for g, _ in taken})
-                    }
-                    for g, first in taken:
-                        at = b.add(row_at, _I64(g * _PAIRS + first))
-                        yield from lanes.load_pairs(v_data, at, levels[g], mask)
-
-                def ask(at, first=piece == 0):
-                    for i in range(0, groups * GROUP if first else 0, _ON_LINE[ahead_kind]):
-                        lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, _I64(i)))
-
-                add_rows(starts, mask, load, ask)
-
-        vectors = min(8, max(1, _ACCUMULATORS // rows))
-        if kind == "int4":
-            at_once = max(1, vectors // 2)  # pairs of vectors
-            wide = max(1, at_once * lanes.lanes // _PAIRS)  # whole groups
-            add, unit = add_groups, GROUP
-        else:
-            wide, add, unit = vectors, add_vectors, lanes.lanes
-        in_wide = b.mul(b.sdiv(head_dim, _I64(wide * unit)), _I64(wide * unit))
-        whole = b.and_(head_dim, _I64(-unit))
-        with _steps(b, _I64(0), in_wide, wide * unit) as (column, _):
-            add(column, wide)
-        if wide > 1:
-            with _steps(b, in_wide, whole, unit) as (column, _):
-                add(column, 1)
-        rest = b.sub(head_dim, whole)
-        with b.if_then(b.icmp_signed(">", rest, _I64(0))):
-            add(whole, 1, rest)
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-class _CodeVectors(_Vectors):
-    """Vectors of the values of packed codes, which lie as `numkv.rows.codes` says.
-
-    Parameters
-    ----------
-    builder : llvmlite.ir.IRBuilder
-        Where to emit.
-    bits : int
-        Bits of a code.
-    levels : llvmlite.ir.Value
-        Address of the ``2 ** bits`` float32 values.
-    """
-
-    def __init__(self, builder, bits, levels):
-        super().__init__(builder, "float32")
-        self.lanes, self.bits, self.levels = CODE_LANES, bits, levels
-        self.type = ir.VectorType(self.float, self.lanes)
-        self.int_type = ir.VectorType(self.int, self.lanes)
-        self.bytes = self.lanes * bits // 8  # that a vector's codes take
-        self.in_registers = bits <= _PERMUTED_BITS and self.lanes in _PERMUTE
-        if self.in_registers:
-            mask = self.lanes_below(_I64(1 << bits)) if 1 << bits < self.lanes else None
-            starts = range(0, 1 << bits, self.lanes)
-            self.tables = [self.load("fp32", levels, _I64(i), mask) for i in starts]
-
-    def load_values(self, base, at):
-        """The values of the whole vector of codes at byte `at`."""
-        type_ = ir.VectorType(_I8, self.bytes)
-        pointer = self.b.bitcast(self._pointer(base, at, _I8), type_.as_pointer())
-        return self._look_up(self._codes_of(self.b.load(pointer, align=1)))
-
-    def load_last_values(self, base, at, end):
-        """The values of the codes from byte `at` to the row's end, short of a vector; the others are any levels."""
-        codes = ir.Constant(ir.VectorType(_I8, self.bytes), ir.Undefined)
-        last = self.b.sub(end, _I64(1))
-        for i in range(self.bytes):
-            byte = self.b.add(at, _I64(i))
-            byte = self.b.select(self.b.icmp_signed("<", byte, last), byte, last)
-            codes = self.b.insert_element(
-                codes, self.b.load(self._pointer(base, byte, _I8)), _I32(i)
-            )
-        return self._look_up(self._codes_of(codes))
-
-    def _codes_of(self, packed):
-        """Codes from the bytes they are packed in: each lane takes the bytes that it needs and shifts its code down."""
-        zeros = ir.Constant(packed.type, None)
-        picked, shifts = [], []
-        for i in range(self.lanes):
-            first, shift = divmod(i * self.bits, 8)
-            need = (shift + self.bits + 7) // 8
-            picked += [first + n if n < need else self.bytes for n in range(4)]
-            shifts.append(ir.Constant(_I32, shift))
-        words = self.b.bitcast(self.shuffle(packed, zeros, picked), self.int_type)
-        words = self.b.lshr(words, ir.Constant(self.int_type, shifts))
-        return self.b.and_(words, self.splat_int((1 << self.bits) - 1))
-
-    def _look_up(self, codes):
-        if not self.in_registers:
-            values = ir.Constant(self.type, ir.Undefined)
-            for i in range(self.lanes):
-                code = self.b.zext(self.b.extract_element(codes, _I32(i)), _I64)
-                value = self.b.load(self._pointer(self.levels, code, self.float))
-                values = self.b.insert_element(values, value, _I32(i))
-            return values
-        signature = ir.FunctionType(self.type, [self.type, self.int_type])
-        permute = cgutils.get_or_insert_function(self.b.module, signature, _PERMUTE[self.lanes])
-        # The lowest bits of a code name a lane, the others one of the registers.
-        found = [self.b.call(permute, [table, codes]) for table in self.tables]
-        bit = self.lanes
-        while len(found) > 1:
-            odd = self.b.icmp_signed(
-                "!=", self.b.and_(codes, self.splat_int(bit)), self.splat_int(0)
-            )
-            pairs = zip(found[::2], found[1::2], strict=True)
-            found = [self.b.select(odd, high, low) for low, high in pairs]
-            bit *= 2
-        return found[0]
-
-
-@intrinsic(prefer_literal=True)
-def score_code_tile(
-    typing_context, BITS, ROWS, q, q_at, q_step, codes, codes_at, row_bytes, count, dim, levels, s, s_at, s_step,
-):  # fmt: skip
-    """Scores of `ROWS` query rows against `count` rows of codes: ``s[r, t] = sum over d of q[r, d] * level(t, d)``.
-
-    Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors of `CODE_LANES`; the codes of
-    row t start at byte ``codes_at + t * row_bytes``. Up to `TILE` scores are written for each query row, whatever
-    `count` is.
-    """
-    if not _literals(BITS, ROWS):
-        return None
-    bits, rows = BITS.literal_value, ROWS.literal_value
-    i8 = types.int64
-    signature = types.void(
-        BITS, ROWS, q, i8, i8, codes, i8, i8, i8, i8, levels, s, i8, i8
-    )  # fmt: skip
-
-    def codegen(context, b, sig, args):
-        q_at, q_step, codes_at, row_bytes, count, dim, s_at, s_step = (
-            args[i] for i in (3, 4, 6, 7, 8, 9, 12, 13)
-        )
-        q_data, codes_data, levels_data, s_data = (
-            _data(context, b, sig.args[i], args[i]) for i in (2, 5, 10, 11)
-        )
-        v = _CodeVectors(b, bits, levels_data)
-        tokens = max(1, v.lanes // rows)
-        sums = [cgutils.alloca_once(b, v.type) for _ in range(rows)]
-        # Of a group of tokens, by row: added up across lanes all at once.
-        kept = cgutils.alloca_once(b, v.type, size=_I64(rows * tokens))
-        whole = b.and_(dim, _I64(-v.lanes))
-        last = b.sub(count, _I64(1))
-
-        def add_column(d, values):
-            for r in range(rows):
-                q_row = v.load_floats(q_data, b.add(b.add(q_at, b.mul(_I64(r), q_step)), d))
-                b.store(v.fma(q_row, values, b.load(sums[r])), sums[r])
-
-        with _steps(b, _I64(0), count, tokens) as (t0, _):
-            # One token after another, not side by side: the CPU overlaps them by itself.
-            with _steps(b, _I64(0), _I64(tokens), 1) as (t, _):
-                row = b.add(t0, t)
-                row = b.select(b.icmp_signed("<", row, last), row, last)  # past it, the last again
-                begin = b.add(codes_at, b.mul(row, row_bytes))
-                end = b.add(begin, row_bytes)
-                for slot in sums:
-                    b.store(v.splat(0.0), slot)
-                with _steps(b, _I64(0), whole, v.lanes) as (d, _):
-                    byte = b.mul(b.sdiv(d, _I64(v.lanes)), _I64(v.bytes))
-                    add_column(d, v.load_values(codes_data, b.add(begin, byte)))
-                with b.if_then(b.icmp_signed("<", whole, dim)):
-                    byte = b.mul(b.sdiv(whole, _I64(v.lanes)), _I64(v.bytes))
-                    add_column(whole, v.load_last_values(codes_data, b.add(begin, byte), end))
                 for r in range(rows):
-                    b.store(b.load(sums[r]), b.gep(kept, [b.add(_I64(r * tokens), t)]))
-            flat = [b.load(b.gep(kept, [_I64(i)])) for i in range(rows * tokens)]
-            for start in range(0, len(flat), v.lanes):
-                scores = v.sums(flat[start : start + v.lanes])
-                for first in range(start, start + v.lanes, tokens):
-                    lanes = [*range(first - start, first - start + tokens)]
-                    at = b.add(b.add(s_at, b.mul(_I64(first // tokens), s_step)), t0)
-                    v.store(v.shuffle(scores, scores, lanes), s_data, at)
-        return context.get_dummy_value()
+                    factor = lanes.splat(factors[r])
+                    for place, slot in zip(places[r], sums[r], strict=True):
+                        before = lanes.load_floats(o_data, place, mask)
+                        b.store(b.fmul(before, factor), slot)
+                with steps(b, begin, end, 1) as (t, _):
+                    weights = [
+                        lanes.splat(
+                            lanes.load_one(p_data, b.add(b.add(p_at, b.mul(I64(r), p_step)), t))
+                        )
+                        for r in range(rows)
+                    ]
+                    ask(b.load(b.gep(ahead_offsets, [t])))
+                    for i, v_row in enumerate(load(t)):
+                        for r in range(rows):
+                            b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
+                for r in range(rows):
+                    with b.if_then(b.icmp_signed("<", I64(r), count)):
+                        for place, slot in zip(places[r], sums[r], strict=True):
+                            if mask is None:
+                                lanes.store(b.load(slot), o_data, place)
+                            else:
+                                lanes.store_masked(b.load(slot), o_data, place, mask)
 
-    return signature, codegen
+            def add_vectors(column, vectors, columns=None):
+                """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
+                mask = None if columns is None else lanes.lanes_below(columns)
+                starts = [b.add(column, I64(i * lanes.lanes)) for i in range(vectors)]
 
+                def load(t):
+                    row_at = b.load(b.gep(offsets, [t]))
+                    for start in starts:
+                        yield lanes.load(kind, v_data, b.add(row_at, start), mask)
 
-@intrinsic(prefer_literal=True)
-def weigh_code_tile(
-    typing_context, BITS, ROWS, p, p_at, p_step, codes, codes_at, row_bytes, count, dim, levels, o, o_at, o_step,
-    rescale, rescale_at,
-):  # fmt: skip
-    """Add weighted rows of codes: ``o[r, d] = rescale[r] * o[r, d] + sum over t < count of p[r, t] * level(t, d)``.
+                def ask(at):
+                    for i in range(0, vectors * lanes.lanes, ON_LINE[ahead_kind]):
+                        lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, I64(i)))
 
-    The codes of row t start at byte ``codes_at + t * row_bytes``. Output rows are padded to whole vectors of
-    `CODE_LANES`; columns past `dim` get what does not matter, but is finite where the weights and levels are.
-    """
-    if not _literals(BITS, ROWS):
-        return None
-    bits, rows = BITS.literal_value, ROWS.literal_value
-    i8 = types.int64
-    signature = types.void(
-        BITS, ROWS, p, i8, i8, codes, i8, i8, i8, i8, levels, o, i8, i8, rescale, i8
-    )  # fmt: skip
+                add_rows(starts, None, load, ask)
 
-    def codegen(context, b, sig, args):
-        p_at, p_step, codes_at, row_bytes, count, dim = (args[i] for i in (3, 4, 6, 7, 8, 9))
-        o_at, o_step, rescale_at = (args[i] for i in (12, 13, 15))
-        p_data, codes_data, levels_data, o_data, rescale_data = (
-            _data(context, b, sig.args[i], args[i]) for i in (2, 5, 10, 11, 14)
-        )
-        v = _CodeVectors(b, bits, levels_data)
-        factors = [
-            v.splat(v.load_one(rescale_data, b.add(rescale_at, _I64(r)))) for r in range(rows)
-        ]
-
-        def add_rows(column, vectors, values_of):
-            """One pass over the tokens for `vectors` vectors of columns, kept in registers."""
-            sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(rows)]
-            places = [
-                [
-                    b.add(b.add(b.add(o_at, b.mul(_I64(r), o_step)), column), _I64(i * v.lanes))
-                    for i in range(vectors)
+            def add_groups(column, groups, columns=None):
+                """Add `groups` groups of INT4 columns, or one with so many columns as a row's end has left."""
+                half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
+                group = b.ashr(column, I64(GROUP.bit_length() - 1))
+                pieces = [
+                    (g, first) for g in range(groups) for first in range(0, _PAIRS, lanes.lanes)
                 ]
-                for r in range(rows)
-            ]
-            for r in range(rows):
-                for i in range(vectors):
-                    before = v.load_floats(o_data, places[r][i])
-                    b.store(b.fmul(before, factors[r]), sums[r][i])
-            first = b.mul(b.sdiv(column, _I64(v.lanes)), _I64(v.bytes))
-            with _steps(b, _I64(0), count, 1) as (t, _):
-                row = b.add(codes_at, b.mul(t, row_bytes))
-                weights = [
-                    v.splat(v.load_one(p_data, b.add(b.add(p_at, b.mul(_I64(r), p_step)), t)))
-                    for r in range(rows)
-                ]
-                for i in range(vectors):
-                    values = values_of(row, b.add(b.add(row, first), _I64(i * v.bytes)))
-                    for r in range(rows):
-                        b.store(v.fma(weights[r], values, b.load(sums[r][i])), sums[r][i])
-            for r in range(rows):
-                for i in range(vectors):
-                    v.store(b.load(sums[r][i]), o_data, places[r][i])
+                size = (
+                    at_once if columns is None else 1
+                )  # pieces of a short group have masks of their own
+                for piece in range(0, len(pieces), size):
+                    taken = pieces[piece : piece + size]
+                    mask = None if columns is None else lanes.lanes_below(half, taken[0][1])
+                    starts = [
+                        b.add(b.add(column, I64(g * GROUP + first)), start)
+                        for g, first in taken
+                        for start in (I64(0), half)
+                    ]
 
-        def whole_vectors(row, at):
-            return v.load_values(codes_data, at)
+                    def load(t, taken=taken, mask=mask):
+                        row_at = b.add(b.load(b.gep(offsets, [t])), b.ashr(column, I64(1)))
+                        levels = {
+                            g: lanes.load_levels(
+                                scales_data, scales_at, t, b.add(group, I64(g)), all_groups
+                            )
+                            for g in sorted({g for g, _ in taken})
+                        }
+                        for g, first in taken:
+                            at = b.add(row_at, I64(g * _PAIRS + first))
+                            yield from lanes.load_pairs(v_data, at, levels[g], mask)
 
-        vectors = min(4, max(1, _ACCUMULATORS // rows))
-        wide = _I64(vectors * v.lanes)
-        in_wide = b.mul(b.sdiv(dim, wide), wide)
-        whole = b.and_(dim, _I64(-v.lanes))
-        with _steps(b, _I64(0), in_wide, vectors * v.lanes) as (column, _):
-            add_rows(column, vectors, whole_vectors)
-        with _steps(b, in_wide, whole, v.lanes) as (column, _):
-            add_rows(column, 1, whole_vectors)
-        with b.if_then(b.icmp_signed("<", whole, dim)):
-            add_rows(
-                whole, 1, lambda row, at: v.load_last_values(codes_data, at, b.add(row, row_bytes))
-            )
+                    def ask(at, first=piece == 0):
+                        for i in range(0, groups * GROUP if first else 0, ON_LINE[ahead_kind]):
+                            lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, I64(i)))
+
+                    add_rows(starts, mask, load, ask)
+
+            vectors = min(8, max(1, ACCUMULATORS // rows))
+            if kind == "int4":
+                at_once = max(1, vectors // 2)  # pairs of vectors
+                wide = max(1, at_once * lanes.lanes // _PAIRS)  # whole groups
+                add, unit = add_groups, GROUP
+            else:
+                wide, add, unit = vectors, add_vectors, lanes.lanes
+            in_wide = b.mul(b.sdiv(head_dim, I64(wide * unit)), I64(wide * unit))
+            whole = b.and_(head_dim, I64(-unit))
+            with steps(b, I64(0), in_wide, wide * unit) as (column, _):
+                add(column, wide)
+            if wide > 1:
+                with steps(b, in_wide, whole, unit) as (column, _):
+                    add(column, 1)
+            rest = b.sub(head_dim, whole)
+            with b.if_then(b.icmp_signed(">", rest, I64(0))):
+                add(whole, 1, rest)
+
+        for_rows(b, args[2], emit)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -1192,18 +1043,18 @@ def fill_ramp(typing_context, array, at, count, start, step):
     i8 = types.int64
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[0], args[0])
+        data = data_of(context, b, sig.args[0], args[0])
         _, at, count, start, step = args
-        type_ = ir.VectorType(_I64, RAMP)
+        type_ = ir.VectorType(I64, RAMP)
 
         def splat(x):
-            first = b.insert_element(ir.Constant(type_, ir.Undefined), x, _I32(0))
-            zeros = ir.Constant(ir.VectorType(_I32, RAMP), None)
+            first = b.insert_element(ir.Constant(type_, ir.Undefined), x, I32(0))
+            zeros = ir.Constant(ir.VectorType(I32, RAMP), None)
             return b.shuffle_vector(first, first, zeros)
 
-        iota = ir.Constant(type_, [ir.Constant(_I64, i) for i in range(RAMP)])
+        iota = ir.Constant(type_, [ir.Constant(I64, i) for i in range(RAMP)])
         first = b.add(splat(start), b.mul(iota, splat(step)))
-        with _steps(b, _I64(0), count, RAMP) as (i, _):
+        with steps(b, I64(0), count, RAMP) as (i, _):
             value = b.add(first, splat(b.mul(i, step)))
             pointer = b.gep(data, [b.add(at, i)])
             b.store(value, b.bitcast(pointer, type_.as_pointer()), align=8)
@@ -1212,13 +1063,75 @@ def fill_ramp(typing_context, array, at, count, start, step):
     return types.void(array, i8, i8, i8, i8), codegen
 
 
+def thread_launcher() -> int:
+    """The address of the function that shares out calls among Numba's threads, once those have been started."""
+    numba.get_num_threads()
+    address: int = llvm.address_of_symbol("numba_parallel_for")
+    return address
+
+
+@intrinsic
+def on_threads(typing_context, launch, workers):
+    """Run the kernel that this stands in on several threads: once for each worker, with the same arguments.
+
+    The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
+    worker from ``range(workers)``. `launch` is what `thread_launcher` gave: calls are shared out among Numba's threads
+    as they are for ``prange``; but a kernel with a ``prange`` takes three times as long to compile.
+    """
+
+    def codegen(context, b, sig, args):
+        kernel, pointer = b.function, I8.as_pointer()
+        kernel.attributes.add("noinline")
+        # Numba's calling convention: places for the result and for an error, then the arguments in pieces.
+        result, error, *pieces = kernel.args
+        pieces = [*pieces[:-3], args[1]]
+        record_type = ir.LiteralStructType([piece.type for piece in pieces])
+        record = cgutils.alloca_once(b, record_type)
+        for i, piece in enumerate(pieces):
+            b.store(piece, b.gep(record, [I32(0), I32(i)], inbounds=True))
+
+        numbers = I64.as_pointer()
+        call_type = ir.FunctionType(
+            ir.VoidType(), [pointer.as_pointer(), numbers, numbers, pointer]
+        )
+        call = ir.Function(b.module, call_type, f"{kernel.name}.part")
+        call.linkage = "internal"
+        inner = ir.IRBuilder(call.append_basic_block())
+        starts, counts, _, data = call.args
+        fields = inner.bitcast(data, record_type.as_pointer())
+        pieces = [inner.load(inner.gep(fields, [I32(0), I32(i)])) for i in range(len(pieces))]
+        places = [cgutils.alloca_once(inner, place.type.pointee) for place in (result, error)]
+        first = inner.ptrtoint(inner.load(starts), I64)
+        with cgutils.for_range(inner, inner.load(counts)) as loop:
+            worker = inner.add(first, loop.index)
+            inner.call(kernel, [*places, *pieces[:-1], I64(0), worker, pieces[-1]])
+        inner.ret_void()
+
+        launch_type = ir.FunctionType(
+            ir.VoidType(),
+            [pointer, pointer.as_pointer(), numbers, numbers, pointer, I64, I64, I32],
+        )
+        # One "array" whose elements are a byte: where a thread's part of it starts is its first worker.
+        starts = cgutils.alloca_once_value(b, ir.Constant(pointer, None))
+        counts = cgutils.alloca_once_value(b, args[1])
+        steps = cgutils.alloca_once_value(b, I64(1))
+        b.call(
+            b.inttoptr(args[0], launch_type.as_pointer()),
+            [b.bitcast(call, pointer), starts, counts, steps, b.bitcast(record, pointer), I64(0),
+             I64(1), b.trunc(args[1], I32)],
+        )  # fmt: skip
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 @intrinsic
 def next_item(typing_context, counter):
     """Take the next number of a counter that all threads share (an int64 array of one element)."""
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[0], args[0])
-        return b.atomic_rmw("add", data, _I64(1), "monotonic")
+        data = data_of(context, b, sig.args[0], args[0])
+        return b.atomic_rmw("add", data, I64(1), "monotonic")
 
     return types.int64(counter), codegen
 
@@ -1229,11 +1142,27 @@ def prefetch(typing_context, array, at):
     kind = "fp32" if array.dtype == types.float32 else "bf16"
 
     def codegen(context, b, sig, args):
-        data = _data(context, b, sig.args[0], args[0])
-        _Vectors(b, "float32").prefetch(kind, data, args[1])
+        data = data_of(context, b, sig.args[0], args[0])
+        Vectors(b, "float32").prefetch(kind, data, args[1])
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def borrow(typing_context, array):
+    """The same array without its owner: slices of it cost nothing, as no references are counted.
+
+    The caller keeps `array` alive.
+    """
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[0])(context, b, args[0])
+        source.meminfo = ir.Constant(source.meminfo.type, None)
+        source.parent = ir.Constant(source.parent.type, None)
+        return source._getvalue()
+
+    return array(array), codegen
 
 
 @intrinsic
@@ -1246,7 +1175,7 @@ def row_of(typing_context, array, index):
 
     def codegen(context, b, sig, args):
         source = context.make_array(sig.args[0])(context, b, args[0])
-        at = b.ptrtoint(source.data, _I64)
+        at = b.ptrtoint(source.data, I64)
         for axis, i in enumerate(cgutils.unpack_tuple(b, args[1])):
             at = b.add(at, b.mul(i, b.extract_value(source.strides, axis)))
         row = context.make_array(row_type)(context, b)

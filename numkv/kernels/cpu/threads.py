@@ -1,24 +1,38 @@
-"""Share a kernel's rows among threads where there are enough of them.
+"""Run a kernel on several threads.
 
-A kernel that moves rows is built twice from one source: alone, and with threads (``prange``). Small calls take the
-first, so that they neither start threads nor wait for any; each build is made when it is first needed. The kernel's
-last argument is the number of workers, and worker w takes rows ``[n * w // workers, n * (w + 1) // workers)``. No row
-depends on another, so a result does not depend on their number.
+A kernel that can share its work has `ON_THREADS` as its last arguments, ``launch, worker, workers``. Where `launch` is
+not 0 it calls `on_threads`, which runs it once for each worker, and does no more; else it does the
+part of one worker: rows ``[n * worker // workers, n * (worker + 1) // workers)``, or whatever `next_item` hands out. So
+one build serves small calls, which neither start threads nor wait for any, and large ones. No row depends on another,
+so a result does not depend on the number of workers.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba import types
 
-from numkv.kernels.kernel import parallel_lock
+from numkv.kernels.cpu.simd import thread_launcher
 
-__all__ = ["run", "workers_for"]
+__all__ = ["ON_THREADS", "parallel_lock", "run", "workers_for"]
+
+#: Numba types of a kernel's last arguments: ``launch, worker, workers``.
+ON_THREADS = (types.int64, types.int64, types.int64)
+
+#: Held while a kernel runs on several threads: Numba's ``workqueue`` threading layer, the only one that is always
+#: there, aborts the process when two Python threads launch parallel kernels at once.
+parallel_lock = threading.RLock()
 
 # Elements below which one thread does it all: about as long as it takes to wake the others.
 SERIAL_ELEMENTS = 1 << 18
+
+
+_launcher = functools.cache(thread_launcher)
 
 
 def workers_for(num_elements: int) -> int:
@@ -28,9 +42,9 @@ def workers_for(num_elements: int) -> int:
 
 
 def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
-    """Run a kernel, which for more than one worker is the build with threads."""
+    """Run a kernel with so many workers, at most as many as Numba has threads."""
     if workers == 1:
-        kernel(*args, 1)
+        kernel(*args, 0, 0, 1)
     else:
         with parallel_lock:
-            kernel(*args, workers)
+            kernel(*args, _launcher(), 0, workers)

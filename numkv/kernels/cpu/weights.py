@@ -22,7 +22,8 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import SCALES, WORDS, array, build, parallel_lock
+from numkv.kernels.cpu.threads import parallel_lock
+from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load
 

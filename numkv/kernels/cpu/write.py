@@ -10,12 +10,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
-from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.cpu.threads import run, workers_for
+from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
@@ -76,71 +76,69 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
     def kernel(
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, places, start, workers,
+        q_out, k_pool, k_scale, v_pool, v_scale, places, start, launch, worker, workers,
     ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_q_heads, num_kv_heads = np.int64(q_out.shape[1]), np.int64(k_pool.shape[1])
         num_tokens, block_size = np.int64(qkv.shape[0]), np.int64(k_pool.shape[2])
         dim, half = np.int64(q_out.shape[2]), np.int64(cos.shape[1])
-        for w in prange(workers):
-            x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
-            low, high = x[:half], x[half : 2 * half]
-            # Weights may be strided.
-            q_factors, k_factors = np.empty(len(q_weight), F), np.empty(len(k_weight), F)
-            _convert_row(q_weight, q_factors, F)
-            _convert_row(k_weight, k_factors, F)
-            for t in range(
-                num_tokens * np.int64(w) // workers, num_tokens * (np.int64(w) + 1) // workers
-            ):
-                if BY_SLOT:
-                    slot, angle = np.int64(places[t]), np.int64(angles[t])
+        x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
+        low, high = x[:half], x[half : 2 * half]
+        # Weights may be strided.
+        q_factors, k_factors = np.empty(len(q_weight), F), np.empty(len(k_weight), F)
+        _convert_row(q_weight, q_factors, F)
+        _convert_row(k_weight, k_factors, F)
+        for t in range(num_tokens * worker // workers, num_tokens * (worker + 1) // workers):
+            if BY_SLOT:
+                slot, angle = np.int64(places[t]), np.int64(angles[t])
+            else:
+                slot, angle = slot_of(places, start + t, block_size), first_angle + t
+            block, offset = slot // block_size, slot % block_size
+            row = row_of(qkv, (np.int64(t),))
+            if rotate:
+                _convert_row(row_of(cos, (angle,)), c, F)
+                _convert_row(row_of(sin, (angle,)), s, F)
+            for h in range(num_q_heads + (num_kv_heads if slot >= 0 else 0)):
+                _convert_row(row[h * dim : (h + 1) * dim], x, load)
+                if normalise:
+                    root = root_mean_square(_sum_of_squares(x), F(dim), F(eps))
+                    factors = q_factors if h < num_q_heads else k_factors
+                    _scale_row(x, F(1) / F(root), factors)
+                if rotate and interleaved:
+                    _rotate_neighbours(x, c, s)
+                elif rotate:
+                    _rotate_halves(low, high, c, s)
+                if h < num_q_heads:
+                    _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
                 else:
-                    slot, angle = slot_of(places, start + t, block_size), first_angle + t
-                block, offset = slot // block_size, slot % block_size
-                row = row_of(qkv, (np.int64(t),))
-                if rotate:
-                    _convert_row(row_of(cos, (angle,)), c, F)
-                    _convert_row(row_of(sin, (angle,)), s, F)
-                for h in range(num_q_heads + (num_kv_heads if slot >= 0 else 0)):
-                    _convert_row(row[h * dim : (h + 1) * dim], x, load)
-                    if normalise:
-                        root = root_mean_square(_sum_of_squares(x), F(dim), F(eps))
-                        factors = q_factors if h < num_q_heads else k_factors
-                        _scale_row(x, F(1) / F(root), factors)
-                    if rotate and interleaved:
-                        _rotate_neighbours(x, c, s)
-                    elif rotate:
-                        _rotate_halves(low, high, c, s)
-                    if h < num_q_heads:
-                        _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
-                    else:
-                        g = np.int64(h - num_q_heads)
-                        k_row = row_of(k_pool, (block, g, offset))
-                        if K_KIND == "int4":
-                            store_int4(x, k_row, row_of(k_scale, (block, g, offset)))
-                            continue
-                        scale = store_k_row(x, k_row, store_k)
-                        if K_KIND == "int8":
-                            k_scale[block, g, offset] = scale
-                if slot < 0:
-                    continue
-                for g in range(num_kv_heads):
-                    first = (num_q_heads + num_kv_heads + g) * dim
-                    _convert_row(row[first : first + dim], x, load)
-                    v_row = row_of(v_pool, (block, np.int64(g), offset))
-                    if V_KIND == "int4":
-                        store_int4(x, v_row, row_of(v_scale, (block, np.int64(g), offset)))
+                    g = np.int64(h - num_q_heads)
+                    k_row = row_of(k_pool, (block, g, offset))
+                    if K_KIND == "int4":
+                        store_int4(x, k_row, row_of(k_scale, (block, g, offset)))
                         continue
-                    scale = store_v_row(x, v_row, store_v)
-                    if V_KIND == "int8":
-                        v_scale[block, g, offset] = scale
+                    scale = store_k_row(x, k_row, store_k)
+                    if K_KIND == "int8":
+                        k_scale[block, g, offset] = scale
+            if slot < 0:
+                continue
+            for g in range(num_kv_heads):
+                first = (num_q_heads + num_kv_heads + g) * dim
+                _convert_row(row[first : first + dim], x, load)
+                v_row = row_of(v_pool, (block, np.int64(g), offset))
+                if V_KIND == "int4":
+                    store_int4(x, v_row, row_of(v_scale, (block, np.int64(g), offset)))
+                    continue
+                scale = store_v_row(x, v_row, store_v)
+                if V_KIND == "int8":
+                    v_scale[block, g, offset] = scale
 
     return kernel
 
 
 @functools.cache
-def _write_rows(
-    src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool, parallel: bool
-) -> Any:
+def _write_rows(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
     real, angle = from_dtype(compute), array(from_dtype(table), 2)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
@@ -148,11 +146,11 @@ def _write_rows(
         array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
         array(*SCALES[k_kind], out=True), array(WORDS[v_kind], 4, out=True),
         array(*SCALES[v_kind], out=True),
-        array(types.int64 if by_slot else types.int32, 1), types.int64, types.int64,
+        array(types.int64 if by_slot else types.int32, 1), types.int64, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
     kernel = make_write_rows(src, k_kind, v_kind, compute.name, by_slot)
-    return build(kernel, signature, label=label, parallel=parallel)
+    return build(kernel, signature, label=label)
 
 
 _NO_PLACES = np.empty(0, np.int64)
@@ -194,10 +192,9 @@ def write_rows(
     start : int
         Position of the first new token.
     """
-    workers = workers_for(qkv.size)
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False, workers > 1)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
     run(
-        kernel, workers,
+        kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
         q_out, k_pool, k_scale, v_pool, v_scale, block_table, start,
     )  # fmt: skip
@@ -220,10 +217,9 @@ def scatter_write(
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves K and V out.
     """
-    workers = workers_for(qkv.size)
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True, workers > 1)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
     run(
-        kernel, workers,
+        kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,
         q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0,
     )  # fmt: skip
