@@ -106,7 +106,6 @@ def build(
     signature: Any,
     *,
     label: str,
-    parallel: bool = False,
     fastmath: bool | set[str] = False,
 ) -> Callable[..., Any]:
     """Compile `py_func` for `signature`, or load it from the disk cache.
@@ -120,8 +119,6 @@ def build(
         Types of the arguments.
     label : str
         What is being compiled, for the log.
-    parallel : bool
-        Whether ``prange`` launches threads.
     fastmath : bool or set of str
         LLVM fast-math flags. Kernels with vector code leave it False: the flags would reach that code too.
 
@@ -130,12 +127,10 @@ def build(
     callable
         The compiled function; calls with other types raise ``TypeError``.
     """
-    dispatcher = numba.njit(nogil=True, parallel=parallel, fastmath=fastmath, error_model="numpy")(
-        py_func
-    )
+    dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(py_func)
     try:
         flags = tuple(sorted(fastmath)) if isinstance(fastmath, set) else fastmath
-        dispatcher._cache = _KernelCache(py_func, parallel, flags)
+        dispatcher._cache = _KernelCache(py_func, flags)
     except RuntimeError as error:  # no folder to cache in
         _warn_no_cache(str(error))
     log.info("loading %s", label)

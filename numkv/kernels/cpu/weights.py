@@ -16,13 +16,14 @@ import functools
 import math
 from typing import Any
 
+import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import to_floats
-from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.cpu.threads import parallel_lock
+from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.threads import ON_THREADS, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load
@@ -33,6 +34,8 @@ __all__ = ["attention_weights"]
 TILE = 32
 # Tokens of a unit of work.
 CHUNK = 512
+# Multiply-adds below which one thread does it all.
+SERIAL_WORK = 1_000_000
 
 
 @register_jitable
@@ -64,14 +67,17 @@ def make_attention_weights(K_KIND):
 
     def kernel(
         q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
-        window_left, weights,
+        window_left, weights, launch, worker, workers,
     ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
         num_kv_heads, block_size = k.shape[1], np.int64(k.shape[2])
         dim, group = q.shape[2], q.shape[1] // num_kv_heads
         padded = (dim + 3) // 4 * 4
         columns = weights.shape[2]
         chunks = (columns + CHUNK - 1) // CHUNK
-        for item in prange(len(seq_lens) * num_kv_heads * chunks):
+        for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
             chunk, g = item % chunks, item // chunks % num_kv_heads
             b = item // chunks // num_kv_heads
             length, first_row = seq_lens[b], q_starts[b]
@@ -143,10 +149,10 @@ def _attention_weights(k_kind: str) -> Any:
     signature = (
         array(f32, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(types.int32, 2), index, index,
         array(types.int64, 2), types.int64, array(f32, 2), types.float64, types.float64, types.int64,
-        array(f32, 3, out=True),
+        array(f32, 3, out=True), *ON_THREADS,
     )  # fmt: skip
     label = f"attention_weights, {k_kind}"
-    return build(make_attention_weights(k_kind), signature, label=label, parallel=True)
+    return build(make_attention_weights(k_kind), signature, label=label)
 
 
 def attention_weights(
@@ -190,8 +196,9 @@ def attention_weights(
     """
     if q_kind != "fp32":
         q = to_floats(q, q_kind, "float32")
-    with parallel_lock:
-        _attention_weights(k_kind)(
-            q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
-            logits_soft_cap, window_left, weights,
-        )  # fmt: skip
+    work = q.size * weights.shape[2]
+    workers = 1 if work < SERIAL_WORK else numba.get_num_threads()
+    run(
+        _attention_weights(k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+        lse, sm_scale, logits_soft_cap, window_left, weights,
+    )  # fmt: skip
