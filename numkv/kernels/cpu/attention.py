@@ -344,7 +344,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             floats[RESCALE + i] = rescale
                             if V_PACKED:
                                 floats[W_SCALES + i] = code_group_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, v_blocks,
+                                    floats, S + i * TILE, floats, V_SCALES, dim_v,
                                     low, high, floats, W + i * w_step, floats,
                                     LOWEST + i * 4 * v_blocks,
                                 )  # fmt: skip

@@ -62,6 +62,10 @@ __all__ = [
 INT4_INTEGERS = LANES == 16
 #: Elements of INT4 that are taken at once: four groups.
 BLOCK = 128
+# Rows of at most so many elements, two groups, share vectors by twos.
+SHORT = 64
+# Of two tokens with four groups each, the first two groups, in four lanes each.
+_TWO_GROUPS_EACH = [4 * (i // 8) + i // 4 % 2 for i in range(16)]
 #: Rows whose sums fit into registers.
 _ROWS = 4
 _LARGEST = 32767.0
@@ -87,7 +91,20 @@ class _Words(Vectors):
 
         Past `count` codes are 0, and memory is not touched.
         """
-        size = 4 * self.lanes
+        words = self.words(self._load_bytes(base, at, count, 4 * self.lanes))
+        if kind == "int8":
+            eight = self.splat_word(8)
+            return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
+        return self._nibbles(words)
+
+    def load_two_rows(self, base, places, count):
+        """The same for two short INT4 rows of `count` bytes: one in the lower half of vectors, one in the upper."""
+        size = 2 * self.lanes
+        rows = [self._load_bytes(base, at, count, size) for at in places]
+        return self._nibbles(self.words(self.shuffle(*rows, [*range(2 * size)])))
+
+    def _load_bytes(self, base, at, count, size):
+        """Load `count` bytes into a vector of `size`; the others are 0."""
         type_ = ir.VectorType(I8, size)
         iota = ir.Constant(type_, [ir.Constant(I8, i) for i in range(size)])
         some = self.b.select(self.b.icmp_signed("<", count, I64(size)), count, I64(size))
@@ -95,10 +112,9 @@ class _Words(Vectors):
             ir.Constant(type_, ir.Undefined), self.b.trunc(some, I8), I32(0)
         )
         mask = self.b.icmp_unsigned("<", iota, self.shuffle(first, first, [0] * size))
-        words = self.words(self._masked_load(self._pointer(base, at, I8), type_, 1, mask))
-        if kind == "int8":
-            eight = self.splat_word(8)
-            return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
+        return self._masked_load(self._pointer(base, at, I8), type_, 1, mask)
+
+    def _nibbles(self, words):
         shifted = [self.b.lshr(words, self.splat_word(bits)) for bits in (8, 4, 12)]
         low = self.splat_word(15)
         return [self.b.and_(x, low) for x in (words, *shifted[:2])] + shifted[2:]
@@ -137,12 +153,16 @@ class _Words(Vectors):
             ]
         return found
 
-    def load_by_group(self, base, at):
-        """Load four floats, one for each group of a block, each into all lanes of its group."""
-        four = ir.VectorType(self.float, 4)
-        pointer = self.b.bitcast(self._pointer(base, at, self.float), four.as_pointer())
+    def load_by_group(self, base, at, tokens=1):
+        """Load four floats, one for each group of a block, each into all lanes of its group.
+
+        Of two tokens, one after the other: the first two groups of each.
+        """
+        type_ = ir.VectorType(self.float, 4 * tokens)
+        pointer = self.b.bitcast(self._pointer(base, at, self.float), type_.as_pointer())
         floats = self.b.load(pointer, align=4)
-        return self.shuffle(floats, floats, [i // 4 for i in range(16)])
+        lanes = [i // 4 for i in range(16)] if tokens == 1 else _TWO_GROUPS_EACH
+        return self.shuffle(floats, floats, lanes)
 
     def larger_size(self, x, peak):
         """The larger magnitude, lane by lane, as bits, which are in the order of magnitudes and end with NaN's."""
@@ -152,6 +172,24 @@ class _Words(Vectors):
     def larger_int(self, a, b):
         """Lane by lane the larger integer."""
         return self.b.select(self.b.icmp_signed(">", a, b), a, b)
+
+    def store_pairs(self, vectors, each, base, at, step, t0):
+        """`store_scores` where a vector's lower half belongs to one token and its upper half to the next one.
+
+        There are `each` vectors of a row.
+        """
+        eight = self.lanes // 2
+        for start in range(0, len(vectors), eight):
+            sums = self.sums(vectors[start : start + eight])
+            run = min(each, eight)
+            for first in range(start, start + eight, run):
+                lanes = [
+                    x for i in range(first - start, first - start + run) for x in (i, eight + i)
+                ]
+                row, pair = divmod(first, each)
+                place = self.b.add(self.b.add(at, self.b.mul(I64(row), step)), t0)
+                place = self.b.add(place, I64(2 * pair))
+                self.store(self.shuffle(sums, sums, lanes), base, place)
 
     def quantiser(self, peak):
         """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it.
@@ -210,14 +248,15 @@ def code_weights(typing_context, s, s_at, factors, factors_at, begin, end):
 
 @intrinsic
 def code_group_weights(
-    typing_context, s, s_at, scales, scales_at, blocks, begin, end, w, w_at, sums, sums_at
+    typing_context, s, s_at, scales, scales_at, head_dim, begin, end, w, w_at, sums, sums_at
 ):  # fmt: skip
     """One row's probabilities of a tile times the scales of tokens' groups, as 16-bit integers; return their scale.
 
-    `scales` are what `gather_groups` made, for `blocks` times four groups. The integers of tokens 2i and 2i + 1 for
-    block j are the halves of the 16 lanes of `w` from ``w_at + 16 * (j * TILE / 2 + i)`` on. ``sums[sums_at + g]`` is
-    what the lowest levels of group g add up to: the sum of ``p[t] * lowest[t, g]``. Tokens outside ``[begin, end)`` get
-    0.
+    `scales` are what `gather_groups` made for rows of `head_dim`. The integers of tokens 2i and 2i + 1 for block j are
+    the halves of the 16 lanes of `w` from ``w_at + 16 * (j * TILE / 2 + i)`` on; of rows of up to 64 elements, tokens
+    4i and 4i + 1 are in the lower lanes from ``w_at + 16 * i`` on, the two after them in the upper ones.
+    ``sums[sums_at + g]`` is what the lowest levels of group g add up to: the sum of ``p[t] * lowest[t, g]``. Tokens
+    outside ``[begin, end)`` get 0.
     """
     i8 = types.int64
 
@@ -225,10 +264,12 @@ def code_group_weights(
         s_data, scales_data, w_data, sums_data = (
             data_of(context, b, sig.args[i], args[i]) for i in (0, 2, 7, 9)
         )
-        s_at, scales_at, blocks, begin, end, w_at, sums_at = (
+        s_at, scales_at, head_dim, begin, end, w_at, sums_at = (
             args[i] for i in (1, 3, 4, 5, 6, 8, 10)
         )
         v = _Words(b)
+        blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
+        short = b.icmp_signed("<=", head_dim, I64(SHORT))
         lowest_at = b.mul(blocks, I64(4 * TILE))
         four = ir.VectorType(v.float, 4)
         zero = v.splat(0.0)
@@ -272,12 +313,19 @@ def code_group_weights(
                 # Of neighbouring tokens, one's code goes into the lower half of a lane, the other's into the upper.
                 other = v.shuffle(codes, codes, [i + 4 if i % 8 < 4 else i for i in range(16)])
                 pairs = b.or_(b.and_(codes, v.splat_int(0xFFFF)), b.shl(other, v.splat_int(16)))
-                for pair in range(2):
-                    lanes = [8 * pair + i // 4 for i in range(16)]
-                    at = b.add(b.mul(j, I64(TILE // 2)), I64(t // 2 + pair))
-                    at = b.add(w_at, b.mul(at, I64(16)))
+
+                def put(lanes, place, pairs=pairs):
+                    at = b.add(w_at, b.mul(place, I64(16)))
                     pointer = b.bitcast(v._pointer(w_data, at, v.float), v.int_type.as_pointer())
                     b.store(v.shuffle(pairs, pairs, lanes), pointer, align=4)
+
+                with b.if_else(short) as (of_short, of_others):
+                    with of_short:
+                        put([8 * (i // 8) + i // 4 % 2 for i in range(16)], I64(t // 4))
+                    with of_others:
+                        for pair in range(2):
+                            place = b.add(b.mul(j, I64(TILE // 2)), I64(t // 2 + pair))
+                            put([8 * pair + i // 4 for i in range(16)], place)
         return scale
 
     signature = types.float32(s, i8, scales, i8, i8, i8, i8, w, i8, sums, i8)
@@ -320,44 +368,58 @@ def weigh_integers(
             size = 4 * v.lanes  # bytes of a block
             columns = 2 * size if packed else size
             row_bytes = b.ashr(head_dim, I64(1)) if packed else head_dim
-            first_pair, pairs = b.ashr(begin, I64(1)), b.ashr(b.add(end, I64(1)), I64(1))
             num_blocks = b.sdiv(b.add(head_dim, I64(columns - 1)), I64(columns))
 
-            def weights_of(row, block, pair):
+            def weights_of(row, block, turn):
                 at = b.add(w_at, b.mul(I64(row), w_step))
                 if packed:
-                    at = b.add(at, b.mul(b.add(b.mul(block, I64(TILE // 2)), pair), I64(16)))
+                    at = b.add(at, b.mul(b.add(b.mul(block, I64(TILE // 2)), turn), I64(16)))
                     pointer = b.bitcast(v._pointer(w_data, at, v.float), v.int_type.as_pointer())
                     return b.load(pointer, align=4)
-                return b.bitcast(v.splat(v.load_one(w_data, b.add(at, pair))), v.int_type)
+                return b.bitcast(v.splat(v.load_one(w_data, b.add(at, turn))), v.int_type)
 
-            def one_pass(block, taken, which, ask):
+            def codes_of(block, turn, short, ask):
+                """Words of a pair of tokens; of short rows, of two pairs."""
+                each = 4 if short else 2
+                at = b.mul(block, I64(size))
+                places = []
+                for i in range(each):
+                    token = b.add(b.mul(turn, I64(each)), I64(i))
+                    places.append(b.add(b.load(b.gep(offsets, [token])), at))
+                    if ask:
+                        ahead_at = b.load(b.gep(ahead_offsets, [token]))
+                        for column in range(0, columns // (each // 2), ON_LINE[ahead_kind]):
+                            column = b.add(b.mul(block, I64(columns)), I64(column))
+                            v.prefetch(ahead_kind, ahead_data, ahead_at, column)
+                if short:
+                    return [v.load_two_rows(v_data, places[i::2], row_bytes) for i in range(2)]
+                left = b.sub(row_bytes, at)
+                return [v.load_words_of(kind, v_data, place, left) for place in places]
+
+            def one_pass(block, taken, which, ask, short=False):
                 """The words `which` of a block, for some rows."""
                 sums = {
                     row: [cgutils.alloca_once(b, v.int_type) for _ in range(4)] for row in taken
                 }
                 for slot in (slot for slots in sums.values() for slot in slots):
                     b.store(v.splat_int(0), slot)
-                at = b.mul(block, I64(size))
-                with steps(b, first_pair, pairs, 1) as (pair, _):
-                    codes = []
-                    for i in range(2):
-                        token = b.add(b.mul(pair, I64(2)), I64(i))
-                        row_at = b.add(b.load(b.gep(offsets, [token])), at)
-                        codes.append(v.load_words_of(kind, v_data, row_at, b.sub(row_bytes, at)))
-                        if ask:
-                            ahead_at = b.load(b.gep(ahead_offsets, [token]))
-                            for column in range(0, columns, ON_LINE[ahead_kind]):
-                                column = b.add(b.mul(block, I64(columns)), I64(column))
-                                v.prefetch(ahead_kind, ahead_data, ahead_at, column)
+                shift = 2 if short else 1
+                first_turn = b.ashr(begin, I64(shift))
+                turns = b.ashr(b.add(end, I64((1 << shift) - 1)), I64(shift))
+                with steps(b, first_turn, turns, 1) as (turn, _):
+                    codes = codes_of(block, turn, short, ask)
                     mixed = [x for i in which for x in v.interleave(codes[0][i], codes[1][i])]
                     for row in taken:
-                        weights = v.words(weights_of(row, block, pair))
+                        weights = v.words(weights_of(row, block, turn))
                         for slot, x in zip(sums[row], mixed, strict=True):
                             b.store(v.add_pairs(b.load(slot), x, weights), slot)
                 for row in taken:
                     with b.if_then(b.icmp_signed("<", I64(row), count)):
-                        finish(block, row, which[0] // 2, [b.load(slot) for slot in sums[row]])
+                        totals = [b.load(slot) for slot in sums[row]]
+                        if short:
+                            upper = [*range(8, 16), *range(8)]
+                            totals = [b.add(x, v.shuffle(x, x, upper)) for x in totals]
+                        finish(block, row, which[0] // 2, totals)
 
             def finish(block, row, nibble, totals):
                 even, odd = totals[:2], totals[2:]
@@ -387,14 +449,25 @@ def weigh_integers(
                         value = v.fma(v.load_floats(w_data, place, mask), rescale, value)
                         v.store_masked(value, w_data, place, mask)
 
-            with steps(b, I64(0), num_blocks, 1) as (block, _):
+            def all_passes(block, short=False):
                 for first in range(0, rows, _ROWS):
                     taken = range(first, min(rows, first + _ROWS))
+                    one_pass(block, taken, (0, 1), first == 0, short)
                     if packed:
-                        one_pass(block, taken, (0, 1), first == 0)
-                        one_pass(block, taken, (2, 3), False)
-                    else:
-                        one_pass(block, taken, (0, 1), first == 0)
+                        one_pass(block, taken, (2, 3), False, short)
+
+            def all_blocks():
+                with steps(b, I64(0), num_blocks, 1) as (block, _):
+                    all_passes(block)
+
+            if not packed:
+                all_blocks()
+                return
+            with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
+                with of_short:
+                    all_passes(I64(0), short=True)
+                with of_others:
+                    all_blocks()
 
         for_rows(b, args[1], emit)
         return context.get_dummy_value()
@@ -412,8 +485,10 @@ def fill_code_row(to, row, scale):
             byte = (first >> 1) + i
             # Of a block: words of even bytes, of odd ones; first those of low nibbles, then of high ones.
             at = (byte >> 6) * BLOCK + ((byte & 63) >> 1) + ((byte & 1) << 5)
-            to[at] = scale * row[first + i]
-            to[at + BLOCK // 2] = scale * row[first + half + i]
+            low, high = scale * row[first + i], scale * row[first + half + i]
+            to[at], to[at + BLOCK // 2] = low, high
+            if dim <= SHORT:  # for the row in the upper half
+                to[at + 16], to[at + 16 + BLOCK // 2] = low, high
 
 
 @intrinsic
@@ -490,66 +565,81 @@ def score_integers(
 
         def emit(rows):
             v = _Words(b)
-            tokens = max(1, v.lanes // rows)
-            sums = [[cgutils.alloca_once(b, v.type) for _ in range(tokens)] for _ in range(rows)]
+            vectors = max(
+                1, v.lanes // rows
+            )  # for each row, of one token each, or of two short ones
+            sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(rows)]
             row_bytes = b.ashr(head_dim, I64(1))
             num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
             lowest_at = b.mul(num_blocks, I64(4 * TILE))
 
-            def add_block(block, t0, k_at):
-                q_rows = [
-                    [
-                        v.load_words(
-                            q_data,
-                            b.add(
-                                b.add(q_at, b.mul(I64(r), q_step)),
-                                b.add(b.mul(block, I64(BLOCK // 2)), I64(i * v.lanes)),
-                            ),
-                        )
-                        for i in range(4)
-                    ]
-                    for r in range(rows)
-                ]
-                q_sums = [
-                    v.load_floats(
-                        q_data,
-                        b.add(b.add(q_sums_at, b.mul(I64(r), q_sums_step)), b.mul(block, I64(16))),
+            def of_row(at, step, r, block, each):
+                return b.add(b.add(at, b.mul(I64(r), step)), b.mul(block, I64(each)))
+
+            def add_block(block, t0, k_at, tokens):
+                q_rows = []
+                for r in range(rows):
+                    place = of_row(q_at, q_step, r, block, BLOCK // 2)
+                    q_rows.append(
+                        [v.load_words(q_data, b.add(place, I64(i * v.lanes))) for i in range(4)]
                     )
+                q_sums = [
+                    v.load_floats(q_data, of_row(q_sums_at, q_sums_step, r, block, 16))
                     for r in range(rows)
                 ]
                 at = b.mul(block, I64(64))
-                for t in range(tokens):
-                    words = v.load_words_of(
-                        "int4", k_data, b.add(k_at[t], at), b.sub(row_bytes, at)
-                    )
-                    scale_at = v.scale_place(b.add(t0, I64(t)), b.mul(block, I64(4)))
+                for i in range(vectors):
+                    if tokens == 2:
+                        words = v.load_two_rows(k_data, k_at[2 * i : 2 * i + 2], row_bytes)
+                    else:
+                        left = b.sub(row_bytes, at)
+                        words = v.load_words_of("int4", k_data, b.add(k_at[i], at), left)
+                    scale_at = v.scale_place(b.add(t0, I64(tokens * i)), b.mul(block, I64(4)))
                     scale_at = b.add(scales_at, scale_at)
-                    scale = v.load_by_group(q_data, scale_at)
-                    lowest = v.load_by_group(q_data, b.add(scale_at, lowest_at))
+                    scale = v.load_by_group(q_data, scale_at, tokens)
+                    lowest = v.load_by_group(q_data, b.add(scale_at, lowest_at), tokens)
                     for r in range(rows):
                         product = v.splat_int(0)
                         for q_words, k_words in zip(q_rows[r], words, strict=True):
                             product = v.add_pairs(product, k_words, q_words)
-                        total = v.fma(q_sums[r], lowest, b.load(sums[r][t]))
+                        total = v.fma(q_sums[r], lowest, b.load(sums[r][i]))
                         total = v.fma(b.sitofp(product, v.type), scale, total)
-                        b.store(total, sums[r][t])
+                        b.store(total, sums[r][i])
 
-            with steps(b, I64(0), count, tokens) as (t0, _):
-                k_at, ahead_at = (
-                    [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
-                    for table in (offsets, ahead_offsets)
-                )
-                for slot in (slot for row in sums for slot in row):
-                    b.store(v.splat(0.0), slot)
-                with steps(b, I64(0), num_blocks, 1) as (block, _):
-                    for t in range(tokens):
-                        for column in range(0, BLOCK, ON_LINE[ahead_kind]):
-                            column = b.add(b.mul(block, I64(BLOCK)), I64(column))
-                            v.prefetch(ahead_kind, ahead_data, ahead_at[t], column)
-                    add_block(block, t0, k_at)
-                v.store_scores(
-                    [b.load(slot) for row in sums for slot in row], tokens, q_data, s_at, s_step, t0
-                )
+            def all_tokens(tokens):
+                """Scores, with so many tokens in a vector."""
+                each = vectors * tokens
+                with steps(b, I64(0), count, each) as (t0, _):
+                    k_at, ahead_at = (
+                        [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(each)]
+                        for table in (offsets, ahead_offsets)
+                    )
+                    for slot in (slot for row in sums for slot in row):
+                        b.store(v.splat(0.0), slot)
+
+                    def one_block(block):
+                        for t in range(each):
+                            for column in range(0, BLOCK // tokens, ON_LINE[ahead_kind]):
+                                column = b.add(b.mul(block, I64(BLOCK)), I64(column))
+                                v.prefetch(ahead_kind, ahead_data, ahead_at[t], column)
+                        add_block(block, t0, k_at, tokens)
+
+                    if tokens == 2:
+                        one_block(I64(0))
+                    else:
+                        with steps(b, I64(0), num_blocks, 1) as (block, _):
+                            one_block(block)
+                    totals = [b.load(slot) for row in sums for slot in row]
+                    if tokens == 2:
+                        v.store_pairs(totals, vectors, q_data, s_at, s_step, t0)
+                    else:
+                        v.store_scores(totals, vectors, q_data, s_at, s_step, t0)
+
+            with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
+                with of_short:
+                    all_tokens(2)
+                with of_others:
+                    all_tokens(1)
 
         for_rows(b, args[0], emit)
         return context.get_dummy_value()
