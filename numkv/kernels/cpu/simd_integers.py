@@ -112,7 +112,19 @@ class _Words(Vectors):
             ir.Constant(type_, ir.Undefined), self.b.trunc(some, I8), I32(0)
         )
         mask = self.b.icmp_unsigned("<", iota, self.shuffle(first, first, [0] * size))
-        return self._masked_load(self._pointer(base, at, I8), type_, 1, mask)
+        pointer = self._pointer(base, at, I8)
+        if LANES == 16:
+            return self._masked_load(pointer, type_, 1, mask)
+        # Without masks in hardware, byte by byte: only where a row ends.
+        value = cgutils.alloca_once(self.b, type_)
+        whole = self.b.icmp_signed(">=", count, I64(size))
+        with self.b.if_else(whole) as (of_whole, of_rest):
+            with of_whole:
+                wide = self.b.bitcast(pointer, type_.as_pointer())
+                self.b.store(self.b.load(wide, align=1), value)
+            with of_rest:
+                self.b.store(self._masked_load(pointer, type_, 1, mask), value)
+        return self.b.load(value)
 
     def _nibbles(self, words):
         shifted = [self.b.lshr(words, self.splat_word(bits)) for bits in (8, 4, 12)]
