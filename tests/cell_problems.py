@@ -176,7 +176,7 @@ class Pair:
         out, lse = (self.host(x) for x in got)
         want, want_lse = naive_cells.attention(q, k, v, mask, **options)
         kinds = self.k_kind, self.v_kind
-        storage = "fp64" if "fp64" in kinds else "int8" if self.k_kind == "int8" else "fp32"
+        storage = tolerances.widest(*kinds, self.k_kind, self.v_kind)
         kind_of_q = next(n for n, d in naive.DTYPES.items() if d == q.dtype)
         assert out.dtype == q.dtype
         assert lse.dtype == np.float32

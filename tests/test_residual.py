@@ -202,9 +202,11 @@ def assert_attends(one, model, q, to, host, **options):
     want, want_lse = model.attention(q, **options)
     assert out.dtype == q.dtype
     name = next(n for n, dtype in naive.DTYPES.items() if dtype == q.dtype)
-    kind = "int8" if model.kinds[0] == "int8" else "fp32"
+    kind = tolerances.widest(*model.kinds)
     tolerances.assert_rows_close(out, want, tolerances.attention(kind, name))
-    tolerances.assert_lse_close(lse, want_lse, 2e-3 if kind == "int8" else tolerances.LSE)
+    tolerances.assert_lse_close(
+        lse, want_lse, tolerances.INTEGERS if kind in tolerances.QUANTISED else tolerances.LSE
+    )
 
 
 # ---------------------------------------------------------------- what is quantised
