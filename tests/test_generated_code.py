@@ -49,10 +49,10 @@ class Compiled:
         hot = (FLOATS, PAIRS, ONE_FLOAT)
         return [lines for lines in loops if any(p.match(x) for p in hot for x in lines)]
 
-    def faults(self, most_products):
+    def faults(self, product):
         """What should not be in the hot loops, with at least one for each score and weight by rows taken at once.
 
-        `most_products` is the pattern of the instruction that these loops are about.
+        `product` is the pattern of the instruction that these loops are about.
         """
         loops = self.hot_loops()
         found = []
@@ -63,7 +63,7 @@ class Compiled:
             found += [f"one float: {line}" for line in lines if ONE_FLOAT.match(line)]
             vectors = [line for line in lines if FLOATS.match(line) or PAIRS.match(line)]
             found += [f"narrow: {line}" for line in vectors if WIDE not in line]
-            products += any(most_products.match(line) for line in vectors)
+            products += any(product.match(line) for line in vectors)
         if products < 2 * len(simd.AT_ONCE):
             found.append(f"{products} loops of products")
         return found
@@ -121,7 +121,9 @@ def compiled():
 
 @on_x86
 @with_vectors
-@pytest.mark.parametrize(("kind", "product"), [("fp16", FLOATS), ("int8", PAIRS)])
+@pytest.mark.parametrize(
+    ("kind", "product"), [("fp16", FLOATS), ("int8", PAIRS)], ids=["fp16", "int8"]
+)
 def test_hot_loops_are_vector_code(compiled, kind, product):
     assert compiled(kind).faults(product) == []
 

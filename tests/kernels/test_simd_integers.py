@@ -117,7 +117,7 @@ def spread(groups, dim):
 # -- weights of INT8
 
 
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
 def test_code_weights(rng, begin, end, size):
     p = rng.uniform(0, 1, (3, TILE)).astype(np.float32)
