@@ -102,11 +102,9 @@ def of_llvm(text, name):
     for line in text[: text.index("\n}")].split("\n")[1:]:
         label = re.match(r'^"?([^"\s:]+)"?:', line)
         if label:
-            if list(code) != ["entry"] or code["entry"]:
-                here = label[1]
-            else:  # the name of the first
-                del code["entry"], successors["entry"]
-                here = label[1]
+            if code == {"entry": []}:  # it is the name of the first
+                code, successors = {}, {}
+            here = label[1]
             code[here], successors[here] = [], set()
         elif line.strip():
             code[here].append(line.strip())
