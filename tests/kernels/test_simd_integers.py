@@ -1,0 +1,355 @@
+"""The steps of attention in integers, each against NumPy in float64."""
+
+import math
+
+import numba
+import numpy as np
+import pytest
+
+from numkv.kernels.cpu import simd_integers
+from numkv.kernels.cpu.simd import TILE, code_row, gather_groups
+from numkv.kernels.cpu.simd_integers import (
+    BLOCK,
+    code_group_weights,
+    code_weights,
+    fill_code_row,
+    score_integers,
+    sum_code_groups,
+    weigh_integers,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
+for_int4 = pytest.mark.skipif(
+    not simd_integers.INT4_INTEGERS, reason="INT4 is taken as integers with vectors of 512 bits"
+)
+GROUP = 32
+ROWS = 8
+# What lies in memory that must not matter, or must stay as it is.
+FENCE = np.float32(12345.0)
+# Half a step of 15 bits of the largest weight, and rounding.
+STEP = 0.52 / 32767
+
+
+@numba.njit
+def run_code_weights(s, rows, factors, begin, end, scales):
+    for r in range(rows):
+        scales[r] = code_weights(s, r * TILE, factors, 0, begin, end)
+
+
+@numba.njit
+def run_weigh8(at_once, rows, w, scales_at, v, offsets, begin, end, dim, o_at, o_step, rescale_at):
+    weigh_integers(
+        "int8", at_once, rows, w, 0, TILE, scales_at, v, offsets, begin, end, dim,
+        0, 0, o_at, o_step, rescale_at, "int8", v, offsets,
+    )  # fmt: skip
+
+
+@numba.njit
+def run_weigh4(
+    at_once, rows, f, s_at, scales, offsets, scale_offsets, scales_at, groups, blocks, begin, end, w_at,
+    sums_at, w_scales_at, codes, dim, o_at, o_step, rescale_at,
+):  # fmt: skip
+    gather_groups("float32", f, scales_at, scales, scale_offsets, groups)
+    step = blocks * TILE // 2 * 16
+    for r in range(rows):
+        f[w_scales_at + r] = code_group_weights(
+            f, s_at + r * TILE, f, scales_at, blocks, begin, end, f, w_at + r * step, f,
+            sums_at + r * 4 * blocks,
+        )  # fmt: skip
+    weigh_integers(
+        "int4", at_once, rows, f, w_at, step, w_scales_at, codes, offsets, begin, end, dim,
+        sums_at, 4 * blocks, o_at, o_step, rescale_at, "int4", codes, offsets,
+    )  # fmt: skip
+
+
+@numba.njit
+def run_score4(
+    at_once, rows, q, f, q_step, sums_at, scales, scale_offsets, scales_at, codes, offsets, count, dim,
+    s_at, q_scales,
+):  # fmt: skip
+    blocks = q_step // BLOCK
+    gather_groups("float32", f, scales_at, scales, scale_offsets, (dim + 31) // 32)
+    for r in range(rows):
+        fill_code_row(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
+        q_scales[r] = code_row(f, r * q_step, dim, q_step)
+        sum_code_groups(f, r * q_step, blocks, sums_at + r * 16 * blocks)
+    score_integers(
+        at_once, f, 0, q_step, sums_at, 16 * blocks, codes, offsets, count, dim, scales_at, s_at, TILE,
+        "int4", codes, offsets,
+    )  # fmt: skip
+
+
+def at_once(rows):
+    """How many rows vector code takes for some."""
+    return 8 if rows > 4 else 4 if rows > 2 else rows
+
+
+def table(rng, num_rows, step):
+    """Where `TILE` rows start among `num_rows`, in a mixed order; `fill_ramp` leaves as many numbers more."""
+    return rng.permutation(num_rows)[:TILE] * np.int64(step)
+
+
+def packed(values):
+    """INT4 codes (…, dim) as bytes: of n elements of a group, byte j has element j and element j + n / 2."""
+    dim = values.shape[-1]
+    parts = []
+    for first in range(0, dim, GROUP):
+        group = values[..., first : first + GROUP]
+        half = group.shape[-1] // 2
+        parts.append(group[..., :half] | group[..., half:] << 4)
+    return np.ascontiguousarray(np.concatenate(parts, -1).astype(np.uint8))
+
+
+def scale_words(rng, shape, size=1.0):
+    """Words of INT4 groups, and their scales and lowest levels as float64, from the description in `rows/int4.py`."""
+    words = (rng.uniform(0.5, 2, shape) * size).astype(np.float32).view(np.uint32) >> 16
+    words = words.astype(np.uint16)
+    scale = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    lowest = (-7.5 + ((words & 7) - 3.5) / 2) * scale
+    return words, scale, lowest
+
+
+def spread(groups, dim):
+    """Numbers of groups (…, groups) for each element."""
+    return np.repeat(groups, GROUP, -1)[..., :dim]
+
+
+# -- weights of INT8
+
+
+@pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
+def test_code_weights(rng, begin, end, size):
+    p = rng.uniform(0, 1, (3, TILE)).astype(np.float32)
+    p[1] = 0
+    p[2, ::2] = 0
+    factors = (rng.uniform(-1, 1, TILE) * size).astype(np.float32)
+    factors[:begin] = np.nan
+    factors[end:] = np.inf
+    s, scales = p.copy().reshape(-1), np.zeros(3, np.float32)
+    run_code_weights(s, 3, factors, begin, end, scales)
+    codes = s.view(np.int16).reshape(3, 2 * TILE)[:, :TILE].astype(np.float64)
+    weights = np.zeros((3, TILE))
+    weights[:, begin:end] = p[:, begin:end].astype(np.float64) * factors[begin:end]
+    assert np.isfinite(scales).all()
+    assert (codes[:, :begin] == 0).all()
+    assert (codes[:, end:] == 0).all()
+    peak = np.abs(weights).max(1, keepdims=True)
+    # Below 1e-33 weights may all become 0.
+    error = np.abs(codes * scales[:, None].astype(np.float64) - weights)
+    assert (error <= STEP * np.maximum(peak, 1e-33)).all()
+    assert (np.abs(codes) <= 32767).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("token", [6, 37])
+def test_a_bad_factor_that_is_seen_makes_the_scale_nan(rng, bad, token):
+    s, scales = rng.uniform(0.1, 1, TILE).astype(np.float32), np.zeros(1, np.float32)
+    factors = np.ones(TILE, np.float32)
+    factors[token] = bad
+    run_code_weights(s, 1, factors, 6, 38, scales)
+    assert math.isnan(scales[0])
+
+
+def check_weighed(rows, out, before, rescale, weights, values, dim, step_bound):
+    """Output rows, and that nothing but them was written."""
+    wanted = before[:, :dim] * rescale[:, None] + weights @ values
+    bound = step_bound + 1e-6 * (
+        np.abs(before[:, :dim] * rescale[:, None]) + np.abs(weights) @ np.abs(values)
+    )
+    assert (np.abs(out[:rows, :dim] - wanted[:rows]) <= bound[:rows]).all()
+    assert (out[rows:, :dim] == before[rows:, :dim]).all()
+    # Up to 15 columns more get what does not matter.
+    assert (out[:, dim + 15 :] == FENCE).all()
+
+
+@pytest.mark.parametrize("dim", [8, 34, 64, 96, 128, 129, 160, 256, 320])
+def test_weigh_integers_int8(rng, dim):
+    o_step = dim + 40
+    codes = rng.integers(-128, 128, (100, dim), np.int8)
+    for rows, begin, end in [
+        (1, 0, 64),
+        (2, 5, 38),
+        (3, 63, 64),
+        (5, 1, 64),
+        (7, 0, 3),
+        (8, 17, 19),
+    ]:
+        offsets = table(rng, len(codes), dim)
+        w = np.full((16, TILE), FENCE, np.float32)
+        w[:rows] = rng.uniform(0, 1, (rows, TILE))
+        factors = rng.uniform(-2, 2, TILE).astype(np.float32)
+        factors[:begin] = factors[end:] = np.nan
+        p, scales = w[:ROWS].astype(np.float64), np.zeros(ROWS, np.float32)
+        w[rows:] = 0
+        rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
+        out = np.full((ROWS, o_step), FENCE, np.float32)
+        out[:, :dim] = rng.standard_normal((ROWS, dim))
+        f = np.concatenate(
+            [w.reshape(-1), scales, rescale, out.reshape(-1), np.zeros(64, np.float32)]
+        )
+        scales_at = w.size
+        rescale_at, o_at = scales_at + ROWS, scales_at + 2 * ROWS
+        run_code_weights(f, rows, factors, begin, end, f[scales_at:])
+        run_weigh8(
+            at_once(rows), rows, f, scales_at, codes.reshape(-1), offsets, begin, end, dim, o_at, o_step,
+            rescale_at,
+        )  # fmt: skip
+        weights = np.zeros((ROWS, TILE))
+        weights[:rows, begin:end] = p[:rows, begin:end] * factors[begin:end].astype(np.float64)
+        values = codes[offsets // dim].astype(np.float64)
+        step = STEP * np.abs(weights).max(1)[:, None] * np.abs(values[begin:end]).sum(0)
+        result = f[o_at : o_at + out.size].reshape(out.shape)
+        check_weighed(
+            rows,
+            result,
+            out.astype(np.float64),
+            rescale.astype(np.float64),
+            weights,
+            values,
+            dim,
+            step,
+        )
+
+
+# -- INT4
+
+
+class Int4:
+    """Rows of INT4 with their scales, and where a tile's rows start."""
+
+    def __init__(self, rng, dim, size=1.0):
+        self.dim, self.groups, self.blocks = dim, -(-dim // GROUP), -(-dim // BLOCK)
+        codes = rng.integers(0, 16, (80, dim))
+        self.bytes = packed(codes).reshape(-1)
+        self.words, scale, lowest = scale_words(rng, (80, self.groups), size)
+        self.order = rng.permutation(80)[:TILE]
+        self.offsets, self.scale_offsets = self.order * (dim // 2), self.order * self.groups
+        values = codes * spread(scale, dim) + spread(lowest, dim)
+        self.values = values[self.order]
+        # What a step of a weight may change: the weight is the probability times the group's scale.
+        self.scale, self.codes = scale[self.order], codes[self.order]
+
+
+DIMS = [8, 34, 64, 96, 128, 130, 160, 256, 320]
+
+
+def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
+    """Run it; give the result, what was before, rescaling factors, probabilities and scales of weights."""
+    o_step = v.dim + 40
+    w_step = v.blocks * TILE // 2 * 16
+    sizes = [ROWS * TILE, 2 * 4 * TILE * v.blocks, ROWS * w_step, ROWS * 4 * v.blocks, ROWS, ROWS]
+    s_at, scales_at, w_at, sums_at, w_scales_at, rescale_at, o_at = np.cumsum([0, *sizes])
+    f = np.zeros(o_at + ROWS * o_step + 64, np.float32)
+    if p is None:
+        p = rng.uniform(0, 1, (ROWS, TILE)).astype(np.float32)
+    f[: p.size] = p.reshape(-1)
+    p = p.astype(np.float64)
+    p[:, :begin] = p[:, end:] = 0
+    rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
+    f[rescale_at:o_at] = rescale
+    out = np.full((ROWS, o_step), FENCE, np.float32)
+    out[:, : v.dim] = rng.standard_normal((ROWS, v.dim))
+    f[o_at : o_at + out.size] = out.reshape(-1)
+    words = v.words.copy()
+    for token in spoil:
+        words[v.order[token]] = 0x7FC0
+    run_weigh4(
+        at_once(rows), rows, f, s_at, words.reshape(-1), v.offsets, v.scale_offsets, scales_at, v.groups,
+        v.blocks, begin, end, w_at, sums_at, w_scales_at, v.bytes, v.dim, o_at, o_step, rescale_at,
+    )  # fmt: skip
+    result = f[o_at : o_at + out.size].reshape(out.shape)
+    scales = f[w_scales_at : w_scales_at + rows]
+    return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
+
+
+@for_int4
+@pytest.mark.parametrize("dim", DIMS)
+def test_weigh_integers_int4(rng, dim):
+    v = Int4(rng, dim)
+    for rows, begin, end in [
+        (1, 0, 64),
+        (2, 5, 38),
+        (3, 63, 64),
+        (5, 1, 64),
+        (7, 0, 3),
+        (8, 17, 19),
+    ]:
+        unseen = [t for t in range(TILE) if not begin <= t < end]
+        found, before, rescale, p, scales = weigh4(rng, v, rows, begin, end, spoil=unseen)
+        assert np.isfinite(scales).all()
+        peak = np.abs(p[:, begin:end, None] * v.scale[begin:end]).max((1, 2))
+        step = STEP * peak[:, None] * v.codes[begin:end].sum(0)
+        size = np.abs(v.values) + 15 * v.scale.max()
+        bound = step + 4e-6 * p @ size
+        check_weighed(rows, found, before, rescale, p, v.values, dim, bound)
+
+
+@for_int4
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_int4_weights_of_any_size(rng, size):
+    v = Int4(rng, 96, size)
+    found, before, rescale, p, scales = weigh4(rng, v, 2, 3, 60)
+    assert np.isfinite(scales).all()
+    part = found[:2, :96] - before[:2, :96] * rescale[:2, None]
+    wanted = (p @ v.values)[:2]
+    # Beside an output of about 1, tiny sums vanish.
+    assert (np.abs(part - wanted) <= 2e-3 * 16 * size * p[:2].sum(1)[:, None] + 1e-6).all()
+    assert np.isfinite(found[:2, :96]).all()
+
+
+@for_int4
+def test_int4_weights_of_zero_and_nan(rng):
+    v = Int4(rng, 64)
+    zero = np.zeros((ROWS, TILE), np.float32)
+    found, before, rescale, _, scales = weigh4(rng, v, 2, 0, 64, p=zero)
+    np.testing.assert_allclose(found[:2, :64], before[:2, :64] * rescale[:2, None], rtol=1e-6)
+    assert np.isfinite(scales).all()
+    for token in (5, 37):
+        found, *_, scales = weigh4(rng, v, 2, 5, 38, spoil=[token])
+        assert np.isnan(scales).all()
+        assert np.isnan(found[:2, :64]).all()
+
+
+@for_int4
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e10])
+def test_score_integers(rng, dim, size):
+    k = Int4(rng, dim)
+    q_step = k.blocks * BLOCK
+    for rows, count in [(1, 64), (2, 33), (3, 1), (4, 64), (5, 17), (7, 64), (8, 63)]:
+        # Rows that fill up a group are zeros.
+        sizes = [ROWS * q_step, ROWS * 16 * k.blocks, 2 * 4 * TILE * k.blocks]
+        sums_at, scales_at, s_at = np.cumsum(sizes)
+        f = np.zeros(s_at + ROWS * TILE + 64, np.float32)
+        q = (rng.standard_normal((rows, dim)) * size).astype(np.float32)
+        q_scales = np.zeros(rows, np.float32)
+        run_score4(
+            at_once(rows), rows, q, f, q_step, sums_at, k.words.reshape(-1), k.scale_offsets, scales_at,
+            k.bytes, k.offsets, count, dim, s_at, q_scales,
+        )  # fmt: skip
+        scores = f[s_at : s_at + ROWS * TILE].reshape(ROWS, TILE)[:rows, :count]
+        wanted = (q.astype(np.float64) @ k.values.T)[:, :count]
+        peak = np.abs(q).max(1)[:, None]
+        bound = STEP * peak * np.abs(k.values[:count]).sum(1)
+        # Products are added with code 0's level apart: rounding is of sums of codes, not of values.
+        bound = bound + 2e-6 * peak * (np.abs(k.values[:count]) + 15 * k.scale.max()).sum(1)
+        assert (np.abs(scores * q_scales[:, None].astype(np.float64) - wanted) <= bound).all()
+
+
+@for_int4
+def test_bad_queries_have_the_scale_nan_and_zeros_no_scale(rng):
+    k = Int4(rng, 96)
+    q = rng.standard_normal((4, 96)).astype(np.float32)
+    q[0, 95], q[1, 0], q[2] = np.nan, -np.inf, 0
+    f, q_scales = np.zeros(20000, np.float32), np.zeros(4, np.float32)
+    run_score4(
+        4, 4, q, f, 128, 512, k.words.reshape(-1), k.scale_offsets, 1024, k.bytes, k.offsets, 64, 96,
+        4096, q_scales,
+    )  # fmt: skip
+    assert np.isnan(q_scales[:2]).all()
+    assert q_scales[2] == 0
+    scores = f[4096 : 4096 + 4 * TILE].reshape(4, TILE)
+    assert (scores[2] == 0).all()
+    wanted = q[3].astype(np.float64) @ k.values.T
+    assert np.abs(scores[3] * np.float64(q_scales[3]) - wanted).max() < 1e-3 * np.abs(wanted).max()

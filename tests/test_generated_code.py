@@ -1,0 +1,310 @@
+"""What makes attention fast and does not jitter: vector code in hot loops, no allocation, few launches of threads."""
+
+import ctypes
+import math
+import platform
+import re
+import sys
+import tracemalloc
+
+import assembly
+import numba
+import numpy as np
+import pytest
+
+import numkv
+from numkv.kernels.cpu import simd, threads
+
+# The package has a function of the same name.
+attention = sys.modules["numkv.kernels.cpu.attention"]
+
+on_x86 = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="reads assembly of x86-64 in the form it has on Linux",
+)
+with_vectors = pytest.mark.skipif(simd.LANES < 8, reason="without AVX2, SSE has no multiply-add")
+
+WIDE = {16: "%zmm", 8: "%ymm"}.get(simd.LANES)
+FLOATS = re.compile(r"^vfn?m(add|sub)\d+ps\b")
+PAIRS = re.compile(r"^(vpdpwssd|vpmaddwd)\b")
+ONE_FLOAT = re.compile(r"^vfn?m(add|sub)\d+s[sd]\b")
+# Of single numbers: between floats, to and from integers; and half floats fewer than a vector.
+CONVERSION = re.compile(r"^v?cvtt?(ss|sd|si|usi)2|^vcvt(ph2ps|ps2ph)x?\b.*%xmm\d+$")
+
+
+class Compiled:
+    """LLVM and assembly of a kernel, compiled here, as one from the disk cache has neither."""
+
+    def __init__(self, function, signature):
+        dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+        dispatcher.compile(signature)
+        (overload,) = dispatcher.overloads.values()
+        self.name = overload.fndesc.llvm_func_name
+        (self.llvm,) = dispatcher.inspect_llvm().values()
+        (self.assembly,) = dispatcher.inspect_asm().values()
+
+    def hot_loops(self):
+        """Instructions of the innermost loops that multiply and add."""
+        blocks = assembly.of_assembly(self.assembly, self.name)
+        loops = [blocks.lines(loop) for loop in blocks.innermost()]
+        hot = (FLOATS, PAIRS, ONE_FLOAT)
+        return [lines for lines in loops if any(p.match(x) for p in hot for x in lines)]
+
+    def faults(self, product):
+        """What should not be in the hot loops, with at least one for each score and weight by rows taken at once.
+
+        `product` is the pattern of the instruction that these loops are about.
+        """
+        loops = self.hot_loops()
+        found = []
+        products = 0
+        for lines in loops:
+            found += [f"conversion: {line}" for line in lines if CONVERSION.match(line)]
+            found += [f"call: {line}" for line in assembly.calls(lines)]
+            found += [f"one float: {line}" for line in lines if ONE_FLOAT.match(line)]
+            vectors = [line for line in lines if FLOATS.match(line) or PAIRS.match(line)]
+            found += [f"narrow: {line}" for line in vectors if WIDE not in line]
+            products += any(product.match(line) for line in vectors)
+        if products < 2 * len(simd.AT_ONCE):
+            found.append(f"{products} loops of products")
+        return found
+
+    def counted_in_loops(self):
+        return counted_in_loops(self.llvm, self.name)
+
+
+def counted_in_loops(llvm, name):
+    """What of Numba's runtime (allocation, reference counts) is called more than once for a call of a kernel.
+
+    Functions that the kernel calls in a loop, and that count references of arrays, have to be given borrowed ones,
+    whose owner is null: nothing is counted then. Wrappers that unpack Python's arguments do not matter.
+    """
+    kernel = assembly.of_llvm(llvm, name)
+    again = [line for loop in kernel.loops() for line in kernel.lines(loop)]
+    found = {x for x in assembly.called(again) if x.startswith("NRT_")}
+    for other, parameters in re.findall(r'^define [^@\n]*@"?([^"(]+)"?\((.*)\)', llvm, re.M):
+        if other.startswith(("_ZN7cpython", "cfunc.", "NRT_", "numba_")):
+            continue
+        blocks = assembly.of_llvm(llvm, other)
+        used = assembly.called(line for lines in blocks.code.values() for line in lines)
+        found |= {x for x in used if "alloc" in x.lower()}
+        if other == name or not {"NRT_incref", "NRT_decref"} & used:
+            continue
+        owners = [
+            i for i, x in enumerate(split(parameters)) if re.search(r"^ptr.*%arg\.\S+\.0$", x)
+        ]
+        for line in again:
+            if f"@{other}(" in line.replace('"', ""):
+                given = split(line[line.index("(") + 1 : line.rindex(")")])
+                found |= {f"{other}: {given[i]}" for i in owners if given[i] != "ptr null"}
+    return found
+
+
+def split(parameters):
+    """The parts of a list whose parts may have lists in brackets."""
+    return re.split(r",\s*(?![^()]*\))", parameters)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A function that gives the attention kernel of a kind."""
+    kernels = {}
+
+    def get(kind):
+        if kind not in kernels:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(attention, "build", lambda *args, label: Compiled(*args))
+                kernels[kind] = attention._kernel.__wrapped__(kind, kind, "float32")
+        return kernels[kind]
+
+    return get
+
+
+@on_x86
+@with_vectors
+@pytest.mark.parametrize(
+    ("kind", "product"), [("fp16", FLOATS), ("int8", PAIRS)], ids=["fp16", "int8"]
+)
+def test_hot_loops_are_vector_code(compiled, kind, product):
+    assert compiled(kind).faults(product) == []
+
+
+@on_x86
+@pytest.mark.parametrize("kind", ["fp16", "int8"])
+def test_tiles_neither_allocate_nor_count_references(compiled, kind):
+    kernel = compiled(kind)
+    assert kernel.counted_in_loops() == set()
+    # It does look at the kernel: its arguments are counted, once.
+    everything = assembly.of_llvm(kernel.llvm, kernel.name).code.values()
+    assert "NRT_decref" in {x for lines in everything for x in assembly.called(lines)}
+
+
+def one_by_one(x, y, out):
+    """A dot product with a chain of single sums, and numbers converted one after another."""
+    for i in range(out.size):
+        total = np.float32(0)
+        for d in range(x.shape[1]):
+            total += np.float32(np.float64(x[i, d]) * y[d])
+        out[i] = total
+
+
+def with_calls(x, y, out):
+    """A call in the innermost loop, and an array for each row."""
+    for i in range(out.size):
+        row = np.empty(x.shape[1], np.float32)
+        for d in range(x.shape[1]):
+            row[d] = math.tanh(x[i, d])
+        out[i] = row.sum()
+
+
+BAD = (numba.float32[:, :], numba.float64[:], numba.float32[:])
+
+
+@on_x86
+@with_vectors
+def test_slow_code_is_found():
+    bad = Compiled(one_by_one, BAD)
+    blocks = assembly.of_assembly(bad.assembly, bad.name)
+    inner = [line for loop in blocks.innermost() for line in blocks.lines(loop)]
+    assert any(CONVERSION.match(line) for line in inner)
+    assert "0 loops of products" in bad.faults(FLOATS)
+    assert bad.counted_in_loops() == set()
+
+    bad = Compiled(with_calls, BAD)
+    blocks = assembly.of_assembly(bad.assembly, bad.name)
+    assert any(assembly.calls(blocks.lines(loop)) for loop in blocks.innermost())
+    found = bad.counted_in_loops()
+    assert any("alloc" in name.lower() for name in found), found
+    assert "NRT_decref" in found
+
+
+LOOP = """
+define i32 @kernel(ptr %arg.x.0, i64 %n) {
+entry:
+  br label %again
+again:
+  %r = call i32 @helper(ptr GIVEN, i64 range(i64 0, 9) %n)
+  br i1 %r, label %again, label %done
+done:
+  ret i32 0
+}
+
+define i32 @helper(ptr captures(none) %arg.row.0, i64 range(i64 0, 9) %n) {
+  call void @NRT_incref(ptr %arg.row.0)
+  ret i32 0
+}
+"""
+
+
+def test_arrays_that_are_not_borrowed_are_found():
+    assert counted_in_loops(LOOP.replace("GIVEN", "null"), "kernel") == set()
+    owned = counted_in_loops(LOOP.replace("GIVEN", "%arg.x.0"), "kernel")
+    assert owned == {"helper: ptr %arg.x.0"}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("vcvtss2sd\t%xmm0, %xmm0, %xmm1", True),
+        ("vcvttss2si\t(%rax), %ecx", True),
+        ("vcvtsi2ssq\t%rax, %xmm3, %xmm0", True),
+        ("vcvtph2ps\t%xmm4, %xmm4", True),
+        ("vcvtph2ps\t(%rax), %ymm4", False),
+        ("vcvtph2psx\t(%rax), %zmm4", False),
+        ("vcvtdq2ps\t%zmm1, %zmm1", False),
+    ],
+)
+def test_conversions_of_single_numbers_are_told_apart(line, is_one):
+    assert bool(CONVERSION.match(line)) == is_one
+
+
+def test_loops_are_found():
+    # 1 and 2 are a loop with the loop 3, 4 in it; 5 jumps to itself; 6 is on the way out.
+    ways = {"1": "2", "2": "36", "3": "4", "4": "32", "5": "56", "6": ""}
+    blocks = assembly.Blocks({x: [x] for x in ways}, {x: set(to) for x, to in ways.items()})
+    assert sorted(map(sorted, blocks.loops())) == [["2", "3", "4"], ["5"]]
+    assert sorted(map(sorted, blocks.innermost())) == [["3", "4"], ["5"]]
+
+
+# -- launches of threads, and memory
+
+LAUNCH = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_int32)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Workers of each launch of threads so far."""
+    if numba.get_num_threads() < 2:
+        pytest.skip("one thread starts no others")
+    real = LAUNCH(threads._launcher())
+    counted = []
+
+    @LAUNCH
+    def count(*args):
+        counted.append(args[-1])
+        real(*args)
+
+    monkeypatch.setattr(threads, "_launcher", lambda: ctypes.cast(count, ctypes.c_void_p).value)
+    return counted
+
+
+def problem(rng, length, heads=4, dim=64, num_seqs=1):
+    """What `decode_attention` takes, as float32."""
+    q = rng.standard_normal((num_seqs, 2 * heads, dim), np.float32)
+    k, v = rng.standard_normal((2, num_seqs, heads, length, dim), np.float32)
+    return q, k, v, np.full(num_seqs, length)
+
+
+def test_small_problems_start_no_threads(launches, rng):
+    numkv.decode_attention(*problem(rng, 100))
+    assert launches == []
+
+
+def test_large_problems_start_threads_once(launches, rng):
+    workers = numba.get_num_threads()
+    numkv.decode_attention(*problem(rng, 900, num_seqs=8))
+    assert launches == [workers]
+
+
+def test_splits_start_threads_once_more(launches, rng):
+    workers = numba.get_num_threads()
+    numkv.decode_attention(*problem(rng, 5000))
+    assert launches == [workers, workers]
+
+
+def most_bytes(call):
+    """How much memory a call takes at a time, beyond what there was."""
+    tracemalloc.start()
+    try:
+        call()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        call()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [100, 5000])
+def test_later_calls_take_no_memory(rng, monkeypatch, length):
+    args = problem(rng, length)
+    out = np.empty_like(args[0])
+
+    def call():
+        numkv.decode_attention(*args, out=out)
+
+    call()
+    have = dict(attention._workspace._arrays)
+    assert most_bytes(call) < 8192
+    assert all(attention._workspace._arrays[name] is array for name, array in have.items())
+
+    # A workspace for each call is seen.
+    class Forgetful(attention._Workspace):
+        def take(self, dtype, size):
+            old = self._arrays.pop(dtype, None)
+            new = super().take(dtype, size)
+            del old
+            return new
+
+    monkeypatch.setattr(attention, "_workspace", Forgetful())
+    assert most_bytes(call) > 65536
