@@ -88,7 +88,7 @@ class CpuTarget:
 
     name = "cpu"
 
-    @property
+    @functools.cached_property
     def ops(self) -> ModuleType:
         """The CPU's operations."""
         return on("cpu")
