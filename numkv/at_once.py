@@ -12,25 +12,33 @@ from typing import Any
 import numpy as np
 
 from numkv.kernels.cpu.at_once import copy_both, store_both
-from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
+from numkv.kinds import kind_of_dtype, kinds
 from numkv.pool import Pool, source_dtypes
 
 __all__ = ["append", "paged_append", "pool_append"]
 
 _INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint16)
+_FLOAT32 = np.dtype(np.float32)
 _NO_SCALE = np.empty((0, 0, 0), np.float32)
 
 _STORED = {(kind.word if kind.has_scales else kind.dtype): kind for kind in kinds()}
 
 
 @functools.cache
-def _by_slot(rows: np.dtype[Any], pool: np.dtype[Any]) -> tuple[Any, Kind] | None:
-    """What puts rows of a dtype into slots of a caller's pools of another, and the pools' kind."""
+def _by_slot(
+    rows: np.dtype[Any], pool: np.dtype[Any]
+) -> tuple[Any, np.dtype[Any] | None, bool, bool] | None:
+    """What puts rows of a dtype into slots of a caller's pools of another.
+
+    Beside it the dtype of scales, or None, and whether rows and pools are viewed as 16-bit words.
+    """
     kind = _STORED.get(pool)
     if kind is None or rows not in source_dtypes(kind):
         return None
-    return store_both(_float_name(rows), kind.name, True), kind
+    scales = kind.scale_dtype if kind.has_scales else None
+    store = store_both(_float_name(rows), kind.name, True)
+    return store, scales, rows.itemsize == 2, pool.itemsize == 2
 
 
 @functools.cache
@@ -80,21 +88,21 @@ def paged_append(
     found = _by_slot(of_rows, of_pool)
     if found is None or v.dtype != of_rows or v_pool.dtype != of_pool:
         return False
-    store, kind = found
-    if not kind.has_scales:
+    store, scales, half_rows, half_pools = found
+    if scales is None:
         if k_scale is not None or v_scale is not None:
             return False
         k_scale = v_scale = _NO_SCALE
     else:
         if not (type(k_scale) is type(v_scale) is np.ndarray):
             return False
-        if not (k_scale.dtype == v_scale.dtype == kind.scale_dtype):
+        if not (k_scale.dtype == scales and v_scale.dtype == scales):
             return False
-        if kind.scale_word == _UINT16:
+        if scales is not _FLOAT32:
             k_scale, v_scale = k_scale.view(_UINT16), v_scale.view(_UINT16)
-    if of_rows.itemsize == 2:
+    if half_rows:
         k, v = k.view(_UINT16), v.view(_UINT16)
-    if of_pool.itemsize == 2:
+    if half_pools:
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
     if slot_mapping.dtype == _INT32:
         slot_mapping = slot_mapping.astype(_INT64)

@@ -105,8 +105,8 @@ class Projection:
         qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
         kind = kind_of_dtype(qkv.dtype)
         assert kind is not None
-        kinds = (kind.compute, pool.k_kind.compute, pool.v_kind.compute)
-        compute: np.dtype[Any] = _FLOAT64 if _FLOAT64 in kinds else _FLOAT32
+        names = (kind.name, pool.k_kind.name, pool.v_kind.name)
+        compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
         if mode is QKMode.COPY:
             cos = sin = _empty(target.name, (0, 0), _FLOAT32)
         else:
@@ -232,13 +232,13 @@ def _rows_of(block: Pool) -> tuple[Array, Array]:
 def _check_tables(
     target: Target, cos: Any, sin: Any, mode: QKMode, head_dim: int
 ) -> tuple[Array, Array]:
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table is None:
-            raise DimensionMismatch(
-                f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
-                f"{mode}, got None; pass the model's table",
-                expected=("num_positions", "rotary_dim / 2"),
-            )
+    if cos is None or sin is None:
+        name = "cos" if cos is None else "sin"
+        raise DimensionMismatch(
+            f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
+            f"{mode}, got None; pass the model's table",
+            expected=("num_positions", "rotary_dim / 2"),
+        )
     shape = ("num_positions", "rotary_dim / 2")
     cos = check_array(target, "cos", cos, (_FLOAT32, _FLOAT64), shape)
     sin = check_array(target, "sin", sin, (cos.dtype,), tuple(cos.shape))
