@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from numkv import targets
+from numkv import at_once, targets
 from numkv.checks import check_array, check_writable
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kinds import Kind, kind, kind_of_dtype
@@ -316,6 +316,8 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
     DimensionMismatch, UnsupportedDType, NotSupported
         If an array has another shape, dtype, layout or target; nothing is written.
     """
+    if at_once.append(k_new, v_new, k_cache, v_cache, cache_offsets):
+        return
     target = targets.of(k_cache)
     shape = ("batch_size", "num_heads", "max_cache_len", "d")
     k = target.accept(k_cache, "k_cache")

@@ -85,7 +85,7 @@ def attend(
     if ranges is None:
         ranges = no_ranges(target.name)
     if sinks is None:
-        sinks = _no_sinks(target.name, compute.name)
+        sinks = _no_sinks(target.name, compute)
     else:
         sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
     out_shape = (num_tokens, num_q_heads, pool.head_dim_v)
@@ -131,7 +131,7 @@ def no_ranges(target: str) -> Array:
 
 
 @functools.cache
-def _no_sinks(target: str, dtype: str) -> Array:
+def _no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
     return targets.get(target).empty((0,), dtype)
 
 
@@ -145,6 +145,12 @@ def one_block_each(target: str, num_seqs: int) -> Array:
 def one_query_each(target: str, num_seqs: int) -> Array:
     """Where queries start when each sequence has one."""
     return targets.get(target).index(np.arange(num_seqs + 1), np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def one_sequence(target: str, num_tokens: int) -> Array:
+    """Where queries start, and end, when all are of one sequence."""
+    return targets.get(target).index(np.array([0, num_tokens]), np.int64)
 
 
 def check_group(num_q_heads: int, num_kv_heads: int) -> None:

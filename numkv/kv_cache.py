@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Self
 
 import numpy as np
 
-from numkv import structs, targets
-from numkv.attention import attend, check_queries, one_block_each, too_many_queries
+from numkv import at_once, structs, targets
+from numkv.attention import attend, check_queries, one_block_each, one_sequence, too_many_queries
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
@@ -23,6 +24,12 @@ __all__ = ["KVCache"]
 
 # Tokens that a cache without a bound makes room for at first.
 _FIRST_CAPACITY = 16
+
+
+@functools.lru_cache(maxsize=1024)
+def _host_table(layer: int) -> np.ndarray[Any, Any]:
+    """The block table of a layer, on the host: its one block."""
+    return np.array([layer], np.int32)
 
 
 class KVCache:
@@ -277,6 +284,8 @@ class KVCache:
             If an array has another shape, dtype, layout or target.
         """
         layer = check_index("layer", layer, self.num_layers)
+        if self._residual is None and self._append_at_once(layer, k, v, check_finite):
+            return
         k = self._token_rows("k", k, self._k_dim)
         v = self._token_rows("v", v, self._v_dim)
         k, v = self._pool.check_rows(k, v, check_finite=check_finite)
@@ -295,6 +304,19 @@ class KVCache:
         else:
             self._residual.append(self._pool, layer, k, v, table, start)
         self._rows[layer] = start + tokens
+
+    def _append_at_once(self, layer: int, k: Any, v: Any, look: bool) -> bool:
+        """Append where that is a matter of one compiled call, or return False."""
+        if not (type(k) is type(v) is np.ndarray):
+            return False
+        if k.ndim == v.ndim == 2:
+            k, v = k[None], v[None]
+        start = int(self._rows[layer])
+        table = _host_table(layer)
+        tokens = at_once.pool_append(self._pool, k, v, table, start, self.capacity - start, look)
+        if tokens >= 0:
+            self._rows[layer] = start + tokens
+        return tokens >= 0
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""
@@ -694,7 +716,7 @@ class KVCache:
             result = self._residual.attend(self._pool, table, layer, q, length, **options)
         else:
             lens = target.index(np.array([length]), np.int64)
-            starts = target.index(np.array([0, tokens]), np.int64)
+            starts = one_sequence(target.name, tokens)
             result = attend(self._pool, table, q, lens, starts, **options)
         if not single:
             return result
@@ -760,7 +782,7 @@ class KVCache:
             weights = self._residual.weigh(self._pool, table, layer, q, length, **options)
         else:
             lens = target.index(np.array([length]), np.int64)
-            starts = target.index(np.array([0, tokens]), np.int64)
+            starts = one_sequence(target.name, tokens)
             weights = weigh(self._pool, table, q, lens, starts, length, **options)
         return weights.reshape((self._heads, length))
 

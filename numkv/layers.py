@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv import structs, targets
-from numkv.attention import attend, check_queries, one_block_each, too_many_queries
+from numkv import at_once, structs, targets
+from numkv.attention import attend, check_queries, one_block_each, one_sequence, too_many_queries
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported
@@ -202,11 +202,19 @@ class Layer:
     def _take_room(self, length: int) -> None:
         """Get hold of the memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
+    def _room_taken(self) -> int:
+        """Tokens that the memory that the layer has hold of is for."""
+        return self._capacity
+
     def _block_table(self) -> Array:
         """The block table on the target, ``(1, max_blocks)``."""
         if self._device_table is None:
             self._device_table = self._target.index(self._table[None, :], np.int32)
         return self._device_table
+
+    def _block_row(self) -> Array:
+        """The block table on the target, ``(max_blocks,)``."""
+        return self._table if self._target.name == "cpu" else self._block_table()[0]
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no RoPE.
@@ -228,6 +236,13 @@ class Layer:
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
+        if self._residual is None:
+            start = int(self._context_lens[0])
+            room = self._room_taken() - start
+            tokens = at_once.pool_append(self._pool, k, v, self._table, start, room, check_finite)
+            if tokens >= 0:
+                self._context_lens[0] = start + tokens
+                return
         k, v = self._pool.check_rows(k, v, check_finite=check_finite)
         start = self._check_room(k.shape[0])
         self._take_room(start + k.shape[0])
@@ -236,7 +251,7 @@ class Layer:
 
     def _store(self, k: Array, v: Array, start: int) -> None:
         """Write checked rows, for which there is room."""
-        table = self._block_table()[0]
+        table = self._block_row()
         if self._residual is None:
             self._pool.append(k, v, table, start)
         else:
@@ -301,20 +316,21 @@ class Layer:
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
-        start = self._check_room(p.num_tokens)
+        tokens = p.num_tokens
+        start = self._check_room(tokens)
         first = start if pos_offset is None else int(pos_offset)
         p.check_positions(first)
         if check_finite:
             p.check_finite(pool)
-        self._take_room(start + p.num_tokens)
-        table, place, apart = self._block_table()[0], start, self._residual
+        self._take_room(start + tokens)
+        table, place, apart = self._block_row(), start, self._residual
         if apart is not None:  # rows unrounded, which then go the way of `append`
-            pool, place = apart.aside(p.num_tokens), 0
+            pool, place = apart.aside(tokens), 0
             table = one_block_each(self._target.name, 1)[0]
         p.write(pool, table, place, first)
         if apart is not None:
-            self._store(*apart.rows_of(pool, p.num_tokens), start)
-        self._context_lens[0] = start + p.num_tokens
+            self._store(*apart.rows_of(pool, tokens), start)
+        self._context_lens[0] = start + tokens
         return p.q_out
 
     def truncate(self, length: int) -> None:
@@ -429,7 +445,7 @@ class Layer:
                 return_lse=return_lse, out=out,
             )  # fmt: skip
         lens = target.index(np.array([length]), np.int64)
-        starts = target.index(np.array([0, tokens]), np.int64)
+        starts = one_sequence(target.name, tokens)
         return attend(
             self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
             logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
@@ -482,7 +498,7 @@ class Layer:
             weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
         else:
             lens = target.index(np.array([length]), np.int64)
-            starts = target.index(np.array([0, tokens]), np.int64)
+            starts = one_sequence(target.name, tokens)
             weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
         return weights.reshape((self.num_kv_heads, length))
 

@@ -262,6 +262,9 @@ class PagedLayer(Layer):
         self._owned = need
         self._device_table = None
 
+    def _room_taken(self) -> int:
+        return self._owned * int(self._pool.k.shape[2])
+
     @property
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``.

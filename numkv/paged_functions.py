@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from numkv import targets
+from numkv import at_once, targets
 from numkv.attention import (
     attend,
     check_lengths,
@@ -94,6 +94,8 @@ def paged_append(
     DimensionMismatch, UnsupportedDType, NotSupported
         If an array has another shape, dtype, layout or target.
     """
+    if at_once.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
+        return
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     _check_writable(pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from numkv.checks import check_array
 from numkv.errors import DimensionMismatch, NonFiniteInput
-from numkv.kinds import Kind, kind_of_dtype
+from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
 from numkv.rotation import Rotation
 from numkv.targets import Array, Target
@@ -365,8 +364,15 @@ def _source(x: Array) -> str:
     return kind.name
 
 
-@functools.cache
 def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:
     """Dtypes that new rows may have: the kind's own and float32; for quantised kinds fp32, fp16 and bf16."""
+    return _SOURCE_DTYPES[kind.name]
+
+
+def _sources(kind: Kind) -> tuple[np.dtype[Any], ...]:
     own = [named("fp16").dtype, named("bf16").dtype] if kind.has_scales else [kind.dtype]
     return tuple(dict.fromkeys([*own, _FLOAT32]))
+
+
+# By name, as the hash of a kind takes longer than all the rest of a look-up.
+_SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds()}

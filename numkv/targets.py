@@ -25,6 +25,8 @@ Array = Any  # a NumPy array, or a device array of the CUDA target
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _HALVES = (_BF16, np.dtype(np.float16))
 
+_ops = functools.cache(on)  # to look a module up takes half a microsecond
+
 
 class Target(Protocol):
     """What objects and functions need of a place to compute."""
@@ -91,7 +93,7 @@ class CpuTarget:
     @property
     def ops(self) -> ModuleType:
         """The CPU's operations."""
-        return on("cpu")
+        return _ops("cpu")
 
     def asarray(self, x: Any, name: str = "array") -> Array:
         """`x` as a NumPy array; a list or a scalar is converted, anything else is taken without a copy."""

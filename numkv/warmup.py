@@ -115,5 +115,10 @@ def _run(
             scales["v_scale"] = paged.v_scale
         slots = place.asarray(np.zeros(1, np.int64))
         paged_append(rows, rows, paged.k, paged.v, slots, **scales)
+        # What large calls take, and those with K and V of two kinds.
+        pool = paged.pool.pool
+        checked = pool.check_rows(rows, rows, check_finite=True)
+        pool.append(*checked, place.index(paged.block_table, np.int32), 0)
+        pool.scatter(*checked, slots)
         lse = place.asarray(np.zeros((1, 1), np.float32))
         merge_states(rows, lse, rows, lse)

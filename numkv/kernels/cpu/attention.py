@@ -660,6 +660,9 @@ def _plan_kernel() -> Any:
     return build(_plan, signature, label="plan of attention")
 
 
+_scratch_size = functools.lru_cache(maxsize=64)(scratch_size)
+
+
 class _Workspace:
     """Scratch memory that grows and stays; used under `parallel_lock`."""
 
@@ -677,6 +680,8 @@ class _Workspace:
 _workspace = _Workspace()
 # Kinds whose words are what the kernel computes with.
 _WORD_OF = {"fp32": "float32", "fp64": "float64"}
+# NumPy takes microseconds to spell a dtype's name.
+_NAMES = {np.dtype(name): name for name in ("float32", "float64")}
 
 
 def attention(
@@ -722,7 +727,7 @@ def attention(
     lse : float32 array (num_tokens, num_q_heads)
         Log of the sum of exponentials.
     """
-    compute = sinks.dtype.name
+    compute = _NAMES[sinks.dtype]
     kernel = _kernel(k_kind, v_kind, compute)
     result = out
     if _WORD_OF.get(q_kind) != compute:
@@ -730,14 +735,17 @@ def attention(
         result = np.empty(out.shape, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
-    threads = numba.get_num_threads()
+    # As many as there can be: to ask how many there are would start them, and small calls do without.
+    threads = numba.config.NUMBA_NUM_THREADS
     with parallel_lock:
         ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 3 * TURN)
         workers = _plan_kernel()(
             seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
             dim + dim_v, window_left, threads, ints,
         )  # fmt: skip
-        parts_at = workers * scratch_size(group, dim + BLOCK, dim_v + BLOCK)
+        if workers > 1:
+            workers = min(workers, numba.get_num_threads())
+        parts_at = workers * _scratch_size(group, dim + BLOCK, dim_v + BLOCK)
         parts = int(ints[3 + 2 * len(seq_lens)])
         floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
         run(

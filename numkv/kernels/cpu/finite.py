@@ -24,11 +24,11 @@ def make_first_non_finite(KIND):
         for t in range(rows.shape[0]):
             for h in range(rows.shape[1]):
                 row = row_of(rows, (np.int64(t), np.int64(h)))
-                # One comparison a row: a sum of zeros stays 0 unless an element is not finite.
-                total = np.float32(0)
+                # Counted in integers, whose sum may be taken in any order: vector code.
+                bad = np.int64(0)
                 for d in range(dim):
-                    total += load(row[d]) * np.float32(0)
-                if total == 0:
+                    bad += 0 if is_finite(load(row[d])) else 1
+                if bad == 0:
                     continue
                 for d in range(dim):
                     if not is_finite(load(row[d])):

@@ -1,0 +1,233 @@
+"""Small appends on the CPU, which one compiled call checks and writes: what it takes, and what it leaves alone."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import numkv
+from numkv import at_once
+from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported
+
+HEADS, DIM, SIZE = 2, 32, 4
+F32 = np.float32
+
+
+class Sub(np.ndarray):
+    """An array type of the caller's."""
+
+
+def rows(rng, tokens=1, dtype=F32):
+    return rng.standard_normal((tokens, HEADS, DIM)).astype(dtype)
+
+
+def every_second(x):
+    """The same elements, with a step along the last axis."""
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def paged(rng, kind):
+    """Arguments of `paged_append` for one token."""
+    pool = numkv.PagedPool(3, SIZE, HEADS, DIM, kind=kind).pool
+    made = {"k": rows(rng), "v": rows(rng), "k_pool": pool.values("k"), "v_pool": pool.values("v"),
+            "slot_mapping": np.array([5]), "k_scale": None, "v_scale": None}  # fmt: skip
+    if pool.k_kind.has_scales:
+        made |= {"k_scale": pool.scales("k"), "v_scale": pool.scales("v")}
+    return made
+
+
+def contiguous(rng, dtype=F32):
+    """Arguments of `append` for two tokens of one sequence."""
+    made = {name: rng.standard_normal((1, HEADS, n, DIM)).astype(dtype)
+            for name, n in (("k_new", 2), ("v_new", 2), ("k_cache", 6), ("v_cache", 6))}  # fmt: skip
+    return made | {"cache_offsets": np.array([3])}
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "int8", "int4"])
+def test_ordinary_calls_go_at_once(rng, kind):
+    made = paged(rng, kind)
+    assert at_once.paged_append(**made, look=True)
+    assert made["k_pool"][1, :, 1].any()
+    assert not made["k_pool"][[0, 2]].any()
+    assert at_once.append(**contiguous(rng, np.float16))
+
+
+BAD_PAGED = {
+    "strided rows": lambda a: {"k": every_second(a["k"])},
+    "strided pool": lambda a: {"v_pool": every_second(a["v_pool"])},
+    "read-only pool": lambda a: {"v_pool": read_only(a["v_pool"])},
+    "float64 rows": lambda a: {"k": a["k"].astype(np.float64), "v": a["v"].astype(np.float64)},
+    "rows of two dtypes": lambda a: {"v": a["v"].astype(np.float16)},
+    "big-endian rows": lambda a: {"k": a["k"].astype(">f4"), "v": a["v"].astype(">f4")},
+    "a head too few": lambda a: {"v": a["v"][:, :1]},
+    "narrow rows": lambda a: {"k": a["k"][..., :8]},
+    "another rank": lambda a: {"k": a["k"][0]},
+    "two tokens of v": lambda a: {"v": np.concatenate([a["v"]] * 2)},
+    "pools of two sizes": lambda a: {"v_pool": a["v_pool"][:2]},
+    "a slot outside": lambda a: {"slot_mapping": np.array([3 * SIZE])},
+    "a slot below -1": lambda a: {"slot_mapping": np.array([-2])},
+    "float slots": lambda a: {"slot_mapping": np.array([1.0])},
+    "two slots": lambda a: {"slot_mapping": np.array([1, 2])},
+    "a list": lambda a: {"slot_mapping": [1]},
+    "an array type of the caller's": lambda a: {"k": a["k"].view(Sub)},
+    "scales of another shape": lambda a: {"k_scale": np.zeros((3, HEADS, SIZE - 1), F32)},
+    "scales of another dtype": lambda a: {"k_scale": np.zeros((3, HEADS, SIZE))},
+    "no scales": lambda a: {"v_scale": None},
+    "read-only scales": lambda a: {"v_scale": read_only(a["v_scale"])},
+    "NaN": lambda a: {"v": np.where(np.arange(DIM) == 7, F32("nan"), a["v"])},
+    "infinity": lambda a: {"k": np.where(np.arange(DIM) == DIM - 1, F32("inf"), a["k"])},
+}
+
+
+@pytest.mark.parametrize("what", BAD_PAGED)
+def test_what_is_unusual_is_left_alone(rng, what):
+    made = paged(rng, "int8")
+    made |= BAD_PAGED[what](made)
+    assert not at_once.paged_append(**made, look=True)
+    for name in ("k_pool", "v_pool", "k_scale", "v_scale"):
+        assert made[name] is None or not made[name].any()
+
+
+BAD_CONTIGUOUS = {
+    "strided rows": lambda a: {"k_new": every_second(a["k_new"])},
+    "strided cache": lambda a: {"v_cache": every_second(a["v_cache"])},
+    "read-only cache": lambda a: {"v_cache": read_only(a["v_cache"])},
+    "another dtype": lambda a: {"v_new": a["v_new"].astype(np.float64)},
+    "a head too few": lambda a: {"v_new": a["v_new"][:, :1]},
+    "a row more": lambda a: {"v_new": a["v_cache"][:, :, :3]},
+    "caches of two lengths": lambda a: {"v_cache": a["v_cache"][:, :, :5]},
+    "narrow rows": lambda a: {"k_new": a["k_new"][..., :8]},
+    "another rank": lambda a: {"k_new": a["k_new"][0]},
+    "two offsets": lambda a: {"cache_offsets": np.array([0, 0])},
+    "int32 offsets": lambda a: {"cache_offsets": np.array([0], np.int32)},
+    "integers": lambda a: {name: a[name].view(np.int32) for name in list(a)[:4]},
+}
+
+
+@pytest.mark.parametrize("what", BAD_CONTIGUOUS)
+def test_what_is_unusual_is_left_alone_in_contiguous_caches(rng, what):
+    made = contiguous(rng)
+    made |= BAD_CONTIGUOUS[what](made)
+    before = [made[name].copy() for name in ("k_cache", "v_cache")]
+    assert not at_once.append(**made)
+    assert all(map(np.array_equal, before, (made["k_cache"], made["v_cache"])))
+
+
+@pytest.mark.parametrize("offset", [-5, -1, 0, 3, 5, 6, 2**62, -(2**63)])
+def test_rows_outside_are_skipped(rng, offset):
+    made = contiguous(rng)
+    made["cache_offsets"][0] = offset
+    expected = made["k_cache"].copy()
+    for t in range(2):
+        if 0 <= offset + t < 6:
+            expected[:, :, offset + t] = made["k_new"][:, :, t]
+    assert at_once.append(**made)
+    assert np.array_equal(made["k_cache"], expected)
+
+
+def test_rows_of_the_cache_itself(rng):
+    """Rows are copied one after another, as by a plan."""
+    results = []
+    for run in (at_once.append, lambda **a: _plan(a)):
+        made = contiguous(np.random.default_rng(1))
+        made |= {"k_new": made["k_cache"][:, :, :3], "v_new": made["v_cache"][:, :, 2:5]}
+        made["cache_offsets"][0] = 1
+        run(**made)
+        results.append((made["k_cache"], made["v_cache"]))
+    assert np.array_equal(results[0][0], results[1][0])
+    assert np.array_equal(results[0][1], results[1][1])
+
+
+def _plan(made):
+    d = numkv.AppendDescriptor(1, HEADS, 3, 6, DIM, DIM, "fp32")
+    numkv.AppendPlan.select(d).run(numkv.AppendArgs(**made))
+
+
+def test_bits_of_nan_are_copied(rng):
+    made = contiguous(rng)
+    made["k_new"].view(np.uint32)[:] = 0x7FA12345  # a signalling one
+    assert at_once.append(**made)
+    assert np.all(made["k_cache"].view(np.uint32)[:, :, 3:5] == 0x7FA12345)
+
+
+def test_strided_tokens_and_a_batch_of_slots(rng):
+    """Any steps but along the last axis; -1 skips; int32 slots."""
+    made = paged(rng, "fp16")
+    new = rng.standard_normal((HEADS, 8, DIM)).astype(F32).transpose(1, 0, 2)[::-2]
+    made |= {"k": new[:3], "v": new[1:4], "slot_mapping": np.array([7, -1, 0], np.int32)}
+    assert at_once.paged_append(**made, look=True)
+    for name, x in (("k_pool", made["k"]), ("v_pool", made["v"])):
+        expected = np.zeros_like(made[name])
+        expected[1, :, 3], expected[0, :, 0] = x[0], x[2]
+        assert np.array_equal(made[name], expected)
+
+
+@pytest.mark.parametrize("make", [numkv.ContiguousLayer, numkv.KVCache, numkv.PagedLayer])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_errors_of_objects_come_before_changes(rng, make, bad):
+    if make is numkv.KVCache:
+        cache = make(2, HEADS, DIM, max_seq_len=2 * SIZE, kind="int8")
+    else:
+        cache = make(2 if make is numkv.PagedLayer else 2 * SIZE, *[SIZE] * (make is numkv.PagedLayer),
+                     HEADS, DIM, kind="int8")  # fmt: skip
+    layer = (1,) if make is numkv.KVCache else ()
+    cache.append(*layer, rows(rng), rows(rng))
+    before = cache.k_scales(1).copy() if layer else cache.k_scale.copy()
+    wrong = rows(rng)
+    wrong[0, 1, 5] = bad
+    with pytest.raises(NonFiniteInput) as caught:
+        cache.append(*layer, rows(rng), wrong)
+    assert caught.value.index == (0, 1, 5)
+    with pytest.raises(DimensionMismatch):
+        cache.append(*layer, rows(rng), rows(rng, 2))
+    with pytest.raises(CacheFull):
+        cache.append(*layer, rows(rng, 2 * SIZE), rows(rng, 2 * SIZE))
+    assert np.array_equal(cache.k_scales(1) if layer else cache.k_scale, before)
+    cache.append(*layer, rows(rng), wrong, check_finite=False)
+    for _ in range(2 * SIZE - 2):
+        cache.append(*layer, rows(rng), rows(rng))
+    with pytest.raises(CacheFull):
+        cache.append(*layer, rows(rng), rows(rng))
+
+
+def test_device_arrays_are_refused(rng):
+    try:
+        x = numkv.targets.get("cuda").asarray(rows(rng))
+    except NotSupported:
+        pytest.skip("needs CUDA or its simulator")
+    layer = numkv.ContiguousLayer(4, HEADS, DIM, kind="fp32")
+    with pytest.raises(NotSupported):
+        layer.append(x, x)
+    assert len(layer) == 0
+
+
+ALONE = """
+import numpy as np, numkv
+from numba.np.ufunc import parallel
+x = np.ones((1, 2, 32), np.float32)
+layer = numkv.ContiguousLayer(8, 2, 32, kind="fp32")
+cache = numkv.KVCache(1, 2, 32)
+cache.append(0, x, x)
+cache.decode_attention(0, x)
+layer.append(x, x)
+layer.decode_attention(x)
+layer.write(np.ones((1, 6 * 32), np.float32), num_q_heads=2, qk_mode=0)
+print(parallel._is_initialized)
+"""
+
+
+def test_small_calls_start_no_threads():
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env, timeout=500, check=True
+    )  # fmt: skip
+    assert done.stdout.split() == ["False"]
