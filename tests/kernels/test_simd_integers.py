@@ -53,7 +53,7 @@ def run_weigh4(
     step = blocks * TILE // 2 * 16
     for r in range(rows):
         f[w_scales_at + r] = code_group_weights(
-            f, s_at + r * TILE, f, scales_at, blocks, begin, end, f, w_at + r * step, f,
+            f, s_at + r * TILE, f, scales_at, dim, begin, end, f, w_at + r * step, f,
             sums_at + r * 4 * blocks,
         )  # fmt: skip
     weigh_integers(
