@@ -1,7 +1,8 @@
 """The short way for small appends on the CPU: one compiled function checks and writes K and V.
 
 Each function here does a call that is as most calls are: few rows, in NumPy arrays, and K of the same dtypes as V. Of
-anything else it writes nothing and says so, and the general way then does it, or says what is wrong with it.
+anything else it writes nothing and says so, and the general way then does it, or says what is wrong with it. Size comes
+first, so that who appends long prompts only compiles nothing for single tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from numkv.kernels.cpu.at_once import copy_both, store_both
+from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kinds import kind as named
 from numkv.kinds import kind_of_dtype, kinds
 from numkv.pool import Pool, source_dtypes
@@ -62,6 +64,8 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         type(k_new) is type(v_new) is type(k_cache) is type(v_cache) is type(cache_offsets) is np.ndarray
     ):  # fmt: skip
         return False
+    if k_new.size >= SERIAL_ELEMENTS or v_new.size >= SERIAL_ELEMENTS:
+        return False
     dtype = k_cache.dtype
     if not (k_new.dtype == v_new.dtype == v_cache.dtype == dtype and cache_offsets.dtype == _INT64):
         return False
@@ -83,6 +87,8 @@ def paged_append(
 ) -> bool:  # fmt: skip
     """Do a small `numkv.paged_append`, or return False."""
     if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
+        return False
+    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
         return False
     of_rows, of_pool = k.dtype, k_pool.dtype
     found = _by_slot(of_rows, of_pool)
@@ -137,6 +143,8 @@ def pool_append(
         Tokens appended, or -1.
     """
     if not (type(k) is type(v) is type(pool.k) is np.ndarray):
+        return -1
+    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
         return -1
     kind, dtype = pool.k_kind, k.dtype
     if kind is not pool.v_kind or pool.k_rotation is not None or v.dtype != dtype:

@@ -2,9 +2,9 @@
 
 A token of one sequence is moved in a tenth of a microsecond, so that what a call costs is its arguments: each array
 that compiled code is handed costs as much. The functions built here look at shapes, steps and values themselves, and
-return False or -1, with nothing written, where anything is not as it should be or the call is not small. The caller
-goes the general way then, which does it, or says what is wrong. Element types and ranks are the signature's: calls with
-others raise ``TypeError``, with nothing written either.
+return False or -1, with nothing written, where anything is not as it should be. The caller goes the general way then,
+which does it, or says what is wrong. Element types and ranks are the signature's: calls with others raise
+``TypeError``, with nothing written either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
@@ -29,13 +28,12 @@ __all__ = ["copy_both", "store_both"]
 
 def make_copy_both():
     """The kernel that copies new rows of K and V into contiguous caches; see `numkv.append`."""
-    LARGE = SERIAL_ELEMENTS
 
     def kernel(k_new, v_new, k_cache, v_cache, offsets):
         batch, heads, tokens, size = (
             k_new.shape[0], k_new.shape[1], k_new.shape[2], np.int64(k_cache.shape[2]),
         )  # fmt: skip
-        if len(offsets) != batch or k_new.size >= LARGE or v_new.size >= LARGE:
+        if len(offsets) != batch:
             return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             if new.shape[0] != batch or new.shape[1] != heads or new.shape[2] != tokens:
@@ -78,7 +76,6 @@ def make_store_both(SRC, DST, BY_SLOT):
     """The kernel that puts rows of K and V of kind `SRC` into pools of kind `DST`, by slots or by a block table."""
     load, _ = codec(SRC)
     store_row, store = row_store(DST)
-    LARGE = SERIAL_ELEMENTS
     PER_WORD = 2 if DST == "int4" else 1
     QUANTISED = DST in ("int8", "int4")
     GROUP = 32
@@ -87,8 +84,6 @@ def make_store_both(SRC, DST, BY_SLOT):
         num_tokens, heads = np.int64(k.shape[0]), np.int64(k_pool.shape[1])
         num_blocks, block_size = np.int64(k_pool.shape[0]), np.int64(k_pool.shape[2])
         if (BY_SLOT and len(places) != num_tokens) or (not BY_SLOT and num_tokens > room):
-            return -1
-        if k.size >= LARGE or v.size >= LARGE:
             return -1
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
             if rows.shape[0] != num_tokens or rows.shape[1] != heads:

@@ -104,8 +104,7 @@ llvm.initialize_native_asmparser()  # for the one instruction that is written as
 _NO_VNNI_CPUS = {"skylake-avx512", "x86-64-v4"}
 FEATURES = _cpu_features()
 # How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
-# used once), 2 into the second. The first is right for AMD's Zen; an Intel Xeon (Emerald Rapids) reads twice as fast
-# with the second.
+# used once), 2 into the second. AMD's Zen is given the first; Intel's Xeons read faster with the second.
 _LOCALITY = 0 if _cpu_name().startswith("znver") else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
@@ -268,15 +267,8 @@ class Vectors:
         return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
 
     def levels(self, scale, lowest):
-        """What `load_pairs` needs to know of a group: all its 16 values, or what makes them of codes.
-
-        `scale` and `lowest`, the value of code 0, are LLVM floats.
-        """
-        step, lowest = self.splat(scale), self.splat(lowest)
-        if self._has_tables():
-            codes = ir.Constant(self.type, [ir.Constant(self.float, float(i)) for i in range(16)])
-            return self.fma(codes, step, lowest)
-        return step, lowest
+        """What `load_pairs` makes a group's values of: its scale and its `lowest`, the value of code 0, LLVM floats."""
+        return self.splat(scale), self.splat(lowest)
 
     def scale_place(self, t, group):
         """Where `gather_groups` puts the scale of a group of token t."""
@@ -290,10 +282,6 @@ class Vectors:
             place, self.b.mul(self.b.sdiv(self.b.add(groups, I64(3)), I64(4)), I64(4 * TILE))
         )
         return self.levels(self.load_one(base, place), self.load_one(base, lowest))
-
-    def _has_tables(self):
-        """Whether one instruction looks 16 floats up."""
-        return self.lanes == 16
 
     def load_pairs(self, base, at, levels, mask=None):
         """Load `lanes` bytes of two INT4 codes: the values of the low nibbles and of the high ones.
@@ -311,14 +299,8 @@ class Vectors:
         high = self.b.lshr(low, ir.Constant(wide, [I32(4)] * self.lanes))
         values = []
         for code in (low, high):
-            if self._has_tables():
-                signature = ir.FunctionType(self.type, [self.type, wide])
-                name = "llvm.x86.avx512.permvar.sf.512"  # the low four bits of a lane count
-                look_up = cgutils.get_or_insert_function(self.b.module, signature, name)
-                value = self.b.call(look_up, [levels, code])
-            else:
-                code = self.b.and_(code, ir.Constant(wide, [I32(15)] * self.lanes))
-                value = self.fma(self.b.sitofp(code, self.type), *levels)
+            code = self.b.and_(code, ir.Constant(wide, [I32(15)] * self.lanes))
+            value = self.fma(self.b.sitofp(code, self.type), *levels)
             if mask is not None:
                 value = self.b.select(mask, value, ir.Constant(self.type, None))
             values.append(value)
@@ -1076,7 +1058,7 @@ def on_threads(typing_context, launch, workers):
 
     The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
     worker from ``range(workers)``. `launch` is what `thread_launcher` gave: calls are shared out among Numba's threads
-    as they are for ``prange``; but a kernel with a ``prange`` takes three times as long to compile.
+    as they are for ``prange``; but Numba compiles a ``prange`` in a function of its own, beside the kernel.
     """
 
     def codegen(context, b, sig, args):
