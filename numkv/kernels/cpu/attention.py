@@ -57,6 +57,18 @@ from numkv.kernels.cpu.simd_integers import (
     sum_code_groups,
     weigh_integers,
 )
+from numkv.kernels.cpu.simd_tiles import (
+    BLOCK_ROWS,
+    all_finite,
+    find_rows,
+    has_tiles,
+    pack_rows,
+    pack_values,
+    score_rows,
+    tiles_off,
+    tiles_on,
+    weigh_rows,
+)
 from numkv.kernels.cpu.threads import ON_THREADS, parallel_lock, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.int4 import GROUP
@@ -83,6 +95,10 @@ ITEMS_EACH = 4
 # tables: where K rows, V rows, scales of K and scales of V start.
 PART = TILE + RAMP
 TURN = 4 * PART
+# Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
+WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
+# Floats that a matrix unit's sums and weights take for a moment.
+SPARE_FLOATS = 3072
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -102,7 +118,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     # Whether scores and weighted sums are taken in integers, and those of INT4.
     K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
     K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
-    K_PAD = BLOCK if K_PACKED else PAD
+    # Whether a matrix unit does it.
+    TILES = on_tiles(K_KIND, V_KIND, COMPUTE)
+    K_PAD = TILE if TILES else BLOCK if K_PACKED else PAD
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -130,7 +148,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         # Whole groups are read, if not written; and every table begins where a cache line does.
         max_rows = (max(ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
         pad_dim = (dim + K_PAD - 1) // K_PAD * K_PAD
-        pad_v = (dim_v + PAD - 1) // PAD * PAD
+        V_PAD = np.int64(TILE if TILES else PAD)
+        pad_v = (dim_v + V_PAD - 1) // V_PAD * V_PAD
         k_step = (
             k.strides[0] // k.itemsize,
             k.strides[1] // k.itemsize,
@@ -167,7 +186,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         HEADS = 4 + 3 * num_seqs
         OFFSETS = 4 + 4 * num_seqs
         items = ints[FIRST_ITEM + num_seqs]
-        scratch, part_size = scratch_size(group, dim + BLOCK, dim_v + BLOCK), dim_v + 2
+        scratch, part_size = scratch_size(group, dim + BLOCK, dim_v + BLOCK, TILES), dim_v + 2
 
         Q = worker * scratch
         O = Q + max_rows * pad_dim
@@ -176,7 +195,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         Q_SCALES = SUMS + max_rows  # of query rows as integers
         S = Q_SCALES + max_rows
         K_SCALES = (
-            S + AT_ONCE * TILE
+            S + BLOCK_ROWS * TILE
         )  # of the tile's tokens, for quantised kinds; of INT8 one for each
         V_SCALES = K_SCALES + 2 * TILE * k_scale_step  # of groups, the lowest levels too
         RESCALE = V_SCALES + 2 * TILE * v_scale_step
@@ -184,10 +203,19 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
         LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
         W = LOWEST + LINE * 4 * v_blocks  # weights of groups
-        for i in range(AT_ONCE):
+        for i in range(LINE):
             floats[RESCALE + i] = F(1)
+        # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
+        V_TILES = W
+        K_ROWS = V_TILES + tile_floats(dim_v)
+        SPARE = K_ROWS + tile_floats(dim)
+        Q_TILES = SPARE + SPARE_FLOATS
+        q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
+        if TILES:
+            tiles_on()
         # Of K and V rows and of their scales, for three turns.
-        offsets = ints[OFFSETS + worker * 3 * TURN :]
+        offsets = ints[OFFSETS + worker * WORKER_INTS :]
+        places = offsets[3 * TURN :]
         b = np.int64(0)
         while True:
             item = next_item(ints)
@@ -211,6 +239,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             split = inner if blocks == 1 else np.int64(0)
             t0 = block * block_tokens
             rows = (min(tokens, t0 + block_tokens) - t0) * group
+            row_blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
             position = length - tokens + t0
             begin, end = _span(
                 ranges, q_starts[b] + t0, rows // group, position, window_left, length
@@ -221,6 +250,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 end = min(end, first + (split + 1) * split_len)
 
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+            # What makes scores of products.
+            after = F(1)
+            if TILES and K_KIND == "bf16":
+                scale, after = F(1), scale
             for r in range(rows * (g1 - g0)):
                 t = q_starts[b] + t0 + r % rows // group
                 h = (g0 + r // rows) * group + r % group
@@ -236,7 +269,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if K_INTEGERS:
                     floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
                 else:
-                    floats[Q_SCALES + r] = F(1)
+                    floats[Q_SCALES + r] = after
                 if K_PACKED:
                     sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
                 floats[MAXIMA + r] = F(-np.inf)
@@ -253,6 +286,17 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if K_PACKED:
                     for i in range(16 * k_blocks):
                         floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
+
+            if TILES:
+                for i in range(g1 - g0):
+                    for r in range(0, rows, BLOCK_ROWS):
+                        # All get as many parts as the first ones that need most.
+                        number = i * row_blocks + r // BLOCK_ROWS
+                        parts = pack_rows(
+                            K_KIND, floats, Q + (i * rows + r) * pad_dim, pad_dim,
+                            min(rows - r, BLOCK_ROWS), dim, Q_TILES + number * q_tiles,
+                        )  # fmt: skip
+                        places[8 + number] = parts
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0
@@ -289,84 +333,150 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if V_SCALED:
                     for i in range(0, TILE, v_line):
                         prefetch(v_scale, k_ahead[3 * PART + i])
-                r = np.int64(0)
-                while r < rows:
-                    row = (g - g0) * rows + r  # of scratch
-                    t = r // group
-                    taken = min(rows - r, AT_ONCE)
-                    low, high = _visible(
-                        ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
-                    )
-                    # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
-                    for other in range(t + 1, (r + taken - 1) // group + 1):
+                if TILES:
+                    # What rows of the item see of the tile: the first and the last, and all that any sees.
+                    low, high, alike = np.int64(TILE), np.int64(0), True
+                    for t in range(rows // group):
                         sees = _visible(
-                            ranges, q_starts[b] + t0, other, position, window_left, begin, end,
-                            tile,
-                        )  # fmt: skip
-                        if sees[0] != low or sees[1] != high:
-                            taken = min((t + 1) * group - r, AT_ONCE)
-                            break
-                    at_once = 8 if taken > 4 else 4 if taken > 2 else taken
+                            ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
+                        )
+                        if t > 0 and (sees[0] != low or sees[1] != high):
+                            alike = False
+                        if sees[0] < sees[1]:
+                            low, high = min(low, sees[0]), max(high, sees[1])
                     if low < high:
-                        q_at = Q + row * pad_dim
-                        o_at = O + row * pad_v
-                        if K_PACKED:
-                            score_integers(
-                                at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
-                                16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
-                                V_KIND, v, v_ahead,
-                            )  # fmt: skip
-                        else:
-                            score_tile(
-                                K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
-                                floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
-                            )  # fmt: skip
+                        find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
+                        pack_values(
+                            V_KIND, floats, V_TILES, v, v_at, low, high, dim_v, K_KIND, k, k_ahead
+                        )
+                    if not alike:
+                        alike = all_finite(V_KIND, v, v_at, low, high, dim_v)
+                    for r in range(0, rows if low < high else 0, BLOCK_ROWS):
+                        row = (g - g0) * rows + r  # of scratch
+                        number = (g - g0) * row_blocks + r // BLOCK_ROWS
+                        taken = min(rows - r, BLOCK_ROWS)
+                        score_rows(
+                            K_KIND, floats, Q_TILES + number * q_tiles, places[8 + number], places, dim,
+                            S, taken, SPARE, V_KIND, v, v_ahead, np.int64(r == 0),
+                        )  # fmt: skip
                         for i in range(taken):
+                            sees = _visible(
+                                ranges, q_starts[b] + t0, (r + i) // group, position, window_left,
+                                begin, end, tile,
+                            )  # fmt: skip
                             if K_KIND == "int8":
                                 multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
                                               floats[Q_SCALES + row + i])  # fmt: skip
-                            if K_PACKED:
+                            else:
                                 scale_tile(
                                     COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
                                 )
                             if soft_cap > 0:
                                 soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
                             maximum, rescale, total = softmax_tile(
-                                COMPUTE,
-                                floats,
-                                S + i * TILE,
-                                low,
-                                high,
+                                COMPUTE, floats, S + i * TILE, sees[0], sees[1],
                                 floats[MAXIMA + row + i],
-                            )
+                            )  # fmt: skip
                             floats[MAXIMA + row + i] = maximum
                             floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
                             floats[RESCALE + i] = rescale
-                            if V_PACKED:
-                                floats[W_SCALES + i] = code_group_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, dim_v,
-                                    low, high, floats, W + i * w_step, floats,
-                                    LOWEST + i * 4 * v_blocks,
-                                )  # fmt: skip
-                            elif V_INTEGERS:
+                            if V_KIND == "int8":
                                 floats[W_SCALES + i] = code_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, low, high
+                                    floats, S + i * TILE, floats, V_SCALES, sees[0], sees[1]
                                 )
-                            elif V_KIND == "int8":
-                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
-                        if V_INTEGERS:
-                            weigh_integers(
-                                V_KIND, at_once, taken, floats, W if V_PACKED else S,
-                                w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
-                                LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                        # A weight of 0 does not hide a NaN: then each row gets V rows of its own.
+                        each = taken if alike else np.int64(1)
+                        for i in range(0, taken, each):
+                            if not alike:
+                                sees = _visible(
+                                    ranges, q_starts[b] + t0, (r + i) // group, position,
+                                    window_left, begin, end, tile,
+                                )  # fmt: skip
+                                pack_values(V_KIND, floats, V_TILES, v, v_at, sees[0], sees[1], dim_v,
+                                            K_KIND, k, k_ahead)  # fmt: skip
+                            weigh_rows(
+                                V_KIND, floats, each, S + i * TILE, W_SCALES + i, V_TILES, dim_v,
+                                SPARE, O + (row + i) * pad_v, pad_v, RESCALE + i,
+                            )
+                else:
+                    r = np.int64(0)
+                    while r < rows:
+                        row = (g - g0) * rows + r  # of scratch
+                        t = r // group
+                        taken = min(rows - r, AT_ONCE)
+                        low, high = _visible(
+                            ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
+                        )
+                        # Rows that see different tokens go apart: a weight of 0 does not hide a NaN.
+                        for other in range(t + 1, (r + taken - 1) // group + 1):
+                            sees = _visible(
+                                ranges, q_starts[b] + t0, other, position, window_left, begin, end,
+                                tile,
                             )  # fmt: skip
-                        else:
-                            weigh_tile(
-                                V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
-                                dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
-                                RESCALE, K_KIND, k, k_ahead,
-                            )  # fmt: skip
-                    r += taken
+                            if sees[0] != low or sees[1] != high:
+                                taken = min((t + 1) * group - r, AT_ONCE)
+                                break
+                        at_once = 8 if taken > 4 else 4 if taken > 2 else taken
+                        if low < high:
+                            q_at = Q + row * pad_dim
+                            o_at = O + row * pad_v
+                            if K_PACKED:
+                                score_integers(
+                                    at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
+                                    16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
+                                    V_KIND, v, v_ahead,
+                                )  # fmt: skip
+                            else:
+                                score_tile(
+                                    K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
+                                    floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
+                                )  # fmt: skip
+                            for i in range(taken):
+                                if K_KIND == "int8":
+                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
+                                                  floats[Q_SCALES + row + i])  # fmt: skip
+                                if K_PACKED:
+                                    scale_tile(
+                                        COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
+                                    )
+                                if soft_cap > 0:
+                                    soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
+                                maximum, rescale, total = softmax_tile(
+                                    COMPUTE,
+                                    floats,
+                                    S + i * TILE,
+                                    low,
+                                    high,
+                                    floats[MAXIMA + row + i],
+                                )
+                                floats[MAXIMA + row + i] = maximum
+                                floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
+                                floats[RESCALE + i] = rescale
+                                if V_PACKED:
+                                    floats[W_SCALES + i] = code_group_weights(
+                                        floats, S + i * TILE, floats, V_SCALES, dim_v,
+                                        low, high, floats, W + i * w_step, floats,
+                                        LOWEST + i * 4 * v_blocks,
+                                    )  # fmt: skip
+                                elif V_INTEGERS:
+                                    floats[W_SCALES + i] = code_weights(
+                                        floats, S + i * TILE, floats, V_SCALES, low, high
+                                    )
+                                elif V_KIND == "int8":
+                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
+                            if V_INTEGERS:
+                                weigh_integers(
+                                    V_KIND, at_once, taken, floats, W if V_PACKED else S,
+                                    w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
+                                    LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                                )  # fmt: skip
+                            else:
+                                weigh_tile(
+                                    V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
+                                    dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
+                                    RESCALE, K_KIND, k, k_ahead,
+                                )  # fmt: skip
+                        r += taken
                 g += 1
                 if g == g1:
                     tile, g = tile + TILE, g0
@@ -395,6 +505,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     floats[at + 1] = floats[SUMS + r]
                     for d in range(dim_v):
                         floats[at + 2 + d] = floats[o_at + d]
+        if TILES:
+            tiles_off()
 
     return kernel
 
@@ -461,7 +573,13 @@ def scale_step(dim):
 
 
 @register_jitable
-def scratch_size(group, pad_dim, pad_v):
+def tile_floats(dim):
+    """Floats that a tile's rows take for the matrix unit: of bf16, which takes most."""
+    return (dim + TILE - 1) // TILE * TILE * TILE // 2
+
+
+@register_jitable
+def scratch_size(group, pad_dim, pad_v, tiles):
     """Floats that one worker needs, whatever the kinds.
 
     Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; and for
@@ -470,9 +588,19 @@ def scratch_size(group, pad_dim, pad_v):
     rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
-    size = rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + 2 * LINE
+    size = rows * (pad_dim + pad_v + 3) + (BLOCK_ROWS + scales) * TILE + 2 * LINE
     size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
+    if tiles:
+        blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        blocks += MAX_ROWS // BLOCK_ROWS
+        size += (blocks * 3 // 4 + 3) * (tile_floats(pad_dim) + tile_floats(pad_v)) + SPARE_FLOATS
     return (size + LINE - 1) // LINE * LINE
+
+
+def on_tiles(k_kind, v_kind, compute):
+    """Whether a matrix unit multiplies rows of these kinds."""
+    there = {k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32"
+    return there and has_tiles()
 
 
 def in_integers(kind, compute):
@@ -738,14 +866,15 @@ def attention(
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 3 * TURN)
+        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * WORKER_INTS)
         workers = _plan_kernel()(
             seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
             dim + dim_v, window_left, threads, ints,
         )  # fmt: skip
         if workers > 1:
             workers = min(workers, numba.get_num_threads())
-        parts_at = workers * _scratch_size(group, dim + BLOCK, dim_v + BLOCK)
+        tiles = on_tiles(k_kind, v_kind, compute)
+        parts_at = workers * _scratch_size(group, dim + BLOCK, dim_v + BLOCK, tiles)
         parts = int(ints[3 + 2 * len(seq_lens)])
         floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
         run(

@@ -1,0 +1,669 @@
+"""Attention on a matrix unit: Intel's AMX, which multiplies tiles of 16 rows of 64 bytes.
+
+A tile product takes sixteen rows against sixteen columns in the time that vector code needs for a few of them, so the
+rows of a group cost what one costs. K and V in bf16 and INT8 go this way, each product in full: what is a float32
+elsewhere (a query, a weight) comes in parts that the unit takes.
+
+=================  ==========================================================================================
+`tiles_on`         set up the unit for the thread that runs; `tiles_off` gives it back
+`pack_rows`        query rows as the unit takes them, in parts
+`score_rows`       dot products of up to 16 query rows with a tile of K rows
+`all_finite`       whether no seen V row of a tile has a NaN or an infinity
+`pack_values`      V rows of a tile as the unit takes them
+`weigh_rows`       add the tile's V rows, weighted, to up to 16 output rows
+=================  ==========================================================================================
+
+How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
+left, then the rest, give a query exactly; parts that are zero in a whole block of queries (which come in bf16, say)
+are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in `simd`
+and `simd_integers`: an upper byte with a sign and a lower one without.
+
+How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and one
+of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores A is 16 rows
+of K, as they lie in the cache, and B the queries, packed once; for sums A is the weights, and B has V rows of two or
+four tokens interleaved, packed once for all query rows. Products of bf16 flush denormal numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.simd import (
+    FEATURES,
+    FLOAT,
+    I8,
+    I16,
+    I32,
+    I64,
+    ON_LINE,
+    TILE,
+    data_of,
+    literals,
+    steps,
+)
+from numkv.kernels.cpu.simd_integers import _Words as Words
+
+__all__ = [
+    "BLOCK_ROWS",
+    "all_finite",
+    "find_rows",
+    "has_tiles",
+    "pack_rows",
+    "pack_values",
+    "score_rows",
+    "tiles_off",
+    "tiles_on",
+    "weigh_rows",
+]
+
+#: Rows of a tile: query rows that are taken at once.
+BLOCK_ROWS = 16
+# A tile of 16 rows of 64 bytes, in floats.
+_SIZE = 256
+# Columns of V that are packed and summed together: four tiles.
+_SEGMENT = 64
+# Elements of a row of A, and the most parts of a query.
+_WIDTH = {"bf16": 32, "int8": 64}
+_PARTS = {"bf16": 3, "int8": 2}
+# Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
+_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
+    needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw"}
+    if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
+        return False
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(_ARCH_PRCTL, _ASK, _TILE_DATA) == 0)
+
+
+class _Tiles(Words):
+    """Emits instructions on tiles. They keep their numbers, as LLVM uses none itself."""
+
+    def _run(self, text, *args):
+        signature = ir.FunctionType(ir.VoidType(), [x.type for x in args])
+        constraints = ",".join(["r"] * len(args) + ["~{memory}"])
+        self.b.call(ir.InlineAsm(signature, text, constraints, side_effect=True), args)
+
+    def configure(self, layout):
+        self._run("ldtilecfg ($0)", layout)
+
+    def release(self):
+        self._run("tilerelease")
+
+    def clear(self, tile):
+        self._run(f"tilezero %tmm{tile}")
+
+    def load_tile(self, tile, pointer, step):
+        """Load 16 rows of 64 bytes, `step` bytes apart."""
+        self._run(f"tileloadd ($0,$1,1), %tmm{tile}", pointer, step)
+
+    def store_tile(self, tile, pointer, step):
+        self._run(f"tilestored %tmm{tile}, ($0,$1,1)", pointer, step)
+
+    def multiply(self, kinds, total, rows, columns):
+        """Add the product of two tiles to the tile `total`; `kinds` says what is in the rows and in the columns."""
+        self._run(f"tdp{kinds} %tmm{columns}, %tmm{rows}, %tmm{total}")
+
+    # -- what goes with them
+
+    def floats_at(self, base, at):
+        """The address of a float."""
+        return self._pointer(base, at, FLOAT)
+
+    def vector_at(self, base, at, type_):
+        """Load a vector of any type from the memory of floats."""
+        pointer = self.b.bitcast(self.floats_at(base, at), type_.as_pointer())
+        return self.b.load(pointer, align=4)
+
+    def put(self, vector, base, at):
+        """Store a vector of any type in the memory of floats."""
+        pointer = self.b.bitcast(self.floats_at(base, at), vector.type.as_pointer())
+        self.b.store(vector, pointer, align=4)
+
+    def upper_halves(self, low, high):
+        """The upper 16 bits of the lanes of two vectors, as one vector of words."""
+        return self.shuffle(self.words(low), self.words(high), [*range(1, 64, 2)])
+
+    def part_of(self, x):
+        """What the upper half of a float's bits stands for."""
+        bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(-65536))
+        return self.b.bitcast(bits, self.type)
+
+
+def _bytes_of(b, pointer):
+    return b.bitcast(pointer, I8.as_pointer())
+
+
+@intrinsic
+def tiles_on(typing_context):
+    """Set up the matrix unit for this thread: eight tiles of 16 rows of 64 bytes."""
+
+    def codegen(context, b, sig, args):
+        layout = [1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [BLOCK_ROWS] * 8 + [0] * 8
+        value = ir.Constant(ir.ArrayType(I8, 64), bytearray(layout))
+        place = cgutils.alloca_once_value(b, value)
+        _Tiles(b).configure(b.bitcast(place, I8.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def tiles_off(typing_context):
+    """Give the matrix unit back: a thread that uses it is slower to switch to."""
+
+    def codegen(context, b, sig, args):
+        _Tiles(b).release()
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic(prefer_literal=True)
+def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
+    """Pack up to 16 query rows to meet K rows of a kind; return how many parts they take.
+
+    Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words of
+    `code_row` where it is INT8. They go to ``f[to_at:]``, `packed_rows` floats.
+    """
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[1], args[1])
+        q_at, q_step, count, head_dim, to_at = args[2:]
+        v = _Tiles(b)
+        left = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
+
+        def put_columns(rows, block, part):
+            tile = b.add(b.mul(block, I64(_PARTS[kind])), I64(part))
+            at = b.add(to_at, b.mul(tile, I64(_SIZE)))
+            for i, column in enumerate(_transposed(v, rows)):
+                v.put(column, data, b.add(at, I64(16 * i)))
+
+        blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
+        with steps(b, I64(0), blocks, 1) as (block, _):
+            parts = [[] for _ in range(_PARTS[kind])]
+            for r in range(BLOCK_ROWS):
+                there = b.icmp_signed("<", I64(r), count)
+                row_at = b.add(q_at, b.select(there, b.mul(I64(r), q_step), I64(0)))
+                at = b.add(row_at, b.mul(block, I64(32)))
+                low, high = (v.vector_at(data, b.add(at, I64(i)), v.int_type) for i in (0, 16))
+                nothing = v.splat_int(0)
+                low, high = (b.select(there, x, nothing) for x in (low, high))
+                if kind == "int8":
+                    pair = [v.words(x) for x in (low, high)]
+                    upper = [b.lshr(x, v.splat_word(8)) for x in pair]
+                    bytes_type = ir.VectorType(I8, 32)
+                    for words, into in ((upper, parts[0]), (pair, parts[1])):
+                        halves = [b.trunc(x, bytes_type) for x in words]
+                        joined = v.shuffle(*halves, [*range(64)])
+                        into.append(b.bitcast(joined, v.int_type))
+                    continue
+                lanes = [b.bitcast(x, v.type) for x in (low, high)]
+                evens, odds = (v.shuffle(*lanes, [*range(i, 32, 2)]) for i in (0, 1))
+                for part in range(3):
+                    even, odd = (b.bitcast(x, v.int_type) for x in (evens, odds))
+                    if part:
+                        seen = b.or_(b.load(left[part - 1]), b.or_(even, odd))
+                        b.store(seen, left[part - 1])
+                    upper = b.and_(odd, v.splat_int(-65536))
+                    parts[part].append(b.or_(upper, b.lshr(even, v.splat_int(16))))
+                    evens, odds = (b.fsub(x, v.part_of(x)) for x in (evens, odds))
+            for part, rows in enumerate(parts):
+                put_columns(rows, block, part)
+        if kind == "int8":
+            return I64(2)
+        needed = I64(1)
+        for part, bits in enumerate(left):
+            some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
+            needed = b.select(some, I64(part + 2), needed)
+        return needed
+
+    return types.int64(KIND, f, i8, i8, i8, i8, i8), codegen
+
+
+def _transposed(v, rows):
+    """Sixteen vectors of sixteen lanes, turned: what was lane i of vector j is lane j of vector i."""
+    rows = list(rows)
+    for step in (1, 2, 4, 8):
+        low = [i if not i & step else 16 + i - step for i in range(16)]
+        high = [i + step if not i & step else 16 + i for i in range(16)]
+        for i in range(16):
+            if not i & step:
+                a, c = rows[i], rows[i + step]
+                rows[i], rows[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
+    return rows
+
+
+@intrinsic(prefer_literal=True)
+def find_rows(typing_context, KIND, places, f, spare_at, k, k_offsets, k_step, head_dim):
+    """Where the K rows of a tile are for the matrix unit: by 16 tokens, an address and the bytes from row to row.
+
+    Goes to ``places[0:4]`` and ``places[4:8]``. Rows that lie in even steps, and end where 64 bytes end, are used where
+    they are; others are copied to ``f[spare_at:]``. `k_step` is the distance of a block's rows in elements.
+    """
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        places, data, k_data, offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 2, 4, 5)
+        )
+        spare_at, k_step, head_dim = args[3], args[6], args[7]
+        v = _Tiles(b)
+        size = I64(64 // _WIDTH[kind])
+        eight = ir.VectorType(I64, 8)
+        whole = b.icmp_signed("==", b.and_(head_dim, I64(_WIDTH[kind] - 1)), I64(0))
+        row_bytes = b.mul(head_dim, size)
+        lines = b.sdiv(b.add(row_bytes, I64(63)), I64(64))
+        k_bytes, spare = _bytes_of(b, k_data), _bytes_of(b, v.floats_at(data, spare_at))
+
+        def splat(x):
+            first = b.insert_element(ir.Constant(eight, ir.Undefined), x, I32(0))
+            return b.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 8), None))
+
+        iota = ir.Constant(eight, [ir.Constant(I64, i) for i in range(8)])
+        with steps(b, I64(0), I64(TILE), BLOCK_ROWS) as (t0, _):
+            first = b.load(b.gep(offsets, [t0]))
+            uneven = ir.Constant(ir.IntType(8), 0)
+            for i in (0, 8):
+                pointer = b.gep(offsets, [b.add(t0, I64(i))])
+                have = b.load(b.bitcast(pointer, eight.as_pointer()), align=8)
+                steps_up = b.mul(b.add(iota, splat(I64(i))), splat(k_step))
+                wrong = b.icmp_signed("!=", have, b.add(splat(first), steps_up))
+                uneven = b.or_(uneven, b.bitcast(wrong, ir.IntType(8)))
+            even = b.icmp_signed("==", uneven, ir.Constant(ir.IntType(8), 0))
+            place = b.gep(places, [b.lshr(t0, I64(4))])
+            with b.if_else(b.and_(even, whole)) as (in_place, copied):
+                with in_place:
+                    b.store(b.ptrtoint(b.gep(k_bytes, [b.mul(first, size)]), I64), place)
+                    b.store(b.mul(k_step, size), b.gep(place, [I64(4)]))
+                with copied:
+                    row_step = b.mul(lines, I64(64))
+                    to = b.gep(spare, [b.mul(t0, row_step)])
+                    b.store(b.ptrtoint(to, I64), place)
+                    b.store(row_step, b.gep(place, [I64(4)]))
+                    with steps(b, I64(0), I64(BLOCK_ROWS), 1) as (t, _):
+                        at = b.mul(b.load(b.gep(offsets, [b.add(t0, t)])), size)
+                        with steps(b, I64(0), row_bytes, 64) as (i, _):
+                            line = v._load_bytes(k_bytes, b.add(at, i), b.sub(row_bytes, i), 64)
+                            row = b.gep(to, [b.add(b.mul(t, row_step), i)])
+                            b.store(line, b.bitcast(row, line.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(KIND, places, f, i8, k, k_offsets, i8, i8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def score_rows(
+    typing_context, KIND, f, packed_at, parts, places, head_dim, s_at, count, spare_at, AHEAD_KIND, ahead,
+    ahead_offsets, ask,
+):  # fmt: skip
+    """Scores of up to 16 packed query rows against a tile's K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+
+    `places` is what `find_rows` has found. Row r's scores go to ``f[s_at + r * TILE]``; up to three rows more than
+    `count` are written. ``f[spare_at:]`` has room for 2,048 floats. If `ask` is not 0, rows of `ahead` are asked for.
+    """
+    if not literals(KIND, AHEAD_KIND):
+        return None
+    kind, ahead_kind = KIND.literal_value, AHEAD_KIND.literal_value
+    i8 = types.int64
+    signature = types.void(
+        KIND, f, i8, i8, places, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets, i8
+    )
+
+    def codegen(context, b, sig, args):
+        packed_at, parts, head_dim, s_at, count, spare_at = (args[i] for i in (2, 3, 5, 6, 7, 8))
+        data, places, ahead_data, ahead_offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 4, 10, 11)
+        )
+        v = _Tiles(b)
+        asked = b.icmp_signed("!=", args[12], I64(0))
+        blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
+        groups = range(TILE // BLOCK_ROWS)
+        address = [b.load(b.gep(places, [I64(j)])) for j in groups]
+        row_step = [b.load(b.gep(places, [I64(4 + j)])) for j in groups]
+
+        def load_keys(tile, j, block):
+            at = b.add(address[j], b.mul(block, I64(64)))
+            v.load_tile(tile, b.inttoptr(at, I8.as_pointer()), row_step[j])
+
+        def load_queries(tile, block, part):
+            number = b.add(b.mul(block, I64(_PARTS[kind])), part)
+            at = b.add(packed_at, b.mul(number, I64(_SIZE)))
+            v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
+
+        def store(tile, place):
+            at = b.add(spare_at, I64(place * _SIZE))
+            v.store_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
+
+        def ask_for(j, block):
+            """Ask for 64 bytes' worth of columns of 16 rows."""
+            with b.if_then(asked):
+                for t in range(BLOCK_ROWS):
+                    at = b.load(b.gep(ahead_offsets, [I64(j * BLOCK_ROWS + t)]))
+                    for i in range(0, _WIDTH[kind], ON_LINE[ahead_kind]):
+                        column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
+                        v.prefetch(ahead_kind, ahead_data, at, column)
+
+        if kind == "bf16":
+            for j in groups:
+                v.clear(j)
+            with steps(b, I64(0), blocks, 1) as (block, _):
+                load_queries(7, block, I64(0))
+                for j in groups:
+                    load_keys(4 + j % 3, j, block)
+                    v.multiply("bf16ps", j, 4 + j % 3, 7)
+                    ask_for(j, block)
+                with steps(b, I64(1), parts, 1) as (part, _):
+                    load_queries(7, block, part)
+                    for j in groups:
+                        load_keys(4 + j % 3, j, block)
+                        v.multiply("bf16ps", j, 4 + j % 3, 7)
+            for j in groups:
+                store(j, j)
+        else:
+            for pair in (groups[:2], groups[2:]):
+                for tile in range(4):
+                    v.clear(tile)
+                with steps(b, I64(0), blocks, 1) as (block, _):
+                    for part in range(2):
+                        load_queries(6 + part, block, I64(part))
+                    for i, j in enumerate(pair):
+                        load_keys(4 + i, j, block)
+                        v.multiply("bssd", 2 * i, 4 + i, 6)
+                        v.multiply("bsud", 2 * i + 1, 4 + i, 7)
+                        ask_for(j, block)
+                for i, j in enumerate(pair):
+                    store(2 * i, j)
+                    store(2 * i + 1, 4 + j)
+
+        # The unit has tokens in rows: turn them, four query rows at a time.
+        four = ir.VectorType(v.int_type.element if kind == "int8" else v.float, 4)
+
+        def quarters(at):
+            """Sixteen tokens' four numbers each, a quarter of a vector for every fourth token."""
+            rows = [v.vector_at(data, b.add(at, I64(16 * t)), four) for t in range(16)]
+            found = []
+            for j in range(4):
+                halves = [v.shuffle(rows[i], rows[i + 4], [*range(8)]) for i in (j, j + 8)]
+                found.append(v.shuffle(*halves, [*range(16)]))
+            return found
+
+        with steps(b, I64(0), count, 4) as (r, _):
+            for j in groups:
+                at = b.add(b.add(spare_at, I64(j * _SIZE)), r)
+                found = quarters(at)
+                if kind == "int8":
+                    lower = quarters(b.add(at, I64(4 * _SIZE)))
+                    found = [
+                        v.fma(b.sitofp(x, v.type), v.splat(256.0), b.sitofp(y, v.type))
+                        for x, y in zip(found, lower, strict=True)
+                    ]
+                for step in (1, 2):
+                    low = [i if not i & step else 16 + i - step for i in range(16)]
+                    high = [i + step if not i & step else 16 + i for i in range(16)]
+                    for i in range(4):
+                        if not i & step:
+                            a, c = found[i], found[i + step]
+                            found[i], found[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
+                for i, scores in enumerate(found):
+                    row = b.mul(b.add(r, I64(i)), I64(TILE))
+                    v.store(scores, data, b.add(b.add(s_at, row), I64(16 * j)))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def all_finite(typing_context, KIND, v, v_offsets, begin, end, head_dim):
+    """Whether V rows ``[begin, end)`` of a tile have no NaN and no infinity: codes never have."""
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        if kind == "int8":
+            return cgutils.true_bit
+        data, offsets = (data_of(context, b, sig.args[i], args[i]) for i in (1, 2))
+        begin, end, head_dim = args[3:]
+        v = _Tiles(b)
+        largest = cgutils.alloca_once_value(b, v.splat_int(0))
+        rows = _bytes_of(b, data)
+        row_bytes = b.mul(head_dim, I64(2))
+        with steps(b, begin, end, 1) as (t, _):
+            at = b.mul(b.load(b.gep(offsets, [t])), I64(2))
+            with steps(b, I64(0), row_bytes, 64) as (i, _):
+                line = v._load_bytes(rows, b.add(at, i), b.sub(row_bytes, i), 64)
+                words = v.words(line)
+                for x in (b.shl(words, v.splat_word(1)), ):
+                    wide = b.bitcast(x, v.int_type)
+                    for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
+                        b.store(v.larger_int(half, b.load(largest)), largest)
+        return b.icmp_signed("<", v.fold(b.load(largest), v.larger_int), I32(0xFF00))
+
+    return types.boolean(KIND, v, v_offsets, i8, i8, i8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def pack_values(
+    typing_context, KIND, f, to_at, v, v_offsets, begin, end, head_dim, AHEAD_KIND, ahead, ahead_offsets,
+):  # fmt: skip
+    """Pack a tile's V rows as the unit takes them, in ``f[to_at:]``; rows outside ``[begin, end)`` become zeros.
+
+    While V rows are read, the same rows of `ahead` (K rows of a later tile) are asked for.
+    """
+    if not literals(KIND, AHEAD_KIND):
+        return None
+    kind, ahead_kind = KIND.literal_value, AHEAD_KIND.literal_value
+    i8 = types.int64
+    signature = types.void(
+        KIND, f, i8, v, v_offsets, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets
+    )
+
+    def codegen(context, b, sig, args):
+        data, v_data, offsets, ahead_data, ahead_offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 3, 4, 9, 10)
+        )
+        to_at, begin, end, head_dim = (args[i] for i in (2, 5, 6, 7))
+        v = _Tiles(b)
+        size = 2 if kind == "bf16" else 1
+        each = 4 // size  # tokens that share a lane
+        row_bytes = b.mul(head_dim, I64(size))
+        rows = _bytes_of(b, v_data)
+        whole = b.icmp_signed("==", b.and_(head_dim, I64(_SEGMENT - 1)), I64(0))
+        full = b.and_(b.icmp_signed("==", begin, I64(0)), b.icmp_signed("==", end, I64(TILE)))
+
+        def pack(partly):
+            with steps(b, I64(0), I64(TILE // each), 1) as (turn, _):
+                tokens = [b.add(b.mul(turn, I64(each)), I64(i)) for i in range(each)]
+                places = [b.mul(b.load(b.gep(offsets, [t])), I64(size)) for t in tokens]
+                asks = [b.load(b.gep(ahead_offsets, [t])) for t in tokens]
+                left = [row_bytes] * each
+                if partly:
+                    left = []
+                    for t in tokens:
+                        seen = b.and_(
+                            b.icmp_signed(">=", t, begin), b.icmp_signed("<", t, end)
+                        )
+                        left.append(b.select(seen, row_bytes, I64(0)))
+                # Of a segment four tiles for every 64 bytes of weights, one row of each.
+                block, row = b.lshr(turn, I64(4)), b.and_(turn, I64(15))
+                with steps(b, I64(0), head_dim, _SEGMENT) as (column, segment):
+                    at = b.mul(column, I64(size))
+                    for ahead_at in asks:
+                        for i in range(0, _SEGMENT, ON_LINE[ahead_kind]):
+                            v.prefetch(ahead_kind, ahead_data, ahead_at, b.add(column, I64(i)))
+
+                    def words_of(i, line, at=at):
+                        start = b.add(at, I64(64 * line))
+                        if partly:
+                            count = b.sub(left[i], start)
+                            positive = b.icmp_signed(">", count, I64(0))
+                            count = b.select(positive, count, I64(0))
+                            return v._load_bytes(rows, b.add(places[i], start), count, 64)
+                        pointer = b.gep(rows, [b.add(places[i], start)])
+                        bytes_type = ir.VectorType(I8, 64)
+                        return b.load(b.bitcast(pointer, bytes_type.as_pointer()), align=1)
+
+                    if kind == "bf16":
+                        mixed = []
+                        for line in range(2):
+                            mixed += v.interleave(*(v.words(words_of(i, line)) for i in range(2)))
+                    else:
+                        codes = [words_of(i, 0) for i in range(4)]
+                        halves = zip(
+                            v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True
+                        )
+                        mixed = [
+                            x
+                            for pair in halves
+                            for x in v.interleave(*(v.words(y) for y in pair))
+                        ]
+                    first = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(size))
+                    first = b.mul(b.add(first, block), I64(4 * _SIZE))
+                    first = b.add(b.add(to_at, first), b.mul(row, I64(16)))
+                    for j, x in enumerate(mixed):
+                        v.put(x, data, b.add(first, I64(j * _SIZE)))
+
+        with b.if_else(b.and_(full, whole)) as (all_of_it, some):
+            with all_of_it:
+                pack(False)
+            with some:
+                pack(True)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def weigh_rows(
+    typing_context, KIND, f, count, p_at, scales_at, packed_at, head_dim, spare_at, o_at, o_step, rescale_at,
+):  # fmt: skip
+    """Add packed V rows, weighted: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[r, t] * v[t, d]``.
+
+    Row r's weights of a tile are at ``f[p_at + r * TILE]``: float32 where V is bf16, else the integers of
+    `code_weights`, whose scale is at ``f[scales_at + r]``. Output rows are padded to multiples of 64 columns.
+    ``f[spare_at:]`` has room for 3,072 floats.
+    """
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[1], args[1])
+        count, p_at, scales_at, packed_at, head_dim, spare_at, o_at, o_step, rescale_at = args[2:]
+        v = _Tiles(b)
+        weights_at = b.add(spare_at, I64(8 * _SIZE))
+        with steps(b, I64(0), count, 1) as (r, _):
+            at = b.add(p_at, b.mul(r, I64(TILE)))
+            to = b.add(weights_at, b.mul(r, I64(16)))
+            if kind == "bf16":
+                for half in range(2):
+                    weights = [
+                        v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)
+                    ]
+                    for part in range(2):
+                        bits = [
+                            b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights
+                        ]
+                        words = v.upper_halves(*bits)
+                        v.put(words, data, b.add(to, I64((2 * half + part) * _SIZE)))
+                        rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
+                        weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
+            else:
+                pair = [
+                    v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)
+                ]
+                upper = [b.lshr(x, v.splat_word(8)) for x in pair]
+                for part, words in enumerate((upper, pair)):
+                    halves = [b.trunc(x, ir.VectorType(I8, 32)) for x in words]
+                    joined = v.shuffle(*halves, [*range(64)])
+                    v.put(joined, data, b.add(to, I64(part * _SIZE)))
+
+        def load(tile, at):
+            v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
+
+        def weights_tile(number):
+            return b.add(weights_at, I64(number * _SIZE))
+
+        def store(tile, place, column):
+            at = b.add(spare_at, I64(place * 4 * _SIZE + column * 16))
+            v.store_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
+
+        if kind == "int8":
+            load(4, weights_tile(0))
+            load(5, weights_tile(1))
+        with steps(b, I64(0), head_dim, _SEGMENT) as (column, _):
+            number = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(8 if kind == "bf16" else 4))
+            first = b.add(packed_at, b.mul(number, I64(_SIZE)))
+            if kind == "bf16":
+                for j in range(4):
+                    v.clear(j)
+                for half in range(2):
+                    load(4, weights_tile(2 * half))
+                    load(5, weights_tile(2 * half + 1))
+                    for j in range(4):
+                        load(6 + j % 2, b.add(first, I64((4 * half + j) * _SIZE)))
+                        v.multiply("bf16ps", j, 4, 6 + j % 2)
+                        v.multiply("bf16ps", j, 5, 6 + j % 2)
+                for j in range(4):
+                    store(j, 0, j)
+            else:
+                for start in (0, 2):
+                    for i in range(2):
+                        v.clear(2 * i)
+                        v.clear(2 * i + 1)
+                        load(6 + i, b.add(first, I64((start + i) * _SIZE)))
+                        v.multiply("bssd", 2 * i, 4, 6 + i)
+                        v.multiply("busd", 2 * i + 1, 5, 6 + i)
+                    for i in range(2):
+                        store(2 * i, 0, start + i)
+                        store(2 * i + 1, 1, start + i)
+            with steps(b, I64(0), count, 1) as (r, _):
+                at = b.add(spare_at, b.mul(r, I64(64)))
+                sums = [b.add(at, I64(16 * j)) for j in range(4)]
+                if kind == "bf16":
+                    found = [v.load_floats(data, x) for x in sums]
+                    both = [[*range(4 * i, 4 * i + 4)] + [*range(16 + 4 * i, 20 + 4 * i)] for i in range(4)]
+                    ordered = [
+                        v.shuffle(found[j], found[j + 1], both[i] + both[i + 1])
+                        for j in (0, 2)
+                        for i in (0, 2)
+                    ]
+                else:
+                    scale = v.splat(v.load_one(data, b.add(scales_at, r)))
+                    totals = []
+                    for x in sums:
+                        upper, lower = (
+                            b.sitofp(v.vector_at(data, b.add(x, I64(i)), v.int_type), v.type)
+                            for i in (0, 4 * _SIZE)
+                        )
+                        totals.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
+                    ordered = v.in_order(totals)
+                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
+                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
+                for j, total in enumerate(ordered):
+                    place = b.add(row_at, I64(16 * j))
+                    v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
+        return context.get_dummy_value()
+
+    return types.void(KIND, f, *[i8] * 9), codegen
