@@ -290,13 +290,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             if TILES:
                 for i in range(g1 - g0):
                     for r in range(0, rows, BLOCK_ROWS):
-                        # All get as many parts as the first ones that need most.
                         number = i * row_blocks + r // BLOCK_ROWS
-                        parts = pack_rows(
+                        places[8 + number] = pack_rows(
                             K_KIND, floats, Q + (i * rows + r) * pad_dim, pad_dim,
                             min(rows - r, BLOCK_ROWS), dim, Q_TILES + number * q_tiles,
                         )  # fmt: skip
-                        places[8 + number] = parts
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0

@@ -668,7 +668,7 @@ def code_row(typing_context, q, q_at, head_dim, padded_dim):
         fault = v.fold(b.load(faults), b.fadd)
         # As large as codes may be for head_dim products with 127 to stay below 2**31.
         limit = b.sdiv(I64((2**31 - 1) // 127), head_dim)
-        limit = b.select(b.icmp_signed("<", limit, I64(32767)), limit, I64(32767))
+        limit = b.select(b.icmp_signed("<", limit, I64(32639)), limit, I64(32639))
         limit = b.sitofp(limit, v.float)
         usable = b.and_(
             b.fcmp_ordered(">", largest, v.float(1e-30)), b.fcmp_ordered("==", fault, v.float(0.0))

@@ -68,7 +68,7 @@ SHORT = 64
 _TWO_GROUPS_EACH = [4 * (i // 8) + i // 4 % 2 for i in range(16)]
 #: Rows whose sums fit into registers.
 _ROWS = 4
-_LARGEST = 32767.0
+_LARGEST = 32639.0
 
 
 class _Words(Vectors):

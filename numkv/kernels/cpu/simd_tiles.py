@@ -73,6 +73,7 @@ _SEGMENT = 64
 # Elements of a row of A, and the most parts of a query.
 _WIDTH = {"bf16": 32, "int8": 64}
 _PARTS = {"bf16": 3, "int8": 2}
+_PRODUCT = {"bf16": "bf16ps", "int8": "bssd"}
 # Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 
@@ -135,6 +136,22 @@ class _Tiles(Words):
         """The upper 16 bits of the lanes of two vectors, as one vector of words."""
         return self.shuffle(self.words(low), self.words(high), [*range(1, 64, 2)])
 
+    def bytes_of_words(self, low, high):
+        """Two vectors of words as vectors of their upper bytes and their lower ones, both with a sign.
+
+        A word is 256 times the one plus the other; words are at most 32,639.
+        """
+        bytes_type = ir.VectorType(I8, 32)
+        lower = [self.b.trunc(x, bytes_type) for x in (low, high)]
+        upper = []
+        for words, codes in zip((low, high), lower, strict=True):
+            rest = self.b.sub(words, self.b.sext(codes, words.type))
+            upper.append(self.b.trunc(self.b.lshr(rest, self.splat_word(8)), bytes_type))
+        return [
+            self.b.bitcast(self.shuffle(*halves, [*range(64)]), self.int_type)
+            for halves in (upper, lower)
+        ]
+
     def part_of(self, x):
         """What the upper half of a float's bits stands for."""
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(-65536))
@@ -172,10 +189,11 @@ def tiles_off(typing_context):
 
 @intrinsic(prefer_literal=True)
 def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
-    """Pack up to 16 query rows to meet K rows of a kind; return how many parts they take.
+    """Pack up to 16 query rows to meet K rows of a kind; return how many tiles they take for a tile of K.
 
     Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words of
-    `code_row` where it is INT8. They go to ``f[to_at:]``, `packed_rows` floats.
+    `code_row` where it is INT8. They go to ``f[to_at:]``, with room for three tiles (of INT8 two) of 256 floats for each 64
+    bytes of a K row.
     """
     if not literals(KIND):
         return None
@@ -186,67 +204,87 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
         data = data_of(context, b, sig.args[1], args[1])
         q_at, q_step, count, head_dim, to_at = args[2:]
         v = _Tiles(b)
-        left = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
+        nothing = v.splat_int(0)
+        left = [cgutils.alloca_once_value(b, nothing) for _ in range(2)]
+        tiles = cgutils.alloca_once_value(b, I64(2))
 
-        def put_columns(rows, block, part):
-            tile = b.add(b.mul(block, I64(_PARTS[kind])), I64(part))
-            at = b.add(to_at, b.mul(tile, I64(_SIZE)))
-            for i, column in enumerate(_transposed(v, rows)):
-                v.put(column, data, b.add(at, I64(16 * i)))
+        def parts_of(r, block):
+            """The parts of 64 bytes of a row, as 16 lanes each."""
+            there = b.icmp_signed("<", I64(r), count)
+            row_at = b.add(q_at, b.select(there, b.mul(I64(r), q_step), I64(0)))
+            at = b.add(row_at, b.mul(block, I64(32)))
+            pair = [v.vector_at(data, b.add(at, I64(i)), v.int_type) for i in (0, 16)]
+            pair = [b.select(there, x, nothing) for x in pair]
+            if kind == "int8":
+                return v.bytes_of_words(*(v.words(x) for x in pair))
+            lanes = [b.bitcast(x, v.type) for x in pair]
+            evens, odds = (v.shuffle(*lanes, [*range(i, 32, 2)]) for i in (0, 1))
+            parts = []
+            for part in range(_PARTS[kind]):
+                even, odd = (b.bitcast(x, v.int_type) for x in (evens, odds))
+                if part:
+                    b.store(b.or_(b.load(left[part - 1]), b.or_(even, odd)), left[part - 1])
+                upper = b.and_(odd, v.splat_int(-65536))
+                parts.append(b.or_(upper, b.lshr(even, v.splat_int(16))))
+                evens, odds = (b.fsub(x, v.part_of(x)) for x in (evens, odds))
+            return parts
 
-        blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
-        with steps(b, I64(0), blocks, 1) as (block, _):
-            parts = [[] for _ in range(_PARTS[kind])]
-            for r in range(BLOCK_ROWS):
-                there = b.icmp_signed("<", I64(r), count)
-                row_at = b.add(q_at, b.select(there, b.mul(I64(r), q_step), I64(0)))
-                at = b.add(row_at, b.mul(block, I64(32)))
-                low, high = (v.vector_at(data, b.add(at, I64(i)), v.int_type) for i in (0, 16))
-                nothing = v.splat_int(0)
-                low, high = (b.select(there, x, nothing) for x in (low, high))
-                if kind == "int8":
-                    pair = [v.words(x) for x in (low, high)]
-                    upper = [b.lshr(x, v.splat_word(8)) for x in pair]
-                    bytes_type = ir.VectorType(I8, 32)
-                    for words, into in ((upper, parts[0]), (pair, parts[1])):
-                        halves = [b.trunc(x, bytes_type) for x in words]
-                        joined = v.shuffle(*halves, [*range(64)])
-                        into.append(b.bitcast(joined, v.int_type))
-                    continue
-                lanes = [b.bitcast(x, v.type) for x in (low, high)]
-                evens, odds = (v.shuffle(*lanes, [*range(i, 32, 2)]) for i in (0, 1))
-                for part in range(3):
-                    even, odd = (b.bitcast(x, v.int_type) for x in (evens, odds))
-                    if part:
-                        seen = b.or_(b.load(left[part - 1]), b.or_(even, odd))
-                        b.store(seen, left[part - 1])
-                    upper = b.and_(odd, v.splat_int(-65536))
-                    parts[part].append(b.or_(upper, b.lshr(even, v.splat_int(16))))
-                    evens, odds = (b.fsub(x, v.part_of(x)) for x in (evens, odds))
-            for part, rows in enumerate(parts):
-                put_columns(rows, block, part)
-        if kind == "int8":
-            return I64(2)
-        needed = I64(1)
-        for part, bits in enumerate(left):
-            some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
-            needed = b.select(some, I64(part + 2), needed)
-        return needed
+        def pack(stride):
+            blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
+            with steps(b, I64(0), blocks, 1) as (block, _):
+                by_row = [parts_of(r, block) for r in range(stride)]
+                columns = [row[part] for part in range(_PARTS[kind]) for row in by_row]
+                columns += [nothing] * (-len(columns) % BLOCK_ROWS)
+                for i in range(0, len(columns), BLOCK_ROWS):
+                    tile = b.add(b.mul(block, I64(_PARTS[kind])), I64(i // BLOCK_ROWS))
+                    at = b.add(to_at, b.mul(tile, I64(_SIZE)))
+                    for j, lanes in enumerate(_transposed(v, columns[i : i + BLOCK_ROWS])):
+                        v.put(lanes, data, b.add(at, I64(16 * j)))
+            in_tile = BLOCK_ROWS // stride
+            if kind == "int8":
+                b.store(I64(2 // min(2, in_tile)), tiles)
+                return
+            needed = I64(1)
+            for part, bits in enumerate(left):
+                some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
+                needed = b.select(some, I64((part + 1) // in_tile + 1), needed)
+            b.store(needed, tiles)
+
+        _by_stride(b, count, pack)
+        return b.load(tiles)
 
     return types.int64(KIND, f, i8, i8, i8, i8, i8), codegen
 
 
-def _transposed(v, rows):
-    """Sixteen vectors of sixteen lanes, turned: what was lane i of vector j is lane j of vector i."""
+def _by_stride(b, count, emit):
+    """Emit code for so many columns of a tile as a part of `count` rows takes: 4, 8 or 16."""
+    few, some = (b.icmp_signed("<=", count, I64(most)) for most in (4, 8))
+    with b.if_else(few) as (is_4, others):
+        with is_4:
+            emit(4)
+        with others, b.if_else(some) as (is_8, is_16):
+            with is_8:
+                emit(8)
+            with is_16:
+                emit(16)
+
+
+def _turned(v, rows, steps_):
+    """Vectors of 16 lanes with lanes and vectors exchanged, within squares of so many as twice the last of `steps_`."""
     rows = list(rows)
-    for step in (1, 2, 4, 8):
+    for step in steps_:
         low = [i if not i & step else 16 + i - step for i in range(16)]
         high = [i + step if not i & step else 16 + i for i in range(16)]
-        for i in range(16):
+        for i in range(len(rows)):
             if not i & step:
                 a, c = rows[i], rows[i + step]
                 rows[i], rows[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
     return rows
+
+
+def _transposed(v, rows):
+    """Sixteen vectors of sixteen lanes, turned: what was lane i of vector j is lane j of vector i."""
+    return _turned(v, rows, (1, 2, 4, 8))
 
 
 @intrinsic(prefer_literal=True)
@@ -312,13 +350,14 @@ def find_rows(typing_context, KIND, places, f, spare_at, k, k_offsets, k_step, h
 
 @intrinsic(prefer_literal=True)
 def score_rows(
-    typing_context, KIND, f, packed_at, parts, places, head_dim, s_at, count, spare_at, AHEAD_KIND, ahead,
+    typing_context, KIND, f, packed_at, tiles, places, head_dim, s_at, count, spare_at, AHEAD_KIND, ahead,
     ahead_offsets, ask,
 ):  # fmt: skip
     """Scores of up to 16 packed query rows against a tile's K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
 
-    `places` is what `find_rows` has found. Row r's scores go to ``f[s_at + r * TILE]``; up to three rows more than
-    `count` are written. ``f[spare_at:]`` has room for 2,048 floats. If `ask` is not 0, rows of `ahead` are asked for.
+    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. Row r's scores go to ``f[s_at + r * TILE]``;
+    up to three rows more than `count` are written. ``f[spare_at:]`` has room for 2,048 floats. If `ask` is not 0,
+    rows of `ahead` are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
@@ -329,103 +368,102 @@ def score_rows(
     )
 
     def codegen(context, b, sig, args):
-        packed_at, parts, head_dim, s_at, count, spare_at = (args[i] for i in (2, 3, 5, 6, 7, 8))
+        packed_at, tiles, head_dim, s_at, count, spare_at = (args[i] for i in (2, 3, 5, 6, 7, 8))
         data, places, ahead_data, ahead_offsets = (
             data_of(context, b, sig.args[i], args[i]) for i in (1, 4, 10, 11)
         )
         v = _Tiles(b)
         asked = b.icmp_signed("!=", args[12], I64(0))
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
-        groups = range(TILE // BLOCK_ROWS)
-        address = [b.load(b.gep(places, [I64(j)])) for j in groups]
-        row_step = [b.load(b.gep(places, [I64(4 + j)])) for j in groups]
 
-        def load_keys(tile, j, block):
-            at = b.add(address[j], b.mul(block, I64(64)))
-            v.load_tile(tile, b.inttoptr(at, I8.as_pointer()), row_step[j])
+        # Another thread of the core leaves few registers to tiles that are under way: use four only, and each B twice.
+        total, rows, columns = (0, 1), 2, 3
 
-        def load_queries(tile, block, part):
-            number = b.add(b.mul(block, I64(_PARTS[kind])), part)
-            at = b.add(packed_at, b.mul(number, I64(_SIZE)))
-            v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
-
-        def store(tile, place):
-            at = b.add(spare_at, I64(place * _SIZE))
-            v.store_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
-
-        def ask_for(j, block):
+        def ask_for(t0, block):
             """Ask for 64 bytes' worth of columns of 16 rows."""
             with b.if_then(asked):
                 for t in range(BLOCK_ROWS):
-                    at = b.load(b.gep(ahead_offsets, [I64(j * BLOCK_ROWS + t)]))
+                    at = b.load(b.gep(ahead_offsets, [b.add(t0, I64(t))]))
                     for i in range(0, _WIDTH[kind], ON_LINE[ahead_kind]):
                         column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
                         v.prefetch(ahead_kind, ahead_data, at, column)
 
-        if kind == "bf16":
-            for j in groups:
-                v.clear(j)
-            with steps(b, I64(0), blocks, 1) as (block, _):
-                load_queries(7, block, I64(0))
-                for j in groups:
-                    load_keys(4 + j % 3, j, block)
-                    v.multiply("bf16ps", j, 4 + j % 3, 7)
-                    ask_for(j, block)
-                with steps(b, I64(1), parts, 1) as (part, _):
-                    load_queries(7, block, part)
-                    for j in groups:
-                        load_keys(4 + j % 3, j, block)
-                        v.multiply("bf16ps", j, 4 + j % 3, 7)
-            for j in groups:
-                store(j, j)
-        else:
-            for pair in (groups[:2], groups[2:]):
-                for tile in range(4):
-                    v.clear(tile)
-                with steps(b, I64(0), blocks, 1) as (block, _):
-                    for part in range(2):
-                        load_queries(6 + part, block, I64(part))
-                    for i, j in enumerate(pair):
-                        load_keys(4 + i, j, block)
-                        v.multiply("bssd", 2 * i, 4 + i, 6)
-                        v.multiply("bsud", 2 * i + 1, 4 + i, 7)
-                        ask_for(j, block)
-                for i, j in enumerate(pair):
-                    store(2 * i, j)
-                    store(2 * i + 1, 4 + j)
+        def multiply(pair, block, number):
+            """Multiply 32 K rows and one tile of queries for 64 bytes."""
+            at = b.add(b.mul(block, I64(_PARTS[kind])), number)
+            at = b.add(packed_at, b.mul(at, I64(_SIZE)))
+            v.load_tile(columns, _bytes_of(b, v.floats_at(data, at)), I64(64))
+            for i in range(2):
+                place = b.gep(places, [b.add(pair, I64(i))])
+                key = b.add(b.load(place), b.mul(block, I64(64)))
+                v.load_tile(
+                    rows, b.inttoptr(key, I8.as_pointer()), b.load(b.gep(place, [I64(4)]))
+                )
+                v.multiply(_PRODUCT[kind], total[i], rows, columns)
 
-        # The unit has tokens in rows: turn them, four query rows at a time.
+        def store(pair, half):
+            for i in range(2):
+                at = b.mul(b.add(pair, I64(i)), I64(_SIZE))
+                at = b.add(b.add(spare_at, at), b.mul(half, I64(4 * _SIZE)))
+                v.store_tile(total[i], _bytes_of(b, v.floats_at(data, at)), I64(64))
+
+        with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 2) as (pair, _):
+            t0 = b.mul(pair, I64(BLOCK_ROWS))
+            if kind == "bf16":
+                for i in range(2):
+                    v.clear(total[i])
+                with steps(b, I64(0), blocks, 1) as (block, _):
+                    multiply(pair, block, I64(0))
+                    for i in range(2):
+                        ask_for(b.add(t0, I64(i * BLOCK_ROWS)), block)
+                    with steps(b, I64(1), tiles, 1) as (number, _):
+                        multiply(pair, block, number)
+                store(pair, I64(0))
+            else:
+                with steps(b, I64(0), tiles, 1) as (number, _):
+                    for i in range(2):
+                        v.clear(total[i])
+                    with steps(b, I64(0), blocks, 1) as (block, _):
+                        multiply(pair, block, number)
+                        with b.if_then(b.icmp_signed("==", number, I64(0))):
+                            for i in range(2):
+                                ask_for(b.add(t0, I64(i * BLOCK_ROWS)), block)
+                    store(pair, number)
+
+        # The unit has tokens in rows: turn them, four query rows at a time, and add up the parts.
         four = ir.VectorType(v.int_type.element if kind == "int8" else v.float, 4)
 
         def quarters(at):
-            """Sixteen tokens' four numbers each, a quarter of a vector for every fourth token."""
-            rows = [v.vector_at(data, b.add(at, I64(16 * t)), four) for t in range(16)]
-            found = []
-            for j in range(4):
-                halves = [v.shuffle(rows[i], rows[i + 4], [*range(8)]) for i in (j, j + 8)]
-                found.append(v.shuffle(*halves, [*range(16)]))
-            return found
+            """Four columns of 16 tokens: in four vectors, a quarter of each for every fourth token."""
+            found = [v.vector_at(data, b.add(at, I64(16 * t)), four) for t in range(16)]
+            for i in range(4):
+                halves = [v.shuffle(found[j], found[j + 4], [*range(8)]) for j in (i, i + 8)]
+                yield v.shuffle(*halves, [*range(16)])
 
-        with steps(b, I64(0), count, 4) as (r, _):
-            for j in groups:
-                at = b.add(b.add(spare_at, I64(j * _SIZE)), r)
-                found = quarters(at)
-                if kind == "int8":
-                    lower = quarters(b.add(at, I64(4 * _SIZE)))
-                    found = [
-                        v.fma(b.sitofp(x, v.type), v.splat(256.0), b.sitofp(y, v.type))
-                        for x, y in zip(found, lower, strict=True)
-                    ]
-                for step in (1, 2):
-                    low = [i if not i & step else 16 + i - step for i in range(16)]
-                    high = [i + step if not i & step else 16 + i for i in range(16)]
-                    for i in range(4):
-                        if not i & step:
-                            a, c = found[i], found[i + step]
-                            found[i], found[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
-                for i, scores in enumerate(found):
-                    row = b.mul(b.add(r, I64(i)), I64(TILE))
-                    v.store(scores, data, b.add(b.add(s_at, row), I64(16 * j)))
+        def turn(stride):
+            with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 1) as (j, _):
+                start = b.add(spare_at, b.mul(j, I64(_SIZE)))
+                for r in range(0, stride, 4):
+                    in_tile = BLOCK_ROWS // stride
+                    if kind == "int8":
+                        apart = stride if in_tile > 1 else 4 * _SIZE
+                        upper, lower = (
+                            [b.sitofp(x, v.type) for x in quarters(b.add(start, I64(r + i)))]
+                            for i in (0, apart)
+                        )
+                        turned = [
+                            v.fma(x, v.splat(256.0), y) for x, y in zip(upper, lower, strict=True)
+                        ]
+                    else:
+                        turned = [*quarters(b.add(start, I64(r)))]
+                        for part in range(1, min(_PARTS[kind], in_tile)):
+                            more = quarters(b.add(start, I64(r + part * stride)))
+                            turned = [b.fadd(x, y) for x, y in zip(turned, more, strict=True)]
+                    for i, scores in enumerate(_turned(v, turned, (1, 2))):
+                        at = b.add(b.add(s_at, I64((r + i) * TILE)), b.mul(j, I64(BLOCK_ROWS)))
+                        v.store(scores, data, at)
+
+        _by_stride(b, count, turn)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -572,98 +610,98 @@ def weigh_rows(
         data = data_of(context, b, sig.args[1], args[1])
         count, p_at, scales_at, packed_at, head_dim, spare_at, o_at, o_step, rescale_at = args[2:]
         v = _Tiles(b)
+        # Sums of a segment, of each part, then weights: of bf16 for each half of the tokens, of each part.
         weights_at = b.add(spare_at, I64(8 * _SIZE))
+        halves = 2 if kind == "bf16" else 1
+        # Up to 8 rows, both parts share a tile.
+        stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
         with steps(b, I64(0), count, 1) as (r, _):
             at = b.add(p_at, b.mul(r, I64(TILE)))
             to = b.add(weights_at, b.mul(r, I64(16)))
-            if kind == "bf16":
-                for half in range(2):
-                    weights = [
-                        v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)
-                    ]
-                    for part in range(2):
-                        bits = [
-                            b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights
-                        ]
-                        words = v.upper_halves(*bits)
-                        v.put(words, data, b.add(to, I64((2 * half + part) * _SIZE)))
-                        rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
-                        weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
-            else:
-                pair = [
-                    v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)
-                ]
-                upper = [b.lshr(x, v.splat_word(8)) for x in pair]
-                for part, words in enumerate((upper, pair)):
-                    halves = [b.trunc(x, ir.VectorType(I8, 32)) for x in words]
-                    joined = v.shuffle(*halves, [*range(64)])
-                    v.put(joined, data, b.add(to, I64(part * _SIZE)))
+            second = b.select(stacked, I64(_SIZE // 2), I64(halves * _SIZE))
+            if kind == "int8":
+                pair = [v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)]
+                for part, codes in enumerate(v.bytes_of_words(*pair)):
+                    v.put(codes, data, b.add(to, b.mul(I64(part), second)))
+            for half in range(2 if kind == "bf16" else 0):
+                weights = [v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)]
+                for part in range(2):
+                    bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
+                    place = b.add(b.add(to, I64(half * _SIZE)), b.mul(I64(part), second))
+                    v.put(v.upper_halves(*bits), data, place)
+                    rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
+                    weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
 
         def load(tile, at):
             v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
 
-        def weights_tile(number):
-            return b.add(weights_at, I64(number * _SIZE))
-
-        def store(tile, place, column):
-            at = b.add(spare_at, I64(place * 4 * _SIZE + column * 16))
-            v.store_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
-
-        if kind == "int8":
-            load(4, weights_tile(0))
-            load(5, weights_tile(1))
-        with steps(b, I64(0), head_dim, _SEGMENT) as (column, _):
-            number = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(8 if kind == "bf16" else 4))
+        def add_segment(column, parts):
+            """Sums of 64 columns, with weights in so many tiles for each half: each B is used for all, one after another."""
+            number = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(4 * halves))
             first = b.add(packed_at, b.mul(number, I64(_SIZE)))
-            if kind == "bf16":
-                for j in range(4):
-                    v.clear(j)
-                for half in range(2):
-                    load(4, weights_tile(2 * half))
-                    load(5, weights_tile(2 * half + 1))
-                    for j in range(4):
-                        load(6 + j % 2, b.add(first, I64((4 * half + j) * _SIZE)))
-                        v.multiply("bf16ps", j, 4, 6 + j % 2)
-                        v.multiply("bf16ps", j, 5, 6 + j % 2)
-                for j in range(4):
-                    store(j, 0, j)
-            else:
-                for start in (0, 2):
-                    for i in range(2):
-                        v.clear(2 * i)
-                        v.clear(2 * i + 1)
-                        load(6 + i, b.add(first, I64((start + i) * _SIZE)))
-                        v.multiply("bssd", 2 * i, 4, 6 + i)
-                        v.multiply("busd", 2 * i + 1, 5, 6 + i)
-                    for i in range(2):
-                        store(2 * i, 0, start + i)
-                        store(2 * i + 1, 1, start + i)
+            # Parts of bf16 have one sum, those of INT8 one each.
+            sums = parts if kind == "int8" else 1
+            with steps(b, I64(0), I64(4), 1) as (j, _):
+                for i in range(sums):
+                    v.clear(i)
+                for half in range(halves):
+                    place = b.add(b.mul(I64(half), I64(4)), j)
+                    load(2, b.add(first, b.mul(place, I64(_SIZE))))
+                    for part in range(parts):
+                        v.multiply(_PRODUCT[kind], min(part, sums - 1), 3 + half + halves * part, 2)
+                for i in range(sums):
+                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
+                    v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
+
+        def in_full(found):
+            """Sums in the order of columns."""
+            if kind == "int8":
+                return v.in_order(found)
+            both = [[4 * i + j for j in range(4)] + [16 + 4 * i + j for j in range(4)]
+                    for i in range(4)]  # fmt: skip
+            return [
+                v.shuffle(found[j], found[j + 1], both[i] + both[i + 1])
+                for j in (0, 2)
+                for i in (0, 2)
+            ]
+
+        def finish(column, parts):
             with steps(b, I64(0), count, 1) as (r, _):
                 at = b.add(spare_at, b.mul(r, I64(64)))
-                sums = [b.add(at, I64(16 * j)) for j in range(4)]
-                if kind == "bf16":
-                    found = [v.load_floats(data, x) for x in sums]
-                    both = [[*range(4 * i, 4 * i + 4)] + [*range(16 + 4 * i, 20 + 4 * i)] for i in range(4)]
-                    ordered = [
-                        v.shuffle(found[j], found[j + 1], both[i] + both[i + 1])
-                        for j in (0, 2)
-                        for i in (0, 2)
-                    ]
-                else:
+                scale = None
+                if kind == "int8":
                     scale = v.splat(v.load_one(data, b.add(scales_at, r)))
-                    totals = []
-                    for x in sums:
-                        upper, lower = (
-                            b.sitofp(v.vector_at(data, b.add(x, I64(i)), v.int_type), v.type)
-                            for i in (0, 4 * _SIZE)
-                        )
-                        totals.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
-                    ordered = v.in_order(totals)
+                second = I64(4 * _SIZE if parts == 2 else 2 * _SIZE)
+                found = []
+                for j in range(4):
+                    first = b.add(at, I64(16 * j))
+                    type_ = v.type if kind == "bf16" else v.int_type
+                    sums = [v.vector_at(data, first, type_)]
+                    if kind == "int8" or parts == 1:
+                        sums.append(v.vector_at(data, b.add(first, second), type_))
+                    if kind == "int8":
+                        upper, lower = (b.sitofp(x, v.type) for x in sums)
+                        found.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
+                    else:
+                        found.append(b.fadd(*sums) if parts == 1 else sums[0])
                 rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
                 row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-                for j, total in enumerate(ordered):
+                for j, total in enumerate(in_full(found)):
                     place = b.add(row_at, I64(16 * j))
                     v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
+
+        def add(parts):
+            for i in range(halves * parts):
+                load(3 + i, b.add(weights_at, I64(i * _SIZE)))
+            with steps(b, I64(0), head_dim, _SEGMENT) as (column, _):
+                add_segment(column, parts)
+                finish(column, parts)
+
+        with b.if_else(stacked) as (few, many):
+            with few:
+                add(1)
+            with many:
+                add(2)
         return context.get_dummy_value()
 
     return types.void(KIND, f, *[i8] * 9), codegen
