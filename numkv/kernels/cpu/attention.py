@@ -59,11 +59,13 @@ from numkv.kernels.cpu.simd_integers import (
 )
 from numkv.kernels.cpu.simd_tiles import (
     BLOCK_ROWS,
+    SEGMENT,
     all_finite,
     find_rows,
     has_tiles,
     pack_rows,
     pack_values,
+    pack_weights,
     score_rows,
     tiles_off,
     tiles_on,
@@ -97,8 +99,8 @@ PART = TILE + RAMP
 TURN = 4 * PART
 # Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
 WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
-# Floats that a matrix unit's sums and weights take for a moment.
-SPARE_FLOATS = 3072
+# Floats that a matrix unit's sums, weights and a piece of V take for a moment.
+SPARE_FLOATS = 5120
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -209,7 +211,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         V_TILES = W
         K_ROWS = V_TILES + tile_floats(dim_v)
         SPARE = K_ROWS + tile_floats(dim)
-        Q_TILES = SPARE + SPARE_FLOATS
+        W_TILES = SPARE + 2048
+        V_PIECE = W_TILES + 1024
+        Q_TILES = V_PIECE + 2048
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
         if TILES:
             tiles_on()
@@ -344,9 +348,12 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             low, high = min(low, sees[0]), max(high, sees[1])
                     if low < high:
                         find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
-                        pack_values(
-                            V_KIND, floats, V_TILES, v, v_at, low, high, dim_v, K_KIND, k, k_ahead
-                        )
+                        # For one block of rows V is packed piece by piece, just before it is used.
+                        for column in range(0, dim_v if row_blocks > 1 else 0, SEGMENT):
+                            pack_values(
+                                V_KIND, floats, V_TILES + column * (TILE // 2), v, v_at, low, high,
+                                column, dim_v, K_KIND, k, k_ahead,
+                            )  # fmt: skip
                     if not alike:
                         alike = all_finite(V_KIND, v, v_at, low, high, dim_v)
                     for r in range(0, rows if low < high else 0, BLOCK_ROWS):
@@ -385,17 +392,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         # A weight of 0 does not hide a NaN: then each row gets V rows of its own.
                         each = taken if alike else np.int64(1)
                         for i in range(0, taken, each):
+                            first, last = low, high
                             if not alike:
-                                sees = _visible(
+                                first, last = _visible(
                                     ranges, q_starts[b] + t0, (r + i) // group, position,
                                     window_left, begin, end, tile,
                                 )  # fmt: skip
-                                pack_values(V_KIND, floats, V_TILES, v, v_at, sees[0], sees[1], dim_v,
-                                            K_KIND, k, k_ahead)  # fmt: skip
-                            weigh_rows(
-                                V_KIND, floats, each, S + i * TILE, W_SCALES + i, V_TILES, dim_v,
-                                SPARE, O + (row + i) * pad_v, pad_v, RESCALE + i,
-                            )
+                            pack_weights(V_KIND, floats, each, S + i * TILE, W_TILES)
+                            for column in range(0, dim_v, SEGMENT):
+                                packed = V_TILES + column * (TILE // 2)
+                                if row_blocks == 1 or not alike:
+                                    packed = V_PIECE
+                                    pack_values(V_KIND, floats, packed, v, v_at, first, last, column,
+                                                dim_v, K_KIND, k, k_ahead)  # fmt: skip
+                                weigh_rows(
+                                    V_KIND, floats, each, W_TILES, W_SCALES + i, packed, column,
+                                    SPARE, O + (row + i) * pad_v, pad_v, RESCALE + i,
+                                )
                 else:
                     r = np.int64(0)
                     while r < rows:

@@ -10,6 +10,7 @@ elsewhere (a query, a weight) comes in parts that the unit takes.
 `score_rows`       dot products of up to 16 query rows with a tile of K rows
 `all_finite`       whether no seen V row of a tile has a NaN or an infinity
 `pack_values`      V rows of a tile as the unit takes them
+`pack_weights`     weights as the unit takes them, in parts
 `weigh_rows`       add the tile's V rows, weighted, to up to 16 output rows
 =================  ==========================================================================================
 
@@ -53,11 +54,13 @@ from numkv.kernels.cpu.simd_integers import _Words as Words
 
 __all__ = [
     "BLOCK_ROWS",
+    "SEGMENT",
     "all_finite",
     "find_rows",
     "has_tiles",
     "pack_rows",
     "pack_values",
+    "pack_weights",
     "score_rows",
     "tiles_off",
     "tiles_on",
@@ -68,11 +71,13 @@ __all__ = [
 BLOCK_ROWS = 16
 # A tile of 16 rows of 64 bytes, in floats.
 _SIZE = 256
-# Columns of V that are packed and summed together: four tiles.
-_SEGMENT = 64
+#: Columns of V that are packed and summed together: four tiles.
+SEGMENT = 64
 # Elements of a row of A, and the most parts of a query.
 _WIDTH = {"bf16": 32, "int8": 64}
 _PARTS = {"bf16": 3, "int8": 2}
+# Tiles of weights of one part: 64 tokens take two rows of bf16, or one of INT8.
+_HALVES = {"bf16": 2, "int8": 1}
 _PRODUCT = {"bf16": "bf16ps", "int8": "bssd"}
 # Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
@@ -502,31 +507,31 @@ def all_finite(typing_context, KIND, v, v_offsets, begin, end, head_dim):
 
 @intrinsic(prefer_literal=True)
 def pack_values(
-    typing_context, KIND, f, to_at, v, v_offsets, begin, end, head_dim, AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, KIND, f, to_at, v, v_offsets, begin, end, column, head_dim, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
-    """Pack a tile's V rows as the unit takes them, in ``f[to_at:]``; rows outside ``[begin, end)`` become zeros.
+    """Pack 64 columns of a tile's V rows as the unit takes them, from `column` on, in ``f[to_at:]``.
 
-    While V rows are read, the same rows of `ahead` (K rows of a later tile) are asked for.
+    Rows outside ``[begin, end)`` and columns past `head_dim` become zeros. 2,048 floats are written, of INT8 1,024. While V rows are read, the same rows of `ahead` (K rows of a later tile) are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
     kind, ahead_kind = KIND.literal_value, AHEAD_KIND.literal_value
     i8 = types.int64
     signature = types.void(
-        KIND, f, i8, v, v_offsets, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets
+        KIND, f, i8, v, v_offsets, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets
     )
 
     def codegen(context, b, sig, args):
         data, v_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (1, 3, 4, 9, 10)
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 3, 4, 10, 11)
         )
-        to_at, begin, end, head_dim = (args[i] for i in (2, 5, 6, 7))
+        to_at, begin, end, column, head_dim = (args[i] for i in (2, 5, 6, 7, 8))
         v = _Tiles(b)
         size = 2 if kind == "bf16" else 1
         each = 4 // size  # tokens that share a lane
         row_bytes = b.mul(head_dim, I64(size))
         rows = _bytes_of(b, v_data)
-        whole = b.icmp_signed("==", b.and_(head_dim, I64(_SEGMENT - 1)), I64(0))
+        whole = b.icmp_signed("<=", b.add(column, I64(SEGMENT)), head_dim)
         full = b.and_(b.icmp_signed("==", begin, I64(0)), b.icmp_signed("==", end, I64(TILE)))
 
         def pack(partly):
@@ -542,44 +547,41 @@ def pack_values(
                             b.icmp_signed(">=", t, begin), b.icmp_signed("<", t, end)
                         )
                         left.append(b.select(seen, row_bytes, I64(0)))
-                # Of a segment four tiles for every 64 bytes of weights, one row of each.
-                block, row = b.lshr(turn, I64(4)), b.and_(turn, I64(15))
-                with steps(b, I64(0), head_dim, _SEGMENT) as (column, segment):
-                    at = b.mul(column, I64(size))
-                    for ahead_at in asks:
-                        for i in range(0, _SEGMENT, ON_LINE[ahead_kind]):
-                            v.prefetch(ahead_kind, ahead_data, ahead_at, b.add(column, I64(i)))
+                at = b.mul(column, I64(size))
+                for ahead_at in asks:
+                    for i in range(0, SEGMENT, ON_LINE[ahead_kind]):
+                        v.prefetch(ahead_kind, ahead_data, ahead_at, b.add(column, I64(i)))
 
-                    def words_of(i, line, at=at):
-                        start = b.add(at, I64(64 * line))
-                        if partly:
-                            count = b.sub(left[i], start)
-                            positive = b.icmp_signed(">", count, I64(0))
-                            count = b.select(positive, count, I64(0))
-                            return v._load_bytes(rows, b.add(places[i], start), count, 64)
-                        pointer = b.gep(rows, [b.add(places[i], start)])
-                        bytes_type = ir.VectorType(I8, 64)
-                        return b.load(b.bitcast(pointer, bytes_type.as_pointer()), align=1)
+                def words_of(i, line, at=at):
+                    start = b.add(at, I64(64 * line))
+                    if partly:
+                        count = b.sub(left[i], start)
+                        positive = b.icmp_signed(">", count, I64(0))
+                        count = b.select(positive, count, I64(0))
+                        return v._load_bytes(rows, b.add(places[i], start), count, 64)
+                    pointer = b.gep(rows, [b.add(places[i], start)])
+                    bytes_type = ir.VectorType(I8, 64)
+                    return b.load(b.bitcast(pointer, bytes_type.as_pointer()), align=1)
 
-                    if kind == "bf16":
-                        mixed = []
-                        for line in range(2):
-                            mixed += v.interleave(*(v.words(words_of(i, line)) for i in range(2)))
-                    else:
-                        codes = [words_of(i, 0) for i in range(4)]
-                        halves = zip(
-                            v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True
-                        )
-                        mixed = [
-                            x
-                            for pair in halves
-                            for x in v.interleave(*(v.words(y) for y in pair))
-                        ]
-                    first = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(size))
-                    first = b.mul(b.add(first, block), I64(4 * _SIZE))
-                    first = b.add(b.add(to_at, first), b.mul(row, I64(16)))
-                    for j, x in enumerate(mixed):
-                        v.put(x, data, b.add(first, I64(j * _SIZE)))
+                if kind == "bf16":
+                    mixed = []
+                    for line in range(2):
+                        mixed += v.interleave(*(v.words(words_of(i, line)) for i in range(2)))
+                else:
+                    codes = [words_of(i, 0) for i in range(4)]
+                    halves = zip(
+                        v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True
+                    )
+                    mixed = [
+                        x
+                        for pair in halves
+                        for x in v.interleave(*(v.words(y) for y in pair))
+                    ]
+                # Four tiles for every 64 bytes of weights, one row of each.
+                tile, row = b.lshr(turn, I64(4)), b.and_(turn, I64(15))
+                first = b.add(b.add(to_at, b.mul(tile, I64(4 * _SIZE))), b.mul(row, I64(16)))
+                for j, x in enumerate(mixed):
+                    v.put(x, data, b.add(first, I64(j * _SIZE)))
 
         with b.if_else(b.and_(full, whole)) as (all_of_it, some):
             with all_of_it:
@@ -592,14 +594,11 @@ def pack_values(
 
 
 @intrinsic(prefer_literal=True)
-def weigh_rows(
-    typing_context, KIND, f, count, p_at, scales_at, packed_at, head_dim, spare_at, o_at, o_step, rescale_at,
-):  # fmt: skip
-    """Add packed V rows, weighted: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[r, t] * v[t, d]``.
+def pack_weights(typing_context, KIND, f, count, p_at, to_at):
+    """Pack weights of up to 16 rows and a tile's tokens to meet V rows of a kind.
 
-    Row r's weights of a tile are at ``f[p_at + r * TILE]``: float32 where V is bf16, else the integers of
-    `code_weights`, whose scale is at ``f[scales_at + r]``. Output rows are padded to multiples of 64 columns.
-    ``f[spare_at:]`` has room for 3,072 floats.
+    Row r's are at ``f[p_at + r * TILE]``: float32 where V is bf16, else the integers of `code_weights`. They go to
+    ``f[to_at:]``, 1,024 floats.
     """
     if not literals(KIND):
         return None
@@ -608,22 +607,19 @@ def weigh_rows(
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
-        count, p_at, scales_at, packed_at, head_dim, spare_at, o_at, o_step, rescale_at = args[2:]
+        count, p_at, to_at = args[2:]
         v = _Tiles(b)
-        # Sums of a segment, of each part, then weights: of bf16 for each half of the tokens, of each part.
-        weights_at = b.add(spare_at, I64(8 * _SIZE))
-        halves = 2 if kind == "bf16" else 1
         # Up to 8 rows, both parts share a tile.
         stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
         with steps(b, I64(0), count, 1) as (r, _):
             at = b.add(p_at, b.mul(r, I64(TILE)))
-            to = b.add(weights_at, b.mul(r, I64(16)))
-            second = b.select(stacked, I64(_SIZE // 2), I64(halves * _SIZE))
+            to = b.add(to_at, b.mul(r, I64(16)))
+            second = b.select(stacked, I64(_SIZE // 2), I64(_HALVES[kind] * _SIZE))
             if kind == "int8":
                 pair = [v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)]
                 for part, codes in enumerate(v.bytes_of_words(*pair)):
                     v.put(codes, data, b.add(to, b.mul(I64(part), second)))
-            for half in range(2 if kind == "bf16" else 0):
+            for half in range(_HALVES[kind] if kind == "bf16" else 0):
                 weights = [v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)]
                 for part in range(2):
                     bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
@@ -631,26 +627,57 @@ def weigh_rows(
                     v.put(v.upper_halves(*bits), data, place)
                     rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
                     weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
+        return context.get_dummy_value()
+
+    return types.void(KIND, f, i8, i8, i8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def weigh_rows(
+    typing_context, KIND, f, count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at,
+):  # fmt: skip
+    """Add 64 columns of packed V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[r, t] * v[t, d]``.
+
+    The columns from `column` on, as `pack_values` packed them, with weights from `pack_weights`; of INT8, the scale of
+    row r's weights is at ``f[scales_at + r]``. Output rows are padded to multiples of 64 columns.
+    ``f[spare_at:]`` has room for 2,048 floats.
+    """
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[1], args[1])
+        count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at = (
+            args[2:]
+        )
+        v = _Tiles(b)
+        halves = _HALVES[kind]
+        stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
 
         def load(tile, at):
             v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
 
-        def add_segment(column, parts):
-            """Sums of 64 columns, with weights in so many tiles for each half: each B is used for all, one after another."""
-            number = b.mul(b.sdiv(column, I64(_SEGMENT)), I64(4 * halves))
-            first = b.add(packed_at, b.mul(number, I64(_SIZE)))
-            # Parts of bf16 have one sum, those of INT8 one each.
-            sums = parts if kind == "int8" else 1
-            with steps(b, I64(0), I64(4), 1) as (j, _):
+        def number_of_sums(parts):
+            """Tiles of bf16 add to one sum, those of INT8 to one each."""
+            return parts if kind == "int8" else 1
+
+        def add_up(parts):
+            """Sums, with weights in so many tiles for each half: each B is used for all, one after another."""
+            sums = number_of_sums(parts)
+            for i in range(halves * parts):
+                load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
+            for j in range(4):
                 for i in range(sums):
                     v.clear(i)
                 for half in range(halves):
-                    place = b.add(b.mul(I64(half), I64(4)), j)
-                    load(2, b.add(first, b.mul(place, I64(_SIZE))))
+                    load(sums, b.add(packed_at, I64((4 * half + j) * _SIZE)))
                     for part in range(parts):
-                        v.multiply(_PRODUCT[kind], min(part, sums - 1), 3 + half + halves * part, 2)
+                        rows = sums + 1 + half + halves * part
+                        v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
                 for i in range(sums):
-                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
+                    at = b.add(spare_at, I64(i * 4 * _SIZE + j * 16))
                     v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
 
         def in_full(found):
@@ -665,7 +692,7 @@ def weigh_rows(
                 for i in (0, 2)
             ]
 
-        def finish(column, parts):
+        def finish(parts):
             with steps(b, I64(0), count, 1) as (r, _):
                 at = b.add(spare_at, b.mul(r, I64(64)))
                 scale = None
@@ -690,18 +717,13 @@ def weigh_rows(
                     place = b.add(row_at, I64(16 * j))
                     v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
 
-        def add(parts):
-            for i in range(halves * parts):
-                load(3 + i, b.add(weights_at, I64(i * _SIZE)))
-            with steps(b, I64(0), head_dim, _SEGMENT) as (column, _):
-                add_segment(column, parts)
-                finish(column, parts)
-
         with b.if_else(stacked) as (few, many):
             with few:
-                add(1)
+                add_up(1)
+                finish(1)
             with many:
-                add(2)
+                add_up(2)
+                finish(2)
         return context.get_dummy_value()
 
     return types.void(KIND, f, *[i8] * 9), codegen
