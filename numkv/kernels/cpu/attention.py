@@ -105,6 +105,9 @@ SPARE_FLOATS = 5120
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
 
+# Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
+FEW_ROWS = 4
+
 # Kinds with scales.
 QUANTISED = ("int8", "int4")
 
@@ -254,9 +257,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 end = min(end, first + (split + 1) * split_len)
 
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
-            # What makes scores of products.
+            # Few rows are no work for a matrix unit.
+            tiled = TILES and tokens * group > FEW_ROWS
+            # What makes scores of products: there parts of queries, as they come, may be zero.
             after = F(1)
-            if TILES and K_KIND == "bf16":
+            if K_KIND == "bf16" and tiled:
                 scale, after = F(1), scale
             for r in range(rows * (g1 - g0)):
                 t = q_starts[b] + t0 + r % rows // group
@@ -291,7 +296,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     for i in range(16 * k_blocks):
                         floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
 
-            if TILES:
+            if TILES and tiled:
                 for i in range(g1 - g0):
                     for r in range(0, rows, BLOCK_ROWS):
                         number = i * row_blocks + r // BLOCK_ROWS
@@ -335,7 +340,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if V_SCALED:
                     for i in range(0, TILE, v_line):
                         prefetch(v_scale, k_ahead[3 * PART + i])
-                if TILES:
+                if TILES and tiled:
                     # What rows of the item see of the tile: the first and the last, and all that any sees.
                     low, high, alike = np.int64(TILE), np.int64(0), True
                     for t in range(rows // group):
