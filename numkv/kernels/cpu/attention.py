@@ -99,8 +99,8 @@ PART = TILE + RAMP
 TURN = 4 * PART
 # Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
 WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
-# Floats that a matrix unit's sums, weights and a piece of V take for a moment.
-SPARE_FLOATS = 5120
+# Floats that a matrix unit's sums and a piece of V take for a moment.
+SPARE_FLOATS = 4096
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -204,19 +204,18 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         )  # of the tile's tokens, for quantised kinds; of INT8 one for each
         V_SCALES = K_SCALES + 2 * TILE * k_scale_step  # of groups, the lowest levels too
         RESCALE = V_SCALES + 2 * TILE * v_scale_step
-        W_SCALES = RESCALE + LINE  # of weights as integers
-        Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
+        W_SCALES = RESCALE + max_rows  # of weights as integers
+        Q_SUMS = W_SCALES + max_rows  # of query rows as integers, by lane
         LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
         W = LOWEST + LINE * 4 * v_blocks  # weights of groups
-        for i in range(LINE):
+        for i in range(max_rows):
             floats[RESCALE + i] = F(1)
         # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
         V_TILES = W
-        K_ROWS = V_TILES + tile_floats(dim_v)
-        SPARE = K_ROWS + tile_floats(dim)
-        W_TILES = SPARE + 2048
-        V_PIECE = W_TILES + 1024
-        Q_TILES = V_PIECE + 2048
+        W_TILES = V_TILES + 2048
+        SPARE = W_TILES + max_rows * TILE
+        K_ROWS = SPARE + 2048
+        Q_TILES = K_ROWS + tile_floats(dim)
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
         if TILES:
             tiles_on()
@@ -302,7 +301,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         number = i * row_blocks + r // BLOCK_ROWS
                         places[8 + number] = pack_rows(
                             K_KIND, floats, Q + (i * rows + r) * pad_dim, pad_dim,
-                            min(rows - r, BLOCK_ROWS), dim, Q_TILES + number * q_tiles,
+                            min(rows - r, BLOCK_ROWS), dim, Q_TILES + number * q_tiles, SPARE,
                         )  # fmt: skip
 
             # -- tiles of tokens, each for one head after another
@@ -340,8 +339,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if V_SCALED:
                     for i in range(0, TILE, v_line):
                         prefetch(v_scale, k_ahead[3 * PART + i])
+                by_tiles = tiled
                 if TILES and tiled:
-                    # What rows of the item see of the tile: the first and the last, and all that any sees.
+                    # What rows of the item see of the tile: all that any sees, and whether they see the same.
                     low, high, alike = np.int64(TILE), np.int64(0), True
                     for t in range(rows // group):
                         sees = _visible(
@@ -351,16 +351,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             alike = False
                         if sees[0] < sees[1]:
                             low, high = min(low, sees[0]), max(high, sees[1])
+                    # A weight of 0 does not hide a NaN.
+                    by_tiles = alike or all_finite(V_KIND, v, v_at, low, high, dim_v)
+                if TILES and by_tiles:
                     if low < high:
                         find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
-                        # For one block of rows V is packed piece by piece, just before it is used.
-                        for column in range(0, dim_v if row_blocks > 1 else 0, SEGMENT):
-                            pack_values(
-                                V_KIND, floats, V_TILES + column * (TILE // 2), v, v_at, low, high,
-                                column, dim_v, K_KIND, k, k_ahead,
-                            )  # fmt: skip
-                    if not alike:
-                        alike = all_finite(V_KIND, v, v_at, low, high, dim_v)
                     for r in range(0, rows if low < high else 0, BLOCK_ROWS):
                         row = (g - g0) * rows + r  # of scratch
                         number = (g - g0) * row_blocks + r // BLOCK_ROWS
@@ -389,31 +384,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             )  # fmt: skip
                             floats[MAXIMA + row + i] = maximum
                             floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
-                            floats[RESCALE + i] = rescale
+                            floats[RESCALE + r + i] = rescale
                             if V_KIND == "int8":
-                                floats[W_SCALES + i] = code_weights(
+                                floats[W_SCALES + r + i] = code_weights(
                                     floats, S + i * TILE, floats, V_SCALES, sees[0], sees[1]
                                 )
-                        # A weight of 0 does not hide a NaN: then each row gets V rows of its own.
-                        each = taken if alike else np.int64(1)
-                        for i in range(0, taken, each):
-                            first, last = low, high
-                            if not alike:
-                                first, last = _visible(
-                                    ranges, q_starts[b] + t0, (r + i) // group, position,
-                                    window_left, begin, end, tile,
-                                )  # fmt: skip
-                            pack_weights(V_KIND, floats, each, S + i * TILE, W_TILES)
-                            for column in range(0, dim_v, SEGMENT):
-                                packed = V_TILES + column * (TILE // 2)
-                                if row_blocks == 1 or not alike:
-                                    packed = V_PIECE
-                                    pack_values(V_KIND, floats, packed, v, v_at, first, last, column,
-                                                dim_v, K_KIND, k, k_ahead)  # fmt: skip
-                                weigh_rows(
-                                    V_KIND, floats, each, W_TILES, W_SCALES + i, packed, column,
-                                    SPARE, O + (row + i) * pad_v, pad_v, RESCALE + i,
-                                )
+                        pack_weights(V_KIND, floats, taken, S, W_TILES + r * TILE)
+                    for column in range(0, dim_v if low < high else 0, SEGMENT):
+                        pack_values(
+                            V_KIND, floats, V_TILES, v, v_at, low, high, column, dim_v,
+                            K_KIND, k, k_ahead,
+                        )  # fmt: skip
+                        for r in range(0, rows, BLOCK_ROWS):
+                            weigh_rows(
+                                V_KIND, floats, min(rows - r, BLOCK_ROWS), W_TILES + r * TILE,
+                                W_SCALES + r, V_TILES, column, SPARE,
+                                O + ((g - g0) * rows + r) * pad_v, pad_v, RESCALE + r,
+                            )  # fmt: skip
                 else:
                     r = np.int64(0)
                     while r < rows:
@@ -604,12 +591,12 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
-    size = rows * (pad_dim + pad_v + 3) + (BLOCK_ROWS + scales) * TILE + 2 * LINE
+    size = rows * (pad_dim + pad_v + 5) + (BLOCK_ROWS + scales) * TILE
     size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
     if tiles:
         blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
         blocks += MAX_ROWS // BLOCK_ROWS
-        size += (blocks * 3 // 4 + 3) * (tile_floats(pad_dim) + tile_floats(pad_v)) + SPARE_FLOATS
+        size += rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
     return (size + LINE - 1) // LINE * LINE
 
 

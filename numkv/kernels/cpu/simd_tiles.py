@@ -193,7 +193,7 @@ def tiles_off(typing_context):
 
 
 @intrinsic(prefer_literal=True)
-def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
+def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spare_at):
     """Pack up to 16 query rows to meet K rows of a kind; return how many tiles they take for a tile of K.
 
     Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words of
@@ -207,16 +207,18 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
-        q_at, q_step, count, head_dim, to_at = args[2:]
+        q_at, q_step, count, head_dim, to_at, spare_at = args[2:]
         v = _Tiles(b)
         nothing = v.splat_int(0)
         left = [cgutils.alloca_once_value(b, nothing) for _ in range(2)]
-        tiles = cgutils.alloca_once_value(b, I64(2))
+        stride = _columns_of_part(b, count)
+        # Columns are put down as rows first, then turned.
+        rows_at = spare_at
 
         def parts_of(r, block):
             """The parts of 64 bytes of a row, as 16 lanes each."""
-            there = b.icmp_signed("<", I64(r), count)
-            row_at = b.add(q_at, b.select(there, b.mul(I64(r), q_step), I64(0)))
+            there = b.icmp_signed("<", r, count)
+            row_at = b.add(q_at, b.select(there, b.mul(r, q_step), I64(0)))
             at = b.add(row_at, b.mul(block, I64(32)))
             pair = [v.vector_at(data, b.add(at, I64(i)), v.int_type) for i in (0, 16)]
             pair = [b.select(there, x, nothing) for x in pair]
@@ -225,53 +227,46 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at):
             lanes = [b.bitcast(x, v.type) for x in pair]
             evens, odds = (v.shuffle(*lanes, [*range(i, 32, 2)]) for i in (0, 1))
             parts = []
-            for part in range(_PARTS[kind]):
+            for part in range(3):
                 even, odd = (b.bitcast(x, v.int_type) for x in (evens, odds))
                 if part:
                     b.store(b.or_(b.load(left[part - 1]), b.or_(even, odd)), left[part - 1])
                 upper = b.and_(odd, v.splat_int(-65536))
                 parts.append(b.or_(upper, b.lshr(even, v.splat_int(16))))
                 evens, odds = (b.fsub(x, v.part_of(x)) for x in (evens, odds))
-            return parts
+            return [*parts, nothing]  # three parts of 8 columns leave some of the second tile
 
-        def pack(stride):
-            blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
-            with steps(b, I64(0), blocks, 1) as (block, _):
-                by_row = [parts_of(r, block) for r in range(stride)]
-                columns = [row[part] for part in range(_PARTS[kind]) for row in by_row]
-                columns += [nothing] * (-len(columns) % BLOCK_ROWS)
-                for i in range(0, len(columns), BLOCK_ROWS):
-                    tile = b.add(b.mul(block, I64(_PARTS[kind])), I64(i // BLOCK_ROWS))
-                    at = b.add(to_at, b.mul(tile, I64(_SIZE)))
-                    for j, lanes in enumerate(_transposed(v, columns[i : i + BLOCK_ROWS])):
-                        v.put(lanes, data, b.add(at, I64(16 * j)))
-            in_tile = BLOCK_ROWS // stride
-            if kind == "int8":
-                b.store(I64(2 // min(2, in_tile)), tiles)
-                return
-            needed = I64(1)
-            for part, bits in enumerate(left):
-                some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
-                needed = b.select(some, I64((part + 1) // in_tile + 1), needed)
-            b.store(needed, tiles)
+        blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
+        with steps(b, I64(0), blocks, 1) as (block, _):
+            with steps(b, I64(0), stride, 1) as (r, _):
+                for part, lanes in enumerate(parts_of(r, block)):
+                    column = b.add(b.mul(I64(part), stride), r)
+                    v.put(lanes, data, b.add(rows_at, b.mul(column, I64(16))))
+            for tile in range(_PARTS[kind]):
+                columns = [
+                    v.vector_at(data, b.add(rows_at, I64(tile * _SIZE + 16 * i)), v.int_type)
+                    for i in range(BLOCK_ROWS)
+                ]
+                number = b.add(b.mul(block, I64(_PARTS[kind])), I64(tile))
+                at = b.add(to_at, b.mul(number, I64(_SIZE)))
+                for i, lanes in enumerate(_turned(v, columns, (1, 2, 4, 8))):
+                    v.put(lanes, data, b.add(at, I64(16 * i)))
+        shared = b.icmp_signed("==", stride, I64(8))  # two parts to a tile
+        if kind == "int8":
+            return b.select(shared, I64(1), I64(2))
+        needed = I64(1)
+        for part, bits in enumerate(left):
+            some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
+            most = b.select(shared, I64((part + 1) // 2 + 1), I64(part + 2))
+            needed = b.select(some, most, needed)
+        return needed
 
-        _by_stride(b, count, pack)
-        return b.load(tiles)
-
-    return types.int64(KIND, f, i8, i8, i8, i8, i8), codegen
+    return types.int64(KIND, f, *[i8] * 6), codegen
 
 
-def _by_stride(b, count, emit):
-    """Emit code for so many columns of a tile as a part of `count` rows takes: 4, 8 or 16."""
-    few, some = (b.icmp_signed("<=", count, I64(most)) for most in (4, 8))
-    with b.if_else(few) as (is_4, others):
-        with is_4:
-            emit(4)
-        with others, b.if_else(some) as (is_8, is_16):
-            with is_8:
-                emit(8)
-            with is_16:
-                emit(16)
+def _columns_of_part(b, count):
+    """How many columns of a tile a part of `count` rows takes: 8 or 16."""
+    return b.select(b.icmp_signed("<=", count, I64(8)), I64(8), I64(16))
 
 
 def _turned(v, rows, steps_):
@@ -285,11 +280,6 @@ def _turned(v, rows, steps_):
                 a, c = rows[i], rows[i + step]
                 rows[i], rows[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
     return rows
-
-
-def _transposed(v, rows):
-    """Sixteen vectors of sixteen lanes, turned: what was lane i of vector j is lane j of vector i."""
-    return _turned(v, rows, (1, 2, 4, 8))
 
 
 @intrinsic(prefer_literal=True)
@@ -385,13 +375,12 @@ def score_rows(
         total, rows, columns = (0, 1), 2, 3
 
         def ask_for(t0, block):
-            """Ask for 64 bytes' worth of columns of 16 rows."""
-            with b.if_then(asked):
-                for t in range(BLOCK_ROWS):
-                    at = b.load(b.gep(ahead_offsets, [b.add(t0, I64(t))]))
-                    for i in range(0, _WIDTH[kind], ON_LINE[ahead_kind]):
-                        column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
-                        v.prefetch(ahead_kind, ahead_data, at, column)
+            """Ask for 64 bytes' worth of columns of 32 rows."""
+            with b.if_then(asked), steps(b, t0, b.add(t0, I64(2 * BLOCK_ROWS)), 1) as (t, _):
+                at = b.load(b.gep(ahead_offsets, [t]))
+                for i in range(0, _WIDTH[kind], ON_LINE[ahead_kind]):
+                    column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
+                    v.prefetch(ahead_kind, ahead_data, at, column)
 
         def multiply(pair, block, number):
             """Multiply 32 K rows and one tile of queries for 64 bytes."""
@@ -419,8 +408,7 @@ def score_rows(
                     v.clear(total[i])
                 with steps(b, I64(0), blocks, 1) as (block, _):
                     multiply(pair, block, I64(0))
-                    for i in range(2):
-                        ask_for(b.add(t0, I64(i * BLOCK_ROWS)), block)
+                    ask_for(t0, block)
                     with steps(b, I64(1), tiles, 1) as (number, _):
                         multiply(pair, block, number)
                 store(pair, I64(0))
@@ -431,8 +419,7 @@ def score_rows(
                     with steps(b, I64(0), blocks, 1) as (block, _):
                         multiply(pair, block, number)
                         with b.if_then(b.icmp_signed("==", number, I64(0))):
-                            for i in range(2):
-                                ask_for(b.add(t0, I64(i * BLOCK_ROWS)), block)
+                            ask_for(t0, block)
                     store(pair, number)
 
         # The unit has tokens in rows: turn them, four query rows at a time, and add up the parts.
@@ -445,30 +432,30 @@ def score_rows(
                 halves = [v.shuffle(found[j], found[j + 4], [*range(8)]) for j in (i, i + 8)]
                 yield v.shuffle(*halves, [*range(16)])
 
-        def turn(stride):
-            with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 1) as (j, _):
-                start = b.add(spare_at, b.mul(j, I64(_SIZE)))
-                for r in range(0, stride, 4):
-                    in_tile = BLOCK_ROWS // stride
-                    if kind == "int8":
-                        apart = stride if in_tile > 1 else 4 * _SIZE
-                        upper, lower = (
-                            [b.sitofp(x, v.type) for x in quarters(b.add(start, I64(r + i)))]
-                            for i in (0, apart)
-                        )
-                        turned = [
-                            v.fma(x, v.splat(256.0), y) for x, y in zip(upper, lower, strict=True)
-                        ]
-                    else:
-                        turned = [*quarters(b.add(start, I64(r)))]
-                        for part in range(1, min(_PARTS[kind], in_tile)):
-                            more = quarters(b.add(start, I64(r + part * stride)))
-                            turned = [b.fadd(x, y) for x, y in zip(turned, more, strict=True)]
-                    for i, scores in enumerate(_turned(v, turned, (1, 2))):
-                        at = b.add(b.add(s_at, I64((r + i) * TILE)), b.mul(j, I64(BLOCK_ROWS)))
-                        v.store(scores, data, at)
-
-        _by_stride(b, count, turn)
+        stride = _columns_of_part(b, count)
+        shared = b.icmp_signed("==", stride, I64(8))
+        with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 1) as (j, _):
+            with steps(b, I64(0), stride, 4) as (r, _):
+                start = b.add(b.add(spare_at, b.mul(j, I64(_SIZE))), r)
+                turned = [cgutils.alloca_once(b, v.type) for _ in range(4)]
+                if kind == "int8":
+                    apart = b.select(shared, I64(8), I64(4 * _SIZE))
+                    upper, lower = (
+                        [b.sitofp(x, v.type) for x in quarters(at)]
+                        for at in (start, b.add(start, apart))
+                    )
+                    for slot, x, y in zip(turned, upper, lower, strict=True):
+                        b.store(v.fma(x, v.splat(256.0), y), slot)
+                else:
+                    for slot, x in zip(turned, quarters(start), strict=True):
+                        b.store(x, slot)
+                    with b.if_then(shared):
+                        for slot, x in zip(turned, quarters(b.add(start, I64(8))), strict=True):
+                            b.store(b.fadd(b.load(slot), x), slot)
+                rows_of_4 = _turned(v, [b.load(slot) for slot in turned], (1, 2))
+                for i, scores in enumerate(rows_of_4):
+                    row = b.mul(b.add(r, I64(i)), I64(TILE))
+                    v.store(scores, data, b.add(b.add(s_at, row), b.mul(j, I64(BLOCK_ROWS))))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -668,16 +655,17 @@ def weigh_rows(
             sums = number_of_sums(parts)
             for i in range(halves * parts):
                 load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
-            for j in range(4):
+            with steps(b, I64(0), I64(4), 1) as (j, _):
                 for i in range(sums):
                     v.clear(i)
                 for half in range(halves):
-                    load(sums, b.add(packed_at, I64((4 * half + j) * _SIZE)))
+                    place = b.mul(b.add(I64(4 * half), j), I64(_SIZE))
+                    load(sums, b.add(packed_at, place))
                     for part in range(parts):
                         rows = sums + 1 + half + halves * part
                         v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
                 for i in range(sums):
-                    at = b.add(spare_at, I64(i * 4 * _SIZE + j * 16))
+                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
                     v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
 
         def in_full(found):
