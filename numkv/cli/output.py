@@ -133,7 +133,10 @@ class Progress:
 
 
 class KernelProgress(logging.Handler):
-    """A `Progress` that names the kernel being loaded or compiled, as the library logs it."""
+    """A `Progress` that names the kernel being compiled, as the library logs it.
+
+    As this listens to the log, the library writes no lines of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -143,7 +146,7 @@ class KernelProgress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show a log record."""
         verb, _, kernel = record.getMessage().partition(" ")
-        if verb == "loading":
+        if verb == "compiling":
             self._progress.detail = kernel
 
     def __enter__(self) -> KernelProgress:
