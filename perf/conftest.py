@@ -52,6 +52,27 @@ def measure(benchmark, request):
 
 
 @pytest.fixture
+def host_time(benchmark, capsys, request):
+    """``host_time(run, setup)``: time `run` 105 times and print what a call costs."""
+
+    def timed(run, setup=None):
+        if not benchmark.enabled:
+            if setup is not None:
+                setup()
+            benchmark(run)
+            return
+        benchmark.pedantic(run, setup=setup, rounds=100, iterations=1, warmup_rounds=5)
+        stats = benchmark.stats.stats
+        with capsys.disabled():
+            print(
+                f"\n{request.node.name:48} {stats.median * 1e6:9.1f} us a call "
+                f"(best {stats.min * 1e6:.1f})"
+            )
+
+    return timed
+
+
+@pytest.fixture
 def side_by_side(benchmark, request):
     """``side_by_side(what, run, other, limit)``: put the time of `run`, in times of that of `other`, into the table.
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 __all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
@@ -120,12 +119,7 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
         if self._drawn:
@@ -156,12 +150,7 @@ class KernelProgress(logging.Handler):
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__(*error)
         self._logger.removeHandler(self)
         self._logger.setLevel(self._level)
