@@ -60,7 +60,7 @@ class KVCache:
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. Rows that are read are turned
         back, codes and scales are those of rotated rows.
     residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.residual`.
     num_sink_tokens : int
         First tokens that are kept so too.
 
@@ -70,14 +70,6 @@ class KVCache:
         If tokens are to be kept in full precision beside a kind that quantises nothing.
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
-
-    Notes
-    -----
-    With `residual_window` or `num_sink_tokens`, the newest and the first tokens of every layer are kept as float32
-    (beside fp64 as float64) in buffers that come on top of the others, and attended to as such. A token that leaves the
-    window is quantised then, once, from the row that was appended; its codes are those that a cache without a window
-    has. Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be
-    fewer full-precision tokens than that for a while. See `numkv.residual` for the sources.
 
     Examples
     --------

@@ -524,7 +524,7 @@ class ContiguousLayer(Layer):
         Whether rows are rotated before they are stored, so that large elements do less harm to a quantised row: random
         signs, then a Hadamard transform, undone in all that is read. See `numkv.rotation`.
     residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.residual`.
     num_sink_tokens : int
         First tokens that are kept so too.
 
@@ -534,14 +534,6 @@ class ContiguousLayer(Layer):
         If tokens are to be kept in full precision beside a kind that quantises nothing.
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
-
-    Notes
-    -----
-    With `residual_window` or `num_sink_tokens`, the newest and the first tokens are kept as float32 (beside fp64 as
-    float64) in buffers that come on top of those for `capacity` tokens, and attended to as such. A token that leaves
-    the window is quantised then, once, from the row that was appended; its codes are those that a layer without a
-    window has. Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can
-    be fewer full-precision tokens than that for a while. See `numkv.residual` for the sources.
 
     Examples
     --------

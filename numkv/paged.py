@@ -173,7 +173,7 @@ class PagedLayer(Layer):
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     residual_window : int
-        Newest tokens that are kept in full precision, beside a quantised kind; see Notes.
+        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.residual`.
     num_sink_tokens : int
         First tokens that are kept so too.
 
@@ -186,8 +186,8 @@ class PagedLayer(Layer):
 
     Notes
     -----
-    Full-precision tokens lie in buffers of the layer's own, as `ContiguousLayer` says. They have their places in blocks
-    all the same, so that quantising them never lacks room.
+    Full-precision tokens lie in buffers of the layer's own. They have their places in blocks all the same, so that
+    quantising them never lacks room.
 
     Examples
     --------

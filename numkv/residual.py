@@ -1,9 +1,15 @@
 """Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
 
 Most of what quantisation loses is lost on tokens that get much attention: the newest, and the first, which models use
-as attention sinks. Both stay as floats in a small pool of their own; a token is quantised when it leaves the window,
-from the row that was appended, and stays as it is from then on. Attention over the two pools is merged. This is for
-caches of one sequence: `numkv.KVCache` and layers.
+as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
+`num_sink_tokens`, the numbers of such tokens:
+
+- They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
+  and attended to as such: attention over the two pools is merged.
+- A token that leaves the window is quantised then, once, from the row that was appended; its codes are those that a
+  cache without a window has.
+- Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be fewer
+  full-precision tokens than asked for, for a while.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3: the full-precision residual of recent tokens. Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3: the first tokens.

@@ -201,27 +201,21 @@ class CudaTarget:
 
     def token_major(self, x: Array) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
-        if self._simulated:
-            return x.transpose((1, 0, 2))
-        from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-        heads, tokens, dim = x.shape
-        by_head, by_token, by_element = x.strides
-        return DeviceNDArray(  # its own transpose is for two axes
-            (tokens, heads, dim), (by_token, by_head, by_element), x.dtype, x.stream, x.gpu_data
-        )
+        return self._transposed(x, (1, 0, 2))
 
     def dim_major(self, x: Array) -> Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        return self._transposed(x, (0, 2, 1))
+
+    def _transposed(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """A view of an array of three axes, in another order."""
         if self._simulated:
-            return x.transpose((0, 2, 1))
+            return x.transpose(axes)
         from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-        heads, tokens, dim = x.shape
-        by_head, by_token, by_element = x.strides
-        return DeviceNDArray(  # its own transpose is for two axes
-            (heads, dim, tokens), (by_head, by_element, by_token), x.dtype, x.stream, x.gpu_data
-        )
+        shape, strides = (tuple(sizes[i] for i in axes) for sizes in (x.shape, x.strides))
+        # Its own transpose is for two axes.
+        return DeviceNDArray(shape, strides, x.dtype, x.stream, x.gpu_data)
 
     # -- small arguments
 

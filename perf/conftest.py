@@ -1,6 +1,7 @@
 """What benchmarks share: a timer that probes the machine around each line, and the table at the end."""
 
 import os
+import time
 
 import numpy as np
 import pytest
@@ -51,10 +52,45 @@ def measure(benchmark, request):
 
 
 @pytest.fixture
-def ratios(benchmark, request):
-    """``ratios(what, ratio, limit)``: put a ratio of two times, measured side by side, into the table."""
+def host_time(benchmark, capsys, request):
+    """``host_time(run, setup)``: time `run` 105 times and print what a call costs."""
 
-    def noted(what, ratio, limit):
+    def timed(run, setup=None):
+        if not benchmark.enabled:
+            if setup is not None:
+                setup()
+            benchmark(run)
+            return
+        benchmark.pedantic(run, setup=setup, rounds=100, iterations=1, warmup_rounds=5)
+        stats = benchmark.stats.stats
+        with capsys.disabled():
+            print(
+                f"\n{request.node.name:48} {stats.median * 1e6:9.1f} us a call "
+                f"(best {stats.min * 1e6:.1f})"
+            )
+
+    return timed
+
+
+@pytest.fixture
+def side_by_side(benchmark, request):
+    """``side_by_side(what, run, other, limit)``: put the time of `run`, in times of that of `other`, into the table.
+
+    They run in turns, so that whatever else the machine does meets both alike. `run` has been measured before, which
+    says how often; it takes seconds at most.
+    """
+
+    def noted(what, run, other, limit):
+        if not benchmark.enabled:
+            other()
+            return
+        times = {run: [], other: []}
+        for n in range(2 * max(20, min(300, int(1.5 / benchmark.stats.stats.median) // 2))):
+            for one in list(times)[:: 1 if n % 2 else -1]:
+                start = time.perf_counter()
+                one()
+                times[one].append(time.perf_counter() - start)
+        ratio = np.median(times[run]) / np.median(times[other])
         benchmark.extra_info[what] = ratio
         _ratios.append((request.node.nodeid, what, ratio, limit))
 

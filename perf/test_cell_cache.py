@@ -14,27 +14,6 @@ CELLS = 32768
 STEPS = 128  # that a cache has room for before it goes back to where it was
 
 
-@pytest.fixture
-def host_time(benchmark, capsys, request):
-    """``host_time(run, setup)``: time `run` and print what a call costs."""
-
-    def timed(run, setup=None):
-        if not benchmark.enabled:
-            if setup is not None:
-                setup()
-            benchmark(run)
-            return
-        benchmark.pedantic(run, setup=setup, rounds=STEPS - 10, iterations=1, warmup_rounds=5)
-        stats = benchmark.stats.stats
-        with capsys.disabled():
-            print(
-                f"\n{request.node.name:44} {stats.median * 1e6:9.1f} us a call "
-                f"(best {stats.min * 1e6:.1f})"
-            )
-
-    return timed
-
-
 class Steps:
     """A cache whose sequences are as long as it allows, but for a few steps; one narrow head."""
 

@@ -4,13 +4,11 @@ One sequence of one layer, shapes as in README.md. Layers are not cycled through
 times smaller than the vectors, is still larger than most caches.
 """
 
-import time
-
 import numpy as np
 import pytest
 
 import numkv
-from perf.test_attention import SHAPES, attend_plainly
+from perf.shapes import SHAPES, attend
 
 CONFIGS = {
     "2 bits": (2, None), "3 bits": (3, None), "4 bits": (4, None), "4 bits, 128 signs": (4, 128),
@@ -35,8 +33,7 @@ def filled(rng, config, q_heads, kv_heads, dim, length):
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("shape", ["A", "C", "F"])
-def test_attend(measure, benchmark, ratios, rng, shape, config):
-    """Both in turns, so that whatever else the machine does meets both alike."""
+def test_attend(measure, side_by_side, rng, shape, config):
     _, q_heads, kv_heads, dim, length = SHAPES[shape]
     cache, k, v = filled(rng, config, q_heads, kv_heads, dim, length)
     q = rng.standard_normal((q_heads, dim), np.float32)
@@ -48,22 +45,14 @@ def test_attend(measure, benchmark, ratios, rng, shape, config):
     def on_floats():
         return numkv.decode_attention(q[None], k[None], v[None], lens)[0]
 
-    decoded = attend_plainly(q, cache.decode_keys(), cache.decode_values())
+    decoded = attend(q[:, None], cache.decode_keys(), cache.decode_values())[:, 0]
     if CONFIGS[config][1] is None:
         assert np.linalg.norm(on_codes() - decoded) < 1e-4 * np.linalg.norm(decoded)
     else:
         assert np.linalg.norm(on_codes() - decoded) < 0.2 * np.linalg.norm(decoded)
 
     measure(on_codes, len(cache) * cache.bytes_per_token + 2 * q.nbytes, "read")
-    if benchmark.enabled:
-        times = {on_floats: [], on_codes: []}
-        for n in range(40):
-            for run in list(times)[:: 1 if n % 2 else -1]:
-                start = time.perf_counter()
-                run()
-                times[run].append(time.perf_counter() - start)
-        floats, codes = (np.median(x) for x in times.values())
-        ratios("codes / fp32", codes / floats, LIMIT)
+    side_by_side("codes / fp32", on_codes, on_floats, LIMIT)
 
 
 @pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])

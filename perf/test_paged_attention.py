@@ -1,7 +1,6 @@
 """Paged decode beside contiguous decode of the same rows: a shuffled block table may cost 5% at most."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -26,8 +25,7 @@ def paged(x, order, batch, blocks):
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("shape", ["A", "B", "D", "F"])
-def test_paged_decode_attention(measure, benchmark, ratios, rng, shape, kind):
-    """Both in turns, so that whatever else the machine does meets both alike."""
+def test_paged_decode_attention(measure, side_by_side, rng, shape, kind):
     batch, q_heads, kv_heads, dim, length = SHAPES[shape]
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = max(1, min(32, COLD // size))
@@ -52,13 +50,9 @@ def test_paged_decode_attention(measure, benchmark, ratios, rng, shape, kind):
     layer = itertools.cycle(range(layers))
     moved = traffic.paged_decode_attention(batch, q_heads, kv_heads, dim, length, BLOCK_SIZE, kind)
     measure(lambda: paged_run(next(layer)), moved, "read")
-    if benchmark.enabled:
-        times = {contiguous_run: [], paged_run: []}
-        for n in range(2 * max(20, min(300, int(1.5 / benchmark.stats.stats.median) // 2))):
-            for run in list(times)[:: 1 if n % 2 else -1]:
-                i = next(layer)
-                start = time.perf_counter()
-                run(i)
-                times[run].append(time.perf_counter() - start)
-        one, other = (np.median(x) for x in times.values())
-        ratios("paged / contiguous", other / one, LIMIT)
+    side_by_side(
+        "paged / contiguous",
+        lambda: paged_run(next(layer)),
+        lambda: contiguous_run(next(layer)),
+        LIMIT,
+    )

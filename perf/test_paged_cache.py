@@ -13,28 +13,6 @@ SIZE = 16
 WINDOWS = {"full": None, "sliding": [-1, 128] * 2}
 
 
-@pytest.fixture
-def host_time(benchmark, capsys, request):
-    """``host_time(run, setup)``: time `run` and print what a call costs; returns the best time, or None."""
-
-    def timed(run, setup=None):
-        if not benchmark.enabled:
-            if setup is not None:
-                setup()
-            benchmark(run)
-            return None
-        benchmark.pedantic(run, setup=setup, rounds=100, iterations=1, warmup_rounds=5)
-        stats = benchmark.stats.stats
-        with capsys.disabled():
-            print(
-                f"\n{request.node.name:48} {stats.median * 1e6:9.1f} us a call "
-                f"(best {stats.min * 1e6:.1f})"
-            )
-        return stats.min
-
-    return timed
-
-
 def make(num_blocks, windows=None):
     """Four layers of one narrow head: the kernels' time is not what is looked at."""
     return numkv.PagedKVCache(

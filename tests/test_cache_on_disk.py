@@ -48,26 +48,36 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def run(folder: Path, *parts: str) -> dict:
-    """Run a script on the copied package; returns cache counts and the row it stored."""
-    environment = os.environ | {
-        "PYTHONPATH": str(folder),
-        "NUMBA_CACHE_DIR": str(folder / "kernels"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+def run(folder: Path, *parts: str, told: str | None = None) -> dict:
+    """Run a script on the copied package; returns cache counts and the row it stored.
+
+    With `told` what is compiled is told, and has to be as often as something is; without, nothing is.
+    """
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": str(folder),
+            "NUMBA_CACHE_DIR": str(folder / "kernels"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        | ({"NUMKV_PROGRESS": told} if told else {})
+    )
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([SETUP, *parts, REPORT])],
         capture_output=True, text=True, cwd=folder, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    assert done.stderr.count("numkv: compiling ") == (found["misses"] if told == "1" else 0)
+    assert told == "1" or not done.stderr
+    return found
 
 
 def test_a_second_process_compiles_nothing(workplace):
-    first = run(workplace, EVERY_KERNEL)
+    first = run(workplace, EVERY_KERNEL, told="1")
     assert first["misses"] >= 4
     assert first["hits"] == 0
-    second = run(workplace, EVERY_KERNEL)
+    second = run(workplace, EVERY_KERNEL, told="1")
     assert second == {"hits": first["misses"], "misses": 0, "result": 1.0}
 
 

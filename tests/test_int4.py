@@ -11,15 +11,14 @@ import tolerances
 from messages import about
 from numba import njit
 from problems import Shape
+from quantised_stores import Stores, token_major
 
 import numkv
 from numkv import targets
 from numkv.files import load_sequences, save_sequences
-from numkv.paging import slot_mapping
 
 F32, BF16 = np.float32, naive.DTYPES["bf16"]
 SOURCES = ["fp32", "fp16", "bf16"]
-TABLE = np.array([[3, 0, 4, 1]], np.int32)  # of the functional form; block 2 belongs to others
 # Whole groups, groups and a short one, a short one alone; on CUDA rows that are read in chunks and those that are not.
 DIMS = {"cpu": [2, 8, 30, 32, 34, 64, 80, 96, 128, 200], "cuda": [2, 32, 34, 80]}
 every_dim = pytest.mark.parametrize(
@@ -29,62 +28,9 @@ every_dim = pytest.mark.parametrize(
 )
 
 
-def token_major(buffers, table, tokens):
-    """Codes and scales of one sequence by token and head: K's, then V's."""
-    k, v, k_scale, v_scale = (naive.gather(x, table, [tokens])[0].swapaxes(0, 1) for x in buffers)
-    return k, k_scale, v, v_scale
-
-
-def in_cache(k, v, to, host, target, **kw):
-    cache = numkv.KVCache(2, *k.shape[1:], head_dim_v=v.shape[2], kind="int4", target=target)
-    cache.append(1, to(k), to(v), **kw)
-    return [
-        host(x) for x in (cache.k_codes(1), cache.k_scales(1), cache.v_codes(1), cache.v_scales(1))
-    ]
-
-
-def in_layer(layer, k, v, to, host, **kw):
-    for part in (np.s_[:2], np.s_[2:]):  # several at once, at 0 and further on
-        layer.append(to(k[part]), to(v[part]), **kw)
-    table = layer.block_table[None] if layer.is_paged else [[0]]
-    return token_major(map(host, (layer.k, layer.v, layer.k_scale, layer.v_scale)), table, len(k))
-
-
-def in_contiguous(k, v, to, host, target, **kw):
-    layer = numkv.ContiguousLayer(len(k) + 1, *k.shape[1:], kind="int4", target=target)
-    return in_layer(layer, k, v, to, host, **kw)
-
-
-def in_paged(k, v, to, host, target, **kw):
-    layer = numkv.PagedLayer(len(k), 3, *k.shape[1:], kind="int4", target=target)
-    return in_layer(layer, k, v, to, host, **kw)
-
-
-def in_slots(k, v, to, host, target, **kw):
-    size, heads = -(-len(k) // 4), k.shape[1]
-    pools, scales = [], []
-    for x in (k, v):
-        pools.append(to(np.full((5, heads, size, x.shape[2] // 2), 99, np.uint8)))
-        scales.append(to(np.full((5, heads, size, -(-x.shape[2] // 32)), np.nan, BF16)))
-    slots = to(slot_mapping(TABLE, [len(k)], size, new_lens=[len(k)]))
-    numkv.paged_append(to(k), to(v), *pools, slots, k_scale=scales[0], v_scale=scales[1], **kw)
-    assert np.all(host(pools[0])[2] == 99)
-    assert np.all(np.isnan(host(scales[1])[2].astype(F32)))
-    return token_major(map(host, (*pools, *scales)), TABLE, len(k))
-
-
-STORES = {"cache": in_cache, "contiguous": in_contiguous, "paged": in_paged, "slots": in_slots}
-every_store = pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-
-
-def assert_exact(got, k, v):
-    """Codes and scales, bit for bit."""
-    for rows, (codes, scale) in zip((k, v), (got[:2], got[2:]), strict=True):
-        want_codes, want_scale = naive.int4_quantise(rows)
-        assert codes.dtype == np.uint8
-        assert scale.dtype == BF16
-        assert np.array_equal(naive.words(scale), naive.words(want_scale))
-        assert np.array_equal(codes, want_codes)
+STORES = Stores("int4")
+in_contiguous, in_paged, assert_exact = STORES.in_contiguous, STORES.in_paged, STORES.assert_exact
+every_store = pytest.mark.parametrize("store", STORES.all.values(), ids=STORES.all)
 
 
 def assert_no_worse(values, scale, rows):

@@ -7,73 +7,18 @@ import numpy as np
 import pytest
 import tolerances
 from messages import about
+from quantised_stores import Stores
 from worked import INT8
 
 import numkv
-from numkv.paging import slot_mapping
 
 F32 = np.float32
 SOURCES = ["fp32", "fp16", "bf16"]
-TABLE = np.array([[3, 0, 4, 1]], np.int32)  # of the functional form; block 2 belongs to others
 
 
-def token_major(k, v, k_scale, v_scale, table, tokens):
-    """Codes and scales of one sequence by token and head."""
-    k, k_scale, v, v_scale = (
-        naive.gather(x, table, [tokens])[0].swapaxes(0, 1) for x in (k, k_scale, v, v_scale)
-    )
-    return k, k_scale, v, v_scale
-
-
-def in_cache(k, v, to, host, target, **kw):
-    cache = numkv.KVCache(2, *k.shape[1:], head_dim_v=v.shape[2], kind="int8", target=target)
-    cache.append(1, to(k), to(v), **kw)
-    return [
-        host(x) for x in (cache.k_codes(1), cache.k_scales(1), cache.v_codes(1), cache.v_scales(1))
-    ]
-
-
-def in_layer(layer, k, v, to, host, **kw):
-    for part in (np.s_[:2], np.s_[2:]):  # several at once, at 0 and further on
-        layer.append(to(k[part]), to(v[part]), **kw)
-    table = layer.block_table[None] if layer.is_paged else [[0]]
-    buffers = [host(x) for x in (layer.k, layer.v, layer.k_scale, layer.v_scale)]
-    return token_major(*buffers, table, len(k))
-
-
-def in_contiguous(k, v, to, host, target, **kw):
-    layer = numkv.ContiguousLayer(len(k) + 1, *k.shape[1:], kind="int8", target=target)
-    return in_layer(layer, k, v, to, host, **kw)
-
-
-def in_paged(k, v, to, host, target, **kw):
-    layer = numkv.PagedLayer(len(k), 3, *k.shape[1:], kind="int8", target=target)
-    return in_layer(layer, k, v, to, host, **kw)
-
-
-def in_slots(k, v, to, host, target, **kw):
-    size, heads = -(-len(k) // 4), k.shape[1]
-    pools = [to(np.full((5, heads, size, x.shape[2]), 99, np.int8)) for x in (k, v)]
-    scales = [to(np.full((5, heads, size), np.nan, F32)) for _ in "kv"]
-    slots = to(slot_mapping(TABLE, [len(k)], size, new_lens=[len(k)]))
-    numkv.paged_append(to(k), to(v), *pools, slots, k_scale=scales[0], v_scale=scales[1], **kw)
-    assert np.all(host(pools[0])[2] == 99)
-    assert np.all(np.isnan(host(scales[1])[2]))
-    return token_major(*map(host, pools), *map(host, scales), TABLE, len(k))
-
-
-STORES = {"cache": in_cache, "contiguous": in_contiguous, "paged": in_paged, "slots": in_slots}
-every_store = pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-
-
-def assert_exact(got, k, v):
-    """Codes and scales, bit for bit."""
-    for rows, (codes, scale) in zip((k, v), (got[:2], got[2:]), strict=True):
-        want_codes, want_scale = naive.int8_quantise(rows)
-        assert codes.dtype == np.int8
-        assert scale.dtype == F32
-        assert np.array_equal(scale, want_scale)
-        assert np.array_equal(codes, want_codes)
+STORES = Stores("int8")
+in_contiguous, in_paged, assert_exact = STORES.in_contiguous, STORES.in_paged, STORES.assert_exact
+every_store = pytest.mark.parametrize("store", STORES.all.values(), ids=STORES.all)
 
 
 # ---------------------------------------------------------------- codes and scales

@@ -64,8 +64,10 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "targets", _targets()
     yield "kinds", " ".join(kind.name for kind in kinds())
     yield "kernel cache", _kernel_cache()
-    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")]
-    yield "environment", " ".join(settings) or "no NUMBA_ variables"
+    settings = [
+        f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NUMBA_", "NUMKV_"))
+    ]
+    yield "environment", " ".join(settings) or "no NUMBA_ or NUMKV_ variables"
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 __all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
@@ -120,12 +119,7 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
         if self._drawn:
@@ -133,7 +127,10 @@ class Progress:
 
 
 class KernelProgress(logging.Handler):
-    """A `Progress` that names the kernel being loaded or compiled, as the library logs it."""
+    """A `Progress` that names the kernel being compiled, as the library logs it.
+
+    As this listens to the log, the library writes no lines of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -143,7 +140,7 @@ class KernelProgress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show a log record."""
         verb, _, kernel = record.getMessage().partition(" ")
-        if verb == "loading":
+        if verb == "compiling":
             self._progress.detail = kernel
 
     def __enter__(self) -> KernelProgress:
@@ -153,12 +150,7 @@ class KernelProgress(logging.Handler):
         self._progress.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__(*error)
         self._logger.removeHandler(self)
         self._logger.setLevel(self._level)

@@ -6,13 +6,19 @@ source under ``kernels`` and ``rows`` instead.
 
 A kernel is compiled for one explicit signature, so that C-ordered and strided arrays, ints and NumPy scalars all
 use the same machine code, and compilation never starts in the middle of a call with odd arguments.
+
+Compiling takes seconds, so whoever waits is told what for: by the logger ``numkv.kernels``, at level INFO, or where
+nobody listens to that, by lines on stderr; see `tell`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +29,7 @@ import numba
 from numba import types
 from numba.core.caching import FunctionCache
 
-__all__ = ["SCALES", "WORDS", "array", "build", "cache_stats", "source_digest"]
+__all__ = ["PROGRESS", "SCALES", "WORDS", "array", "build", "cache_stats", "source_digest", "tell"]
 
 log = logging.getLogger("numkv.kernels")
 
@@ -38,6 +44,9 @@ WORDS = {
 }
 #: Numba types and ranks of their scales: of a row's or of its groups'. Float kinds come with an empty array.
 SCALES = {kind: (types.uint16, 4) if kind == "int4" else (types.float32, 3) for kind in WORDS}
+
+#: Environment variable: 1 tells of compilations on stderr, 0 does not; otherwise they are told to who sits there.
+PROGRESS = "NUMKV_PROGRESS"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _stats = {"hits": 0, "misses": 0}
@@ -76,13 +85,20 @@ class _KernelCache(FunctionCache):
     Numba's own key does not know of the options of a build, so one source built in two ways would get one entry.
     """
 
-    def __init__(self, py_func: Callable[..., Any], *options: Any) -> None:
+    def __init__(self, py_func: Callable[..., Any], label: str, *options: Any) -> None:
         super().__init__(py_func)
         self._cache_file._source_stamp = source_digest()
+        self._label = label
         self._options = options
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return super()._index_key(sig, codegen), self._options
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            tell(self._label)
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -99,6 +115,48 @@ def _warn_no_cache(reason: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def tell(label: str) -> None:
+    """Say that a kernel is being compiled, before it is.
+
+    There is always a record of level INFO by the logger ``numkv.kernels``. If nobody listens to that, and stderr is a
+    terminal or Python is interactive, as in a notebook, there is a line on stderr. The environment variable
+    ``NUMKV_PROGRESS`` has that line written wherever stderr goes (``1``) or nowhere (``0``).
+
+    Parameters
+    ----------
+    label : str
+        What is being compiled.
+    """
+    log.info("compiling %s", label)
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        return
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be None or closed
+        if _is_watched():
+            _write(f"compiling {label}")
+            _explain()
+
+
+def _is_watched() -> bool:
+    """Whether lines on stderr are wanted."""
+    choice = os.environ.get(PROGRESS)
+    if choice in ("0", "1"):
+        return choice == "1"
+    return hasattr(sys, "ps1") or sys.stderr.isatty()
+
+
+@functools.cache
+def _explain() -> None:
+    _write(
+        "compiled kernels stay on disk, but for those of CUDA; `numkv warmup` makes them ahead of time, "
+        f"{PROGRESS}=0 hides these lines"
+    )
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"numkv: {line}\n")
+    sys.stderr.flush()
 
 
 def build(
@@ -118,7 +176,7 @@ def build(
     signature : tuple of numba types
         Types of the arguments.
     label : str
-        What is being compiled, for the log.
+        What is being compiled, for who waits.
     fastmath : bool or set of str
         LLVM fast-math flags. Kernels with vector code leave it False: the flags would reach that code too.
 
@@ -130,10 +188,10 @@ def build(
     dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(py_func)
     try:
         flags = tuple(sorted(fastmath)) if isinstance(fastmath, set) else fastmath
-        dispatcher._cache = _KernelCache(py_func, flags)
+        dispatcher._cache = _KernelCache(py_func, label, flags)
     except RuntimeError as error:  # no folder to cache in
         _warn_no_cache(str(error))
-    log.info("loading %s", label)
+        tell(label)
     started = time.perf_counter()
     dispatcher.compile(signature)
     dispatcher.disable_compile()

@@ -22,6 +22,8 @@ from numba import cuda
 from numba.cuda import dispatcher
 
 import numkv.kernels.cuda as cuda_kernels
+from numkv.kernels.cuda.copy import make_copy_blocks
+from numkv.kernels.cuda.simd import jit
 
 TARGETS = [(8, 0), (9, 0)]
 KERNELS = list(cuda_kernels.catalogue())
@@ -53,6 +55,12 @@ def test_compiles(monkeypatch, name, kernel, signature, cc):
     ptx = ptx if isinstance(ptx, str) else ptx.decode()
     assert re.search(rf"^\.target sm_{cc[0]}{cc[1]}\b", ptx, re.M)
     assert ".entry" in ptx
+
+
+def test_who_waits_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("NUMKV_PROGRESS", "1")
+    jit(make_copy_blocks(8))
+    assert "numkv: compiling copy_blocks for CUDA\n" in capsys.readouterr().err
 
 
 def module_of(kernel) -> str:

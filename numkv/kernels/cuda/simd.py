@@ -20,6 +20,7 @@ from numba import cuda, types
 from numba.core import cgutils, config
 from numba.extending import register_jitable
 
+from numkv.kernels.kernel import tell
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
@@ -57,6 +58,8 @@ def c_array(dtype: Any, ndim: int) -> Any:
 def jit(kernel: Any, blocks_per_multiprocessor: int = 0) -> Any:
     """Make a kernel; it is compiled for the types of its arguments when it is first launched.
 
+    Factories make one when a process first asks for it, in order to launch it, so this is where who waits is told.
+
     Parameters
     ----------
     kernel : function
@@ -64,7 +67,11 @@ def jit(kernel: Any, blocks_per_multiprocessor: int = 0) -> Any:
     blocks_per_multiprocessor : int
         Blocks of `THREADS` that shall fit at once, which bounds the registers; 0 leaves that to the compiler.
     """
-    if SIMULATED or not blocks_per_multiprocessor:
+    if SIMULATED:
+        return cuda.jit(kernel)
+    factory = kernel.__qualname__.partition(".")[0]
+    tell(f"{factory.removeprefix('make_')} for CUDA")
+    if not blocks_per_multiprocessor:
         return cuda.jit(kernel)
     return cuda.jit(kernel, launch_bounds=(THREADS, blocks_per_multiprocessor))
 

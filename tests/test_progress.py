@@ -1,0 +1,141 @@
+"""Whoever has to wait for the compiler is told what is being compiled, and nobody else is bothered."""
+
+import contextlib
+import io
+import logging
+import sys
+
+import numba
+import pytest
+from numba import types
+
+from numkv.cli.output import KernelProgress
+from numkv.kernels import kernel
+
+LINE = "numkv: compiling something\n"
+
+
+class Terminal(io.StringIO):
+    """What somebody looks at."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def compile_(tmp_path, monkeypatch):
+    """A function that builds a small kernel, from a folder of the test's own, and says whether it was compiled.
+
+    Its argument stands in for stderr: pytest puts its own in the place of one that a fixture sets.
+    """
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("NUMKV_PROGRESS", raising=False)
+    monkeypatch.setattr(kernel, "_stats", dict(kernel._stats))
+
+    def add(x):
+        return x + 1
+
+    def compile_(stderr):
+        before = kernel.cache_stats()
+        with contextlib.redirect_stderr(stderr):
+            built = kernel.build(add, (types.int64,), label="something")
+        assert built(2) == 3
+        return kernel.cache_stats()["misses"] > before["misses"]
+
+    return compile_
+
+
+@pytest.fixture
+def terminal():
+    """A terminal to stand in for stderr."""
+    return Terminal()
+
+
+@pytest.fixture
+def file():
+    """A file to stand in for stderr."""
+    return io.StringIO()
+
+
+def test_a_terminal_is_told_before_and_only_if_something_is_compiled(compile_, terminal):
+    assert compile_(terminal)
+    assert terminal.getvalue().startswith(LINE)
+    terminal.truncate(0)
+    assert not compile_(terminal)
+    assert terminal.getvalue() == ""
+
+
+def test_how_to_be_rid_of_the_lines_is_told_once(compile_, terminal):
+    kernel._explain.cache_clear()
+    compile_(terminal)
+    with contextlib.redirect_stderr(terminal):
+        kernel.tell("something else")
+    first, explained, *rest = terminal.getvalue().splitlines()
+    assert first + "\n" == LINE
+    assert "NUMKV_PROGRESS=0" in explained
+    assert "numkv warmup" in explained
+    assert rest == ["numkv: compiling something else"]
+
+
+def test_what_is_no_terminal_is_not_told(compile_, file):
+    assert compile_(file)
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize(("choice", "is_told"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_chooses(compile_, file, monkeypatch, choice, is_told):
+    monkeypatch.setenv("NUMKV_PROGRESS", choice)
+    assert compile_(file)
+    assert (LINE in file.getvalue()) == is_told
+
+
+def test_silence_on_a_terminal(compile_, terminal, monkeypatch):
+    monkeypatch.setenv("NUMKV_PROGRESS", "0")
+    assert compile_(terminal)
+    assert terminal.getvalue() == ""
+
+
+def test_a_notebook_is_told(compile_, file, monkeypatch):
+    """Its stderr is no terminal, but Python is interactive."""
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert compile_(file)
+    assert LINE in file.getvalue()
+
+
+def test_who_listens_to_the_log_is_told_there(compile_, terminal, caplog):
+    with caplog.at_level(logging.INFO, logger="numkv.kernels"):
+        assert compile_(terminal)
+        assert not compile_(terminal)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "compiling something"
+    assert messages[1].startswith("compiled something in ")
+    assert len(messages) == 2
+    assert terminal.getvalue() == ""
+
+
+def test_commands_show_it_in_their_own_line_alone(compile_, terminal, monkeypatch):
+    monkeypatch.setenv("NUMKV_PROGRESS", "1")
+    with KernelProgress() as progress:
+        assert compile_(terminal)
+        assert progress._progress.detail == "something"
+    assert LINE not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("choice", ["", "1"])
+@pytest.mark.parametrize("is_there", [False, True], ids=["none", "closed"])
+def test_no_stderr_is_no_reason_to_fail(compile_, file, monkeypatch, capsys, choice, is_there):
+    file.close()
+    monkeypatch.setenv("NUMKV_PROGRESS", choice)
+    assert compile_(file if is_there else None)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_folder_for_kernels_is_told_too(compile_, terminal, monkeypatch):
+    def no_folder(*args):
+        raise RuntimeError("no locator available")
+
+    monkeypatch.setattr(kernel, "_KernelCache", no_folder)
+    monkeypatch.setattr(kernel, "_warn_no_cache", lambda reason: None)
+    for _ in range(2):
+        assert compile_(terminal)
+    assert terminal.getvalue().count(LINE) == 2
