@@ -67,6 +67,7 @@ from numkv.kernels.cpu.simd_tiles import (
     pack_values,
     pack_weights,
     score_rows,
+    softmax_rows,
     tiles_off,
     tiles_on,
     weigh_rows,
@@ -100,7 +101,7 @@ TURN = 4 * PART
 # Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
 WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
-SPARE_FLOATS = 4096
+SPARE_FLOATS = 4096 + 2 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
 # only when it suits the system.
 SERIAL_WORK = 2_000_000
@@ -214,7 +215,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         V_TILES = W
         W_TILES = V_TILES + 2048
         SPARE = W_TILES + max_rows * TILE
-        K_ROWS = SPARE + 2048
+        BOUNDS = SPARE + 2048
+        K_ROWS = BOUNDS + 2 * BLOCK_ROWS
         Q_TILES = K_ROWS + tile_floats(dim)
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
         if TILES:
@@ -362,33 +364,27 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         taken = min(rows - r, BLOCK_ROWS)
                         score_rows(
                             K_KIND, floats, Q_TILES + number * q_tiles, places[8 + number], places, dim,
-                            S, taken, SPARE, V_KIND, v, v_ahead, np.int64(r == 0),
+                            SPARE, V_KIND, v, v_ahead, np.int64(r == 0),
                         )  # fmt: skip
-                        for i in range(taken):
+                        partly = not alike or low > 0 or high < TILE
+                        for i in range(BLOCK_ROWS if partly else 0):
                             sees = _visible(
-                                ranges, q_starts[b] + t0, (r + i) // group, position, window_left,
-                                begin, end, tile,
+                                ranges, q_starts[b] + t0, min(r + i, rows - 1) // group, position,
+                                window_left, begin, end, tile,
                             )  # fmt: skip
-                            if K_KIND == "int8":
-                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
-                                              floats[Q_SCALES + row + i])  # fmt: skip
-                            else:
-                                scale_tile(
-                                    COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
-                                )
-                            if soft_cap > 0:
-                                soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
-                            maximum, rescale, total = softmax_tile(
-                                COMPUTE, floats, S + i * TILE, sees[0], sees[1],
-                                floats[MAXIMA + row + i],
-                            )  # fmt: skip
-                            floats[MAXIMA + row + i] = maximum
-                            floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
-                            floats[RESCALE + r + i] = rescale
-                            if V_KIND == "int8":
-                                floats[W_SCALES + r + i] = code_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, sees[0], sees[1]
-                                )
+                            floats[BOUNDS + i], floats[BOUNDS + BLOCK_ROWS + i] = sees
+                        softmax_rows(
+                            K_KIND, floats, SPARE, taken, Q_SCALES + row, K_SCALES, F(soft_cap),
+                            np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row, RESCALE + r, S,
+                        )
+                        for i in range(taken if V_KIND == "int8" else 0):
+                            first, last = low, high
+                            if partly:
+                                first = np.int64(floats[BOUNDS + i])
+                                last = np.int64(floats[BOUNDS + BLOCK_ROWS + i])
+                            floats[W_SCALES + r + i] = code_weights(
+                                floats, S + i * TILE, floats, V_SCALES, first, last
+                            )
                         pack_weights(V_KIND, floats, taken, S, W_TILES + r * TILE)
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(

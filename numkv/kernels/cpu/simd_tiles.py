@@ -8,6 +8,7 @@ elsewhere (a query, a weight) comes in parts that the unit takes.
 `tiles_on`         set up the unit for the thread that runs; `tiles_off` gives it back
 `pack_rows`        query rows as the unit takes them, in parts
 `score_rows`       dot products of up to 16 query rows with a tile of K rows
+`softmax_rows`     running maxima and probabilities of up to 16 rows over a tile (online softmax)
 `all_finite`       whether no seen V row of a tile has a NaN or an infinity
 `pack_values`      V rows of a tile as the unit takes them
 `pack_weights`     weights as the unit takes them, in parts
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import platform
 import sys
 
@@ -62,6 +64,7 @@ __all__ = [
     "pack_values",
     "pack_weights",
     "score_rows",
+    "softmax_rows",
     "tiles_off",
     "tiles_on",
     "weigh_rows",
@@ -345,30 +348,26 @@ def find_rows(typing_context, KIND, places, f, spare_at, k, k_offsets, k_step, h
 
 @intrinsic(prefer_literal=True)
 def score_rows(
-    typing_context, KIND, f, packed_at, tiles, places, head_dim, s_at, count, spare_at, AHEAD_KIND, ahead,
-    ahead_offsets, ask,
+    typing_context, KIND, f, packed_at, tiles, places, head_dim, s_at, AHEAD_KIND, ahead, ahead_offsets, ask,
 ):  # fmt: skip
-    """Scores of up to 16 packed query rows against a tile's K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+    """Scores of up to 16 packed query rows against a tile's K rows, in parts, for `softmax_rows`.
 
-    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. Row r's scores go to ``f[s_at + r * TILE]``;
-    up to three rows more than `count` are written. ``f[spare_at:]`` has room for 2,048 floats. If `ask` is not 0,
-    rows of `ahead` are asked for.
+    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats. If
+    `ask` is not 0, rows of `ahead` are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
     kind, ahead_kind = KIND.literal_value, AHEAD_KIND.literal_value
     i8 = types.int64
-    signature = types.void(
-        KIND, f, i8, i8, places, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets, i8
-    )
+    signature = types.void(KIND, f, i8, i8, places, i8, i8, AHEAD_KIND, ahead, ahead_offsets, i8)
 
     def codegen(context, b, sig, args):
-        packed_at, tiles, head_dim, s_at, count, spare_at = (args[i] for i in (2, 3, 5, 6, 7, 8))
+        packed_at, tiles, head_dim, s_at = (args[i] for i in (2, 3, 5, 6))
         data, places, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (1, 4, 10, 11)
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 4, 8, 9)
         )
         v = _Tiles(b)
-        asked = b.icmp_signed("!=", args[12], I64(0))
+        asked = b.icmp_signed("!=", args[10], I64(0))
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
 
         # Another thread of the core leaves few registers to tiles that are under way: use four only, and each B twice.
@@ -398,7 +397,7 @@ def score_rows(
         def store(pair, half):
             for i in range(2):
                 at = b.mul(b.add(pair, I64(i)), I64(_SIZE))
-                at = b.add(b.add(spare_at, at), b.mul(half, I64(4 * _SIZE)))
+                at = b.add(b.add(s_at, at), b.mul(half, I64(4 * _SIZE)))
                 v.store_tile(total[i], _bytes_of(b, v.floats_at(data, at)), I64(64))
 
         with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 2) as (pair, _):
@@ -422,43 +421,117 @@ def score_rows(
                             ask_for(t0, block)
                     store(pair, number)
 
-        # The unit has tokens in rows: turn them, four query rows at a time, and add up the parts.
-        four = ir.VectorType(v.int_type.element if kind == "int8" else v.float, 4)
-
-        def quarters(at):
-            """Four columns of 16 tokens: in four vectors, a quarter of each for every fourth token."""
-            found = [v.vector_at(data, b.add(at, I64(16 * t)), four) for t in range(16)]
-            for i in range(4):
-                halves = [v.shuffle(found[j], found[j + 4], [*range(8)]) for j in (i, i + 8)]
-                yield v.shuffle(*halves, [*range(16)])
-
-        stride = _columns_of_part(b, count)
-        shared = b.icmp_signed("==", stride, I64(8))
-        with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 1) as (j, _):
-            with steps(b, I64(0), stride, 4) as (r, _):
-                start = b.add(b.add(spare_at, b.mul(j, I64(_SIZE))), r)
-                turned = [cgutils.alloca_once(b, v.type) for _ in range(4)]
-                if kind == "int8":
-                    apart = b.select(shared, I64(8), I64(4 * _SIZE))
-                    upper, lower = (
-                        [b.sitofp(x, v.type) for x in quarters(at)]
-                        for at in (start, b.add(start, apart))
-                    )
-                    for slot, x, y in zip(turned, upper, lower, strict=True):
-                        b.store(v.fma(x, v.splat(256.0), y), slot)
-                else:
-                    for slot, x in zip(turned, quarters(start), strict=True):
-                        b.store(x, slot)
-                    with b.if_then(shared):
-                        for slot, x in zip(turned, quarters(b.add(start, I64(8))), strict=True):
-                            b.store(b.fadd(b.load(slot), x), slot)
-                rows_of_4 = _turned(v, [b.load(slot) for slot in turned], (1, 2))
-                for i, scores in enumerate(rows_of_4):
-                    row = b.mul(b.add(r, I64(i)), I64(TILE))
-                    v.store(scores, data, b.add(b.add(s_at, row), b.mul(j, I64(BLOCK_ROWS))))
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic(prefer_literal=True)
+def softmax_rows(
+    typing_context, KIND, f, s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at, maxima_at, sums_at,
+    rescale_at, p_at,
+):  # fmt: skip
+    """Turn scores of up to 16 rows and a tile into probabilities, all rows at once: see `softmax_tile` of `simd`.
+
+    Scores are those of `score_rows`, times the scales of rows at ``f[scales_at:]`` and, where K is INT8, of tokens at
+    ``f[k_scales_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from
+    ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima and sums of rows, at ``f[maxima_at:]`` and
+    ``f[sums_at:]``, are brought up to date; what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats, and row r's
+    probabilities to ``f[p_at + r * TILE]``, 16 rows.
+    """
+    if not literals(KIND):
+        return None
+    kind = KIND.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[1], args[1])
+        s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at = args[2:9]
+        maxima_at, sums_at, rescale_at, p_at = args[9:]
+        v = _Tiles(b)
+        there = v.lanes_below(count)
+        scales = v.load_floats(data, scales_at)
+        peak = cgutils.alloca_once_value(b, v.splat(-math.inf))
+
+        def by_tokens(at_once, emit):
+            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+                for i in range(at_once):
+                    token = b.add(t, I64(i))
+                    emit(token, b.add(s_at, b.mul(token, I64(16))))
+
+        def numbers(at):
+            if kind == "bf16":
+                return v.load_floats(data, at)
+            return b.sitofp(v.vector_at(data, at, v.int_type), v.type)
+
+        def add_parts(part):
+            """Put sums of parts where the first parts are."""
+
+            def add(token, at):
+                upper = numbers(at)
+                factor = v.splat(1.0 if kind == "bf16" else 256.0)
+                v.store(v.fma(upper, factor, part(upper, at)), data, at)
+
+            by_tokens(4, add)
+
+        def find_peak(token, at, careful=False):
+            factor = scales
+            if kind == "int8":
+                factor = b.fmul(scales, v.splat(v.load_one(data, b.add(k_scales_at, token))))
+            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
+            if careful:
+                with b.if_then(b.fcmp_ordered(">", soft_cap, v.float(0.0))):
+                    cap = v.splat(soft_cap)
+                    capped = v.tanh(b.fdiv(v.load_floats(data, at), cap))
+                    capped = b.fmul(capped, b.fmul(cap, v.splat(math.log2(math.e))))
+                    v.store(capped, data, at)
+                with b.if_then(b.icmp_signed("!=", partly, I64(0))):
+                    number = v.splat(b.sitofp(token, v.float))
+                    low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
+                    seen = b.and_(
+                        b.fcmp_ordered(">=", number, low), b.fcmp_ordered("<", number, high)
+                    )
+                    score = b.select(seen, v.load_floats(data, at), v.splat(-math.inf))
+                    v.store(score, data, at)
+            b.store(v.larger(v.load_floats(data, at), b.load(peak)), peak)
+
+        other_half = [*range(8, 16), *range(8)]
+        with b.if_else(b.icmp_signed("<=", count, I64(8))) as (together, apart):
+            with together:
+                add_parts(lambda upper, at: v.shuffle(upper, upper, other_half))
+            with apart:
+                if kind == "int8":
+                    add_parts(lambda upper, at: numbers(b.add(at, I64(4 * _SIZE))))
+        plain = b.and_(
+            b.icmp_signed("==", partly, I64(0)), b.fcmp_ordered("<=", soft_cap, v.float(0.0))
+        )
+        with b.if_else(plain) as (simple, otherwise):
+            with simple:
+                by_tokens(8, find_peak)
+            with otherwise:
+                by_tokens(1, lambda token, at: find_peak(token, at, careful=True))
+
+        old = v.load_floats(data, maxima_at, there)
+        new = v.larger(b.load(peak), old)
+        nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
+        base = b.select(nothing, v.splat(0.0), new)
+        total = cgutils.alloca_once_value(b, v.splat(0.0))
+        with steps(b, I64(0), I64(TILE), 16) as (t, _):
+            weights = []
+            for i in range(16):
+                at = b.add(s_at, b.mul(b.add(t, I64(i)), I64(16)))
+                weights.append(v.exp2(b.fsub(v.load_floats(data, at), base)))
+                b.store(b.fadd(b.load(total), weights[-1]), total)
+            for r, row in enumerate(_turned(v, weights, (1, 2, 4, 8))):
+                v.store(row, data, b.add(b.add(p_at, t), I64(r * TILE)))
+        rescale = v.exp2(b.fsub(old, base))
+        v.store(rescale, data, rescale_at)
+        v.store_masked(new, data, maxima_at, there)
+        before = v.load_floats(data, sums_at, there)
+        v.store_masked(v.fma(before, rescale, b.load(total)), data, sums_at, there)
+        return context.get_dummy_value()
+
+    return types.void(KIND, f, *[i8] * 4, types.float32, *[i8] * 6), codegen
 
 
 @intrinsic(prefer_literal=True)
