@@ -374,8 +374,19 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             )  # fmt: skip
                             floats[BOUNDS + i], floats[BOUNDS + BLOCK_ROWS + i] = sees
                         softmax_rows(
-                            K_KIND, floats, SPARE, taken, Q_SCALES + row, K_SCALES, F(soft_cap),
-                            np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row, RESCALE + r, S,
+                            K_KIND,
+                            floats,
+                            SPARE,
+                            taken,
+                            Q_SCALES + row,
+                            K_SCALES,
+                            F(soft_cap),
+                            np.int64(partly),
+                            BOUNDS,
+                            MAXIMA + row,
+                            SUMS + row,
+                            RESCALE + r,
+                            S,
                         )
                         for i in range(taken if V_KIND == "int8" else 0):
                             first, last = low, high
@@ -434,7 +445,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 if K_KIND == "int8":
                                     multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
                                                   floats[Q_SCALES + row + i])  # fmt: skip
-                                if K_PACKED:
+                                if K_PACKED or (TILES and K_KIND == "bf16" and tiled):
                                     scale_tile(
                                         COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
                                     )
@@ -462,7 +473,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                         floats, S + i * TILE, floats, V_SCALES, low, high
                                     )
                                 elif V_KIND == "int8":
-                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
+                                    multiply_tile(
+                                        COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1)
+                                    )
                             if V_INTEGERS:
                                 weigh_integers(
                                     V_KIND, at_once, taken, floats, W if V_PACKED else S,

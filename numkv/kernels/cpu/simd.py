@@ -1,4 +1,4 @@
-"""Vector code for the CPU. LLVM appears here, in `simd_integers` and in `simd_codes`, and nowhere else.
+"""Vector code for the CPU. LLVM appears here and in `simd_integers`, `simd_tiles` and `simd_codes` alone.
 
 Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
 middle, half floats to widen. So the inner steps of attention are written here as LLVM vector code, as
@@ -14,7 +14,8 @@ functions that a kernel calls like any other:
 `weigh_tile`       add the tile's V rows, weighted, to the output rows
 =================  ==========================================================================================
 
-Steps of attention in integers are in `simd_integers`, those on packed codes in `simd_codes`.
+Steps of attention in integers are in `simd_integers`, those for a matrix unit in `simd_tiles`, those on packed codes in
+`simd_codes`.
 
 How to read them. `Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU
 has (AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type,

@@ -1,29 +1,33 @@
-"""Attention on a matrix unit: Intel's AMX, which multiplies tiles of 16 rows of 64 bytes.
+"""Attention of many query rows on a matrix unit: Intel's AMX, which multiplies tiles of 16 rows of 64 bytes.
 
-A tile product takes sixteen rows against sixteen columns in the time that vector code needs for a few of them, so the
-rows of a group cost what one costs. K and V in bf16 and INT8 go this way, each product in full: what is a float32
-elsewhere (a query, a weight) comes in parts that the unit takes.
+A product of tiles takes sixteen K rows against sixteen columns, which are query rows, in the time that vector code
+needs for one or two of them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8; for a
+few query rows vector code is as fast, as memory and the moving of V cost the same.
 
-=================  ==========================================================================================
-`tiles_on`         set up the unit for the thread that runs; `tiles_off` gives it back
-`pack_rows`        query rows as the unit takes them, in parts
-`score_rows`       dot products of up to 16 query rows with a tile of K rows
-`softmax_rows`     running maxima and probabilities of up to 16 rows over a tile (online softmax)
-`all_finite`       whether no seen V row of a tile has a NaN or an infinity
-`pack_values`      V rows of a tile as the unit takes them
-`pack_weights`     weights as the unit takes them, in parts
-`weigh_rows`       add the tile's V rows, weighted, to up to 16 output rows
-=================  ==========================================================================================
+===================  ========================================================================================
+`has_tiles`          whether there is such a unit
+`tiles_on`           set it up for the thread that runs; `tiles_off` gives it back
+`pack_rows`          query rows as the unit takes them, in parts
+`find_rows`          where the K rows of a tile of tokens are
+`score_rows`         dot products of up to 16 query rows with them
+`softmax_rows`       running maxima and probabilities of up to 16 rows over a tile (online softmax)
+`all_finite`         whether no V row of a tile has a NaN or an infinity
+`pack_weights`       weights as the unit takes them, in parts
+`pack_values`        V rows of a tile as the unit takes them
+`weigh_rows`         add the tile's V rows, weighted, to up to 16 output rows
+===================  ========================================================================================
 
 How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
-left, then the rest, give a query exactly; parts that are zero in a whole block of queries (which come in bf16, say)
-are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in `simd`
-and `simd_integers`: an upper byte with a sign and a lower one without.
+left, then the rest, give a query exactly; parts that are zero in all rows of a block (of queries that come in bf16,
+say) are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in `simd`
+and `simd_integers`: an upper byte and a lower one, both with a sign. Up to 8 rows, two parts share a tile.
 
-How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and one
-of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores A is 16 rows
-of K, as they lie in the cache, and B the queries, packed once; for sums A is the weights, and B has V rows of two or
-four tokens interleaved, packed once for all query rows. Products of bf16 flush denormal numbers.
+How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and
+one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores, A is
+16 rows of K as they lie in the cache, and B the queries, packed once; for sums, A is the weights, and B has V rows of
+two or four tokens interleaved, packed once for all query rows.
+
+Products of bf16 take denormal numbers for zero, and an infinity gives NaN where a part is zero.
 """
 
 from __future__ import annotations
@@ -43,7 +47,6 @@ from numkv.kernels.cpu.simd import (
     FEATURES,
     FLOAT,
     I8,
-    I16,
     I32,
     I64,
     ON_LINE,
@@ -199,9 +202,9 @@ def tiles_off(typing_context):
 def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spare_at):
     """Pack up to 16 query rows to meet K rows of a kind; return how many tiles they take for a tile of K.
 
-    Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words of
-    `code_row` where it is INT8. They go to ``f[to_at:]``, with room for three tiles (of INT8 two) of 256 floats for each 64
-    bytes of a K row.
+    Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words
+    of `code_row` where it is INT8. They go to ``f[to_at:]``, with room for three tiles (of INT8 two) of 256 floats for
+    each 64 bytes of a K row; ``f[spare_at:]`` has room for 1,024 floats.
     """
     if not literals(KIND):
         return None
@@ -352,8 +355,8 @@ def score_rows(
 ):  # fmt: skip
     """Scores of up to 16 packed query rows against a tile's K rows, in parts, for `softmax_rows`.
 
-    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats. If
-    `ask` is not 0, rows of `ahead` are asked for.
+    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats.
+    If `ask` is not 0, rows of `ahead` are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
@@ -370,7 +373,8 @@ def score_rows(
         asked = b.icmp_signed("!=", args[10], I64(0))
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
 
-        # Another thread of the core leaves few registers to tiles that are under way: use four only, and each B twice.
+        # Where another thread runs on the core, few registers are left for tiles on their way, and the unit waits for
+        # each: it takes half the time with four of them than with eight. A new B costs as much as two products.
         total, rows, columns = (0, 1), 2, 3
 
         def ask_for(t0, block):
@@ -389,9 +393,7 @@ def score_rows(
             for i in range(2):
                 place = b.gep(places, [b.add(pair, I64(i))])
                 key = b.add(b.load(place), b.mul(block, I64(64)))
-                v.load_tile(
-                    rows, b.inttoptr(key, I8.as_pointer()), b.load(b.gep(place, [I64(4)]))
-                )
+                v.load_tile(rows, b.inttoptr(key, I8.as_pointer()), b.load(b.gep(place, [I64(4)])))
                 v.multiply(_PRODUCT[kind], total[i], rows, columns)
 
         def store(pair, half):
@@ -436,8 +438,8 @@ def softmax_rows(
     Scores are those of `score_rows`, times the scales of rows at ``f[scales_at:]`` and, where K is INT8, of tokens at
     ``f[k_scales_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from
     ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima and sums of rows, at ``f[maxima_at:]`` and
-    ``f[sums_at:]``, are brought up to date; what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats, and row r's
-    probabilities to ``f[p_at + r * TILE]``, 16 rows.
+    ``f[sums_at:]``, are brought up to date; what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats, and row
+    r's probabilities to ``f[p_at + r * TILE]``, 16 rows.
     """
     if not literals(KIND):
         return None
@@ -556,10 +558,10 @@ def all_finite(typing_context, KIND, v, v_offsets, begin, end, head_dim):
             with steps(b, I64(0), row_bytes, 64) as (i, _):
                 line = v._load_bytes(rows, b.add(at, i), b.sub(row_bytes, i), 64)
                 words = v.words(line)
-                for x in (b.shl(words, v.splat_word(1)), ):
-                    wide = b.bitcast(x, v.int_type)
-                    for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
-                        b.store(v.larger_int(half, b.load(largest)), largest)
+                # Without their signs: the exponent is what counts.
+                wide = b.bitcast(b.shl(words, v.splat_word(1)), v.int_type)
+                for half in (b.and_(wide, v.splat_int(0xFFFF)), b.lshr(wide, v.splat_int(16))):
+                    b.store(v.larger_int(half, b.load(largest)), largest)
         return b.icmp_signed("<", v.fold(b.load(largest), v.larger_int), I32(0xFF00))
 
     return types.boolean(KIND, v, v_offsets, i8, i8, i8), codegen
@@ -571,7 +573,8 @@ def pack_values(
 ):  # fmt: skip
     """Pack 64 columns of a tile's V rows as the unit takes them, from `column` on, in ``f[to_at:]``.
 
-    Rows outside ``[begin, end)`` and columns past `head_dim` become zeros. 2,048 floats are written, of INT8 1,024. While V rows are read, the same rows of `ahead` (K rows of a later tile) are asked for.
+    Rows outside ``[begin, end)`` and columns past `head_dim` become zeros. 2,048 floats are written, of INT8 1,024.
+    While V rows are read, the same rows of `ahead` (K rows of a later tile) are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
@@ -603,9 +606,7 @@ def pack_values(
                 if partly:
                     left = []
                     for t in tokens:
-                        seen = b.and_(
-                            b.icmp_signed(">=", t, begin), b.icmp_signed("<", t, end)
-                        )
+                        seen = b.and_(b.icmp_signed(">=", t, begin), b.icmp_signed("<", t, end))
                         left.append(b.select(seen, row_bytes, I64(0)))
                 at = b.mul(column, I64(size))
                 for ahead_at in asks:
@@ -629,13 +630,9 @@ def pack_values(
                         mixed += v.interleave(*(v.words(words_of(i, line)) for i in range(2)))
                 else:
                     codes = [words_of(i, 0) for i in range(4)]
-                    halves = zip(
-                        v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True
-                    )
+                    halves = zip(v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True)
                     mixed = [
-                        x
-                        for pair in halves
-                        for x in v.interleave(*(v.words(y) for y in pair))
+                        x for pair in halves for x in v.interleave(*(v.words(y) for y in pair))
                     ]
                 # Four tiles for every 64 bytes of weights, one row of each.
                 tile, row = b.lshr(turn, I64(4)), b.and_(turn, I64(15))
@@ -709,9 +706,9 @@ def weigh_rows(
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
-        count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at = (
-            args[2:]
-        )
+        count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at = args[
+            2:
+        ]
         v = _Tiles(b)
         halves = _HALVES[kind]
         stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
