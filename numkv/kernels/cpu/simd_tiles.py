@@ -1,8 +1,8 @@
 """Attention of many query rows on a matrix unit: Intel's AMX, which multiplies tiles of 16 rows of 64 bytes.
 
 A product of tiles takes sixteen K rows against sixteen columns, which are query rows, in the time that vector code
-needs for one or two of them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8; for a
-few query rows vector code is as fast, as memory and the moving of V cost the same.
+needs for one or two of them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8;
+for a few query rows vector code is as fast, as memory and the moving of V cost the same.
 
 ===================  ========================================================================================
 `has_tiles`          whether there is such a unit
@@ -19,8 +19,8 @@ few query rows vector code is as fast, as memory and the moving of V cost the sa
 
 How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
 left, then the rest, give a query exactly; parts that are zero in all rows of a block (of queries that come in bf16,
-say) are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in `simd`
-and `simd_integers`: an upper byte and a lower one, both with a sign. Up to 8 rows, two parts share a tile.
+say) are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in
+`simd` and `simd_integers`: an upper byte and a lower one, both with a sign. Up to 8 rows, two parts share a tile.
 
 How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and
 one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores, A is
