@@ -313,6 +313,16 @@ class Layer:
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
         pool = self._pool
+        if self._residual is None:
+            start = int(self._context_lens[0])
+            tokens, q = at_once.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                at_once.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
+                self._room_taken() - start, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                self._context_lens[0] = start + tokens
+                return q
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
