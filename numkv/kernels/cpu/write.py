@@ -28,7 +28,7 @@ from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 from numkv.rows.store import row_store
 
-__all__ = ["CHECKED", "LOOK", "LOOK_FOR_NAN", "scatter_write", "write_rows", "writer"]
+__all__ = ["scatter_write", "write_rows"]
 
 # What a kernel is to do before it writes: nothing, as all has been checked; see that the arguments fit one another; or
 # that, and search what is to be quantised for NaN and infinity.
