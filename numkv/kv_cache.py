@@ -8,7 +8,14 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import at_once, structs, targets
-from numkv.attention import attend, check_queries, one_block_each, one_sequence, too_many_queries
+from numkv.attention import (
+    attend,
+    check_queries,
+    one_block_each,
+    one_length,
+    one_sequence,
+    too_many_queries,
+)
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
@@ -715,7 +722,7 @@ class KVCache:
         if self._residual is not None:
             result = self._residual.attend(self._pool, table, layer, q, length, **options)
         else:
-            lens = target.index(np.array([length]), np.int64)
+            lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
             result = attend(self._pool, table, q, lens, starts, **options)
         if not single:
@@ -781,7 +788,7 @@ class KVCache:
         if self._residual is not None:
             weights = self._residual.weigh(self._pool, table, layer, q, length, **options)
         else:
-            lens = target.index(np.array([length]), np.int64)
+            lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
             weights = weigh(self._pool, table, q, lens, starts, length, **options)
         return weights.reshape((self._heads, length))

@@ -162,6 +162,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
+        if workers == 0:  # one, without a plan so far
+            _plan(
+                seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
+                window_left, np.int64(1), ints,
+            )  # fmt: skip
         # Places in `ints`, which `_plan` has filled, and in `floats`.
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
         HEADS = 4 + 3 * num_seqs
@@ -480,6 +485,7 @@ def in_integers(kind, compute):
     return compute == "float32" and (kind == "int8" or (kind == "int4" and INT4_INTEGERS))
 
 
+@register_jitable
 def _plan(
     seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, threads, ints,
 ):  # fmt: skip
@@ -735,25 +741,37 @@ def attention(
         result = np.empty(out.shape, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
+    num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
+    scratch = _scratch_size(group, dim + BLOCK, dim_v + BLOCK)
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
+    longest = int(seq_lens[0]) if num_seqs == 1 and len(ranges) == 0 else capacity
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * 3 * TURN)
-        workers = _plan_kernel()(
-            seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
-            dim + dim_v, window_left, threads, ints,
-        )  # fmt: skip
-        if workers > 1:
-            workers = min(workers, numba.get_num_threads())
-        parts_at = workers * _scratch_size(group, dim + BLOCK, dim_v + BLOCK)
-        parts = int(ints[3 + 2 * len(seq_lens)])
-        floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
-        run(
-            kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
-            sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at, floats, ints,
-        )  # fmt: skip
-        if parts:
-            merge = _merge_kernel(compute)
-            run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+        ints = _workspace.take("int64", 4 + 4 * num_seqs + threads * 3 * TURN)
+        if longest <= MIN_SPLIT and q.size * longest * (dim + dim_v) < SERIAL_WORK * dim:
+            # Plainly for one thread and without splits: the kernel makes the plan itself, which saves a call.
+            kernel(
+                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+                logits_soft_cap, window_left, sinks, result, lse, scratch,
+                _workspace.take(compute, scratch), ints, 0, 0, 0,
+            )  # fmt: skip
+        else:
+            workers = _plan_kernel()(
+                seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
+                window_left, threads, ints,
+            )  # fmt: skip
+            if workers > 1:
+                workers = min(workers, numba.get_num_threads())
+            parts_at = workers * scratch
+            parts = int(ints[3 + 2 * num_seqs])
+            floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                floats, ints,
+            )  # fmt: skip
+            if parts:
+                merge = _merge_kernel(compute)
+                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
     if result is not out:
         from_floats(result, out, q_kind)
