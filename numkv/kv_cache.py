@@ -715,16 +715,18 @@ class KVCache:
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
-            "sinks": sinks, "return_lse": return_lse, "out": out,
-        }  # fmt: skip
         if self._residual is not None:
-            result = self._residual.attend(self._pool, table, layer, q, length, **options)
+            result = self._residual.attend(
+                self._pool, table, layer, q, length, sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
         else:
-            lens = one_length(target.name, length)
-            starts = one_sequence(target.name, tokens)
-            result = attend(self._pool, table, q, lens, starts, **options)
+            result = attend(
+                self._pool, table, q, one_length(target.name, length),
+                one_sequence(target.name, tokens), sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+                window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
+            )  # fmt: skip
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
