@@ -94,6 +94,21 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
+# Loops over a row stand alone, over arrays that begin with it, so that each becomes vector code.
+
+
+@register_jitable
+def _clear(x):
+    for i in range(len(x)):
+        x[i] = 0
+
+
+@register_jitable
+def _multiply(x, factor, target):
+    for i in range(len(x)):
+        target[i] = factor * x[i]
+
+
 def make_attention(K_KIND, V_KIND, COMPUTE):
     """The attention kernel for a K kind, a V kind and the float type it computes in."""
     PAD = LANES  # rows in scratch are padded to whole vectors
@@ -229,15 +244,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             for r in range(rows * (g1 - g0)):
                 t = q_starts[b] + t0 + r % rows // group
                 h = (g0 + r // rows) * group + r % group
+                q_row = floats[Q + r * pad_dim : Q + (r + 1) * pad_dim]
                 if K_PACKED:
-                    for d in range(pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
-                    fill_code_row(floats[Q + r * pad_dim :], row_of(q, (t, h)), scale)
+                    _clear(q_row)
+                    fill_code_row(q_row, row_of(q, (t, h)), scale)
                 else:
-                    for d in range(dim):
-                        floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
-                    for d in range(dim, pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
+                    _multiply(row_of(q, (t, h)), scale, q_row)
+                    _clear(q_row[dim:])
                 if K_INTEGERS:
                     floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
                 else:
@@ -246,18 +259,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
                 floats[MAXIMA + r] = F(-np.inf)
                 floats[SUMS + r] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
             # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
             # numbers, which are a hundred times slower than others.
-            for r in range(rows * (g1 - g0), rows * (g1 - g0) + FILL_UP):
-                for d in range(pad_dim):
-                    floats[Q + r * pad_dim + d] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
-                if K_PACKED:
-                    for i in range(16 * k_blocks):
-                        floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
+            full, filled = rows * (g1 - g0), rows * (g1 - g0) + FILL_UP
+            _clear(floats[Q + full * pad_dim : Q + filled * pad_dim])
+            _clear(floats[O : O + filled * pad_v])
+            if K_PACKED:
+                _clear(floats[Q_SUMS + full * 16 * k_blocks : Q_SUMS + filled * 16 * k_blocks])
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0
@@ -390,16 +398,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     factor, log_sum = finish(
                         floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
                     )
-                    for d in range(dim_v):
-                        out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
+                    row = row_of(out, (q_starts[b] + t, h))
+                    _multiply(floats[o_at : o_at + dim_v], F(factor), row)
                     lse[q_starts[b] + t, h] = log_sum
                 else:
                     row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
                     at = parts_at + row * part_size
                     floats[at] = floats[MAXIMA + r]
                     floats[at + 1] = floats[SUMS + r]
-                    for d in range(dim_v):
-                        floats[at + 2 + d] = floats[o_at + d]
+                    _multiply(floats[o_at : o_at + dim_v], F(1), floats[at + 2 : at + part_size])
 
     return kernel
 
