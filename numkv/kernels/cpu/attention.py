@@ -57,7 +57,7 @@ from numkv.kernels.cpu.simd_integers import (
     sum_code_groups,
     weigh_integers,
 )
-from numkv.kernels.cpu.threads import ON_THREADS, parallel_lock, run
+from numkv.kernels.cpu.threads import ON_THREADS, launcher, parallel_lock, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
@@ -125,9 +125,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
         window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
     ):  # fmt: skip
-        if launch != 0:
-            on_threads(launch, workers)
-            return
         # They are sliced often.
         block_table, ranges = borrow(block_table), borrow(ranges)
         floats, ints = borrow(floats), borrow(ints)
@@ -141,6 +138,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         dim = q.shape[2]
         dim_v = out.shape[2]
         group = num_q_heads // num_kv_heads
+        threads = workers
+        if worker < 0:  # there is no plan so far
+            threads = _plan(
+                seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
+                window_left, workers, ints,
+            )  # fmt: skip
+            worker = np.int64(0)
+        if launch != 0 and threads > 1:
+            on_threads(launch, workers)
+            return
         block_tokens = max(1, ROWS // group)
         # Whole groups are read, if not written; and every table begins where a cache line does.
         max_rows = (max(ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
@@ -177,11 +184,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
-        if workers == 0:  # one, without a plan so far
-            _plan(
-                seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
-                window_left, np.int64(1), ints,
-            )  # fmt: skip
         # Places in `ints`, which `_plan` has filled, and in `floats`.
         FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
         HEADS = 4 + 3 * num_seqs
@@ -752,15 +754,19 @@ def attention(
     scratch = _scratch_size(group, dim + BLOCK, dim_v + BLOCK)
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
-    longest = int(seq_lens[0]) if num_seqs == 1 and len(ranges) == 0 else capacity
+    alone = num_seqs == 1 and len(ranges) == 0
+    longest = int(seq_lens[0]) if alone else capacity
+    small = q.size * longest * (dim + dim_v) < SERIAL_WORK * dim
     with parallel_lock:
         ints = _workspace.take("int64", 4 + 4 * num_seqs + threads * 3 * TURN)
-        if longest <= MIN_SPLIT and q.size * longest * (dim + dim_v) < SERIAL_WORK * dim:
-            # Plainly for one thread and without splits: the kernel makes the plan itself, which saves a call.
+        if longest <= MIN_SPLIT and (small or alone):
+            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+            workers, launch = (1, 0) if small else (numba.get_num_threads(), launcher())
+            parts_at = workers * scratch
             kernel(
                 q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-                logits_soft_cap, window_left, sinks, result, lse, scratch,
-                _workspace.take(compute, scratch), ints, 0, 0, 0,
+                logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                _workspace.take(compute, parts_at), ints, launch, -1, workers,
             )  # fmt: skip
         else:
             workers = _plan_kernel()(
