@@ -83,9 +83,16 @@ ITEMS_EACH = 4
 # tables: where K rows, V rows, scales of K and scales of V start.
 PART = TILE + RAMP
 TURN = 4 * PART
-# Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
-# only when it suits the system.
+# Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
+# are read and converted all the same. A launch takes 2 us where threads are awake (OpenMP), 6 to 12 where they sleep,
+# 25 with Numba's ``workqueue``, and milliseconds where something else has taken their core meanwhile. Least times with
+# one thread and with two of an Intel Xeon with 2 cores, head_dim 128, in microseconds: groups of 4 q heads in fp16, out
+# of caches, of 0.5 million 24 and 23, of 1 million 38 and 30, of 2 million 63 and 50, of 4 million 128 and 79; in int8
+# 33 and 29, 49 and 39, 50 and 42, 95 and 72; from memory, fp16, 29 and 25, 47 and 34, 105 and 73, 237 and 131. Groups
+# of 1 q head in fp16 from memory, counted as said, of 1 million 66 and 46, of 2 million 130 and 85. So not before two
+# of them save 8 us at the least: a launch that comes at the wrong time costs more.
 SERIAL_WORK = 2_000_000
+LEAST_ROWS = 4
 
 # Kinds with scales.
 QUANTISED = ("int8", "int4")
@@ -530,7 +537,7 @@ def _plan(
         pieces += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
-        work += tokens * span * num_kv_heads * group * columns
+        work += max(tokens * group, LEAST_ROWS) * span * num_kv_heads * columns
     ints[FIRST_PART + num_seqs] = parts
     workers = 1 if work < SERIAL_WORK else threads
 
@@ -756,7 +763,8 @@ def attention(
     threads = numba.config.NUMBA_NUM_THREADS
     alone = num_seqs == 1 and len(ranges) == 0
     longest = int(seq_lens[0]) if alone else capacity
-    small = q.size * longest * (dim + dim_v) < SERIAL_WORK * dim
+    rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
+    small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
     with parallel_lock:
         ints = _workspace.take("int64", 4 + 4 * num_seqs + threads * 3 * TURN)
         if longest <= MIN_SPLIT and (small or alone):
