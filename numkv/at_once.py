@@ -59,6 +59,11 @@ def _float_name(dtype: np.dtype[Any]) -> str | None:
     return None if found is None else found.name
 
 
+def as_int64(x: Any) -> Any:
+    """An int32 array as int64, and anything else as it is."""
+    return x.astype(_INT64) if type(x) is np.ndarray and x.dtype == _INT32 else x
+
+
 def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> bool:
     """Do a small `numkv.append`, or return False."""
     if not (
@@ -111,10 +116,9 @@ def paged_append(
         k, v = k.view(_UINT16), v.view(_UINT16)
     if half_pools:
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
-    if slot_mapping.dtype == _INT32:
-        slot_mapping = slot_mapping.astype(_INT64)
+    slots = as_int64(slot_mapping)
     try:
-        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slot_mapping, 0, 0, bool(look))
+        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, bool(look))
     except TypeError:  # another rank or dtype, read-only or unaligned
         return False
     return done >= 0
