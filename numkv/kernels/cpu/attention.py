@@ -407,8 +407,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     factor, log_sum = finish(
                         floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
                     )
-                    row = row_of(out, (q_starts[b] + t, h))
-                    _multiply(floats[o_at : o_at + dim_v], F(factor), row)
+                    result = row_of(out, (q_starts[b] + t, h))
+                    _multiply(floats[o_at : o_at + dim_v], F(factor), result)
                     lse[q_starts[b] + t, h] = log_sum
                 else:
                     row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
@@ -537,7 +537,8 @@ def _plan(
         pieces += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
-        work += max(tokens * group, LEAST_ROWS) * span * num_kv_heads * columns
+        if tokens > 0:
+            work += max(tokens * group, LEAST_ROWS) * span * num_kv_heads * columns
     ints[FIRST_PART + num_seqs] = parts
     workers = 1 if work < SERIAL_WORK else threads
 
