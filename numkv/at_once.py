@@ -1,4 +1,4 @@
-"""The short way for small appends on the CPU: one compiled function checks and writes K and V.
+"""The short way for small appends and writes on the CPU: one compiled function checks and writes K and V.
 
 Each function here does a call that is as most calls are: few rows, in NumPy arrays, and K of the same dtypes as V. Of
 anything else it writes nothing and says so, and the general way then does it, or says what is wrong with it. Size comes
@@ -14,14 +14,15 @@ import numpy as np
 
 from numkv.kernels.cpu.at_once import copy_both, store_both
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
+from numkv.kernels.cpu.write import LOOK, LOOK_FOR_NAN, writer
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
-from numkv.kinds import kind_of_dtype, kinds
 from numkv.pool import Pool, source_dtypes
 
-__all__ = ["append", "paged_append", "pool_append"]
+__all__ = ["append", "paged_append", "pool_append", "pool_write"]
 
 _INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint16)
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _NO_SCALE = np.empty((0, 0, 0), np.float32)
 
 _STORED = {(kind.word if kind.has_scales else kind.dtype): kind for kind in kinds()}
@@ -56,6 +57,11 @@ def _float_name(dtype: np.dtype[Any]) -> str | None:
     """Name of the float kind of a dtype, or None."""
     found = kind_of_dtype(dtype)
     return None if found is None else found.name
+
+
+def as_int64(x: Any) -> Any:
+    """An int32 array as int64, and anything else as it is."""
+    return x.astype(_INT64) if type(x) is np.ndarray and x.dtype == _INT32 else x
 
 
 def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> bool:
@@ -110,10 +116,9 @@ def paged_append(
         k, v = k.view(_UINT16), v.view(_UINT16)
     if half_pools:
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
-    if slot_mapping.dtype == _INT32:
-        slot_mapping = slot_mapping.astype(_INT64)
+    slots = as_int64(slot_mapping)
     try:
-        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slot_mapping, 0, 0, bool(look))
+        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, bool(look))
     except TypeError:  # another rank or dtype, read-only or unaligned
         return False
     return done >= 0
@@ -161,3 +166,106 @@ def pool_append(
     except TypeError:  # another rank, or unaligned
         return -1
     return tokens
+
+
+# By `QKMode`: whether q and k are normalised, whether rotated, and whether pairs are neighbours.
+_MODES = {
+    0: (False, False, False),
+    1: (True, True, False),
+    2: (False, True, False),
+    3: (False, True, True),
+    4: (True, True, True),
+}
+_NO_TABLE = np.empty((0, 0), np.float32)
+_NO_WEIGHT = {dtype: np.empty(0, dtype) for dtype in (_FLOAT32, _FLOAT64)}
+NOT_BY_SLOT = np.empty(0, np.int64)
+
+
+@functools.cache
+def _writer(
+    qkv: np.dtype[Any], k_kind: str, v_kind: str, table: np.dtype[Any], by_slot: bool
+) -> tuple[Any, bool, Any] | None:
+    """What writes projections of a dtype into pools of two kinds, with angles in tables of a dtype.
+
+    Beside it whether projections are viewed as 16-bit words, and what stands in for norm weights.
+    """
+    kind = kind_of_dtype(qkv)
+    if qkv not in FLOAT_DTYPES or kind is None or table not in (_FLOAT32, _FLOAT64):
+        return None
+    compute = _FLOAT64 if "fp64" in (kind.name, k_kind, v_kind) else _FLOAT32
+    kernel = writer(kind.name, k_kind, v_kind, compute, table, by_slot)
+    return kernel, qkv.itemsize == 2, _NO_WEIGHT[compute]
+
+
+def pool_write(
+    pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
+    eps: Any, q_out: Any, angles: np.ndarray[Any, Any], first: int, places: np.ndarray[Any, Any], start: int,
+    room: int, look: bool,
+) -> tuple[int, Any]:  # fmt: skip
+    """Do the fused write of a few tokens, or write nothing and return -1.
+
+    Parameters
+    ----------
+    pool : Pool
+        Where K and V go.
+    qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out : object
+        What a caller passed to `numkv.ContiguousLayer.write`, not checked.
+    angles : int64 array (num_tokens,)
+        Row of the tables for each token, or `NOT_BY_SLOT` for one sequence's.
+    first : int
+        Row of the tables for that sequence's first token.
+    places : int64 array (num_tokens,) or int32 array (max_blocks,)
+        Slots, or the sequence's blocks, on the host.
+    start, room : int
+        Position of that sequence's first new token, and how many there is room for.
+    look : bool
+        Whether projections that are to be quantised are searched for NaN and infinity first.
+
+    Returns
+    -------
+    tokens : int
+        Tokens written, or -1.
+    q_out : array (num_tokens, num_q_heads, head_dim)
+        Has taken q, in qkv's dtype.
+    """
+    if not (type(qkv) is type(pool.k) is np.ndarray and type(num_q_heads) is int):
+        return -1, None
+    if qkv.ndim != 2 or qkv.size >= SERIAL_ELEMENTS or pool.k_rotation is not None:
+        return -1, None
+    try:
+        normalise, rotate, interleaved = _MODES[qk_mode]
+    except (KeyError, TypeError):
+        return -1, None
+    if not rotate:
+        cos = sin = _NO_TABLE
+    elif not (type(cos) is type(sin) is np.ndarray and cos.dtype == sin.dtype):
+        return -1, None
+    dtype = qkv.dtype
+    found = _writer(dtype, pool.k_kind.name, pool.v_kind.name, cos.dtype, angles is not NOT_BY_SLOT)
+    if found is None:
+        return -1, None
+    write, halves, no_weight = found
+    if not normalise:
+        q_weight = k_weight = no_weight
+    elif not (type(q_weight) is type(k_weight) is np.ndarray):
+        return -1, None
+    if q_out is None:
+        if num_q_heads < 0:
+            return -1, None
+        q_out = np.empty((len(qkv), num_q_heads, pool.head_dim), dtype)
+    elif (
+        type(q_out) is not np.ndarray or q_out.dtype != dtype or q_out.shape[1:2] != (num_q_heads,)
+    ):
+        return -1, None
+    words = q_out
+    if halves:
+        qkv, words = qkv.view(_UINT16), q_out.view(_UINT16)
+    try:
+        tokens: int = write(
+            qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first, words,
+            pool.k, pool.k_scale, pool.v, pool.v_scale, places, start, room,
+            LOOK_FOR_NAN if look else LOOK, 0, 0, 1,
+        )  # fmt: skip
+    except TypeError:  # another rank or dtype, read-only or unaligned
+        return -1, None
+    return tokens, q_out

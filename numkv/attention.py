@@ -77,11 +77,12 @@ def attend(
     out_dtype = q.dtype
     q_kind = kind_of_dtype(out_dtype)
     assert q_kind is not None
-    compute: np.dtype[Any] = _FLOAT32
-    if _FLOAT64 in (q_kind.compute, pool.k_kind.compute, pool.v_kind.compute):
-        compute = _FLOAT64
+    k_kind, v_kind = pool.k_kind, pool.v_kind
+    names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
+    compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
     scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    check_options(logits_soft_cap, window_left)
+    if logits_soft_cap != 0 or window_left != -1:
+        check_options(logits_soft_cap, window_left)
     if ranges is None:
         ranges = no_ranges(target.name)
     if sinks is None:
@@ -103,8 +104,8 @@ def attend(
         assert q_kind is not None
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attention(
-        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, pool.v,
-        pool.v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
+        target.words(q), q_kind.name, pool.k, k_kind.name, pool.k_scale, pool.v,
+        v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
         scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
     )  # fmt: skip
     if pool.v_rotation is not None:
@@ -153,6 +154,12 @@ def one_sequence(target: str, num_tokens: int) -> Array:
     return targets.get(target).index(np.array([0, num_tokens]), np.int64)
 
 
+@functools.lru_cache(maxsize=64)
+def one_length(target: str, length: int) -> Array:
+    """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
+    return targets.get(target).index(np.array([length]), np.int64)
+
+
 def check_group(num_q_heads: int, num_kv_heads: int) -> None:
     """Refuse q heads that cannot be shared out over the kv heads."""
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
@@ -166,6 +173,12 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
     """Check the queries of a decode or prefill."""
+    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.name == "cpu" else ()
+    if (  # nothing to say about most, which takes a quarter of the time
+        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize
+        and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
+    ):  # fmt: skip
+        return q
     q = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
     check_group(q.shape[1], num_kv_heads)
     return q
@@ -181,6 +194,8 @@ def check_lengths(
             return
         seq_lens = target.to_host(seq_lens).astype(np.int64)
         q_starts = target.to_host(q_starts).astype(np.int64)
+    elif decode and len(seq_lens) == 1 and 0 <= seq_lens[0] <= capacity:
+        return  # of one, that is faster than a call of compiled code
     found, b = values.check_lengths(seq_lens, q_starts, num_tokens, capacity, decode)
     if found == values.FINE:
         return
@@ -216,7 +231,19 @@ _STORED = (*FLOAT_DTYPES, *_CODES)
 def stored_pool(
     target: Target, names: tuple[str, str], k: Any, v: Any, scales: tuple[Any, Any], shape: Shape
 ) -> Pool:
-    """Check K and V buffers that a caller passes, with their scales where they hold codes."""
+    """Check K and V buffers that a caller passes, with their scales where they hold codes.
+
+    `shape` names sizes of K that the caller is free to choose.
+    """
+    if (  # nothing to say about most, which takes a quarter of the time
+        type(k) is type(v) is np.ndarray and target.name == "cpu" and k.ndim == v.ndim == 4
+        and k.shape[:3] == v.shape[:3] and scales[0] is None and scales[1] is None
+        and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
+    ):  # fmt: skip
+        of_k, of_v = kind_of_dtype(k.dtype), kind_of_dtype(v.dtype)
+        if of_k is not None and of_v is not None:
+            none = _no_scale(target.name)
+            return Pool(target, target.words(k), target.words(v), of_k, of_v, none, none)
     k = check_array(target, names[0], k, _STORED, shape)
     v = check_array(target, names[1], v, _STORED, (*k.shape[:3], "head_dim_v"))
     k_kind, k_scale = _stored_kind(target, "k_scale", k, scales[0])

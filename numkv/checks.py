@@ -41,7 +41,7 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
     if len(actual) != len(shape):
         return False
     for n, expected in zip(actual, shape, strict=True):  # noqa: SIM110 - half the time of all()
-        if n != expected and type(expected) is int:
+        if type(expected) is int and n != expected:
             return False
     return True
 
@@ -70,7 +70,8 @@ def check_array(
         `x` as an array of the target, not copied.
     """
     x = target.accept(x, name)
-    if x.dtype not in dtypes:
+    dtype, actual = x.dtype, tuple(x.shape)
+    if dtype not in dtypes:
         raise UnsupportedDType(
             _message(
                 name,
@@ -79,14 +80,13 @@ def check_array(
                 "convert it, for example with .astype",
             )
         )
-    actual = tuple(x.shape)
     if actual != shape and not _fits(actual, shape):
         raise DimensionMismatch(
             _message(name, f"{x.dtype} {_describe(shape)}", x, "pass an array of this shape"),
             expected=shape,
             actual=actual,
         )
-    if x.strides[-1] != x.dtype.itemsize and actual[-1] > 1 and x.size:
+    if x.strides[-1] != dtype.itemsize and actual[-1] > 1 and x.size:
         raise NotSupported(
             f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
             f"step of {x.strides[-1]} bytes along it; pass numpy.ascontiguousarray({name})"
@@ -101,8 +101,11 @@ def check_writable(name: str, x: Array) -> None:
         raise NotSupported(f"`{name}`: expected a writable array, got a read-only one; pass a copy")
 
 
+_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
+
+
 def check_integers(
-    target: Target, name: str, x: Any, shape: Shape, dtypes: tuple[Any, ...] = (np.int32, np.int64)
+    target: Target, name: str, x: Any, shape: Shape, dtypes: tuple[np.dtype[Any], ...] = _INTEGERS
 ) -> Array:
     """Take an argument of indices or lengths; on the CPU a list of ints will do.
 
@@ -116,12 +119,12 @@ def check_integers(
         The argument.
     shape : tuple of int or str
         See `check_array`.
-    dtypes : tuple
+    dtypes : tuple of numpy.dtype
         The integer dtypes it may have.
     """
     if isinstance(x, (list, tuple)) and target.name == "cpu":
         x = np.asarray(x) if len(x) else np.zeros(0, dtypes[-1])
-    return check_array(target, name, x, tuple(np.dtype(d) for d in dtypes), shape)
+    return check_array(target, name, x, dtypes, shape)
 
 
 def check_size(name: str, n: Any, least: int = 0) -> int:

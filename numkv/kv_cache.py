@@ -8,7 +8,14 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import at_once, structs, targets
-from numkv.attention import attend, check_queries, one_block_each, one_sequence, too_many_queries
+from numkv.attention import (
+    attend,
+    check_queries,
+    one_block_each,
+    one_length,
+    one_sequence,
+    too_many_queries,
+)
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
@@ -700,16 +707,18 @@ class KVCache:
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
-            "sinks": sinks, "return_lse": return_lse, "out": out,
-        }  # fmt: skip
         if self._residual is not None:
-            result = self._residual.attend(self._pool, table, layer, q, length, **options)
+            result = self._residual.attend(
+                self._pool, table, layer, q, length, sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
         else:
-            lens = target.index(np.array([length]), np.int64)
-            starts = one_sequence(target.name, tokens)
-            result = attend(self._pool, table, q, lens, starts, **options)
+            result = attend(
+                self._pool, table, q, one_length(target.name, length),
+                one_sequence(target.name, tokens), sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+                window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
+            )  # fmt: skip
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
@@ -773,7 +782,7 @@ class KVCache:
         if self._residual is not None:
             weights = self._residual.weigh(self._pool, table, layer, q, length, **options)
         else:
-            lens = target.index(np.array([length]), np.int64)
+            lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
             weights = weigh(self._pool, table, q, lens, starts, length, **options)
         return weights.reshape((self._heads, length))

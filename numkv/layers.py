@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import at_once, structs, targets
-from numkv.attention import attend, check_queries, one_block_each, one_sequence, too_many_queries
+from numkv.attention import (
+    attend,
+    check_queries,
+    one_block_each,
+    one_length,
+    one_sequence,
+    too_many_queries,
+)
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported
@@ -313,6 +320,16 @@ class Layer:
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
         pool = self._pool
+        if self._residual is None:
+            start = int(self._context_lens[0])
+            tokens, q = at_once.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                at_once.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
+                self._room_taken() - start, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                self._context_lens[0] = start + tokens
+                return q
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
@@ -444,7 +461,7 @@ class Layer:
                 logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
                 return_lse=return_lse, out=out,
             )  # fmt: skip
-        lens = target.index(np.array([length]), np.int64)
+        lens = one_length(target.name, length)
         starts = one_sequence(target.name, tokens)
         return attend(
             self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
@@ -497,7 +514,7 @@ class Layer:
         if self._residual is not None:
             weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
         else:
-            lens = target.index(np.array([length]), np.int64)
+            lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
             weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
         return weights.reshape((self.num_kv_heads, length))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv import targets
+from numkv import at_once, targets
 from numkv.attention import attend, check_queries, too_many_queries
 from numkv.block_pool import BlockPool, PoolStats
 from numkv.checks import check_index, check_integers, check_kept, check_size
@@ -234,6 +234,13 @@ class Step:
             See `numkv.ContiguousLayer.write`; nothing is written.
         """
         pool, group = self._layer(layer)
+        slots = self._slots[group]
+        tokens, q = at_once.pool_write(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+            self._positions, 0, slots, 0, 0, check_finite,
+        )  # fmt: skip
+        if tokens >= 0:
+            return q
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
@@ -245,7 +252,7 @@ class Step:
             )
         if check_finite:
             p.check_finite(pool)
-        p.scatter(pool, self._slots[group], self._positions)
+        p.scatter(pool, slots, self._positions)
         return p.q_out
 
     def attention(

@@ -162,6 +162,14 @@ def paged_write(
     """
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    if type(slot_mapping) is np.ndarray and (positions is None) == (qk_mode == QKMode.COPY):
+        slots, rows = (at_once.as_int64(x) for x in (slot_mapping, positions))
+        tokens, q = at_once.pool_write(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+            slots if positions is None else rows, 0, slots, 0, 0, check_finite,
+        )  # fmt: skip
+        if tokens >= 0:
+            return q
     _check_writable(pool)
     p = Projection.check(
         pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out

@@ -23,7 +23,7 @@ __all__ = ["CpuTarget", "Target", "get", "of"]
 Array = Any  # a NumPy array, or a device array of the CUDA target
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_HALVES = (_BF16, np.dtype(np.float16))
+_HALVES = frozenset((_BF16, np.dtype(np.float16)))
 
 _ops = functools.cache(on)  # to look a module up takes half a microsecond
 

@@ -12,7 +12,7 @@ from numkv.kernels.kernel import cache_stats
 from numkv.kinds import Kind, kind
 from numkv.layers import ContiguousLayer
 from numkv.paged import PagedLayer
-from numkv.paged_functions import paged_append
+from numkv.paged_functions import paged_append, paged_decode_attention
 from numkv.pool import source_dtypes
 from numkv.projection import QKMode
 from numkv.targets import get
@@ -120,5 +120,14 @@ def _run(
         checked = pool.check_rows(rows, rows, check_finite=True)
         pool.append(*checked, place.index(paged.block_table, np.int32), 0)
         pool.scatter(*checked, slots)
+        # Several sequences with long tables are planned apart, on the CPU, and the splits of long ones merged.
+        two, blocks = (
+            place.asarray(np.ones((2, 1, dim), source.dtype)),
+            np.zeros((2, 1024), np.int32),
+        )
+        lens = np.array([1, 2048 if target == "cpu" else 1])
+        paged_decode_attention(
+            two, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), **scales
+        )
         lse = place.asarray(np.zeros((1, 1), np.float32))
         merge_states(rows, lse, rows, lse)

@@ -81,13 +81,20 @@ def test_cache_append(call, rows, kind):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "int8"])
-def test_write(call, rng, kind):
-    layer = _make("ContiguousLayer", kind)
+@pytest.mark.parametrize("name", ["ContiguousLayer", "PagedLayer", "PagedKVCache"])
+def test_write(call, rng, name, kind):
     qkv = rng.standard_normal((1, (Q_HEADS + 2 * HEADS) * DIM), np.float32)
     cos, sin = (rng.standard_normal((LENGTH, DIM // 2), np.float32) for _ in range(2))
     q_out = np.empty((1, Q_HEADS, DIM), np.float32)
     options = {"num_q_heads": Q_HEADS, "cos": cos, "sin": sin, "q_out": q_out}
-    call(lambda: layer.write(qkv, qk_mode=numkv.QKMode.HALF_SPLIT, **options), _back(layer, 0))
+    if name == "PagedKVCache":
+        cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=1, kind=kind)
+        step = cache.reserve([cache.add()], 1)
+        call(lambda: step.write(0, qkv, qk_mode=numkv.QKMode.HALF_SPLIT, **options))
+    else:
+        layer = _make(name, kind)
+        layer.seq_len = 2
+        call(lambda: layer.write(qkv, qk_mode=numkv.QKMode.HALF_SPLIT, **options), _back(layer))
     assert q_out.any()
 
 
@@ -99,3 +106,12 @@ def test_decode(call, rng, kind):
     cache.append(0, x, x)
     call(lambda: cache.decode_attention(0, x[:1]))
     assert cache.decode_attention(0, x[:1]).any()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_decode_of_functions(call, rng, kind):
+    layer = numkv.ContiguousLayer(LENGTH, 1, DIM, kind=kind)
+    x, lens = rng.standard_normal((8, 1, DIM), np.float32), np.array([8])
+    layer.append(x, x)
+    call(lambda: numkv.decode_attention(x[:1], layer.k, layer.v, lens))
+    assert numkv.decode_attention(x[:1], layer.k, layer.v, lens).any()

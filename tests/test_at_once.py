@@ -1,4 +1,4 @@
-"""Small appends on the CPU, which one compiled call checks and writes: what it takes, and what it leaves alone."""
+"""Small appends and writes on the CPU, which one compiled call checks and does: what it takes, what it leaves alone."""
 
 import subprocess
 import sys
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv import at_once
+from numkv import QKMode, at_once
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported
+from numkv.projection import Projection
 
 HEADS, DIM, SIZE = 2, 32, 4
 F32 = np.float32
@@ -231,3 +232,163 @@ def test_small_calls_start_no_threads():
         [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env, timeout=500, check=True
     )  # fmt: skip
     assert done.stdout.split() == ["False"]
+
+
+# -- fused writes
+
+Q_HEADS = 4
+
+
+def fused(rng, kind, dtype=F32, tokens=1, by_slot=False):
+    """Arguments of `pool_write` for a pool of three blocks, and the pool."""
+    pool = numkv.PagedPool(3, SIZE, HEADS, DIM, kind=kind).pool
+    cos, sin = rng.standard_normal((2, 16, DIM // 2), F32)
+    weight = rng.standard_normal(DIM, F32)
+    made = {
+        "pool": pool, "qkv": rng.standard_normal((tokens, (Q_HEADS + 2 * HEADS) * DIM)).astype(dtype),
+        "num_q_heads": Q_HEADS, "cos": cos, "sin": sin, "qk_mode": QKMode.NORM_HALF_SPLIT,
+        "q_weight": weight, "k_weight": weight, "eps": 1e-6,
+        "q_out": np.zeros((tokens, Q_HEADS, DIM), dtype), "angles": at_once.NOT_BY_SLOT, "first": 2,
+        "places": np.array([2, 0, 1], np.int32), "start": SIZE - 1, "room": 4, "look": True,
+    }  # fmt: skip
+    if by_slot:
+        made |= {"angles": np.arange(tokens), "places": np.arange(tokens) + 3, "room": 0}
+    return made
+
+
+def buffers(pool):
+    return [pool.k, pool.v, pool.k_scale, pool.v_scale]
+
+
+def generally(made):
+    """The same write by the general way."""
+    m, pool = made, made["pool"]
+    p = Projection.check(
+        pool, m["qkv"], m["num_q_heads"], m["cos"], m["sin"], m["qk_mode"], m["q_weight"], m["k_weight"],
+        m["eps"], m["q_out"],
+    )  # fmt: skip
+    if m["angles"] is at_once.NOT_BY_SLOT:
+        p.write(pool, m["places"], m["start"], m["first"])
+    else:
+        p.scatter(pool, m["places"], m["angles"])
+    return p.q_out
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("fp32", F32), ("fp16", np.float16), ("int8", F32), ("int4", F32)]
+)
+def test_ordinary_writes_go_at_once(kind, dtype, by_slot):
+    for mode in QKMode if kind == "fp32" else [QKMode.HALF_SPLIT]:
+        results = []
+        for general in (False, True):
+            made = fused(np.random.default_rng(3), kind, dtype, 2, by_slot) | {"qk_mode": mode}
+            made["q_out"] = None if general else made["q_out"]
+            if general:
+                q = generally(made)
+            else:
+                tokens, q = at_once.pool_write(**made)
+                assert tokens == 2
+                assert q is made["q_out"]
+            results.append([q, *buffers(made["pool"])])
+        assert results[0][0].any()
+        assert all(map(np.array_equal, *results))
+
+
+def _with_nan(qkv, column):
+    qkv = qkv.copy()
+    qkv[0, column] = np.nan
+    return qkv
+
+
+BAD_FUSED = {
+    "a column more": lambda a: {"qkv": np.zeros((1, a["qkv"].shape[1] + 1), F32)},
+    "strided projections": lambda a: {"qkv": every_second(a["qkv"])},
+    "big-endian projections": lambda a: {"qkv": a["qkv"].astype(">f4")},
+    "integers": lambda a: {"qkv": a["qkv"].astype(np.int32)},
+    "one dimension": lambda a: {"qkv": a["qkv"][0]},
+    "an array type of the caller's": lambda a: {"qkv": a["qkv"].view(Sub)},
+    "q heads as a float": lambda a: {"num_q_heads": 4.0},
+    "q heads too few": lambda a: {"num_q_heads": 3},
+    "no q heads": lambda a: {"num_q_heads": -4, "q_out": None},
+    "no such mode": lambda a: {"qk_mode": 5},
+    "a mode that is a list": lambda a: {"qk_mode": [1]},
+    "no cos": lambda a: {"cos": None},
+    "strided sin": lambda a: {"sin": every_second(a["sin"])},
+    "half-precision tables": lambda a: {"cos": a["cos"].astype("f2"), "sin": a["sin"].astype("f2")},
+    "tables of two dtypes": lambda a: {"cos": a["cos"].astype(np.float64)},
+    "tables of two lengths": lambda a: {"sin": a["sin"][:-1]},
+    "tables of two widths": lambda a: {"sin": a["sin"][:, :-1]},
+    "wide tables": lambda a: {"cos": np.zeros((16, DIM), F32), "sin": np.zeros((16, DIM), F32)},
+    "a position past the tables": lambda a: {"first": 16},
+    "a position before them": lambda a: {"first": -1},
+    "no weight": lambda a: {"k_weight": None},
+    "a short weight": lambda a: {"q_weight": a["q_weight"][:-1]},
+    "a weight of another dtype": lambda a: {"q_weight": a["q_weight"].astype(np.float64)},
+    "read-only q": lambda a: {"q_out": read_only(a["q_out"])},
+    "strided q": lambda a: {"q_out": every_second(a["q_out"])},
+    "q of another dtype": lambda a: {"q_out": a["q_out"].astype(np.float64)},
+    "q of two tokens": lambda a: {"q_out": np.zeros((2, Q_HEADS, DIM), F32)},
+    "narrow q": lambda a: {"q_out": a["q_out"][..., :-2]},
+    "no room": lambda a: {"room": 0},
+    "eps that is no number": lambda a: {"eps": "1e-6"},
+    "NaN in k": lambda a: {"qkv": _with_nan(a["qkv"], Q_HEADS * DIM)},
+    "NaN in v": lambda a: {"qkv": _with_nan(a["qkv"], -1)},
+}
+
+
+@pytest.mark.parametrize("what", BAD_FUSED)
+def test_unusual_writes_are_left_alone(rng, what):
+    made = fused(rng, "int8")
+    made |= BAD_FUSED[what](made)
+    assert at_once.pool_write(**made)[0] == -1
+    written = [*buffers(made["pool"]), np.zeros(1) if made["q_out"] is None else made["q_out"]]
+    assert not any(x.any() for x in written)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"places": np.array([12])}, {"places": np.array([-2])}, {"places": np.array([1, 2])},
+            {"angles": np.array([16])}, {"angles": np.array([-1])}, {"angles": np.array([1, 2])}]
+)  # fmt: skip
+def test_slots_and_positions_outside_are_left_alone(rng, bad):
+    made = fused(rng, "int8", by_slot=True) | bad
+    assert at_once.pool_write(**made)[0] == -1
+    assert not any(x.any() for x in [*buffers(made["pool"]), made["q_out"]])
+
+
+def test_nan_in_q_is_no_obstacle(rng):
+    made = fused(rng, "int8")
+    made["qkv"][0, 0] = np.nan
+    assert at_once.pool_write(**made)[0] == 1
+    made = fused(rng, "int8", by_slot=True) | {"places": np.array([-1])}
+    assert at_once.pool_write(**made)[0] == 1
+    assert made["q_out"].any()
+    assert not made["pool"].k.any()
+
+
+@pytest.mark.parametrize("make", [numkv.ContiguousLayer, numkv.PagedLayer])
+def test_errors_of_writes_come_before_changes(rng, make):
+    made = fused(rng, "int8")
+    layer = make(2 if make is numkv.PagedLayer else 2 * SIZE, *[SIZE] * (make is numkv.PagedLayer),
+                 HEADS, DIM, kind="int8")  # fmt: skip
+    options = {
+        "num_q_heads": Q_HEADS,
+        "qk_mode": QKMode.HALF_SPLIT,
+        "cos": made["cos"],
+        "sin": made["sin"],
+    }
+    layer.write(made["qkv"], **options)
+    before = [x.copy() for x in (layer.k, layer.v, layer.k_scale, layer.v_scale)]
+    with pytest.raises(NonFiniteInput) as caught:
+        layer.write(_with_nan(made["qkv"], (Q_HEADS + HEADS) * DIM + 3), **options)
+    assert caught.value.index == (0, (Q_HEADS + HEADS) * DIM + 3)
+    with pytest.raises(CacheFull):
+        layer.write(np.repeat(made["qkv"], 2 * SIZE, 0), **options)
+    with pytest.raises(IndexError, match="rows; make the tables longer"):
+        layer.write(made["qkv"], pos_offset=16, **options)
+    assert len(layer) == 1
+    assert all(map(np.array_equal, before, (layer.k, layer.v, layer.k_scale, layer.v_scale)))
+    for _ in range(2 * SIZE - 1):
+        layer.write(made["qkv"], pos_offset=0, **options)
+    with pytest.raises(CacheFull):
+        layer.write(made["qkv"], **options)

@@ -271,6 +271,22 @@ def test_large_problems_start_threads_once(launches, rng):
     assert launches == [workers]
 
 
+def test_a_short_sequence_starts_threads_once(launches, rng):
+    workers = numba.get_num_threads()
+    problems = problem(rng, 1000, heads=8)
+    shared = numkv.decode_attention(*problems)
+    assert launches == [workers]
+    numba.set_num_threads(1)
+    try:
+        assert np.array_equal(numkv.decode_attention(*problems), shared)
+    finally:
+        numba.set_num_threads(workers)
+    assert launches == [workers]
+    # Of a long one in a short window, there is little to do.
+    numkv.decode_attention(*problems, window_left=10)
+    assert launches == [workers]
+
+
 def test_splits_start_threads_once_more(launches, rng):
     workers = numba.get_num_threads()
     numkv.decode_attention(*problem(rng, 5000))

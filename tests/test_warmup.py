@@ -15,6 +15,9 @@ from numkv.kernels.kernel import cache_stats
 layer = numkv.PagedLayer(4, 3, 2, 48, kind="fp16")
 layer.append(*np.ones((2, 5, 2, 48), np.float32))
 layer.decode_attention(np.ones((5, 6, 48), np.float16))
+long = numkv.ContiguousLayer(1200, 2, 48, kind="fp16")
+long.append(*np.ones((2, 1100, 2, 48), np.float32))
+long.decode_attention(np.ones((1, 6, 48), np.float16))
 print(cache_stats())
 """
 

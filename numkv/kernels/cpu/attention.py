@@ -72,7 +72,7 @@ from numkv.kernels.cpu.simd_tiles import (
     tiles_on,
     weigh_rows,
 )
-from numkv.kernels.cpu.threads import ON_THREADS, parallel_lock, run
+from numkv.kernels.cpu.threads import ON_THREADS, launcher, parallel_lock, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
@@ -102,9 +102,16 @@ TURN = 4 * PART
 WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
 SPARE_FLOATS = 4096 + 2 * BLOCK_ROWS
-# Multiply-adds below which one thread does it all: waking the others takes longer, and on a busy machine they come
-# only when it suits the system.
+# Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
+# are read and converted all the same. A launch takes 2 us where threads are awake (OpenMP), 6 to 12 where they sleep,
+# 25 with Numba's ``workqueue``, and milliseconds where something else has taken their core meanwhile. Least times with
+# one thread and with two of an Intel Xeon with 2 cores, head_dim 128, in microseconds: groups of 4 q heads in fp16, out
+# of caches, of 0.5 million 24 and 23, of 1 million 38 and 30, of 2 million 63 and 50, of 4 million 128 and 79; in int8
+# 33 and 29, 49 and 39, 50 and 42, 95 and 72; from memory, fp16, 29 and 25, 47 and 34, 105 and 73, 237 and 131. Groups
+# of 1 q head in fp16 from memory, counted as said, of 1 million 66 and 46, of 2 million 130 and 85. So not before two
+# of them save 8 us at the least: a launch that comes at the wrong time costs more.
 SERIAL_WORK = 2_000_000
+LEAST_ROWS = 4
 
 # Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 4
@@ -114,6 +121,21 @@ QUANTISED = ("int8", "int4")
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+
+
+# Loops over a row stand alone, over arrays that begin with it, so that each becomes vector code.
+
+
+@register_jitable
+def _clear(x):
+    for i in range(len(x)):
+        x[i] = 0
+
+
+@register_jitable
+def _multiply(x, factor, target):
+    for i in range(len(x)):
+        target[i] = factor * x[i]
 
 
 def make_attention(K_KIND, V_KIND, COMPUTE):
@@ -134,9 +156,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
         window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
     ):  # fmt: skip
-        if launch != 0:
-            on_threads(launch, workers)
-            return
         # They are sliced often.
         block_table, ranges = borrow(block_table), borrow(ranges)
         floats, ints = borrow(floats), borrow(ints)
@@ -150,6 +169,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         dim = q.shape[2]
         dim_v = out.shape[2]
         group = num_q_heads // num_kv_heads
+        threads = workers
+        if worker < 0:  # there is no plan so far
+            threads = _plan(
+                seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
+                window_left, workers, ints,
+            )  # fmt: skip
+            worker = np.int64(0)
+        if launch != 0 and threads > 1:
+            on_threads(launch, workers)
+            return
         block_tokens = max(1, ROWS // group)
         # Whole groups are read, if not written; and every table begins where a cache line does.
         max_rows = (max(ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
@@ -267,15 +296,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             for r in range(rows * (g1 - g0)):
                 t = q_starts[b] + t0 + r % rows // group
                 h = (g0 + r // rows) * group + r % group
+                q_row = floats[Q + r * pad_dim : Q + (r + 1) * pad_dim]
                 if K_PACKED:
-                    for d in range(pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
-                    fill_code_row(floats[Q + r * pad_dim :], row_of(q, (t, h)), scale)
+                    _clear(q_row)
+                    fill_code_row(q_row, row_of(q, (t, h)), scale)
                 else:
-                    for d in range(dim):
-                        floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
-                    for d in range(dim, pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
+                    _multiply(row_of(q, (t, h)), scale, q_row)
+                    _clear(q_row[dim:])
                 if K_INTEGERS:
                     floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
                 else:
@@ -284,18 +311,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
                 floats[MAXIMA + r] = F(-np.inf)
                 floats[SUMS + r] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
             # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
             # numbers, which are a hundred times slower than others.
-            for r in range(rows * (g1 - g0), rows * (g1 - g0) + FILL_UP):
-                for d in range(pad_dim):
-                    floats[Q + r * pad_dim + d] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
-                if K_PACKED:
-                    for i in range(16 * k_blocks):
-                        floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
+            full, filled = rows * (g1 - g0), rows * (g1 - g0) + FILL_UP
+            _clear(floats[Q + full * pad_dim : Q + filled * pad_dim])
+            _clear(floats[O : O + filled * pad_v])
+            if K_PACKED:
+                _clear(floats[Q_SUMS + full * 16 * k_blocks : Q_SUMS + filled * 16 * k_blocks])
 
             if TILES and tiled:
                 for i in range(g1 - g0):
@@ -507,16 +529,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     factor, log_sum = finish(
                         floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
                     )
-                    for d in range(dim_v):
-                        out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
+                    result = row_of(out, (q_starts[b] + t, h))
+                    _multiply(floats[o_at : o_at + dim_v], F(factor), result)
                     lse[q_starts[b] + t, h] = log_sum
                 else:
                     row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
                     at = parts_at + row * part_size
                     floats[at] = floats[MAXIMA + r]
                     floats[at + 1] = floats[SUMS + r]
-                    for d in range(dim_v):
-                        floats[at + 2 + d] = floats[o_at + d]
+                    _multiply(floats[o_at : o_at + dim_v], F(1), floats[at + 2 : at + part_size])
         if TILES:
             tiles_off()
 
@@ -620,6 +641,7 @@ def in_integers(kind, compute):
     return compute == "float32" and (kind == "int8" or (kind == "int4" and INT4_INTEGERS))
 
 
+@register_jitable
 def _plan(
     seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, threads, ints,
 ):  # fmt: skip
@@ -655,7 +677,8 @@ def _plan(
         pieces += blocks * splits
         if splits > 1:
             parts += splits * tokens * num_kv_heads * group
-        work += tokens * span * num_kv_heads * group * columns
+        if tokens > 0:
+            work += max(tokens * group, LEAST_ROWS) * span * num_kv_heads * columns
     ints[FIRST_PART + num_seqs] = parts
     workers = 1 if work < SERIAL_WORK else threads
 
@@ -801,6 +824,7 @@ def _plan_kernel() -> Any:
 
 
 _scratch_size = functools.lru_cache(maxsize=64)(scratch_size)
+_on_tiles = functools.cache(on_tiles)
 
 
 class _Workspace:
@@ -875,26 +899,43 @@ def attention(
         result = np.empty(out.shape, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
+    num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
+    tiles = _on_tiles(k_kind, v_kind, compute)
+    scratch = _scratch_size(group, dim + BLOCK, dim_v + BLOCK, tiles)
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
+    alone = num_seqs == 1 and len(ranges) == 0
+    longest = int(seq_lens[0]) if alone else capacity
+    rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
+    small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
     with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * len(seq_lens) + threads * WORKER_INTS)
-        workers = _plan_kernel()(
-            seq_lens, q_starts, ranges, block_table.shape[1] * unit, group, k.shape[1], unit,
-            dim + dim_v, window_left, threads, ints,
-        )  # fmt: skip
-        if workers > 1:
-            workers = min(workers, numba.get_num_threads())
-        tiles = on_tiles(k_kind, v_kind, compute)
-        parts_at = workers * _scratch_size(group, dim + BLOCK, dim_v + BLOCK, tiles)
-        parts = int(ints[3 + 2 * len(seq_lens)])
-        floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
-        run(
-            kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
-            sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at, floats, ints,
-        )  # fmt: skip
-        if parts:
-            merge = _merge_kernel(compute)
-            run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+        ints = _workspace.take("int64", 4 + 4 * num_seqs + threads * WORKER_INTS)
+        if longest <= MIN_SPLIT and (small or alone):
+            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+            workers, launch = (1, 0) if small else (numba.get_num_threads(), launcher())
+            parts_at = workers * scratch
+            kernel(
+                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+                logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                _workspace.take(compute, parts_at), ints, launch, -1, workers,
+            )  # fmt: skip
+        else:
+            workers = _plan_kernel()(
+                seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
+                window_left, threads, ints,
+            )  # fmt: skip
+            if workers > 1:
+                workers = min(workers, numba.get_num_threads())
+            parts_at = workers * scratch
+            parts = int(ints[3 + 2 * num_seqs])
+            floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                floats, ints,
+            )  # fmt: skip
+            if parts:
+                merge = _merge_kernel(compute)
+                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
     if result is not out:
         from_floats(result, out, q_kind)

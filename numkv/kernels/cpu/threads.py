@@ -19,7 +19,7 @@ from numba import types
 
 from numkv.kernels.cpu.simd import thread_launcher
 
-__all__ = ["ON_THREADS", "parallel_lock", "run", "workers_for"]
+__all__ = ["ON_THREADS", "launcher", "parallel_lock", "run", "workers_for"]
 
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
@@ -38,6 +38,11 @@ SERIAL_ELEMENTS = 1 << 16
 _launcher = functools.cache(thread_launcher)
 
 
+def launcher() -> int:
+    """What a kernel takes for `launch`, to run on threads, under `parallel_lock`."""
+    return _launcher()
+
+
 def workers_for(num_elements: int) -> int:
     """How many threads are to move so many elements."""
     # Numba starts its threads when it is asked how many there are.
@@ -50,4 +55,4 @@ def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
         kernel(*args, 0, 0, 1)
     else:
         with parallel_lock:
-            kernel(*args, _launcher(), 0, workers)
+            kernel(*args, launcher(), 0, workers)

@@ -2,6 +2,9 @@
 
 Row ``i`` of `qkv` is all q heads, then all k heads, then all v heads. Heads of q and k are normalised and rotated as
 asked; q goes to `q_out`, k and v to the slots of positions ``start + i``.
+
+The kernel itself can look at its arguments first: what one token costs is the call, and a look from Python costs more
+than the token. `numkv.at_once` asks for that.
 """
 
 from __future__ import annotations
@@ -19,12 +22,17 @@ from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
-from numkv.rows.int4 import store_int4
+from numkv.rows.int4 import GROUP, store_int4
+from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 from numkv.rows.store import row_store
 
 __all__ = ["scatter_write", "write_rows"]
+
+# What a kernel is to do before it writes: nothing, as all has been checked; see that the arguments fit one another; or
+# that, and search what is to be quantised for NaN and infinity.
+CHECKED, LOOK, LOOK_FOR_NAN = range(3)
 
 
 # Loops over a row stand alone, without branches, so that each becomes vector code.
@@ -63,27 +71,102 @@ def _rotate_neighbours(x, c, s):
         x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], c[i], s[i])
 
 
+@register_jitable
+def _one_by_one(x):
+    """Whether an array's last axis is contiguous, as far as that matters."""
+    return x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize
+
+
+@register_jitable
+def _fits_pool(pool, scale, other, dim, per_word, scales):
+    """Whether a pool has rows of `dim` elements, the blocks and heads of the `other`, and its scales their shape."""
+    if pool.shape[3] * per_word != dim or not _one_by_one(pool):
+        return False
+    for axis in range(3):
+        if pool.shape[axis] != other.shape[axis]:
+            return False
+        if scales > 0 and scale.shape[axis] != pool.shape[axis]:
+            return False
+    if scales > 0 and scale.ndim == 4:
+        return scale.shape[scale.ndim - 1] == scales and _one_by_one(scale)
+    return True
+
+
+@register_jitable
+def _all_finite(qkv, first, stop, load):
+    """Whether columns ``[first, stop)`` hold neither NaN nor infinity."""
+    for t in range(qkv.shape[0]):
+        row = row_of(qkv, (np.int64(t),))[first:stop]
+        bad = np.int64(0)
+        for d in range(len(row)):
+            bad += 0 if is_finite(load(row[d])) else 1
+        if bad > 0:
+            return False
+    return True
+
+
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
     With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
-    token's.
+    token's. It returns how many tokens it has written, or -1: then a look, if one was asked for, has found something
+    that is not as it should be, and nothing was written. Only one thread may look.
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
     store_k_row, store_k = row_store(K_KIND, COMPUTE)
     store_v_row, store_v = row_store(V_KIND, COMPUTE)
+    K_PER_WORD, V_PER_WORD = (2 if kind == "int4" else 1 for kind in (K_KIND, V_KIND))
+    K_CODES, V_CODES = (kind in ("int8", "int4") for kind in (K_KIND, V_KIND))
 
     def kernel(
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, places, start, launch, worker, workers,
+        q_out, k_pool, k_scale, v_pool, v_scale, places, start, room, look, launch, worker, workers,
     ):  # fmt: skip
         if launch != 0:
             on_threads(launch, workers)
-            return
+            return np.int64(0)
         num_q_heads, num_kv_heads = np.int64(q_out.shape[1]), np.int64(k_pool.shape[1])
         num_tokens, block_size = np.int64(qkv.shape[0]), np.int64(k_pool.shape[2])
         dim, half = np.int64(q_out.shape[2]), np.int64(cos.shape[1])
+        if look != CHECKED:
+            k_first = num_q_heads * dim
+            v_first = k_first + num_kv_heads * dim
+            width = v_first + num_kv_heads * dim
+            if qkv.shape[1] != width or q_out.shape[0] != num_tokens:
+                return np.int64(-1)
+            if not (_one_by_one(qkv) and _one_by_one(q_out)):
+                return np.int64(-1)
+            groups = (dim + GROUP - 1) // GROUP
+            if not _fits_pool(k_pool, k_scale, k_pool, dim, K_PER_WORD, groups if K_CODES else 0):
+                return np.int64(-1)
+            if not _fits_pool(v_pool, v_scale, k_pool, dim, V_PER_WORD, groups if V_CODES else 0):
+                return np.int64(-1)
+            if normalise and (len(q_weight) != dim or len(k_weight) != dim):
+                return np.int64(-1)
+            num_angles = np.int64(cos.shape[0])
+            if rotate:
+                if sin.shape[0] != num_angles or sin.shape[1] != half or 2 * half > dim:
+                    return np.int64(-1)
+                if not (_one_by_one(cos) and _one_by_one(sin)):
+                    return np.int64(-1)
+            if BY_SLOT:
+                if len(places) != num_tokens or (rotate and len(angles) != num_tokens):
+                    return np.int64(-1)
+                for t in range(num_tokens):
+                    if places[t] < -1 or places[t] >= k_pool.shape[0] * block_size:
+                        return np.int64(-1)
+                    if rotate and (angles[t] < 0 or angles[t] >= num_angles):
+                        return np.int64(-1)
+            else:
+                if num_tokens > room:
+                    return np.int64(-1)
+                if rotate and (first_angle < 0 or first_angle > num_angles - num_tokens):
+                    return np.int64(-1)
+            if look == LOOK_FOR_NAN and (K_CODES or V_CODES):
+                columns = (k_first if K_CODES else v_first, width if V_CODES else v_first)
+                if not _all_finite(qkv, columns[0], columns[1], load):
+                    return np.int64(-1)
         x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
         low, high = x[:half], x[half : 2 * half]
         # Weights may be strided.
@@ -133,12 +216,17 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 scale = store_v_row(x, v_row, store_v)
                 if V_KIND == "int8":
                     v_scale[block, g, offset] = scale
+        return num_tokens
 
     return kernel
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
+def writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
+    """The kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
+
+    See `write_rows` and `scatter_write` for its arguments; of those two it has the ones that it does not use as well.
+    """
     real, angle = from_dtype(compute), array(from_dtype(table), 2)
     signature = (
         array(WORDS[src], 2), angle, angle, types.boolean, types.boolean, types.boolean,
@@ -146,7 +234,7 @@ def _write_rows(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by
         array(WORDS[src], 3, out=True), array(WORDS[k_kind], 4, out=True),
         array(*SCALES[k_kind], out=True), array(WORDS[v_kind], 4, out=True),
         array(*SCALES[v_kind], out=True),
-        array(types.int64 if by_slot else types.int32, 1), types.int64, *ON_THREADS,
+        array(types.int64 if by_slot else types.int32, 1), *[types.int64] * 3, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
     kernel = make_write_rows(src, k_kind, v_kind, compute.name, by_slot)
@@ -192,11 +280,11 @@ def write_rows(
     start : int
         Position of the first new token.
     """
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
+    kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
     run(
         kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, block_table, start,
+        q_out, k_pool, k_scale, v_pool, v_scale, block_table, start, 0, CHECKED,
     )  # fmt: skip
 
 
@@ -217,9 +305,9 @@ def scatter_write(
     slot_mapping : int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves K and V out.
     """
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
+    kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
     run(
         kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,
-        q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0,
+        q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0, 0, CHECKED,
     )  # fmt: skip
