@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 MANY = [
-    Shape(8, 1, 64, (130, 7)),  # as many rows as share a tile, and
-    Shape(9, 1, 64, (130,)),  # more
-    Shape(5, 1, 40, (70,), head_dim_v=24),  # rows that end within 64 bytes
+    Shape(16, 1, 64, (130, 7)),
+    Shape(9, 1, 64, (130,)),
+    Shape(10, 1, 40, (70,), head_dim_v=24),  # rows that end within 64 bytes
     Shape(4, 2, 128, (200, 3), new=(70, 3)),
     Shape(20, 1, 96, (90,), new=(9,)),
 ]

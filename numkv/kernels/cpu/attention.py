@@ -114,7 +114,7 @@ SERIAL_WORK = 2_000_000
 LEAST_ROWS = 4
 
 # Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
-FEW_ROWS = 4
+FEW_ROWS = 8
 
 # Kinds with scales.
 QUANTISED = ("int8", "int4")

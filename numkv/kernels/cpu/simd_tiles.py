@@ -20,7 +20,7 @@ for a few query rows vector code is as fast, as memory and the moving of V cost 
 How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
 left, then the rest, give a query exactly; parts that are zero in all rows of a block (of queries that come in bf16,
 say) are left out. Weights take two parts, 16 bits. Beside INT8, queries and weights are integers of 15 bits, as in
-`simd` and `simd_integers`: an upper byte and a lower one, both with a sign. Up to 8 rows, two parts share a tile.
+`simd` and `simd_integers`: an upper byte and a lower one, both with a sign.
 
 How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and
 one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores, A is
@@ -200,11 +200,11 @@ def tiles_off(typing_context):
 
 @intrinsic(prefer_literal=True)
 def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spare_at):
-    """Pack up to 16 query rows to meet K rows of a kind; return how many tiles they take for a tile of K.
+    """Pack up to 16 query rows to meet K rows of a kind; return in how many parts.
 
     Row r is at ``f[q_at + r * q_step]``, with zeros up to a multiple of 64 elements: float32 where K is bf16, the words
-    of `code_row` where it is INT8. They go to ``f[to_at:]``, with room for three tiles (of INT8 two) of 256 floats for
-    each 64 bytes of a K row; ``f[spare_at:]`` has room for 1,024 floats.
+    of `code_row` where it is INT8. They go to ``f[to_at:]``, with room for three parts (of INT8 two) of 256 floats for
+    each 64 bytes of a K row; ``f[spare_at:]`` has room for 768 floats.
     """
     if not literals(KIND):
         return None
@@ -217,9 +217,6 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spa
         v = _Tiles(b)
         nothing = v.splat_int(0)
         left = [cgutils.alloca_once_value(b, nothing) for _ in range(2)]
-        stride = _columns_of_part(b, count)
-        # Columns are put down as rows first, then turned.
-        rows_at = spare_at
 
         def parts_of(r, block):
             """The parts of 64 bytes of a row, as 16 lanes each."""
@@ -240,48 +237,42 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spa
                 upper = b.and_(odd, v.splat_int(-65536))
                 parts.append(b.or_(upper, b.lshr(even, v.splat_int(16))))
                 evens, odds = (b.fsub(x, v.part_of(x)) for x in (evens, odds))
-            return [*parts, nothing]  # three parts of 8 columns leave some of the second tile
+            return parts
 
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
         with steps(b, I64(0), blocks, 1) as (block, _):
-            with steps(b, I64(0), stride, 1) as (r, _):
+            # Columns are put down as rows first, then turned.
+            with steps(b, I64(0), I64(BLOCK_ROWS), 1) as (r, _):
                 for part, lanes in enumerate(parts_of(r, block)):
-                    column = b.add(b.mul(I64(part), stride), r)
-                    v.put(lanes, data, b.add(rows_at, b.mul(column, I64(16))))
-            for tile in range(_PARTS[kind]):
+                    at = b.add(spare_at, b.add(I64(part * _SIZE), b.mul(r, I64(16))))
+                    v.put(lanes, data, at)
+            for part in range(_PARTS[kind]):
                 columns = [
-                    v.vector_at(data, b.add(rows_at, I64(tile * _SIZE + 16 * i)), v.int_type)
+                    v.vector_at(data, b.add(spare_at, I64(part * _SIZE + 16 * i)), v.int_type)
                     for i in range(BLOCK_ROWS)
                 ]
-                number = b.add(b.mul(block, I64(_PARTS[kind])), I64(tile))
+                number = b.add(b.mul(block, I64(_PARTS[kind])), I64(part))
                 at = b.add(to_at, b.mul(number, I64(_SIZE)))
-                for i, lanes in enumerate(_turned(v, columns, (1, 2, 4, 8))):
+                for i, lanes in enumerate(_turned(v, columns)):
                     v.put(lanes, data, b.add(at, I64(16 * i)))
-        shared = b.icmp_signed("==", stride, I64(8))  # two parts to a tile
         if kind == "int8":
-            return b.select(shared, I64(1), I64(2))
+            return I64(2)
         needed = I64(1)
         for part, bits in enumerate(left):
             some = b.icmp_signed("!=", v.fold(b.load(bits), b.or_), I32(0))
-            most = b.select(shared, I64((part + 1) // 2 + 1), I64(part + 2))
-            needed = b.select(some, most, needed)
+            needed = b.select(some, I64(part + 2), needed)
         return needed
 
     return types.int64(KIND, f, *[i8] * 6), codegen
 
 
-def _columns_of_part(b, count):
-    """How many columns of a tile a part of `count` rows takes: 8 or 16."""
-    return b.select(b.icmp_signed("<=", count, I64(8)), I64(8), I64(16))
-
-
-def _turned(v, rows, steps_):
-    """Vectors of 16 lanes with lanes and vectors exchanged, within squares of so many as twice the last of `steps_`."""
+def _turned(v, rows):
+    """Sixteen vectors of sixteen lanes, turned: what was lane i of vector j is lane j of vector i."""
     rows = list(rows)
-    for step in steps_:
+    for step in (1, 2, 4, 8):
         low = [i if not i & step else 16 + i - step for i in range(16)]
         high = [i + step if not i & step else 16 + i for i in range(16)]
-        for i in range(len(rows)):
+        for i in range(16):
             if not i & step:
                 a, c = rows[i], rows[i + step]
                 rows[i], rows[i + step] = v.shuffle(a, c, low), v.shuffle(a, c, high)
@@ -351,11 +342,11 @@ def find_rows(typing_context, KIND, places, f, spare_at, k, k_offsets, k_step, h
 
 @intrinsic(prefer_literal=True)
 def score_rows(
-    typing_context, KIND, f, packed_at, tiles, places, head_dim, s_at, AHEAD_KIND, ahead, ahead_offsets, ask,
+    typing_context, KIND, f, packed_at, parts, places, head_dim, s_at, AHEAD_KIND, ahead, ahead_offsets, ask,
 ):  # fmt: skip
     """Scores of up to 16 packed query rows against a tile's K rows, in parts, for `softmax_rows`.
 
-    `tiles` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats.
+    `parts` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats.
     If `ask` is not 0, rows of `ahead` are asked for.
     """
     if not literals(KIND, AHEAD_KIND):
@@ -365,7 +356,7 @@ def score_rows(
     signature = types.void(KIND, f, i8, i8, places, i8, i8, AHEAD_KIND, ahead, ahead_offsets, i8)
 
     def codegen(context, b, sig, args):
-        packed_at, tiles, head_dim, s_at = (args[i] for i in (2, 3, 5, 6))
+        packed_at, parts, head_dim, s_at = (args[i] for i in (2, 3, 5, 6))
         data, places, ahead_data, ahead_offsets = (
             data_of(context, b, sig.args[i], args[i]) for i in (1, 4, 8, 9)
         )
@@ -385,9 +376,9 @@ def score_rows(
                     column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
                     v.prefetch(ahead_kind, ahead_data, at, column)
 
-        def multiply(pair, block, number):
-            """Multiply 32 K rows and one tile of queries for 64 bytes."""
-            at = b.add(b.mul(block, I64(_PARTS[kind])), number)
+        def multiply(pair, block, part):
+            """Multiply 32 K rows and a part of queries for 64 bytes."""
+            at = b.add(b.mul(block, I64(_PARTS[kind])), part)
             at = b.add(packed_at, b.mul(at, I64(_SIZE)))
             v.load_tile(columns, _bytes_of(b, v.floats_at(data, at)), I64(64))
             for i in range(2):
@@ -396,10 +387,10 @@ def score_rows(
                 v.load_tile(rows, b.inttoptr(key, I8.as_pointer()), b.load(b.gep(place, [I64(4)])))
                 v.multiply(_PRODUCT[kind], total[i], rows, columns)
 
-        def store(pair, half):
+        def store(pair, part):
             for i in range(2):
                 at = b.mul(b.add(pair, I64(i)), I64(_SIZE))
-                at = b.add(b.add(s_at, at), b.mul(half, I64(4 * _SIZE)))
+                at = b.add(b.add(s_at, at), b.mul(part, I64(4 * _SIZE)))
                 v.store_tile(total[i], _bytes_of(b, v.floats_at(data, at)), I64(64))
 
         with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 2) as (pair, _):
@@ -410,18 +401,18 @@ def score_rows(
                 with steps(b, I64(0), blocks, 1) as (block, _):
                     multiply(pair, block, I64(0))
                     ask_for(t0, block)
-                    with steps(b, I64(1), tiles, 1) as (number, _):
-                        multiply(pair, block, number)
+                    with steps(b, I64(1), parts, 1) as (part, _):
+                        multiply(pair, block, part)
                 store(pair, I64(0))
             else:
-                with steps(b, I64(0), tiles, 1) as (number, _):
+                with steps(b, I64(0), parts, 1) as (part, _):
                     for i in range(2):
                         v.clear(total[i])
                     with steps(b, I64(0), blocks, 1) as (block, _):
-                        multiply(pair, block, number)
-                        with b.if_then(b.icmp_signed("==", number, I64(0))):
+                        multiply(pair, block, part)
+                        with b.if_then(b.icmp_signed("==", part, I64(0))):
                             ask_for(t0, block)
-                    store(pair, number)
+                    store(pair, part)
 
         return context.get_dummy_value()
 
@@ -461,26 +452,18 @@ def softmax_rows(
                     token = b.add(t, I64(i))
                     emit(token, b.add(s_at, b.mul(token, I64(16))))
 
-        def numbers(at):
-            if kind == "bf16":
-                return v.load_floats(data, at)
-            return b.sitofp(v.vector_at(data, at, v.int_type), v.type)
-
-        def add_parts(part):
-            """Put sums of parts where the first parts are."""
-
-            def add(token, at):
-                upper = numbers(at)
-                factor = v.splat(1.0 if kind == "bf16" else 256.0)
-                v.store(v.fma(upper, factor, part(upper, at)), data, at)
-
-            by_tokens(4, add)
-
         def find_peak(token, at, careful=False):
             factor = scales
             if kind == "int8":
                 factor = b.fmul(scales, v.splat(v.load_one(data, b.add(k_scales_at, token))))
-            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
+                upper, lower = (
+                    b.sitofp(v.vector_at(data, b.add(at, I64(i)), v.int_type), v.type)
+                    for i in (0, 4 * _SIZE)
+                )
+                score = v.fma(upper, v.splat(256.0), lower)
+            else:
+                score = v.load_floats(data, at)
+            v.store(b.fmul(score, factor), data, at)
             if careful:
                 with b.if_then(b.fcmp_ordered(">", soft_cap, v.float(0.0))):
                     cap = v.splat(soft_cap)
@@ -497,13 +480,6 @@ def softmax_rows(
                     v.store(score, data, at)
             b.store(v.larger(v.load_floats(data, at), b.load(peak)), peak)
 
-        other_half = [*range(8, 16), *range(8)]
-        with b.if_else(b.icmp_signed("<=", count, I64(8))) as (together, apart):
-            with together:
-                add_parts(lambda upper, at: v.shuffle(upper, upper, other_half))
-            with apart:
-                if kind == "int8":
-                    add_parts(lambda upper, at: numbers(b.add(at, I64(4 * _SIZE))))
         plain = b.and_(
             b.icmp_signed("==", partly, I64(0)), b.fcmp_ordered("<=", soft_cap, v.float(0.0))
         )
@@ -524,7 +500,7 @@ def softmax_rows(
                 at = b.add(s_at, b.mul(b.add(t, I64(i)), I64(16)))
                 weights.append(v.exp2(b.fsub(v.load_floats(data, at), base)))
                 b.store(b.fadd(b.load(total), weights[-1]), total)
-            for r, row in enumerate(_turned(v, weights, (1, 2, 4, 8))):
+            for r, row in enumerate(_turned(v, weights)):
                 v.store(row, data, b.add(b.add(p_at, t), I64(r * TILE)))
         rescale = v.exp2(b.fsub(old, base))
         v.store(rescale, data, rescale_at)
@@ -666,22 +642,18 @@ def pack_weights(typing_context, KIND, f, count, p_at, to_at):
         data = data_of(context, b, sig.args[1], args[1])
         count, p_at, to_at = args[2:]
         v = _Tiles(b)
-        # Up to 8 rows, both parts share a tile.
-        stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
         with steps(b, I64(0), count, 1) as (r, _):
             at = b.add(p_at, b.mul(r, I64(TILE)))
             to = b.add(to_at, b.mul(r, I64(16)))
-            second = b.select(stacked, I64(_SIZE // 2), I64(_HALVES[kind] * _SIZE))
             if kind == "int8":
                 pair = [v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)]
                 for part, codes in enumerate(v.bytes_of_words(*pair)):
-                    v.put(codes, data, b.add(to, b.mul(I64(part), second)))
+                    v.put(codes, data, b.add(to, I64(part * _SIZE)))
             for half in range(_HALVES[kind] if kind == "bf16" else 0):
                 weights = [v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)]
                 for part in range(2):
                     bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
-                    place = b.add(b.add(to, I64(half * _SIZE)), b.mul(I64(part), second))
-                    v.put(v.upper_halves(*bits), data, place)
+                    v.put(v.upper_halves(*bits), data, b.add(to, I64((2 * part + half) * _SIZE)))
                     rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
                     weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
         return context.get_dummy_value()
@@ -711,34 +683,28 @@ def weigh_rows(
         ]
         v = _Tiles(b)
         halves = _HALVES[kind]
-        stacked = b.icmp_signed("<=", count, I64(BLOCK_ROWS // 2))
 
         def load(tile, at):
             v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
 
-        def number_of_sums(parts):
-            """Tiles of bf16 add to one sum, those of INT8 to one each."""
-            return parts if kind == "int8" else 1
+        # Both parts of bf16 have one sum, those of INT8 one each.
+        sums = 2 if kind == "int8" else 1
+        for i in range(2 * halves):
+            load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
+        with steps(b, I64(0), I64(4), 1) as (j, _):
+            for i in range(sums):
+                v.clear(i)
+            for half in range(halves):
+                place = b.mul(b.add(I64(4 * half), j), I64(_SIZE))
+                load(sums, b.add(packed_at, place))
+                for part in range(2):
+                    rows = sums + 1 + half + halves * part
+                    v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
+            for i in range(sums):
+                at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
+                v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
 
-        def add_up(parts):
-            """Sums, with weights in so many tiles for each half: each B is used for all, one after another."""
-            sums = number_of_sums(parts)
-            for i in range(halves * parts):
-                load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
-            with steps(b, I64(0), I64(4), 1) as (j, _):
-                for i in range(sums):
-                    v.clear(i)
-                for half in range(halves):
-                    place = b.mul(b.add(I64(4 * half), j), I64(_SIZE))
-                    load(sums, b.add(packed_at, place))
-                    for part in range(parts):
-                        rows = sums + 1 + half + halves * part
-                        v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
-                for i in range(sums):
-                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
-                    v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
-
-        def in_full(found):
+        def in_order(found):
             """Sums in the order of columns."""
             if kind == "int8":
                 return v.in_order(found)
@@ -750,38 +716,25 @@ def weigh_rows(
                 for i in (0, 2)
             ]
 
-        def finish(parts):
-            with steps(b, I64(0), count, 1) as (r, _):
-                at = b.add(spare_at, b.mul(r, I64(64)))
-                scale = None
-                if kind == "int8":
-                    scale = v.splat(v.load_one(data, b.add(scales_at, r)))
-                second = I64(4 * _SIZE if parts == 2 else 2 * _SIZE)
-                found = []
-                for j in range(4):
-                    first = b.add(at, I64(16 * j))
-                    type_ = v.type if kind == "bf16" else v.int_type
-                    sums = [v.vector_at(data, first, type_)]
-                    if kind == "int8" or parts == 1:
-                        sums.append(v.vector_at(data, b.add(first, second), type_))
-                    if kind == "int8":
-                        upper, lower = (b.sitofp(x, v.type) for x in sums)
-                        found.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
-                    else:
-                        found.append(b.fadd(*sums) if parts == 1 else sums[0])
-                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
-                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-                for j, total in enumerate(in_full(found)):
-                    place = b.add(row_at, I64(16 * j))
-                    v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
-
-        with b.if_else(stacked) as (few, many):
-            with few:
-                add_up(1)
-                finish(1)
-            with many:
-                add_up(2)
-                finish(2)
+        with steps(b, I64(0), count, 1) as (r, _):
+            at = b.add(spare_at, b.mul(r, I64(64)))
+            found = []
+            for j in range(4):
+                first = b.add(at, I64(16 * j))
+                if kind == "bf16":
+                    found.append(v.load_floats(data, first))
+                    continue
+                upper, lower = (
+                    b.sitofp(v.vector_at(data, b.add(first, I64(i)), v.int_type), v.type)
+                    for i in (0, 4 * _SIZE)
+                )
+                scale = v.splat(v.load_one(data, b.add(scales_at, r)))
+                found.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
+            rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
+            row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
+            for j, total in enumerate(in_order(found)):
+                place = b.add(row_at, I64(16 * j))
+                v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
         return context.get_dummy_value()
 
     return types.void(KIND, f, *[i8] * 9), codegen
