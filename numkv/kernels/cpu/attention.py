@@ -31,20 +31,20 @@ from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
     TILE,
+    arrange_rows,
     borrow,
     code_row,
     fill_ramp,
     gather_groups,
     gather_tile,
-    multiply_tile,
+    most_rows,
     next_item,
     on_threads,
     prefetch,
     row_of,
-    scale_tile,
     score_tile,
     soft_cap_tile,
-    softmax_tile,
+    softmax_rows,
     weigh_tile,
 )
 from numkv.kernels.cpu.simd_integers import (
@@ -103,6 +103,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
     K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
     K_PAD = BLOCK if K_PACKED else PAD
+    MOST = most_rows(COMPUTE)  # rows that vector code takes at once
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -158,7 +159,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         # Tokens whose scales make a cache line.
         k_scale_step, v_scale_step = scale_step(dim), scale_step(dim_v)
         k_blocks, v_blocks = (dim + BLOCK - 1) // BLOCK, (dim_v + BLOCK - 1) // BLOCK
-        w_step = v_blocks * TILE // 2 * 16
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
@@ -182,10 +182,14 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         RESCALE = V_SCALES + 2 * TILE * v_scale_step
         W_SCALES = RESCALE + LINE  # of weights as integers
         Q_SUMS = W_SCALES + LINE  # of query rows as integers, by lane
-        LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
-        W = LOWEST + LINE * 4 * v_blocks  # weights of groups
-        for i in range(AT_ONCE):
-            floats[RESCALE + i] = F(1)
+        # Of V: what the lowest levels of groups add up to, and scales of weights.
+        W_SUMS = Q_SUMS + max_rows * 16 * k_blocks
+        W = W_SUMS + LINE * 4 * v_blocks  # weights of groups
+        Q_ROWS = W + AT_ONCE * (TILE // 2 * 4) * v_blocks  # query rows as they are read
+        SUM_ROWS = Q_ROWS + 2 * max_rows * pad_dim  # and their sums
+        ARRANGED = SUM_ROWS + 2 * max_rows * 16 * k_blocks  # how many were arranged together
+        # Floats of a query row.
+        q_size = pad_dim // 2 if K_INTEGERS else pad_dim
         # Of K and V rows and of their scales, for three turns.
         offsets = ints[OFFSETS + worker * 3 * TURN :]
         b = np.int64(0)
@@ -250,9 +254,17 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     floats[Q + r * pad_dim + d] = F(0)
                 for d in range(pad_v):
                     floats[O + r * pad_v + d] = F(0)
+                floats[Q_SCALES + r] = F(1)
+                floats[MAXIMA + r] = floats[SUMS + r] = F(0)
                 if K_PACKED:
                     for i in range(16 * k_blocks):
                         floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
+
+            # Rows of a head, as many as vector code takes for them.
+            padded = (rows + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+            padded = padded if rows > 4 else np.int64(4) if rows > 2 else rows
+            for i in range(padded * (g1 - g0)):
+                floats[ARRANGED + i] = F(0)
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0
@@ -293,7 +305,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 while r < rows:
                     row = (g - g0) * rows + r  # of scratch
                     t = r // group
-                    taken = min(rows - r, AT_ONCE)
+                    taken = min(rows - r, MOST)
                     low, high = _visible(
                         ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                     )
@@ -304,67 +316,59 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             tile,
                         )  # fmt: skip
                         if sees[0] != low or sees[1] != high:
-                            taken = min((t + 1) * group - r, AT_ONCE)
+                            taken = min((t + 1) * group - r, MOST)
                             break
                     at_once = 8 if taken > 4 else 4 if taken > 2 else taken
                     if low < high:
-                        q_at = Q + row * pad_dim
                         o_at = O + row * pad_v
+                        # Arranged once for an item, unless what its rows see makes other groups of them.
+                        place = (g - g0) * padded + r
+                        if floats[ARRANGED + place] != F(at_once):
+                            for i in range(max(0, place - AT_ONCE + 1), place + at_once):
+                                floats[ARRANGED + i] = F(0)
+                            floats[ARRANGED + place] = F(at_once)
+                            arrange_rows(
+                                COMPUTE, at_once, floats, Q + row * pad_dim, pad_dim, q_size,
+                                Q_ROWS + place * pad_dim,
+                            )  # fmt: skip
+                            if K_PACKED:
+                                arrange_rows(
+                                    COMPUTE, at_once, floats, Q_SUMS + row * 16 * k_blocks,
+                                    16 * k_blocks, 16 * k_blocks, SUM_ROWS + place * 16 * k_blocks,
+                                )  # fmt: skip
                         if K_PACKED:
                             score_integers(
-                                at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
-                                16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
+                                at_once, floats, Q_ROWS + place * pad_dim, Q_SCALES + row,
+                                SUM_ROWS + place * 16 * k_blocks, k, k_at, high, dim, K_SCALES, S,
                                 V_KIND, v, v_ahead,
                             )  # fmt: skip
                         else:
                             score_tile(
-                                K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
-                                floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
+                                K_KIND, COMPUTE, at_once, floats, Q_ROWS + place * pad_dim,
+                                Q_SCALES + row, k, k_at, high, dim, K_SCALES, k_scales, S, V_KIND, v,
+                                v_ahead,
                             )  # fmt: skip
-                        for i in range(taken):
-                            if K_KIND == "int8":
-                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
-                                              floats[Q_SCALES + row + i])  # fmt: skip
-                            if K_PACKED:
-                                scale_tile(
-                                    COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
-                                )
-                            if soft_cap > 0:
-                                soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
-                            maximum, rescale, total = softmax_tile(
-                                COMPUTE,
-                                floats,
-                                S + i * TILE,
-                                low,
-                                high,
-                                floats[MAXIMA + row + i],
+                        if soft_cap > 0:
+                            soft_cap_tile(COMPUTE, at_once, floats, S, F(soft_cap))
+                        softmax_rows(
+                            COMPUTE, at_once, taken, floats, S, low, high, MAXIMA + row, SUMS + row,
+                            RESCALE,
+                        )  # fmt: skip
+                        if V_PACKED:
+                            code_group_weights(
+                                at_once, floats, S, V_SCALES, dim_v, low, high, W, W_SUMS
                             )
-                            floats[MAXIMA + row + i] = maximum
-                            floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
-                            floats[RESCALE + i] = rescale
-                            if V_PACKED:
-                                floats[W_SCALES + i] = code_group_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, dim_v,
-                                    low, high, floats, W + i * w_step, floats,
-                                    LOWEST + i * 4 * v_blocks,
-                                )  # fmt: skip
-                            elif V_INTEGERS:
-                                floats[W_SCALES + i] = code_weights(
-                                    floats, S + i * TILE, floats, V_SCALES, low, high
-                                )
-                            elif V_KIND == "int8":
-                                multiply_tile(COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1))
+                        elif V_INTEGERS:
+                            code_weights(at_once, floats, S, V_SCALES, low, high, W_SCALES)
                         if V_INTEGERS:
                             weigh_integers(
-                                V_KIND, at_once, taken, floats, W if V_PACKED else S,
-                                w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
-                                LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                                V_KIND, at_once, taken, floats, W if V_PACKED else S, W_SCALES, v, v_at,
+                                low, high, dim_v, W_SUMS, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
                             )  # fmt: skip
                         else:
                             weigh_tile(
-                                V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
-                                dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
-                                RESCALE, K_KIND, k, k_ahead,
+                                V_KIND, COMPUTE, at_once, taken, floats, S, v, v_at, low, high, dim_v,
+                                V_SCALES, v_scales, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
                             )  # fmt: skip
                     r += taken
                 g += 1
@@ -464,14 +468,16 @@ def scale_step(dim):
 def scratch_size(group, pad_dim, pad_v):
     """Floats that one worker needs, whatever the kinds.
 
-    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; and for
-    integers sums of query rows, scales and lowest levels of weights, and the weights.
+    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; for
+    integers sums of query rows, scales and lowest levels of weights, and the weights; query rows as they are read, and
+    how many were arranged together.
     """
     rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
     size = rows * (pad_dim + pad_v + 3) + (AT_ONCE + scales) * TILE + 2 * LINE
-    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
+    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 4)) * v_blocks
+    size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     return (size + LINE - 1) // LINE * LINE
 
 
