@@ -462,11 +462,14 @@ class Vectors:
         part = self.load_part(base, at, count)
         return self.shuffle(part, part, [i * count // self.lanes for i in range(self.lanes)])
 
-    def load_part(self, base, at, count):
-        """Load `count` floats."""
+    def load_part(self, base, at, count, mask=None):
+        """Load `count` floats; those outside `mask` are zero and not touched."""
         type_ = ir.VectorType(self.float, count)
         pointer = self.b.bitcast(self._pointer(base, at, self.float), type_.as_pointer())
-        return self.b.load(pointer, align=8 if self.double else 4)
+        size = 8 if self.double else 4
+        if mask is not None:
+            return self._masked_load(pointer, type_, size, mask)
+        return self.b.load(pointer, align=size)
 
     def fold_by_row(self, vector, rows, combine):
         """The lanes of each row combined, where lane i belongs to row i % rows: for each row in all of its lanes.
@@ -585,12 +588,13 @@ def score_tile(
         )
         v = Vectors(b, compute)
         integers = kind == "int8" and compute == "float32"
+        own = "fp64" if v.double else "fp32"
         in_unit = 2 if integers else 1  # columns in a lane
         # Columns at once, and, of the main loop, columns that make a whole cache line.
         width = GROUP if kind == "int4" else in_unit * v.lanes
         line = max(width, ON_LINE[kind])
         part = max(line, _PART * in_unit)
-        tokens = ACCUMULATORS  # X
+        tokens = ACCUMULATORS
         step = part // in_unit  # lanes that a token's columns take in scratch memory
         scratch = scratch_floats(b, v.float, tokens * step)
 
@@ -647,32 +651,89 @@ def score_tile(
                     ask(whole, width)
                     add(whole, b.sub(stop, whole))
 
+        def add_widened(t0, rows, add):
+            """Add the products of all columns, by way of scratch memory."""
+            each = v.lanes // rows
+            with steps(b, I64(0), head_dim, part) as (start, _):
+                stop = b.add(start, I64(part))
+                stop = b.select(b.icmp_signed("<", stop, head_dim), stop, head_dim)
+                widen_rows(t0, start, stop)
+                units = b.sdiv(b.add(b.sub(stop, start), I64(in_unit - 1)), I64(in_unit))
+                first = b.sdiv(start, I64(in_unit))
+                with steps(b, I64(0), units, each) as (i, _):
+                    add(b.add(first, i), lambda t: v.repeated(scratch, b.add(i, I64(t * step)), each))
+
+        def add_directly(t0, rows, tokens, add):
+            """The same where elements are read from K rows as they are, or whole vectors of one query row."""
+            each = v.lanes // rows
+            k_at, ahead_at = (
+                [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
+                for table in (offsets, ahead_offsets)
+            )
+            columns = each * in_unit
+
+            def add_part(d, left=None):
+                mask = None if left is None else v.lanes_below(left, lanes=columns)
+
+                def values(t):
+                    at = b.add(k_at[t], d)
+                    if integers:
+                        return v.load_codes(k_data, at, mask)
+                    if rows == 1:
+                        return v.load(kind, k_data, at, mask)
+                    part = v.load_part(k_data, at, each, mask)
+                    return v.shuffle(part, part, [i % each for i in range(v.lanes)])
+
+                add(b.sdiv(d, I64(in_unit)), values)
+
+            size = max(columns, ON_LINE[kind])
+            lines, whole = (b.and_(head_dim, I64(-x)) for x in (size, columns))
+
+            def ask(d):
+                for t in range(tokens):
+                    for i in range(0, size, ON_LINE[ahead_kind]):
+                        v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, I64(i)))
+
+            with steps(b, I64(0), lines, size) as (d, _):
+                ask(d)
+                for i in range(0, size, columns):
+                    add_part(b.add(d, I64(i)))
+            with b.if_then(b.icmp_signed("<", lines, head_dim)):
+                ask(lines)
+                if size > columns:
+                    with steps(b, lines, whole, columns) as (d, _):
+                        add_part(d)
+                if columns > 1:
+                    with b.if_then(b.icmp_signed("<", whole, head_dim)):
+                        add_part(whole, b.sub(head_dim, whole))
+
         def emit(rows):
             each = v.lanes // rows
             type_ = v.int_type if integers else v.type
-            sums = [cgutils.alloca_once(b, type_) for _ in range(tokens)]
+            directly = kind != "int4" and (rows == 1 or kind == own)
+            count_ = max(8, each) if directly else tokens
+            sums = [cgutils.alloca_once(b, type_) for _ in range(count_)]
             row_scales = v.repeated(q_data, q_scales_at, rows) if integers else None
-            with steps(b, I64(0), count, tokens) as (t0, _):
+
+            def add(unit, values):
+                """Add the products of some lanes of each row, from number `unit` on."""
+                q_lanes = v.load_floats(q_data, b.add(q_at, b.mul(unit, I64(rows))))
+                for t, slot in enumerate(sums):
+                    total, k_lanes = b.load(slot), values(t)
+                    if integers:
+                        words = (b.bitcast(x, v.int_type) for x in (q_lanes, k_lanes))
+                        total = v.add_pairs(total, *words)
+                    else:
+                        total = v.fma(q_lanes, k_lanes, total)
+                    b.store(total, slot)
+
+            with steps(b, I64(0), count, count_) as (t0, _):
                 for slot in sums:
                     b.store(ir.Constant(type_, None), slot)
-                with steps(b, I64(0), head_dim, part) as (start, _):
-                    stop = b.add(start, I64(part))
-                    stop = b.select(b.icmp_signed("<", stop, head_dim), stop, head_dim)
-                    widen_rows(t0, start, stop)
-                    units = b.sdiv(b.add(b.sub(stop, start), I64(in_unit - 1)), I64(in_unit))
-                    q_part = b.add(q_at, b.mul(b.sdiv(start, I64(in_unit)), I64(rows)))
-                    with steps(b, I64(0), units, each) as (i, _):
-                        q_lanes = v.load_floats(q_data, b.add(q_part, b.mul(i, I64(rows))))
-                        if integers:
-                            q_lanes = b.bitcast(q_lanes, type_)
-                        for t, slot in enumerate(sums):
-                            k_lanes = v.repeated(scratch, b.add(i, I64(t * step)), each)
-                            if integers:
-                                k_lanes = b.bitcast(k_lanes, type_)
-                                total = v.add_pairs(b.load(slot), q_lanes, k_lanes)
-                            else:
-                                total = v.fma(q_lanes, k_lanes, b.load(slot))
-                            b.store(total, slot)
+                if directly:
+                    add_directly(t0, rows, count_, add)
+                else:
+                    add_widened(t0, rows, add)
                 for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
                     token = b.add(t0, I64(i * each))
                     if integers:
