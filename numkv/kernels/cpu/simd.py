@@ -310,13 +310,18 @@ class Vectors:
         return values
 
     def add_pairs(self, total, a, b):
-        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums."""
+        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums.
+
+        `a` and `b` are vectors of any element type, of which the bits count.
+        """
         if self.lanes == 16 and "avx512vnni" in FEATURES:
             # As text: LLVM would take some of them apart, into a product and a sum.
             signature = ir.FunctionType(total.type, [total.type] * 3)
             add = ir.InlineAsm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0")
             a, b = (self.b.bitcast(x, total.type) for x in (a, b))
             return self.b.call(add, [a, b, total])
+        words = ir.VectorType(I16, 2 * self.lanes)
+        a, b = (self.b.bitcast(x, words) for x in (a, b))
         name = _ADD_PAIRS.get(self.lanes)
         if name:
             signature = ir.FunctionType(total.type, [a.type] * 2)
@@ -440,11 +445,7 @@ class Vectors:
         each = self.lanes // rows
         while each > 1:
             each //= 2
-            low = [
-                start + i
-                for start in range(0, 2 * self.lanes, 2 * each)
-                for i in range(each)
-            ]
+            low = [start + i for start in range(0, 2 * self.lanes, 2 * each) for i in range(each)]
             high = [i + each for i in low]
             vectors = [
                 add(self.shuffle(*pair, low), self.shuffle(*pair, high))
@@ -603,7 +604,9 @@ def score_tile(
             if kind != "int4":
                 mask = None if columns is None else v.lanes_below(columns, lanes=width)
                 at = b.add(row_at, d)
-                values = v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
+                values = (
+                    v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
+                )
                 v.store(b.bitcast(values, v.type), scratch, to)
                 return
             half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
@@ -661,7 +664,10 @@ def score_tile(
                 units = b.sdiv(b.add(b.sub(stop, start), I64(in_unit - 1)), I64(in_unit))
                 first = b.sdiv(start, I64(in_unit))
                 with steps(b, I64(0), units, each) as (i, _):
-                    add(b.add(first, i), lambda t: v.repeated(scratch, b.add(i, I64(t * step)), each))
+                    add(
+                        b.add(first, i),
+                        lambda t: v.repeated(scratch, b.add(i, I64(t * step)), each),
+                    )
 
         def add_directly(t0, rows, tokens, add):
             """The same where elements are read from K rows as they are, or whole vectors of one query row."""
@@ -721,8 +727,7 @@ def score_tile(
                 for t, slot in enumerate(sums):
                     total, k_lanes = b.load(slot), values(t)
                     if integers:
-                        words = (b.bitcast(x, v.int_type) for x in (q_lanes, k_lanes))
-                        total = v.add_pairs(total, *words)
+                        total = v.add_pairs(total, q_lanes, k_lanes)
                     else:
                         total = v.fma(q_lanes, k_lanes, total)
                     b.store(total, slot)
@@ -958,9 +963,7 @@ def softmax_rows(
         rows, count, _, s_at, begin, end, maxima_at, sums_at, rescale_at = args[1:]
         v = Vectors(b, compute)
         size = b.mul(rows, I64(TILE))
-        partial = b.or_(
-            b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(TILE))
-        )
+        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(TILE)))
         with b.if_then(partial, likely=False), steps(b, I64(0), size, v.lanes) as (i, _):
             at = b.add(s_at, i)
             below = v.lanes_below(b.sub(b.mul(end, rows), i))

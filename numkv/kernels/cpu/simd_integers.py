@@ -284,7 +284,9 @@ def code_group_weights(
         def load_seen(token, at):
             """Four floats of a token, or zeros if it is not seen."""
             seen = b.icmp_unsigned("<", b.sub(token, begin), seen_tokens)
-            pointer = b.select(seen, v._pointer(data, at, v.float), v._pointer(nothing, I64(0), v.float))
+            pointer = b.select(
+                seen, v._pointer(data, at, v.float), v._pointer(nothing, I64(0), v.float)
+            )
             return b.load(b.bitcast(pointer, four.as_pointer()), align=4)
 
         def emit(block, first, short):
@@ -429,7 +431,7 @@ def weigh_integers(
                     codes = codes_of(block, turn, short, ask)
                     mixed = [x for i in which for x in v.interleave(codes[0][i], codes[1][i])]
                     for row in taken:
-                        weights = v.words(weights_of(row, block, turn))
+                        weights = weights_of(row, block, turn)
                         for slot, x in zip(sums[row], mixed, strict=True):
                             b.store(v.add_pairs(b.load(slot), x, weights), slot)
                 for row in taken:
@@ -639,10 +641,9 @@ def score_integers(
                         for i in range(4):
                             for unit in range(0, 4 * together, each):
                                 unit = 16 * i + 4 * group + unit
-                                q_row = b.bitcast(q_lanes(q_at, block, step, unit), v.int_type)
+                                q_row = q_lanes(q_at, block, step, unit)
                                 for j, t in enumerate(some):
                                     k_row = v.repeated(scratch, k_at(t, unit), each)
-                                    k_row = b.bitcast(k_row, v.int_type)
                                     products[j] = v.add_pairs(products[j], q_row, k_row)
                         for t, product in zip(some, products, strict=True):
                             scale = scale_of(b.add(t0, I64(t)), block, group)
