@@ -225,41 +225,42 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 end = min(end, first + (split + 1) * split_len)
 
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
-            for r in range(rows * (g1 - g0)):
-                t = q_starts[b] + t0 + r % rows // group
-                h = (g0 + r // rows) * group + r % group
-                if K_PACKED:
-                    for d in range(pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
-                    fill_code_row(floats[Q + r * pad_dim :], row_of(q, (t, h)), scale)
-                else:
-                    for d in range(dim):
-                        floats[Q + r * pad_dim + d] = scale * F(q[t, h, d])
-                    for d in range(dim, pad_dim):
-                        floats[Q + r * pad_dim + d] = F(0)
-                if K_INTEGERS:
-                    floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
-                else:
-                    floats[Q_SCALES + r] = F(1)
-                if K_PACKED:
-                    sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
-                floats[MAXIMA + r] = F(-np.inf)
-                floats[SUMS + r] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
+            # Slices, as numbers that may not be negative, let loops over them become vector code.
+            r = np.int64(0)
+            for row in range(rows // group * (g1 - g0)):
+                t = q_starts[b] + t0 + row % (rows // group)
+                h0 = (g0 + row // (rows // group)) * group
+                for h in range(h0, h0 + group):
+                    source = row_of(q, (t, h))
+                    target = floats[Q + r * pad_dim : Q + (r + 1) * pad_dim]
+                    if K_PACKED:
+                        target[:] = F(0)
+                        fill_code_row(target, source, scale)
+                    else:
+                        for d in range(dim):
+                            target[d] = scale * F(source[d])
+                        target[dim:] = F(0)
+                    if K_INTEGERS:
+                        floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
+                    else:
+                        floats[Q_SCALES + r] = F(1)
+                    if K_PACKED:
+                        sums_at = Q_SUMS + r * 16 * k_blocks
+                        sum_code_groups(floats, Q + r * pad_dim, k_blocks, sums_at)
+                    r += 1
+            floats[MAXIMA : MAXIMA + r] = F(-np.inf)
+            floats[SUMS : SUMS + r] = F(0)
+            floats[O : O + r * pad_v] = F(0)
             # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
             # numbers, which are a hundred times slower than others.
-            for r in range(rows * (g1 - g0), rows * (g1 - g0) + FILL_UP):
-                for d in range(pad_dim):
-                    floats[Q + r * pad_dim + d] = F(0)
-                for d in range(pad_v):
-                    floats[O + r * pad_v + d] = F(0)
-                floats[Q_SCALES + r] = F(1)
-                floats[MAXIMA + r] = floats[SUMS + r] = F(0)
-                if K_PACKED:
-                    for i in range(16 * k_blocks):
-                        floats[Q_SUMS + r * 16 * k_blocks + i] = F(0)
-
+            end_r = r + FILL_UP
+            floats[Q + r * pad_dim : Q + end_r * pad_dim] = F(0)
+            floats[O + r * pad_v : O + end_r * pad_v] = F(0)
+            floats[MAXIMA + r : MAXIMA + end_r] = F(0)
+            floats[SUMS + r : SUMS + end_r] = F(0)
+            floats[Q_SCALES + r : Q_SCALES + end_r] = F(1)
+            if K_PACKED:
+                floats[Q_SUMS + r * 16 * k_blocks : Q_SUMS + end_r * 16 * k_blocks] = F(0)
             # Rows of a head, as many as vector code takes for them.
             padded = (rows + AT_ONCE - 1) // AT_ONCE * AT_ONCE
             padded = padded if rows > 4 else np.int64(4) if rows > 2 else rows
@@ -304,7 +305,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 r = np.int64(0)
                 while r < rows:
                     row = (g - g0) * rows + r  # of scratch
-                    t = r // group
+                    t = r // group if r >= group else np.int64(0)
                     taken = min(rows - r, MOST)
                     low, high = _visible(
                         ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
@@ -380,25 +381,30 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 here, next_, later = next_, later, here
 
             # -- the result, or this split's part of it
-            for r in range(rows * (g1 - g0)):
-                t = t0 + r % rows // group
-                h = (g0 + r // rows) * group + r % group
-                o_at = O + r * pad_v
-                if split_len == 0:
-                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                    factor, log_sum = finish(
-                        floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
-                    )
-                    for d in range(dim_v):
-                        out[q_starts[b] + t, h, d] = F(factor) * floats[o_at + d]
-                    lse[q_starts[b] + t, h] = log_sum
-                else:
-                    row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
-                    at = parts_at + row * part_size
-                    floats[at] = floats[MAXIMA + r]
-                    floats[at + 1] = floats[SUMS + r]
-                    for d in range(dim_v):
-                        floats[at + 2 + d] = floats[o_at + d]
+            r = np.int64(0)
+            for row in range(rows // group * (g1 - g0)):
+                t = t0 + row % (rows // group)
+                h0 = (g0 + row // (rows // group)) * group
+                for h in range(h0, h0 + group):
+                    source = floats[O + r * pad_v : O + r * pad_v + dim_v]
+                    if split_len == 0:
+                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                        factor, log_sum = finish(
+                            floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
+                        )
+                        target = row_of(out, (q_starts[b] + t, h))
+                        for d in range(len(source)):
+                            target[d] = F(factor) * source[d]
+                        lse[q_starts[b] + t, h] = log_sum
+                    else:
+                        part = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
+                        at = parts_at + part * part_size
+                        floats[at] = floats[MAXIMA + r]
+                        floats[at + 1] = floats[SUMS + r]
+                        target = floats[at + 2 : at + part_size]
+                        for d in range(len(source)):
+                            target[d] = source[d]
+                    r += 1
 
     return kernel
 

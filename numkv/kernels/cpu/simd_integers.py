@@ -344,12 +344,11 @@ def code_group_weights(
                 v.store(b.bitcast(v.pairs(*codes), v.type), data, place)
 
         short = b.icmp_signed("<=", head_dim, I64(SHORT))
-        with steps(b, I64(0), rows, 4) as (first, _):
-            with b.if_else(short) as (of_short, of_others):
-                with of_short:
-                    emit(I64(0), first, True)
-                with of_others, steps(b, I64(0), blocks, 1) as (block, _):
-                    emit(block, first, False)
+        with steps(b, I64(0), rows, 4) as (first, _), b.if_else(short) as (of_short, of_others):
+            with of_short:
+                emit(I64(0), first, True)
+            with of_others, steps(b, I64(0), blocks, 1) as (block, _):
+                emit(block, first, False)
         return context.get_dummy_value()
 
     return types.void(i8, s, i8, i8, i8, i8, i8, i8, i8), codegen
