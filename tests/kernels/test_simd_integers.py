@@ -1,6 +1,5 @@
 """The steps of attention in integers, each against NumPy in float64."""
 
-
 import numba
 import numpy as np
 import pytest

@@ -109,7 +109,7 @@ FEATURES = _cpu_features()
 _LOCALITY = 0 if _cpu_name().startswith("znver") else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
-# Lanes of a row of K that score_tile widens at a time.
+# Lanes of a K row that `score_tile` widens at a time: 16 tokens of them stay in L1 beside all else.
 _PART = 128
 # Vector registers that accumulators may take: about half of what there is.
 ACCUMULATORS = 16 if LANES == 16 else 8
@@ -502,11 +502,25 @@ def most_rows(compute: str) -> int:
     return min(AT_ONCE[0], LANES // 2 if compute == "float64" else LANES)
 
 
-def for_rows(builder, rows, emit, most=AT_ONCE[0]):
-    """Emit code for every number of rows of `AT_ONCE` up to `most`; the one of `rows`, known at run time, runs."""
-    for n in (n for n in AT_ONCE if n <= most):
-        with builder.if_then(builder.icmp_signed("==", rows, I64(n))):
-            emit(n)
+def for_rows(builder, rows, emit, most=AT_ONCE[0], numbers=AT_ONCE):
+    """Emit code for each number of rows of `numbers` up to `most`; that of `rows`, known at run time, runs.
+
+    `rows` is one of these numbers.
+    """
+
+    def among(numbers):
+        if len(numbers) == 1:
+            emit(numbers[0])
+            return
+        half = len(numbers) // 2
+        few = builder.icmp_signed("<", rows, I64(numbers[half]))
+        with builder.if_else(few) as (of_few, of_many):
+            with of_few:
+                among(numbers[:half])
+            with of_many:
+                among(numbers[half:])
+
+    among(sorted(n for n in numbers if n <= most))
 
 
 def steps(builder, start, stop, step):
@@ -522,8 +536,8 @@ def literals(*args):
 def arrange_rows(typing_context, COMPUTE, rows, q, q_at, q_step, size, to_at):
     """Put `rows` query rows as `score_tile` reads them: a few elements of each, row after row, to fill a vector.
 
-    Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes, or for
-    more than one row of half of them; they go to ``q[to_at]`` and on.
+    Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes, or
+    for more than one row of half of them; they go to ``q[to_at]`` and on.
     """
     if not literals(COMPUTE):
         return None
@@ -559,18 +573,18 @@ def score_tile(
 ):  # fmt: skip
     """Scores of `rows` query rows against `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
-    All floats are in the array `q`. At `q_at` are query rows as `arrange_rows` put them, with zeros up to whole vectors;
-    K row t starts at ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid
-    up to `TILE`. Scores go to ``s_at + t * rows + r``.
+    All floats are in the array `q`. At `q_at` are query rows as `arrange_rows` put them, with zeros up to whole
+    vectors; K row t starts at ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be
+    valid up to `TILE`. Scores go to ``s_at + t * rows + r``.
 
     Where K is INT8, scores are multiplied by ``scales[t]``, which `gather_tile` has put at `scales_at`. Then, with
     float32, query rows are integers that `code_row` made, and so are sums, and the scores are multiplied by the scales
     of rows at `q_scales_at` too. Where K is INT4, `scales` are what `gather_groups` made of `num_groups`.
 
-    K rows are widened to scratch memory first. From there a few elements are read into all parts of a vector at once,
-    one part for each query row: a vector holds products of one token with all rows, and few lanes of it are left to
-    be added. While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this,
-    memory is kept busy through the arithmetic.
+    A few elements of a K row are read into all parts of a vector at once, one part for each query row: a vector holds
+    products of one token with all rows, and few lanes of it are left to be added. K rows that have to be widened are
+    put into scratch memory first, once for all query rows. While K row t is read, row t of `ahead` (the V rows that
+    come next) is asked for: spread out like this, memory is kept busy through the arithmetic.
     """
     if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
@@ -717,8 +731,8 @@ def score_tile(
             each = v.lanes // rows
             type_ = v.int_type if integers else v.type
             directly = kind != "int4" and (rows == 1 or kind == own)
-            count_ = max(8, each) if directly else tokens
-            sums = [cgutils.alloca_once(b, type_) for _ in range(count_)]
+            taken = max(8, each) if directly else tokens
+            sums = [cgutils.alloca_once(b, type_) for _ in range(taken)]
             row_scales = v.repeated(q_data, q_scales_at, rows) if integers else None
 
             def add(unit, values):
@@ -732,11 +746,11 @@ def score_tile(
                         total = v.fma(q_lanes, k_lanes, total)
                     b.store(total, slot)
 
-            with steps(b, I64(0), count, count_) as (t0, _):
+            with steps(b, I64(0), count, taken) as (t0, _):
                 for slot in sums:
                     b.store(ir.Constant(type_, None), slot)
                 if directly:
-                    add_directly(t0, rows, count_, add)
+                    add_directly(t0, rows, taken, add)
                 else:
                     add_widened(t0, rows, add)
                 for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
@@ -1024,7 +1038,7 @@ def weigh_tile(
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
     All floats are in the array `p`; p[t, r] is at ``p_at + t * rows + r``, o[r, d] at ``o_at + r * o_step + d``. Of the
-    `rows` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim` get
+    `rows` rows the first `count` are taken. Output rows are padded to whole vectors; columns past `head_dim` get
     zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT8, which is so
     with float64 only, ``scales_at + t`` is where `gather_tile` put a token's scale; where it is INT4, `scales_at` is
     where `gather_groups` put those of `num_groups`.
@@ -1039,7 +1053,7 @@ def weigh_tile(
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        count, p_at, begin, end, head_dim = (args[i] for i in (3, 5, 8, 9, 10))
+        row_step, count, p_at, begin, end, head_dim = (args[i] for i in (2, 3, 5, 8, 9, 10))
         scales_at, all_groups, o_at, o_step, rescale_at = args[11:16]
         data, v_data, offsets, ahead_data, ahead_offsets = (
             data_of(context, b, sig.args[i], args[i]) for i in (4, 6, 7, 17, 18)
@@ -1066,7 +1080,7 @@ def weigh_tile(
                         before = lanes.load_floats(data, place, mask)
                         b.store(b.fmul(before, factor), slot)
                 with steps(b, begin, end, 1) as (t, _):
-                    at = b.add(p_at, b.mul(t, I64(rows)))
+                    at = b.add(p_at, b.mul(t, row_step))
                     weights = [lanes.load_one(data, b.add(at, I64(r))) for r in range(rows)]
                     if kind == "int8":
                         scale = lanes.load_one(data, b.add(scales_at, t))
@@ -1077,12 +1091,11 @@ def weigh_tile(
                         for r in range(rows):
                             b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
                 for r in range(rows):
-                    with b.if_then(b.icmp_signed("<", I64(r), count)):
-                        for place, slot in zip(places[r], sums[r], strict=True):
-                            if mask is None:
-                                lanes.store(b.load(slot), data, place)
-                            else:
-                                lanes.store_masked(b.load(slot), data, place, mask)
+                    for place, slot in zip(places[r], sums[r], strict=True):
+                        if mask is None:
+                            lanes.store(b.load(slot), data, place)
+                        else:
+                            lanes.store_masked(b.load(slot), data, place, mask)
 
             def add_vectors(column, vectors, columns=None):
                 """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
@@ -1137,7 +1150,8 @@ def weigh_tile(
 
                     add_rows(starts, mask, load, ask)
 
-            vectors = min(8, max(1, ACCUMULATORS // rows))
+            # A power of 2, as head dims have many of them.
+            vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
             if kind == "int4":
                 at_once = max(1, vectors // 2)  # pairs of vectors
                 wide = max(1, at_once * lanes.lanes // _PAIRS)  # whole groups
@@ -1155,7 +1169,7 @@ def weigh_tile(
             with b.if_then(b.icmp_signed(">", rest, I64(0))):
                 add(whole, 1, rest)
 
-        for_rows(b, args[2], emit, most_rows(compute))
+        for_rows(b, count, emit, most_rows(compute), range(1, AT_ONCE[0] + 1))
         return context.get_dummy_value()
 
     return signature, codegen

@@ -203,9 +203,9 @@ class _Words(Vectors):
 def code_weights(typing_context, rows, s, s_at, factors_at, begin, end, scales_at):
     """Replace probabilities of `rows` rows and a tile by 16-bit integers, each token's times its factor.
 
-    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, of which 32 bits with the integers of tokens 2i
-    and 2i + 1 take the place of p[i, r]; the factors of tokens at `factors_at`. The scales of rows go to `scales_at`, up
-    to a whole vector. Tokens outside ``[begin, end)`` get 0, whatever their factors are.
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and the factors of tokens at `factors_at`. 32
+    bits with the integers of tokens 2i and 2i + 1 take the place of p[i, r]. The scales of rows go to `scales_at`,
+    up to a whole vector. Tokens outside ``[begin, end)`` get 0, whatever their factors are.
     """
     i8 = types.int64
 
@@ -255,13 +255,13 @@ def code_group_weights(
 ):  # fmt: skip
     """Probabilities of `rows` rows and a tile times the scales of tokens' groups, as 16-bit integers.
 
-    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and at `scales_at` what `gather_groups` made for
-    rows of `head_dim`. Rows are taken by fours. For each four and each block, ``TILE / 2`` vectors follow each other at
-    `w_at`: the lanes of vector i are the groups, and in each the four rows, and hold the integers of tokens 2i and 2i + 1.
-    Of rows of up to 64 elements, the lower half of vector i belongs to tokens 4i and 4i + 1, the upper half to the
-    next two. At `sums_at` are, for each four and each block, what the lowest levels add up to, ``sum of p[t] *
-    lowest[t]``, and the scales of integers: a vector of each, for groups and in each the four rows. Tokens outside
-    ``[begin, end)`` get 0.
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and at `scales_at` what `gather_groups` made
+    for rows of `head_dim`. Rows are taken by fours. For each four and each block, ``TILE / 2`` vectors follow each
+    other at `w_at`: the lanes of vector i are the groups, and in each the four rows, and hold the integers of tokens 2i
+    and 2i + 1. Of V rows of up to 64 elements, the lower half of vector i belongs to tokens 4i and 4i + 1, the upper
+    half to the next two. At `sums_at` are, for each four and each block, what the lowest levels add up to,
+    ``sum of p[t] * lowest[t]``, and the scales of integers: a vector of each, for groups and in each the four rows.
+    Tokens outside ``[begin, end)`` get 0.
     """
     i8 = types.int64
 
