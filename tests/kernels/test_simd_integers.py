@@ -1,13 +1,11 @@
 """The steps of attention in integers, each against NumPy in float64."""
 
-import math
-
 import numba
 import numpy as np
 import pytest
 
 from numkv.kernels.cpu import simd_integers
-from numkv.kernels.cpu.simd import TILE, code_row, gather_groups
+from numkv.kernels.cpu.simd import TILE, arrange_rows, code_row, gather_groups, most_rows
 from numkv.kernels.cpu.simd_integers import (
     BLOCK,
     code_group_weights,
@@ -31,51 +29,48 @@ STEP = 0.52 / 32767
 
 
 @numba.njit
-def run_code_weights(s, rows, factors, begin, end, scales):
-    for r in range(rows):
-        scales[r] = code_weights(s, r * TILE, factors, 0, begin, end)
+def run_code_weights(rows, f, factors_at, begin, end, scales_at):
+    code_weights(rows, f, 0, factors_at, begin, end, scales_at)
 
 
 @numba.njit
-def run_weigh8(at_once, rows, w, scales_at, v, offsets, begin, end, dim, o_at, o_step, rescale_at):
+def run_weigh8(rows, count, f, scales_at, v, offsets, begin, end, dim, o_at, o_step, rescale_at):
     weigh_integers(
-        "int8", at_once, rows, w, 0, TILE, scales_at, v, offsets, begin, end, dim,
-        0, 0, o_at, o_step, rescale_at, "int8", v, offsets,
+        "int8", rows, count, f, 0, scales_at, v, offsets, begin, end, dim, 0, o_at, o_step, rescale_at,
+        "int8", v, offsets,
     )  # fmt: skip
 
 
 @numba.njit
 def run_weigh4(
-    at_once, rows, f, s_at, scales, offsets, scale_offsets, scales_at, groups, blocks, begin, end, w_at,
-    sums_at, w_scales_at, codes, dim, o_at, o_step, rescale_at,
+    rows, count, f, s_at, scales, offsets, scale_offsets, scales_at, groups, begin, end, w_at, sums_at,
+    codes, dim, o_at, o_step, rescale_at,
 ):  # fmt: skip
     gather_groups("float32", f, scales_at, scales, scale_offsets, groups)
-    step = blocks * TILE // 2 * 16
-    for r in range(rows):
-        f[w_scales_at + r] = code_group_weights(
-            f, s_at + r * TILE, f, scales_at, dim, begin, end, f, w_at + r * step, f,
-            sums_at + r * 4 * blocks,
-        )  # fmt: skip
+    code_group_weights(rows, f, s_at, scales_at, dim, begin, end, w_at, sums_at)
     weigh_integers(
-        "int4", at_once, rows, f, w_at, step, w_scales_at, codes, offsets, begin, end, dim,
-        sums_at, 4 * blocks, o_at, o_step, rescale_at, "int4", codes, offsets,
+        "int4", rows, count, f, w_at, 0, codes, offsets, begin, end, dim, sums_at, o_at, o_step,
+        rescale_at, "int4", codes, offsets,
     )  # fmt: skip
 
 
 @numba.njit
 def run_score4(
-    at_once, rows, q, f, q_step, sums_at, scales, scale_offsets, scales_at, codes, offsets, count, dim,
-    s_at, q_scales,
+    at_once, rows, q, f, q_step, sums_at, rows_at, scales, scale_offsets, scales_at, codes, offsets, count,
+    dim, s_at, q_scales_at,
 ):  # fmt: skip
     blocks = q_step // BLOCK
     gather_groups("float32", f, scales_at, scales, scale_offsets, (dim + 31) // 32)
     for r in range(rows):
         fill_code_row(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
-        q_scales[r] = code_row(f, r * q_step, dim, q_step)
+        f[q_scales_at + r] = code_row(f, r * q_step, dim, q_step)
         sum_code_groups(f, r * q_step, blocks, sums_at + r * 16 * blocks)
+    size = 16 * blocks
+    arrange_rows("float32", at_once, f, 0, q_step, q_step // 2, rows_at)
+    arrange_rows("float32", at_once, f, sums_at, size, size, rows_at + at_once * q_step)
     score_integers(
-        at_once, f, 0, q_step, sums_at, 16 * blocks, codes, offsets, count, dim, scales_at, s_at, TILE,
-        "int4", codes, offsets,
+        at_once, f, rows_at, q_scales_at, rows_at + at_once * q_step, codes, offsets, count, dim,
+        scales_at, s_at, "int4", codes, offsets,
     )  # fmt: skip
 
 
@@ -119,24 +114,30 @@ def spread(groups, dim):
 
 @pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
-def test_code_weights(rng, begin, end, size):
-    p = rng.uniform(0, 1, (3, TILE)).astype(np.float32)
-    p[1] = 0
-    p[2, ::2] = 0
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_code_weights(rng, rows, begin, end, size):
+    rows = min(rows, most_rows("float32"))
+    p = rng.uniform(0, 1, (TILE, rows)).astype(np.float32)
+    p[::2, -1] = 0
+    if rows > 1:
+        p[:, 1] = 0
     factors = (rng.uniform(-1, 1, TILE) * size).astype(np.float32)
     factors[:begin] = np.nan
     factors[end:] = np.inf
-    s, scales = p.copy().reshape(-1), np.zeros(3, np.float32)
-    run_code_weights(s, 3, factors, begin, end, scales)
-    codes = s.view(np.int16).reshape(3, 2 * TILE)[:, :TILE].astype(np.float64)
-    weights = np.zeros((3, TILE))
-    weights[:, begin:end] = p[:, begin:end].astype(np.float64) * factors[begin:end]
+    f = np.concatenate([p.reshape(-1), factors, np.zeros(16, np.float32)])
+    run_code_weights(rows, f, p.size, begin, end, p.size + TILE)
+    scales = f[p.size + TILE :][:rows]
+    # Two tokens of one row side by side.
+    pairs = f[: p.size // 2].view(np.int16).reshape(TILE // 2, rows, 2)
+    codes = pairs.transpose(0, 2, 1).reshape(TILE, rows).astype(np.float64)
+    weights = np.zeros((TILE, rows))
+    weights[begin:end] = p[begin:end].astype(np.float64) * factors[begin:end, None]
     assert np.isfinite(scales).all()
-    assert (codes[:, :begin] == 0).all()
-    assert (codes[:, end:] == 0).all()
-    peak = np.abs(weights).max(1, keepdims=True)
+    assert (codes[:begin] == 0).all()
+    assert (codes[end:] == 0).all()
+    peak = np.abs(weights).max(0)
     # Below 1e-33 weights may all become 0.
-    error = np.abs(codes * scales[:, None].astype(np.float64) - weights)
+    error = np.abs(codes * scales.astype(np.float64) - weights)
     assert (error <= STEP * np.maximum(peak, 1e-33)).all()
     assert (np.abs(codes) <= 32767).all()
 
@@ -144,11 +145,11 @@ def test_code_weights(rng, begin, end, size):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("token", [6, 37])
 def test_a_bad_factor_that_is_seen_makes_the_scale_nan(rng, bad, token):
-    s, scales = rng.uniform(0.1, 1, TILE).astype(np.float32), np.zeros(1, np.float32)
-    factors = np.ones(TILE, np.float32)
-    factors[token] = bad
-    run_code_weights(s, 1, factors, 6, 38, scales)
-    assert math.isnan(scales[0])
+    f = rng.uniform(0.1, 1, 3 * TILE + 16).astype(np.float32)
+    f[2 * TILE + token] = bad
+    f[2 * 8] = f[2 * 8 + 1] = 0  # the probabilities of token 8
+    run_code_weights(2, f, 2 * TILE, 6, 38, 3 * TILE)
+    assert np.isnan(f[3 * TILE :][:2]).all()
 
 
 def check_weighed(rows, out, before, rescale, weights, values, dim, step_bound):
@@ -176,25 +177,34 @@ def test_weigh_integers_int8(rng, dim):
         (8, 17, 19),
     ]:
         offsets = table(rng, len(codes), dim)
-        w = np.full((16, TILE), FENCE, np.float32)
-        w[:rows] = rng.uniform(0, 1, (rows, TILE))
+        n = at_once(rows)
+        w = np.full((TILE, n), FENCE, np.float32)
+        w[:, :rows] = rng.uniform(0, 1, (TILE, rows))
         factors = rng.uniform(-2, 2, TILE).astype(np.float32)
         factors[:begin] = factors[end:] = np.nan
-        p, scales = w[:ROWS].astype(np.float64), np.zeros(ROWS, np.float32)
-        w[rows:] = 0
+        p = np.zeros((ROWS, TILE))
+        p[:rows] = w[:, :rows].T
         rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
         out = np.full((ROWS, o_step), FENCE, np.float32)
         out[:, :dim] = rng.standard_normal((ROWS, dim))
-        f = np.concatenate(
-            [w.reshape(-1), scales, rescale, out.reshape(-1), np.zeros(64, np.float32)]
-        )
-        scales_at = w.size
-        rescale_at, o_at = scales_at + ROWS, scales_at + 2 * ROWS
-        run_code_weights(f, rows, factors, begin, end, f[scales_at:])
+        parts = [w, factors, np.zeros(16), rescale, out, np.zeros(64)]
+        f = np.concatenate([x.reshape(-1) for x in parts], dtype=np.float32)
+        factors_at, scales_at, rescale_at, o_at = np.cumsum([x.size for x in parts])[:4]
+        run_code_weights(n, f, factors_at, begin, end, scales_at)
         run_weigh8(
-            at_once(rows), rows, f, scales_at, codes.reshape(-1), offsets, begin, end, dim, o_at, o_step,
+            n,
+            rows,
+            f,
+            scales_at,
+            codes.reshape(-1),
+            offsets,
+            begin,
+            end,
+            dim,
+            o_at,
+            o_step,
             rescale_at,
-        )  # fmt: skip
+        )
         weights = np.zeros((ROWS, TILE))
         weights[:rows, begin:end] = p[:rows, begin:end] * factors[begin:end].astype(np.float64)
         values = codes[offsets // dim].astype(np.float64)
@@ -237,13 +247,14 @@ DIMS = [8, 34, 64, 96, 128, 130, 160, 256, 320]
 def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
     """Run it; give the result, what was before, rescaling factors, probabilities and scales of weights."""
     o_step = v.dim + 40
-    w_step = v.blocks * TILE // 2 * 16
-    sizes = [ROWS * TILE, 2 * 4 * TILE * v.blocks, ROWS * w_step, ROWS * 4 * v.blocks, ROWS, ROWS]
-    s_at, scales_at, w_at, sums_at, w_scales_at, rescale_at, o_at = np.cumsum([0, *sizes])
+    fours = ROWS // 4 * v.blocks
+    sizes = [ROWS * TILE, 2 * 4 * TILE * v.blocks, fours * TILE // 2 * 16, fours * 32, ROWS]
+    s_at, scales_at, w_at, sums_at, rescale_at, o_at = np.cumsum([0, *sizes])
     f = np.zeros(o_at + ROWS * o_step + 64, np.float32)
     if p is None:
         p = rng.uniform(0, 1, (ROWS, TILE)).astype(np.float32)
-    f[: p.size] = p.reshape(-1)
+    n = at_once(rows)
+    f[: TILE * n] = p[:n].T.reshape(-1)
     p = p.astype(np.float64)
     p[:, :begin] = p[:, end:] = 0
     rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
@@ -255,11 +266,12 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
     for token in spoil:
         words[v.order[token]] = 0x7FC0
     run_weigh4(
-        at_once(rows), rows, f, s_at, words.reshape(-1), v.offsets, v.scale_offsets, scales_at, v.groups,
-        v.blocks, begin, end, w_at, sums_at, w_scales_at, v.bytes, v.dim, o_at, o_step, rescale_at,
+        n, rows, f, s_at, words.reshape(-1), v.offsets, v.scale_offsets, scales_at, v.groups, begin, end,
+        w_at, sums_at, v.bytes, v.dim, o_at, o_step, rescale_at,
     )  # fmt: skip
     result = f[o_at : o_at + out.size].reshape(out.shape)
-    scales = f[w_scales_at : w_scales_at + rows]
+    # For each four rows and each block, 16 sums and then the scales of groups, in each those of the rows.
+    scales = f[sums_at:rescale_at].reshape(ROWS // 4, -1, 2, 4, 4)[: -(-rows // 4), :, 1, :, :rows]
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
 
 
@@ -307,8 +319,29 @@ def test_int4_weights_of_zero_and_nan(rng):
     assert np.isfinite(scales).all()
     for token in (5, 37):
         found, *_, scales = weigh4(rng, v, 2, 5, 38, spoil=[token])
-        assert np.isnan(scales).all()
+        assert np.isnan(scales[:, :, : v.groups]).all()
         assert np.isnan(found[:2, :64]).all()
+
+
+def score4(k, q, count):
+    """Scores of query rows with `count` rows of K, as float64, and the scales of query rows."""
+    q_step, n = k.blocks * BLOCK, at_once(len(q))
+    # Rows that fill up a group are zeros.
+    sizes = [
+        n * q_step,
+        n * 16 * k.blocks,
+        n * (q_step + 16 * k.blocks),
+        2 * 4 * TILE * k.blocks,
+        n,
+    ]
+    sums_at, rows_at, scales_at, q_scales_at, s_at = np.cumsum(sizes)
+    f = np.zeros(s_at + n * TILE, np.float32)
+    run_score4(
+        n, len(q), q, f, q_step, sums_at, rows_at, k.words.reshape(-1), k.scale_offsets, scales_at, k.bytes,
+        k.offsets, count, k.dim, s_at, q_scales_at,
+    )  # fmt: skip
+    scores = f[s_at:].reshape(TILE, n)[:count, : len(q)].T
+    return scores.astype(np.float64), f[q_scales_at:s_at][: len(q)]
 
 
 @for_int4
@@ -316,25 +349,15 @@ def test_int4_weights_of_zero_and_nan(rng):
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e10])
 def test_score_integers(rng, dim, size):
     k = Int4(rng, dim)
-    q_step = k.blocks * BLOCK
     for rows, count in [(1, 64), (2, 33), (3, 1), (4, 64), (5, 17), (7, 64), (8, 63)]:
-        # Rows that fill up a group are zeros.
-        sizes = [ROWS * q_step, ROWS * 16 * k.blocks, 2 * 4 * TILE * k.blocks]
-        sums_at, scales_at, s_at = np.cumsum(sizes)
-        f = np.zeros(s_at + ROWS * TILE + 64, np.float32)
         q = (rng.standard_normal((rows, dim)) * size).astype(np.float32)
-        q_scales = np.zeros(rows, np.float32)
-        run_score4(
-            at_once(rows), rows, q, f, q_step, sums_at, k.words.reshape(-1), k.scale_offsets, scales_at,
-            k.bytes, k.offsets, count, dim, s_at, q_scales,
-        )  # fmt: skip
-        scores = f[s_at : s_at + ROWS * TILE].reshape(ROWS, TILE)[:rows, :count]
+        scores, _ = score4(k, q, count)
         wanted = (q.astype(np.float64) @ k.values.T)[:, :count]
         peak = np.abs(q).max(1)[:, None]
         bound = STEP * peak * np.abs(k.values[:count]).sum(1)
         # Products are added with code 0's level apart: rounding is of sums of codes, not of values.
         bound = bound + 2e-6 * peak * (np.abs(k.values[:count]) + 15 * k.scale.max()).sum(1)
-        assert (np.abs(scores * q_scales[:, None].astype(np.float64) - wanted) <= bound).all()
+        assert (np.abs(scores - wanted) <= bound).all()
 
 
 @for_int4
@@ -342,14 +365,10 @@ def test_bad_queries_have_the_scale_nan_and_zeros_no_scale(rng):
     k = Int4(rng, 96)
     q = rng.standard_normal((4, 96)).astype(np.float32)
     q[0, 95], q[1, 0], q[2] = np.nan, -np.inf, 0
-    f, q_scales = np.zeros(20000, np.float32), np.zeros(4, np.float32)
-    run_score4(
-        4, 4, q, f, 128, 512, k.words.reshape(-1), k.scale_offsets, 1024, k.bytes, k.offsets, 64, 96,
-        4096, q_scales,
-    )  # fmt: skip
+    scores, q_scales = score4(k, q, 64)
     assert np.isnan(q_scales[:2]).all()
+    assert np.isnan(scores[:2]).all()
     assert q_scales[2] == 0
-    scores = f[4096 : 4096 + 4 * TILE].reshape(4, TILE)
     assert (scores[2] == 0).all()
     wanted = q[3].astype(np.float64) @ k.values.T
-    assert np.abs(scores[3] * np.float64(q_scales[3]) - wanted).max() < 1e-3 * np.abs(wanted).max()
+    assert np.abs(scores[3] - wanted).max() < 1e-3 * np.abs(wanted).max()

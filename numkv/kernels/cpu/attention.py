@@ -31,20 +31,20 @@ from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
     TILE,
+    arrange_rows,
     borrow,
     code_row,
     fill_ramp,
     gather_groups,
     gather_tile,
-    multiply_tile,
+    most_rows,
     next_item,
     on_threads,
     prefetch,
     row_of,
-    scale_tile,
     score_tile,
     soft_cap_tile,
-    softmax_tile,
+    softmax_rows,
     weigh_tile,
 )
 from numkv.kernels.cpu.simd_integers import (
@@ -67,7 +67,7 @@ from numkv.kernels.cpu.simd_tiles import (
     pack_values,
     pack_weights,
     score_rows,
-    softmax_rows,
+    softmax_tiles,
     tiles_off,
     tiles_on,
     weigh_rows,
@@ -101,7 +101,7 @@ TURN = 4 * PART
 # Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
 WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
-SPARE_FLOATS = 4096 + 2 * BLOCK_ROWS
+SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
 # are read and converted all the same. A launch takes 2 us where threads are awake (OpenMP), 6 to 12 where they sleep,
 # 25 with Numba's ``workqueue``, and milliseconds where something else has taken their core meanwhile. Least times with
@@ -149,6 +149,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     # Whether a matrix unit does it.
     TILES = on_tiles(K_KIND, V_KIND, COMPUTE)
     K_PAD = TILE if TILES else BLOCK if K_PACKED else PAD
+    MOST = most_rows(COMPUTE)  # rows that vector code takes at once
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
@@ -212,7 +213,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         # Tokens whose scales make a cache line.
         k_scale_step, v_scale_step = scale_step(dim), scale_step(dim_v)
         k_blocks, v_blocks = (dim + BLOCK - 1) // BLOCK, (dim_v + BLOCK - 1) // BLOCK
-        w_step = v_blocks * TILE // 2 * 16
         k_line = max(np.int64(1), 64 // (k_scales * k_scale.itemsize))
         v_line = max(np.int64(1), 64 // (v_scales * v_scale.itemsize))
 
@@ -236,16 +236,21 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         RESCALE = V_SCALES + 2 * TILE * v_scale_step
         W_SCALES = RESCALE + max_rows  # of weights as integers
         Q_SUMS = W_SCALES + max_rows  # of query rows as integers, by lane
-        LOWEST = Q_SUMS + max_rows * 16 * k_blocks  # what the lowest levels of groups add up to
-        W = LOWEST + LINE * 4 * v_blocks  # weights of groups
-        for i in range(max_rows):
-            floats[RESCALE + i] = F(1)
+        # Of V: what the lowest levels of groups add up to, and scales of weights.
+        W_SUMS = Q_SUMS + max_rows * 16 * k_blocks
+        W = W_SUMS + LINE * 4 * v_blocks  # weights of groups
+        Q_ROWS = W + AT_ONCE * (TILE // 2 * 4) * v_blocks  # query rows as they are read
+        SUM_ROWS = Q_ROWS + 2 * max_rows * pad_dim  # and their sums
+        ARRANGED = SUM_ROWS + 2 * max_rows * 16 * k_blocks  # how many were arranged together
+        # Floats of a query row.
+        q_size = pad_dim // 2 if K_INTEGERS else pad_dim
         # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
-        V_TILES = W
+        V_TILES = ARRANGED + 2 * max_rows
         W_TILES = V_TILES + 2048
         SPARE = W_TILES + max_rows * TILE
         BOUNDS = SPARE + 2048
-        K_ROWS = BOUNDS + 2 * BLOCK_ROWS
+        TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
+        K_ROWS = TILE_SCALES + BLOCK_ROWS
         Q_TILES = K_ROWS + tile_floats(dim)
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
         if TILES:
@@ -289,35 +294,42 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
             # Few rows are no work for a matrix unit.
             tiled = TILES and tokens * group > FEW_ROWS
-            # What makes scores of products: there parts of queries, as they come, may be zero.
-            after = F(1)
-            if K_KIND == "bf16" and tiled:
-                scale, after = F(1), scale
-            for r in range(rows * (g1 - g0)):
-                t = q_starts[b] + t0 + r % rows // group
-                h = (g0 + r // rows) * group + r % group
-                q_row = floats[Q + r * pad_dim : Q + (r + 1) * pad_dim]
-                if K_PACKED:
-                    _clear(q_row)
-                    fill_code_row(q_row, row_of(q, (t, h)), scale)
-                else:
-                    _multiply(row_of(q, (t, h)), scale, q_row)
-                    _clear(q_row[dim:])
-                if K_INTEGERS:
-                    floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
-                else:
-                    floats[Q_SCALES + r] = after
-                if K_PACKED:
-                    sum_code_groups(floats, Q + r * pad_dim, k_blocks, Q_SUMS + r * 16 * k_blocks)
-                floats[MAXIMA + r] = F(-np.inf)
-                floats[SUMS + r] = F(0)
+            # There, queries come as they are, whose lower parts may be zero, and scores are scaled.
+            first_scale = F(1) if K_KIND == "bf16" and tiled else scale
+            r = np.int64(0)
+            for row in range(rows // group * (g1 - g0)):
+                t = q_starts[b] + t0 + row % (rows // group)
+                h0 = (g0 + row // (rows // group)) * group
+                for h in range(h0, h0 + group):
+                    q_row = floats[Q + r * pad_dim : Q + (r + 1) * pad_dim]
+                    if K_PACKED:
+                        _clear(q_row)
+                        fill_code_row(q_row, row_of(q, (t, h)), scale)
+                    else:
+                        _multiply(row_of(q, (t, h)), first_scale, q_row)
+                        _clear(q_row[dim:])
+                    floats[Q_SCALES + r] = F(1)
+                    if K_INTEGERS:
+                        floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
+                    if K_PACKED:
+                        sums_at = Q_SUMS + r * 16 * k_blocks
+                        sum_code_groups(floats, Q + r * pad_dim, k_blocks, sums_at)
+                    floats[MAXIMA + r] = F(-np.inf)
+                    r += 1
             # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
             # numbers, which are a hundred times slower than others.
-            full, filled = rows * (g1 - g0), rows * (g1 - g0) + FILL_UP
-            _clear(floats[Q + full * pad_dim : Q + filled * pad_dim])
-            _clear(floats[O : O + filled * pad_v])
+            end_r = r + FILL_UP
+            _clear(floats[Q + r * pad_dim : Q + end_r * pad_dim])
+            _clear(floats[O : O + end_r * pad_v])
+            _clear(floats[MAXIMA + r : MAXIMA + end_r])
+            _clear(floats[SUMS : SUMS + end_r])
+            _clear(floats[Q_SCALES + r : Q_SCALES + end_r])
             if K_PACKED:
-                _clear(floats[Q_SUMS + full * 16 * k_blocks : Q_SUMS + filled * 16 * k_blocks])
+                _clear(floats[Q_SUMS + r * 16 * k_blocks : Q_SUMS + end_r * 16 * k_blocks])
+            # Rows of a head, as many as vector code takes for them.
+            padded = (rows + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+            padded = padded if rows > 4 else np.int64(4) if rows > 2 else rows
+            _clear(floats[ARRANGED : ARRANGED + padded * (g1 - g0)])
 
             if TILES and tiled:
                 for i in range(g1 - g0):
@@ -327,6 +339,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             K_KIND, floats, Q + (i * rows + r) * pad_dim, pad_dim,
                             min(rows - r, BLOCK_ROWS), dim, Q_TILES + number * q_tiles, SPARE,
                         )  # fmt: skip
+                if K_KIND == "bf16":  # vector code takes the tiles that the unit cannot
+                    for i in range(BLOCK_ROWS):
+                        floats[TILE_SCALES + i] = scale
+                    q_rows = floats[Q : Q + rows * (g1 - g0) * pad_dim]
+                    _multiply(q_rows, scale, q_rows)
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0
@@ -395,29 +412,12 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 window_left, begin, end, tile,
                             )  # fmt: skip
                             floats[BOUNDS + i], floats[BOUNDS + BLOCK_ROWS + i] = sees
-                        softmax_rows(
-                            K_KIND,
-                            floats,
-                            SPARE,
-                            taken,
-                            Q_SCALES + row,
-                            K_SCALES,
-                            F(soft_cap),
-                            np.int64(partly),
-                            BOUNDS,
-                            MAXIMA + row,
-                            SUMS + row,
-                            RESCALE + r,
-                            S,
-                        )
-                        for i in range(taken if V_KIND == "int8" else 0):
-                            first, last = low, high
-                            if partly:
-                                first = np.int64(floats[BOUNDS + i])
-                                last = np.int64(floats[BOUNDS + BLOCK_ROWS + i])
-                            floats[W_SCALES + r + i] = code_weights(
-                                floats, S + i * TILE, floats, V_SCALES, first, last
-                            )
+                        softmax_tiles(
+                            K_KIND, V_KIND, floats, SPARE, taken,
+                            TILE_SCALES if K_KIND == "bf16" else Q_SCALES + row, K_SCALES,
+                            F(soft_cap), np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row,
+                            RESCALE + r, V_SCALES, W_SCALES + r, S,
+                        )  # fmt: skip
                         pack_weights(V_KIND, floats, taken, S, W_TILES + r * TILE)
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(
@@ -434,8 +434,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     r = np.int64(0)
                     while r < rows:
                         row = (g - g0) * rows + r  # of scratch
-                        t = r // group
-                        taken = min(rows - r, AT_ONCE)
+                        t = r // group if r >= group else np.int64(0)
+                        taken = min(rows - r, MOST)
                         low, high = _visible(
                             ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                         )
@@ -446,69 +446,59 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 tile,
                             )  # fmt: skip
                             if sees[0] != low or sees[1] != high:
-                                taken = min((t + 1) * group - r, AT_ONCE)
+                                taken = min((t + 1) * group - r, MOST)
                                 break
                         at_once = 8 if taken > 4 else 4 if taken > 2 else taken
                         if low < high:
-                            q_at = Q + row * pad_dim
                             o_at = O + row * pad_v
+                            # Arranged once for an item, unless what its rows see makes other groups of them.
+                            place = (g - g0) * padded + r
+                            if floats[ARRANGED + place] != F(at_once):
+                                for i in range(max(0, place - AT_ONCE + 1), place + at_once):
+                                    floats[ARRANGED + i] = F(0)
+                                floats[ARRANGED + place] = F(at_once)
+                                arrange_rows(
+                                    COMPUTE, at_once, floats, Q + row * pad_dim, pad_dim, q_size,
+                                    Q_ROWS + place * pad_dim,
+                                )  # fmt: skip
+                                if K_PACKED:
+                                    arrange_rows(
+                                        COMPUTE, at_once, floats, Q_SUMS + row * 16 * k_blocks,
+                                        16 * k_blocks, 16 * k_blocks, SUM_ROWS + place * 16 * k_blocks,
+                                    )  # fmt: skip
                             if K_PACKED:
                                 score_integers(
-                                    at_once, floats, q_at, pad_dim, Q_SUMS + row * 16 * k_blocks,
-                                    16 * k_blocks, k, k_at, high, dim, K_SCALES, S, TILE,
+                                    at_once, floats, Q_ROWS + place * pad_dim, Q_SCALES + row,
+                                    SUM_ROWS + place * 16 * k_blocks, k, k_at, high, dim, K_SCALES, S,
                                     V_KIND, v, v_ahead,
                                 )  # fmt: skip
                             else:
                                 score_tile(
-                                    K_KIND, COMPUTE, at_once, floats, q_at, pad_dim, k, k_at, high, dim,
-                                    floats, K_SCALES, k_scales, floats, S, TILE, V_KIND, v, v_ahead,
+                                    K_KIND, COMPUTE, at_once, floats, Q_ROWS + place * pad_dim,
+                                    Q_SCALES + row, k, k_at, high, dim, K_SCALES, k_scales, S, V_KIND, v,
+                                    v_ahead,
                                 )  # fmt: skip
-                            for i in range(taken):
-                                if K_KIND == "int8":
-                                    multiply_tile(COMPUTE, floats, S + i * TILE, floats, K_SCALES,
-                                                  floats[Q_SCALES + row + i])  # fmt: skip
-                                if K_PACKED or (TILES and K_KIND == "bf16" and tiled):
-                                    scale_tile(
-                                        COMPUTE, floats, S + i * TILE, floats[Q_SCALES + row + i]
-                                    )
-                                if soft_cap > 0:
-                                    soft_cap_tile(COMPUTE, floats, S + i * TILE, F(soft_cap))
-                                maximum, rescale, total = softmax_tile(
-                                    COMPUTE,
-                                    floats,
-                                    S + i * TILE,
-                                    low,
-                                    high,
-                                    floats[MAXIMA + row + i],
+                            if soft_cap > 0:
+                                soft_cap_tile(COMPUTE, at_once, floats, S, F(soft_cap))
+                            softmax_rows(
+                                COMPUTE, at_once, taken, floats, S, low, high, MAXIMA + row, SUMS + row,
+                                RESCALE,
+                            )  # fmt: skip
+                            if V_PACKED:
+                                code_group_weights(
+                                    at_once, floats, S, V_SCALES, dim_v, low, high, W, W_SUMS
                                 )
-                                floats[MAXIMA + row + i] = maximum
-                                floats[SUMS + row + i] = floats[SUMS + row + i] * rescale + total
-                                floats[RESCALE + i] = rescale
-                                if V_PACKED:
-                                    floats[W_SCALES + i] = code_group_weights(
-                                        floats, S + i * TILE, floats, V_SCALES, dim_v,
-                                        low, high, floats, W + i * w_step, floats,
-                                        LOWEST + i * 4 * v_blocks,
-                                    )  # fmt: skip
-                                elif V_INTEGERS:
-                                    floats[W_SCALES + i] = code_weights(
-                                        floats, S + i * TILE, floats, V_SCALES, low, high
-                                    )
-                                elif V_KIND == "int8":
-                                    multiply_tile(
-                                        COMPUTE, floats, S + i * TILE, floats, V_SCALES, F(1)
-                                    )
+                            elif V_INTEGERS:
+                                code_weights(at_once, floats, S, V_SCALES, low, high, W_SCALES)
                             if V_INTEGERS:
                                 weigh_integers(
-                                    V_KIND, at_once, taken, floats, W if V_PACKED else S,
-                                    w_step if V_PACKED else TILE, W_SCALES, v, v_at, low, high, dim_v,
-                                    LOWEST, 4 * v_blocks, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                                    V_KIND, at_once, taken, floats, W if V_PACKED else S, W_SCALES, v, v_at,
+                                    low, high, dim_v, W_SUMS, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
                                 )  # fmt: skip
                             else:
                                 weigh_tile(
-                                    V_KIND, COMPUTE, at_once, taken, floats, S, TILE, v, v_at, low, high,
-                                    dim_v, floats, V_SCALES, v_scales, floats, o_at, pad_v, floats,
-                                    RESCALE, K_KIND, k, k_ahead,
+                                    V_KIND, COMPUTE, at_once, taken, floats, S, v, v_at, low, high, dim_v,
+                                    V_SCALES, v_scales, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
                                 )  # fmt: skip
                         r += taken
                 g += 1
@@ -520,24 +510,26 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 here, next_, later = next_, later, here
 
             # -- the result, or this split's part of it
-            for r in range(rows * (g1 - g0)):
-                t = t0 + r % rows // group
-                h = (g0 + r // rows) * group + r % group
-                o_at = O + r * pad_v
-                if split_len == 0:
-                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
-                    factor, log_sum = finish(
-                        floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
-                    )
-                    result = row_of(out, (q_starts[b] + t, h))
-                    _multiply(floats[o_at : o_at + dim_v], F(factor), result)
-                    lse[q_starts[b] + t, h] = log_sum
-                else:
-                    row = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
-                    at = parts_at + row * part_size
-                    floats[at] = floats[MAXIMA + r]
-                    floats[at + 1] = floats[SUMS + r]
-                    _multiply(floats[o_at : o_at + dim_v], F(1), floats[at + 2 : at + part_size])
+            r = np.int64(0)
+            for row in range(rows // group * (g1 - g0)):
+                t = t0 + row % (rows // group)
+                h0 = (g0 + row // (rows // group)) * group
+                for h in range(h0, h0 + group):
+                    o_row = floats[O + r * pad_v : O + r * pad_v + dim_v]
+                    if split_len == 0:
+                        sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                        factor, log_sum = finish(
+                            floats[MAXIMA + r], floats[SUMS + r], sink, F(TO_BASE_E)
+                        )
+                        _multiply(o_row, F(factor), row_of(out, (q_starts[b] + t, h)))
+                        lse[q_starts[b] + t, h] = log_sum
+                    else:
+                        part = ints[FIRST_PART + b] + (split * tokens + t) * num_q_heads + h
+                        at = parts_at + part * part_size
+                        floats[at] = floats[MAXIMA + r]
+                        floats[at + 1] = floats[SUMS + r]
+                        _multiply(o_row, F(1), floats[at + 2 : at + part_size])
+                    r += 1
         if TILES:
             tiles_off()
 
@@ -615,14 +607,16 @@ def tile_floats(dim):
 def scratch_size(group, pad_dim, pad_v, tiles):
     """Floats that one worker needs, whatever the kinds.
 
-    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; and for
-    integers sums of query rows, scales and lowest levels of weights, and the weights.
+    Q and output rows, a maximum, a sum and a scale for each; scores; scales of the tile; rescaling factors; for
+    integers sums of query rows, scales and lowest levels of weights, and the weights; query rows as they are read, and
+    how many were arranged together.
     """
     rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
     size = rows * (pad_dim + pad_v + 5) + (BLOCK_ROWS + scales) * TILE
-    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 16)) * v_blocks
+    size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 4)) * v_blocks
+    size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     if tiles:
         blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
         blocks += MAX_ROWS // BLOCK_ROWS

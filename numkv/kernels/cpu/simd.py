@@ -5,12 +5,12 @@ middle, half floats to widen. So the inner steps of attention are written here a
 functions that a kernel calls like any other:
 
 =================  ==========================================================================================
-`score_tile`       dot products of a few query rows with a tile of K rows
+`arrange_rows`     a few query rows as `score_tile` reads them
+`score_tile`       their dot products with a tile of K rows
 `code_row`         a query row as 16-bit integers, for integer dot products with INT8 rows
 `gather_tile`      the scales of a tile's tokens, side by side; `gather_groups` where a row has several
-`multiply_tile`    a factor for each token of a tile: the scales of quantised rows; `scale_tile`: one for all
-`soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of one row's scores
-`softmax_tile`     running maximum and probabilities of one row over a tile (online softmax)
+`soft_cap_tile`    ``cap * tanh(score / cap)`` over a tile of scores
+`softmax_rows`     running maxima and probabilities over a tile (online softmax); `softmax_tile` of one row
 `weigh_tile`       add the tile's V rows, weighted, to the output rows
 =================  ==========================================================================================
 
@@ -47,19 +47,20 @@ __all__ = [
     "LANES",
     "RAMP",
     "TILE",
+    "arrange_rows",
     "borrow",
     "code_row",
     "fill_ramp",
     "gather_groups",
     "gather_tile",
-    "multiply_tile",
+    "most_rows",
     "next_item",
     "on_threads",
     "prefetch",
     "row_of",
-    "scale_tile",
     "score_tile",
     "soft_cap_tile",
+    "softmax_rows",
     "softmax_tile",
     "thread_launcher",
     "weigh_tile",
@@ -109,6 +110,8 @@ FEATURES = _cpu_features()
 _LOCALITY = 0 if _cpu_name().startswith("znver") else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
+# Lanes of a K row that `score_tile` widens at a time: 16 tokens of them stay in L1 beside all else.
+_PART = 128
 # Vector registers that accumulators may take: about half of what there is.
 ACCUMULATORS = 16 if LANES == 16 else 8
 # Products of 16-bit integers, added in pairs: by lanes of the sums, the instruction where there is one.
@@ -308,13 +311,18 @@ class Vectors:
         return values
 
     def add_pairs(self, total, a, b):
-        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums."""
+        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums.
+
+        `a` and `b` are vectors of any element type, of which the bits count.
+        """
         if self.lanes == 16 and "avx512vnni" in FEATURES:
             # As text: LLVM would take some of them apart, into a product and a sum.
             signature = ir.FunctionType(total.type, [total.type] * 3)
             add = ir.InlineAsm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0")
             a, b = (self.b.bitcast(x, total.type) for x in (a, b))
             return self.b.call(add, [a, b, total])
+        words = ir.VectorType(I16, 2 * self.lanes)
+        a, b = (self.b.bitcast(x, words) for x in (a, b))
         name = _ADD_PAIRS.get(self.lanes)
         if name:
             signature = ir.FunctionType(total.type, [a.type] * 2)
@@ -378,25 +386,23 @@ class Vectors:
     def exp2(self, x):
         """2 to the power of `x`, for x <= 0 or NaN (kept): relative error below 2e-7 (float32), 4e-16 (float64).
 
-        Below the smallest normal number the result is 0.
+        Half a power of two below the smallest normal number, and from there on, the result is 0.
         """
-        # 2**x = 2**n * 2**f, n the nearest integer. Adding 1.5 * 2**(mantissa bits) leaves n in the low bits.
+        # 2**x = 2**n * 2**f, n the nearest integer. Adding 1.5 * 2**(mantissa bits) leaves n in the low bits; with
+        # the bias of exponents added to it, they are those of 2**n once they are in the exponent's place, and all
+        # above them has left. The least n makes 0 of them.
         bits, bias = (52, 1023) if self.double else (23, 127)
-        magic = 1.5 * 2.0**bits
-        lowest = self.splat(1.0 - bias)
-        in_range = self.b.fcmp_ordered(">=", x, lowest)
-        clamped = self.b.select(in_range, x, lowest)
-        shifted = self.b.fadd(clamped, self.splat(magic))
-        f = self.b.fsub(clamped, self.b.fsub(shifted, self.splat(magic)))
+        magic = self.splat(1.5 * 2.0**bits + bias)
+        lowest = self.splat(-bias)
+        clamped = self.larger(lowest, x)
+        shifted = self.b.fadd(clamped, magic)
+        f = self.b.fsub(clamped, self.b.fsub(shifted, magic))
         coefficients = _EXP2_DOUBLE if self.double else _EXP2_FLOAT
         power = self.splat(coefficients[-1])
         for c in reversed(coefficients[:-1]):
             power = self.fma(power, f, self.splat(c))
-        # The low bits of `shifted` hold n; all above them leaves when n moves up to the exponent's place.
         n = self.b.shl(self.b.bitcast(shifted, self.int_type), self.splat_int(bits))
-        scaled = self.b.bitcast(self.b.add(self.b.bitcast(power, self.int_type), n), self.type)
-        result = self.b.select(in_range, scaled, self.splat(0.0))
-        return self.b.select(self.b.fcmp_unordered("uno", x, x), x, result)
+        return self.b.fmul(power, self.b.bitcast(n, self.type))
 
     def tanh(self, x):
         """Hyperbolic tangent, relative error below 1e-6 (float32), 1e-14 (float64); NaN is kept."""
@@ -430,45 +436,57 @@ class Vectors:
             vector = combine(vector, other)
         return self.b.extract_element(vector, I32(0))
 
-    def sums(self, vectors):
-        """The sums of `lanes` vectors of floats or integers, as one vector in their order.
+    def sums_by_row(self, vectors, rows):
+        """The sums of vectors that hold a token's products for each of `rows` rows, row after row.
 
-        Neighbours are merged pairwise, half of the lanes each time, so that each sum adds its lanes in the same
-        order wherever it stands.
+        What comes out are vectors of scores, token after token and in each the rows. Tokens are merged pairwise, half
+        of a row's lanes each time, so that each sum adds its lanes in the same order wherever it stands.
         """
         add = self.b.add if isinstance(vectors[0].type.element, ir.IntType) else self.b.fadd
-        step = 1
-        while len(vectors) > 1:
-            low, high = self._merge_lanes(step)
+        each = self.lanes // rows
+        while each > 1:
+            each //= 2
+            low = [start + i for start in range(0, 2 * self.lanes, 2 * each) for i in range(each)]
+            high = [i + each for i in low]
             vectors = [
-                add(
-                    self.shuffle(vectors[i], vectors[i + 1], low),
-                    self.shuffle(vectors[i], vectors[i + 1], high),
-                )
-                for i in range(0, len(vectors), 2)
+                add(self.shuffle(*pair, low), self.shuffle(*pair, high))
+                for pair in zip(vectors[::2], vectors[1::2], strict=True)
             ]
-            step *= 2
-        return vectors[0]
+        return vectors
 
-    def store_scores(self, vectors, tokens, base, at, step, t0):
-        """Store the sums of vectors, `tokens` of them for each row, in floats at ``at + row * step + t0`` and on."""
-        for start in range(0, len(vectors), self.lanes):
-            scores = self.sums(vectors[start : start + self.lanes])
-            if scores.type == self.int_type:
-                scores = self.b.sitofp(scores, self.type)
-            for first in range(start, start + self.lanes, tokens):
-                lanes = [*range(first - start, first - start + tokens)]
-                place = self.b.add(self.b.add(at, self.b.mul(I64(first // tokens), step)), t0)
-                self.store(self.shuffle(scores, scores, lanes), base, place)
+    def repeated(self, base, at, count):
+        """Load `count` floats, at most as many as there are lanes, and repeat them: lane i has number i % count."""
+        part = self.load_part(base, at, count)
+        return self.shuffle(part, part, [i % count for i in range(self.lanes)])
 
-    def _merge_lanes(self, step):
-        """Which lanes two vectors give to the two terms of a merge, in groups of `step` lanes."""
-        low, high = [], []
-        for start in range(0, self.lanes, 2 * step):
-            group = range(start, start + step)
-            low += [*group, *(self.lanes + i for i in group)]
-            high += [*(i + step for i in group), *(self.lanes + i + step for i in group)]
-        return low, high
+    def stretched(self, base, at, count):
+        """Load `count` floats and repeat each of them: lane i has number i // (lanes / count)."""
+        part = self.load_part(base, at, count)
+        return self.shuffle(part, part, [i * count // self.lanes for i in range(self.lanes)])
+
+    def load_part(self, base, at, count, mask=None):
+        """Load `count` floats; those outside `mask` are zero and not touched."""
+        type_ = ir.VectorType(self.float, count)
+        pointer = self.b.bitcast(self._pointer(base, at, self.float), type_.as_pointer())
+        size = 8 if self.double else 4
+        if mask is not None:
+            return self._masked_load(pointer, type_, size, mask)
+        return self.b.load(pointer, align=size)
+
+    def fold_by_row(self, vector, rows, combine):
+        """The lanes of each row combined, where lane i belongs to row i % rows: for each row in all of its lanes.
+
+        `rows` is a number at run time, a power of 2.
+        """
+        slot = cgutils.alloca_once_value(self.b, vector)
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            with self.b.if_then(self.b.icmp_signed("<=", rows, I64(width))):
+                here = self.b.load(slot)
+                other = self.shuffle(here, here, [i ^ width for i in range(self.lanes)])
+                self.b.store(combine(here, other), slot)
+        return self.b.load(slot)
 
 
 def data_of(context, builder, array_type, value):
@@ -476,15 +494,34 @@ def data_of(context, builder, array_type, value):
     return context.make_array(array_type)(context, builder, value).data
 
 
-#: How many rows vector code takes at once.
+#: How many rows vector code takes at once, as far as there are lanes for them.
 AT_ONCE = (8, 4, 2, 1)
 
 
-def for_rows(builder, rows, emit):
-    """Emit code for every number of rows of `AT_ONCE`; the one of `rows`, a number at run time, runs."""
-    for n in AT_ONCE:
-        with builder.if_then(builder.icmp_signed("==", rows, I64(n))):
-            emit(n)
+def most_rows(compute: str) -> int:
+    """How many rows vector code takes at once at most, by the float type it computes in."""
+    return min(AT_ONCE[0], LANES // 2 if compute == "float64" else LANES)
+
+
+def for_rows(builder, rows, emit, most=AT_ONCE[0], numbers=AT_ONCE):
+    """Emit code for each number of rows of `numbers` up to `most`; that of `rows`, known at run time, runs.
+
+    `rows` is one of these numbers.
+    """
+
+    def among(numbers):
+        if len(numbers) == 1:
+            emit(numbers[0])
+            return
+        half = len(numbers) // 2
+        few = builder.icmp_signed("<", rows, I64(numbers[half]))
+        with builder.if_else(few) as (of_few, of_many):
+            with of_few:
+                among(numbers[:half])
+            with of_many:
+                among(numbers[half:])
+
+    among(sorted(n for n in numbers if n <= most))
 
 
 def steps(builder, start, stop, step):
@@ -497,152 +534,246 @@ def literals(*args):
 
 
 @intrinsic(prefer_literal=True)
+def arrange_rows(typing_context, COMPUTE, rows, q, q_at, q_step, size, to_at):
+    """Put `rows` query rows as `score_tile` reads them: a few elements of each, row after row, to fill a vector.
+
+    Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes, or
+    for more than one row of half of them; they go to ``q[to_at]`` and on.
+    """
+    if not literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[2], args[2])
+        q_at, q_step, size, to_at = args[3:]
+
+        def emit(rows):
+            v = Vectors(b, compute)
+            each = v.lanes // rows
+            type_ = ir.VectorType(v.float, each)
+            with steps(b, I64(0), size, each) as (i, _):
+                to = b.add(to_at, b.mul(i, I64(rows)))
+                for r in range(rows):
+                    at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
+                    pointer = b.bitcast(v._pointer(data, at, v.float), type_.as_pointer())
+                    part = b.load(pointer, align=8 if v.double else 4)
+                    v.store(part, data, b.add(to, I64(r * each)))
+
+        for_rows(b, args[1], emit, most_rows(compute))
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, i8, q, i8, i8, i8, i8), codegen
+
+
+@intrinsic(prefer_literal=True)
 def score_tile(
-    typing_context, KIND, COMPUTE, rows, q, q_at, q_step, k, k_offsets, count, head_dim, scales,
-    scales_at, num_groups, s, s_at, s_step, AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, KIND, COMPUTE, rows, q, q_at, q_scales_at, k, k_offsets, count, head_dim, scales_at,
+    num_groups, s_at, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
-    """Scores of `rows` query rows against `count` K rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+    """Scores of `rows` query rows against `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
-    Query row r starts at ``q_at + r * q_step`` and is padded with zeros to whole vectors; K row t starts at
-    ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be valid up to `TILE`. Where
-    K is INT8 and `COMPUTE` float32, query rows are those that `code_row` made, and sums are of integers. Where K is
-    INT4, `scales` are what `gather_groups` made of `num_groups`.
+    All floats are in the array `q`. At `q_at` are query rows as `arrange_rows` put them, with zeros up to whole
+    vectors; K row t starts at ``k_offsets[t]``. `count` is rounded up to whole groups of tokens, so `k_offsets` must be
+    valid up to `TILE`. Scores go to ``s_at + t * rows + r``.
 
-    While K row t is read, row t of `ahead` (the V rows that come next) is asked for: spread out like this, memory
-    is kept busy through the arithmetic.
+    Where K is INT8, scores are multiplied by ``scales[t]``, which `gather_tile` has put at `scales_at`. Then, with
+    float32, query rows are integers that `code_row` made, and so are sums, and the scores are multiplied by the scales
+    of rows at `q_scales_at` too. Where K is INT4, `scales` are what `gather_groups` made of `num_groups`.
+
+    A few elements of a K row are read into all parts of a vector at once, one part for each query row: a vector holds
+    products of one token with all rows, and few lanes of it are left to be added. K rows that have to be widened are
+    put into scratch memory first, once for all query rows. While K row t is read, row t of `ahead` (the V rows that
+    come next) is asked for: spread out like this, memory is kept busy through the arithmetic.
     """
     if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
     kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND,
-        COMPUTE,
-        i8,
-        q,
-        i8,
-        i8,
-        k,
-        k_offsets,
-        i8,
-        i8,
-        scales,
-        i8,
-        i8,
-        s,
-        i8,
-        i8,
-        AHEAD_KIND,
-        ahead,
-        ahead_offsets,
-    )
+        KIND, COMPUTE, i8, q, i8, i8, k, k_offsets, i8, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets,
+    )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        q_at, q_step, count, head_dim = (args[i] for i in (4, 5, 8, 9))
-        scales_at, groups, s_at, s_step = (args[i] for i in (11, 12, 14, 15))
-        q_data, k_data, offsets, scales_data, s_data, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 10, 13, 17, 18)
+        q_at, q_scales_at, count, head_dim, scales_at, groups, s_at = (
+            args[i] for i in (4, 5, 8, 9, 10, 11, 12)
         )
+        q_data, k_data, offsets, ahead_data, ahead_offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 14, 15)
+        )
+        v = Vectors(b, compute)
+        integers = kind == "int8" and compute == "float32"
+        own = "fp64" if v.double else "fp32"
+        in_unit = 2 if integers else 1  # columns in a lane
+        # Columns at once, and, of the main loop, columns that make a whole cache line.
+        width = GROUP if kind == "int4" else in_unit * v.lanes
+        line = max(width, ON_LINE[kind])
+        part = max(line, _PART * in_unit)
+        tokens = ACCUMULATORS
+        step = part // in_unit  # lanes that a token's columns take in scratch memory
+        scratch = scratch_floats(b, v.float, tokens * step)
 
-        def emit(rows):
-            v = Vectors(b, compute)
-            integers = kind == "int8" and compute == "float32"
-            type_ = v.int_type if integers else v.type
-            # Columns at once, and, of the main loop, columns that make a whole cache line.
-            width = GROUP if kind == "int4" else 2 * v.lanes if integers else v.lanes
-            line = max(width, ON_LINE[kind])
-            # Tokens at once: enough accumulators to hide the latency of fma, each K vector used by all rows.
-            tokens = max(1, v.lanes // rows)
-            sums = [[cgutils.alloca_once(b, type_) for _ in range(tokens)] for _ in range(rows)]
-            zero = ir.Constant(type_, None)
-            lines = b.and_(head_dim, I64(-line))
-            whole = b.and_(head_dim, I64(-width))
-            rest = b.sub(head_dim, whole)
-
-            def add_columns(k_at, t0, d, columns=None):
-                """Add `width` columns from column d on, or so many as a row's end has left."""
+        def widen(row_at, token, scales_of, d, to, columns=None):
+            """Put `width` columns of a row from column d on, or so many as a row's end has left, to `to`."""
+            if kind != "int4":
                 mask = None if columns is None else v.lanes_below(columns, lanes=width)
-                if integers:
-                    half = b.ashr(d, I64(1))  # two words to a float
-                    q_rows = [
-                        v.load_words(q_data, b.add(b.add(q_at, b.mul(I64(r), q_step)), half))
-                        for r in range(rows)
-                    ]
-                else:
-                    q_rows = [
-                        v.load_floats(q_data, b.add(b.add(q_at, b.mul(I64(r), q_step)), d))
-                        for r in range(rows)
-                    ]
-                for t in range(tokens):
-                    at = b.add(k_at[t], d)
-                    k_row = (
-                        v.load_codes(k_data, at, mask)
-                        if integers
-                        else v.load(kind, k_data, at, mask)
-                    )
-                    for r in range(rows):
-                        total = (
-                            v.add_pairs(b.load(sums[r][t]), q_rows[r], k_row)
-                            if integers
-                            else (v.fma(q_rows[r], k_row, b.load(sums[r][t])))
-                        )
-                        b.store(total, sums[r][t])
-
-            def add_group(k_at, t0, d, columns=None):
-                """Add the group of INT4 columns that starts with column d: `columns` of them if it is a short one."""
-                group = b.ashr(d, I64(GROUP.bit_length() - 1))
-                half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
-                levels = []
-                for t in range(tokens):
-                    token = b.add(t0, I64(t))
-                    levels.append(v.load_levels(scales_data, scales_at, token, group, groups))
-                for first in range(0, _PAIRS, v.lanes):
-                    mask = None if columns is None else v.lanes_below(half, first)
-                    byte = b.add(b.ashr(d, I64(1)), I64(first))
-                    pairs = [
-                        v.load_pairs(k_data, b.add(k_at[t], byte), levels[t], mask)
-                        for t in range(tokens)
-                    ]
-                    for i, start in enumerate((I64(0), half)):
-                        column = b.add(b.add(d, start), I64(first))
-                        for r in range(rows):
-                            at = b.add(b.add(q_at, b.mul(I64(r), q_step)), column)
-                            q_row = v.load_floats(q_data, at, mask)
-                            for t in range(tokens):
-                                b.store(v.fma(q_row, pairs[t][i], b.load(sums[r][t])), sums[r][t])
-
-            add = add_group if kind == "int4" else add_columns
-
-            def ask(ahead_at, d, columns):
-                for t in range(tokens):
-                    for i in range(0, columns, ON_LINE[ahead_kind]):
-                        v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, I64(i)))
-
-            with steps(b, I64(0), count, tokens) as (t0, _):
-                k_at, ahead_at = (
-                    [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
-                    for table in (offsets, ahead_offsets)
+                at = b.add(row_at, d)
+                values = (
+                    v.load_codes(k_data, at, mask) if integers else v.load(kind, k_data, at, mask)
                 )
-                for slot in (slot for row in sums for slot in row):
-                    b.store(zero, slot)
-                with steps(b, I64(0), lines, line) as (d, _):
-                    ask(ahead_at, d, line)
-                    for i in range(0, line, width):
-                        add(k_at, t0, b.add(d, I64(i)))
+                v.store(b.bitcast(values, v.type), scratch, to)
+                return
+            half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
+            levels = scales_of(d)
+            pairs = []
+            for first in range(0, _PAIRS, v.lanes):
+                mask = None if columns is None else v.lanes_below(half, first)
+                at = b.add(b.add(row_at, b.ashr(d, I64(1))), I64(first))
+                pairs.append((first, v.load_pairs(k_data, at, levels, mask)))
+            # Of a short group, what is past low nibbles gives way to high ones.
+            for i, start in enumerate((I64(0), half)):
+                for first, values in pairs:
+                    v.store(values[i], scratch, b.add(b.add(to, start), I64(first)))
+
+        def widen_rows(t0, start, stop):
+            """The columns ``[start, stop)`` of some tokens, with zeros up to whole vectors."""
+            lines = b.add(start, b.and_(b.sub(stop, start), I64(-line)))
+            whole = b.add(start, b.and_(b.sub(stop, start), I64(-width)))
+            with steps(b, I64(0), I64(tokens), 1) as (i, _):
+                t = b.add(t0, i)
+                row_at, ahead_at = (b.load(b.gep(table, [t])) for table in (offsets, ahead_offsets))
+                to_row = b.mul(i, I64(step))
+
+                def scales_of(d):
+                    group = b.ashr(d, I64(GROUP.bit_length() - 1))
+                    return v.load_levels(q_data, scales_at, t, group, groups)
+
+                def add(d, columns=None):
+                    to = b.add(to_row, b.sdiv(b.sub(d, start), I64(in_unit)))
+                    widen(row_at, t, scales_of, d, to, columns)
+
+                def ask(d, columns):
+                    for i in range(0, columns, ON_LINE[ahead_kind]):
+                        v.prefetch(ahead_kind, ahead_data, ahead_at, b.add(d, I64(i)))
+
+                with steps(b, start, lines, line) as (d, _):
+                    ask(d, line)
+                    for j in range(0, line, width):
+                        add(b.add(d, I64(j)))
                 if line > width:
                     with steps(b, lines, whole, width) as (d, _):
-                        ask(ahead_at, d, width)
-                        add(k_at, t0, d)
-                with b.if_then(b.icmp_signed(">", rest, I64(0))):
-                    ask(ahead_at, whole, width)
-                    add(k_at, t0, whole, rest)
-                flat = [b.load(slot) for row in sums for slot in row]
-                v.store_scores(flat, tokens, s_data, s_at, s_step, t0)
+                        ask(d, width)
+                        add(d)
+                with b.if_then(b.icmp_signed("<", whole, stop)):
+                    ask(whole, width)
+                    add(whole, b.sub(stop, whole))
 
-        for_rows(b, args[2], emit)
+        def add_widened(t0, rows, add):
+            """Add the products of all columns, by way of scratch memory."""
+            each = v.lanes // rows
+            with steps(b, I64(0), head_dim, part) as (start, _):
+                stop = b.add(start, I64(part))
+                stop = b.select(b.icmp_signed("<", stop, head_dim), stop, head_dim)
+                widen_rows(t0, start, stop)
+                units = b.sdiv(b.add(b.sub(stop, start), I64(in_unit - 1)), I64(in_unit))
+                first = b.sdiv(start, I64(in_unit))
+                with steps(b, I64(0), units, each) as (i, _):
+                    add(
+                        b.add(first, i),
+                        lambda t: v.repeated(scratch, b.add(i, I64(t * step)), each),
+                    )
+
+        def add_directly(t0, rows, tokens, add):
+            """The same where elements are read from K rows as they are, or whole vectors of one query row."""
+            each = v.lanes // rows
+            k_at, ahead_at = (
+                [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
+                for table in (offsets, ahead_offsets)
+            )
+            columns = each * in_unit
+
+            def add_part(d, left=None):
+                mask = None if left is None else v.lanes_below(left, lanes=columns)
+
+                def values(t):
+                    at = b.add(k_at[t], d)
+                    if integers:
+                        return v.load_codes(k_data, at, mask)
+                    if rows == 1:
+                        return v.load(kind, k_data, at, mask)
+                    part = v.load_part(k_data, at, each, mask)
+                    return v.shuffle(part, part, [i % each for i in range(v.lanes)])
+
+                add(b.sdiv(d, I64(in_unit)), values)
+
+            size = max(columns, ON_LINE[kind])
+            lines, whole = (b.and_(head_dim, I64(-x)) for x in (size, columns))
+
+            def ask(d):
+                for t in range(tokens):
+                    for i in range(0, size, ON_LINE[ahead_kind]):
+                        v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, I64(i)))
+
+            with steps(b, I64(0), lines, size) as (d, _):
+                ask(d)
+                for i in range(0, size, columns):
+                    add_part(b.add(d, I64(i)))
+            with b.if_then(b.icmp_signed("<", lines, head_dim)):
+                ask(lines)
+                if size > columns:
+                    with steps(b, lines, whole, columns) as (d, _):
+                        add_part(d)
+                if columns > 1:
+                    with b.if_then(b.icmp_signed("<", whole, head_dim)):
+                        add_part(whole, b.sub(head_dim, whole))
+
+        def emit(rows):
+            each = v.lanes // rows
+            type_ = v.int_type if integers else v.type
+            directly = kind != "int4" and (rows == 1 or kind == own)
+            taken = max(8, each) if directly else tokens
+            sums = [cgutils.alloca_once(b, type_) for _ in range(taken)]
+            row_scales = v.repeated(q_data, q_scales_at, rows) if integers else None
+
+            def add(unit, values):
+                """Add the products of some lanes of each row, from number `unit` on."""
+                q_lanes = v.load_floats(q_data, b.add(q_at, b.mul(unit, I64(rows))))
+                for t, slot in enumerate(sums):
+                    total, k_lanes = b.load(slot), values(t)
+                    if integers:
+                        total = v.add_pairs(total, q_lanes, k_lanes)
+                    else:
+                        total = v.fma(q_lanes, k_lanes, total)
+                    b.store(total, slot)
+
+            with steps(b, I64(0), count, taken) as (t0, _):
+                for slot in sums:
+                    b.store(ir.Constant(type_, None), slot)
+                if directly:
+                    add_directly(t0, rows, taken, add)
+                else:
+                    add_widened(t0, rows, add)
+                for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
+                    token = b.add(t0, I64(i * each))
+                    if integers:
+                        scores = b.fmul(b.sitofp(scores, v.type), row_scales)
+                    if kind == "int8":
+                        factors = v.stretched(q_data, b.add(scales_at, token), each)
+                        scores = b.fmul(scores, factors)
+                    v.store(scores, q_data, b.add(s_at, b.mul(token, I64(rows))))
+
+        for_rows(b, args[2], emit, most_rows(compute))
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def scratch_floats(b, element, size):
+    """The address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
+    place = cgutils.alloca_once(b, ir.ArrayType(element, size))
+    place.align = 64
+    return b.bitcast(place, I8.as_pointer())
 
 
 @intrinsic(prefer_literal=True)
@@ -691,70 +822,25 @@ def code_row(typing_context, q, q_at, head_dim, padded_dim):
 
 
 @intrinsic(prefer_literal=True)
-def soft_cap_tile(typing_context, COMPUTE, s, s_at, cap):
-    """Bound one row's scores of a tile: ``s = cap * tanh(s / cap)``, then times log2(e)."""
+def soft_cap_tile(typing_context, COMPUTE, rows, s, s_at, cap):
+    """Bound the scores of some rows and a tile: ``s = cap * tanh(s / cap)``, then times log2(e)."""
     if not literals(COMPUTE):
         return None
     compute = COMPUTE.literal_value
     float_type = types.float64 if compute == "float64" else types.float32
 
     def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[1], args[1])
+        data = data_of(context, b, sig.args[2], args[2])
         v = Vectors(b, compute)
-        cap = v.splat(args[3])
+        cap = v.splat(args[4])
         factor = b.fmul(cap, v.splat(math.log2(math.e)))
-        for i in range(0, TILE, v.lanes):
-            at = b.add(args[2], I64(i))
+        with steps(b, I64(0), b.mul(args[1], I64(TILE)), v.lanes) as (i, _):
+            at = b.add(args[3], i)
             score = b.fdiv(v.load_floats(data, at), cap)
             v.store(b.fmul(v.tanh(score), factor), data, at)
         return context.get_dummy_value()
 
-    return types.void(COMPUTE, s, types.int64, float_type), codegen
-
-
-@intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, COMPUTE, s, s_at, factors, factors_at, factor):
-    """Multiply one row's scores or probabilities of a tile by a number for each token, and one for all.
-
-    These are the scales of quantised rows.
-    """
-    if not literals(COMPUTE):
-        return None
-    compute = COMPUTE.literal_value
-    float_type = types.float64 if compute == "float64" else types.float32
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[1], args[1])
-        factors = data_of(context, b, sig.args[3], args[3])
-        v = Vectors(b, compute)
-        for_all = v.splat(args[5])
-        for i in range(0, TILE, v.lanes):
-            at = b.add(args[2], I64(i))
-            scale = b.fmul(v.load_floats(factors, b.add(args[4], I64(i))), for_all)
-            v.store(b.fmul(v.load_floats(data, at), scale), data, at)
-        return context.get_dummy_value()
-
-    return types.void(COMPUTE, s, types.int64, factors, types.int64, float_type), codegen
-
-
-@intrinsic(prefer_literal=True)
-def scale_tile(typing_context, COMPUTE, s, s_at, factor):
-    """Multiply one row's scores of a tile by a number: the scale of a query row of integers."""
-    if not literals(COMPUTE):
-        return None
-    compute = COMPUTE.literal_value
-    float_type = types.float64 if compute == "float64" else types.float32
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[1], args[1])
-        v = Vectors(b, compute)
-        factor = v.splat(args[3])
-        for i in range(0, TILE, v.lanes):
-            at = b.add(args[2], I64(i))
-            v.store(b.fmul(v.load_floats(data, at), factor), data, at)
-        return context.get_dummy_value()
-
-    return types.void(COMPUTE, s, types.int64, float_type), codegen
+    return types.void(COMPUTE, types.int64, s, types.int64, float_type), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -873,36 +959,110 @@ def softmax_tile(typing_context, COMPUTE, s, s_at, begin, end, maximum):
 
 
 @intrinsic(prefer_literal=True)
-def weigh_tile(
-    typing_context, KIND, COMPUTE, rows, count, p, p_at, p_step, v, v_offsets, begin, end, head_dim,
-    scales, scales_at, num_groups, o, o_at, o_step, rescale, rescale_at, AHEAD_KIND, ahead,
-    ahead_offsets,
+def softmax_rows(
+    typing_context, COMPUTE, rows, count, s, s_at, begin, end, maxima_at, sums_at, rescale_at
 ):  # fmt: skip
-    """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[r, t] * v[t, d]``.
+    """`softmax_tile` for `rows` rows at once, whose scores are at ``s_at + t * rows + r``.
 
-    Of the `rows` rows the first `count` are written. Output rows are padded to whole vectors; columns past `head_dim`
-    get zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT4, `scales`
-    are what `gather_groups` made of `num_groups`.
+    The maxima and sums of rows, in the same array, follow for the first `count` rows; the factors that rescale what
+    was summed before go to ``s[rescale_at + r]``, up to a whole vector. Scores outside ``[begin, end)``, which may be
+    anything, become 0.
+    """
+    if not literals(COMPUTE):
+        return None
+    compute = COMPUTE.literal_value
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[3], args[3])
+        rows, count, _, s_at, begin, end, maxima_at, sums_at, rescale_at = args[1:]
+        v = Vectors(b, compute)
+        size = b.mul(rows, I64(TILE))
+        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(TILE)))
+        with b.if_then(partial, likely=False), steps(b, I64(0), size, v.lanes) as (i, _):
+            at = b.add(s_at, i)
+            below = v.lanes_below(b.sub(b.mul(end, rows), i))
+            seen = b.and_(below, b.not_(v.lanes_below(b.sub(b.mul(begin, rows), i))))
+            v.store(b.select(seen, v.load_floats(data, at), v.splat(-math.inf)), data, at)
+
+        old, before = (cgutils.alloca_once(b, v.type) for _ in range(2))
+
+        def load_rows(rows):
+            b.store(v.repeated(data, maxima_at, rows), old)
+            b.store(v.repeated(data, sums_at, rows), before)
+
+        for_rows(b, rows, load_rows, most_rows(compute))
+        old = b.load(old)
+        # Several vectors side by side, as each has to wait for its predecessor.
+        chains = range(4)
+
+        def pieces(i):
+            """The next vector of each chain, and where it is."""
+            for j in chains:
+                at = b.add(b.add(s_at, i), I64(j * v.lanes))
+                yield v.load_floats(data, at), at
+
+        def merged(slots, combine):
+            a, b_, c, d = (b.load(slot) for slot in slots)
+            return v.fold_by_row(combine(combine(a, b_), combine(c, d)), rows, combine)
+
+        peaks = [cgutils.alloca_once_value(b, v.splat(-math.inf)) for _ in chains]
+        with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
+            for (score, _), slot in zip(pieces(i), peaks, strict=True):
+                b.store(v.larger(score, b.load(slot)), slot)
+        new = v.larger(merged(peaks, v.larger), old)
+        # A row that has seen nothing keeps its maximum of -inf; subtracting 0 instead avoids inf - inf.
+        nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
+        base = b.select(nothing, v.splat(0.0), new)
+        totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in chains]
+        with steps(b, I64(0), size, len(chains) * v.lanes) as (i, _):
+            for (score, at), slot in zip(pieces(i), totals, strict=True):
+                p = v.exp2(b.fsub(score, base))
+                v.store(p, data, at)
+                b.store(b.fadd(b.load(slot), p), slot)
+        rescale = v.exp2(b.fsub(old, base))
+        total = v.fma(b.load(before), rescale, merged(totals, b.fadd))
+        there = v.lanes_below(count)
+        v.store_masked(new, data, maxima_at, there)
+        v.store_masked(total, data, sums_at, there)
+        v.store(rescale, data, rescale_at)
+        return context.get_dummy_value()
+
+    return types.void(COMPUTE, i8, i8, s, i8, i8, i8, i8, i8, i8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def weigh_tile(
+    typing_context, KIND, COMPUTE, rows, count, p, p_at, v, v_offsets, begin, end, head_dim, scales_at,
+    num_groups, o_at, o_step, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
+):  # fmt: skip
+    """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
+
+    All floats are in the array `p`; p[t, r] is at ``p_at + t * rows + r``, o[r, d] at ``o_at + r * o_step + d``. Of the
+    `rows` rows the first `count` are taken. Output rows are padded to whole vectors; columns past `head_dim` get
+    zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT8, which is so
+    with float64 only, ``scales_at + t`` is where `gather_tile` put a token's scale; where it is INT4, `scales_at` is
+    where `gather_groups` put those of `num_groups`.
     """
     if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
     kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, i8, i8, p, i8, i8, v, v_offsets, i8, i8, i8, scales, i8, i8, o, i8, i8,
-        rescale, i8, AHEAD_KIND, ahead, ahead_offsets,
+        KIND, COMPUTE, i8, i8, p, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, ahead,
+        ahead_offsets,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        count, p_at, p_step, begin, end, head_dim = (args[i] for i in (3, 5, 6, 9, 10, 11))
-        scales_at, all_groups, o_at, o_step, rescale_at = (args[i] for i in (13, 14, 16, 17, 19))
-        p_data, v_data, offsets, scales_data, o_data, rescale_data, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (4, 7, 8, 12, 15, 18, 21, 22)
+        row_step, count, p_at, begin, end, head_dim = (args[i] for i in (2, 3, 5, 8, 9, 10))
+        scales_at, all_groups, o_at, o_step, rescale_at = args[11:16]
+        data, v_data, offsets, ahead_data, ahead_offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (4, 6, 7, 17, 18)
         )
 
         def emit(rows):
             lanes = Vectors(b, compute)
-            factors = [lanes.load_one(rescale_data, b.add(rescale_at, I64(r))) for r in range(rows)]
+            factors = [lanes.load_one(data, b.add(rescale_at, I64(r))) for r in range(rows)]
 
             def add_rows(columns, mask, load, ask):
                 """One pass over the tokens for some vectors of columns, kept in registers.
@@ -918,26 +1078,25 @@ def weigh_tile(
                 for r in range(rows):
                     factor = lanes.splat(factors[r])
                     for place, slot in zip(places[r], sums[r], strict=True):
-                        before = lanes.load_floats(o_data, place, mask)
+                        before = lanes.load_floats(data, place, mask)
                         b.store(b.fmul(before, factor), slot)
                 with steps(b, begin, end, 1) as (t, _):
-                    weights = [
-                        lanes.splat(
-                            lanes.load_one(p_data, b.add(b.add(p_at, b.mul(I64(r), p_step)), t))
-                        )
-                        for r in range(rows)
-                    ]
+                    at = b.add(p_at, b.mul(t, row_step))
+                    weights = [lanes.load_one(data, b.add(at, I64(r))) for r in range(rows)]
+                    if kind == "int8":
+                        scale = lanes.load_one(data, b.add(scales_at, t))
+                        weights = [b.fmul(weight, scale) for weight in weights]
+                    weights = [lanes.splat(weight) for weight in weights]
                     ask(b.load(b.gep(ahead_offsets, [t])))
                     for i, v_row in enumerate(load(t)):
                         for r in range(rows):
                             b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
                 for r in range(rows):
-                    with b.if_then(b.icmp_signed("<", I64(r), count)):
-                        for place, slot in zip(places[r], sums[r], strict=True):
-                            if mask is None:
-                                lanes.store(b.load(slot), o_data, place)
-                            else:
-                                lanes.store_masked(b.load(slot), o_data, place, mask)
+                    for place, slot in zip(places[r], sums[r], strict=True):
+                        if mask is None:
+                            lanes.store(b.load(slot), data, place)
+                        else:
+                            lanes.store_masked(b.load(slot), data, place, mask)
 
             def add_vectors(column, vectors, columns=None):
                 """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
@@ -978,7 +1137,7 @@ def weigh_tile(
                         row_at = b.add(b.load(b.gep(offsets, [t])), b.ashr(column, I64(1)))
                         levels = {
                             g: lanes.load_levels(
-                                scales_data, scales_at, t, b.add(group, I64(g)), all_groups
+                                data, scales_at, t, b.add(group, I64(g)), all_groups
                             )
                             for g in sorted({g for g, _ in taken})
                         }
@@ -992,7 +1151,8 @@ def weigh_tile(
 
                     add_rows(starts, mask, load, ask)
 
-            vectors = min(8, max(1, ACCUMULATORS // rows))
+            # A power of 2, as head dims have many of them.
+            vectors = min(8, 1 << max(1, ACCUMULATORS * 3 // 2 // rows).bit_length() - 1)
             if kind == "int4":
                 at_once = max(1, vectors // 2)  # pairs of vectors
                 wide = max(1, at_once * lanes.lanes // _PAIRS)  # whole groups
@@ -1010,7 +1170,7 @@ def weigh_tile(
             with b.if_then(b.icmp_signed(">", rest, I64(0))):
                 add(whole, 1, rest)
 
-        for_rows(b, args[2], emit)
+        for_rows(b, count, emit, most_rows(compute), range(1, AT_ONCE[0] + 1))
         return context.get_dummy_value()
 
     return signature, codegen

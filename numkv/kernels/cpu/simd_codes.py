@@ -169,7 +169,7 @@ def score_code_tile(
                     b.store(b.load(sums[r]), b.gep(kept, [b.add(I64(r * tokens), t)]))
             flat = [b.load(b.gep(kept, [I64(i)])) for i in range(rows * tokens)]
             for start in range(0, len(flat), v.lanes):
-                scores = v.sums(flat[start : start + v.lanes])
+                (scores,) = v.sums_by_row(flat[start : start + v.lanes], 1)
                 for first in range(start, start + v.lanes, tokens):
                     lanes = [*range(first - start, first - start + tokens)]
                     at = b.add(b.add(s_at, b.mul(I64(first // tokens), s_step)), t0)

@@ -43,6 +43,8 @@ from numkv.kernels.cpu.simd import (
     data_of,
     for_rows,
     literals,
+    most_rows,
+    scratch_floats,
     steps,
 )
 from numkv.rows.int4 import GROUP
@@ -64,8 +66,6 @@ INT4_INTEGERS = LANES == 16
 BLOCK = 128
 # Rows of at most so many elements, two groups, share vectors by twos.
 SHORT = 64
-# Of two tokens with four groups each, the first two groups, in four lanes each.
-_TWO_GROUPS_EACH = [4 * (i // 8) + i // 4 % 2 for i in range(16)]
 #: Rows whose sums fit into registers.
 _ROWS = 4
 _LARGEST = 32639.0
@@ -165,17 +165,6 @@ class _Words(Vectors):
             ]
         return found
 
-    def load_by_group(self, base, at, tokens=1):
-        """Load four floats, one for each group of a block, each into all lanes of its group.
-
-        Of two tokens, one after the other: the first two groups of each.
-        """
-        type_ = ir.VectorType(self.float, 4 * tokens)
-        pointer = self.b.bitcast(self._pointer(base, at, self.float), type_.as_pointer())
-        floats = self.b.load(pointer, align=4)
-        lanes = [i // 4 for i in range(16)] if tokens == 1 else _TWO_GROUPS_EACH
-        return self.shuffle(floats, floats, lanes)
-
     def larger_size(self, x, peak):
         """The larger magnitude, lane by lane, as bits, which are in the order of magnitudes and end with NaN's."""
         bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(0x7FFFFFFF))
@@ -185,37 +174,24 @@ class _Words(Vectors):
         """Lane by lane the larger integer."""
         return self.b.select(self.b.icmp_signed(">", a, b), a, b)
 
-    def store_pairs(self, vectors, each, base, at, step, t0):
-        """`store_scores` where a vector's lower half belongs to one token and its upper half to the next one.
-
-        There are `each` vectors of a row.
-        """
-        eight = self.lanes // 2
-        for start in range(0, len(vectors), eight):
-            sums = self.sums(vectors[start : start + eight])
-            run = min(each, eight)
-            for first in range(start, start + eight, run):
-                lanes = [
-                    x for i in range(first - start, first - start + run) for x in (i, eight + i)
-                ]
-                row, pair = divmod(first, each)
-                place = self.b.add(self.b.add(at, self.b.mul(I64(row), step)), t0)
-                place = self.b.add(place, I64(2 * pair))
-                self.store(self.shuffle(sums, sums, lanes), base, place)
-
     def quantiser(self, peak):
-        """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it.
+        """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it, lane by lane.
 
         `peak` is what `larger_size` found; both are NaN where a weight is not finite.
         """
-        bits = self.fold(peak, self.larger_int)
-        finite = self.b.icmp_signed("<", bits, I32(0x7F800000))
+        finite = self.b.icmp_signed("<", peak, self.splat_int(0x7F800000))
         # Far below that a factor would overflow.
-        least = I32(int(np.float32(1e-33).view(np.int32)))
-        peak = self.b.bitcast(self.larger_int(bits, least), self.float)
-        peak = self.b.select(finite, peak, self.float(math.nan))
-        factor = self.b.fdiv(self.float(_LARGEST), peak)
-        return self.splat(factor), self.b.fmul(peak, self.float(1 / _LARGEST))
+        least = self.splat_int(int(np.float32(1e-33).view(np.int32)))
+        peak = self.b.bitcast(self.larger_int(peak, least), self.type)
+        peak = self.b.select(finite, peak, self.splat(math.nan))
+        factor = self.b.fdiv(self.splat(_LARGEST), peak)
+        return factor, self.b.fmul(peak, self.splat(1 / _LARGEST))
+
+    def pairs(self, low, high):
+        """The low 16 bits of integers, side by side in 32-bit lanes."""
+        return self.b.or_(
+            self.b.and_(low, self.splat_int(0xFFFF)), self.b.shl(high, self.splat_int(16))
+        )
 
     def nearest(self, x):
         """The nearest integers of floats whose magnitude is below 2**22, in the low bits of 32-bit lanes."""
@@ -223,136 +199,170 @@ class _Words(Vectors):
         return self.b.bitcast(shifted, self.int_type)
 
 
-def _seen(v, begin, end, start):
-    return v.b.and_(v.lanes_below(end, start), v.b.not_(v.lanes_below(begin, start)))
-
-
 @intrinsic
-def code_weights(typing_context, s, s_at, factors, factors_at, begin, end):
-    """Replace one row's probabilities of a tile by 16-bit integers, each token's times its factor; return their scale.
+def code_weights(typing_context, rows, s, s_at, factors_at, begin, end, scales_at):
+    """Replace probabilities of `rows` rows and a tile by 16-bit integers, each token's times its factor.
 
-    Tokens outside ``[begin, end)`` get 0, whatever their factors are.
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and the factors of tokens at `factors_at`. 32
+    bits with the integers of tokens 2i and 2i + 1 take the place of p[i, r]. The scales of rows go to `scales_at`,
+    up to a whole vector. Tokens outside ``[begin, end)`` get 0, whatever their factors are.
     """
     i8 = types.int64
 
     def codegen(context, b, sig, args):
-        data, factors = (data_of(context, b, sig.args[i], args[i]) for i in (0, 2))
-        _, s_at, _, factors_at, begin, end = args
-        v = _Words(b)
-        peak = v.splat_int(0)
-        weights = []
-        for i in range(0, TILE, v.lanes):
-            p = v.load_floats(data, b.add(s_at, I64(i)))
-            weight = b.fmul(p, v.load_floats(factors, b.add(factors_at, I64(i))))
-            weight = b.select(_seen(v, begin, end, i), weight, v.splat(0.0))
-            peak = v.larger_size(weight, peak)
-            weights.append(weight)
-        factor, scale = v.quantiser(peak)
-        halves = ir.VectorType(I16, v.lanes)
-        pointer = b.bitcast(v._pointer(data, s_at, v.float), halves.as_pointer())
-        for i, weight in enumerate(weights):
-            codes = b.trunc(v.nearest(b.fmul(weight, factor)), halves)
-            b.store(codes, b.gep(pointer, [I64(i)]), align=2)
-        return scale
+        data = data_of(context, b, sig.args[1], args[1])
+        s_at, factors_at, begin, end, scales_at = args[2:]
 
-    return types.float32(s, i8, factors, i8, i8, i8), codegen
+        def emit(rows):
+            v = _Words(b)
+            each = v.lanes // rows  # tokens in a vector
+            first, last = (b.mul(x, I64(rows)) for x in (begin, end))
+            peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
+            with steps(b, I64(0), I64(TILE * rows), 2 * v.lanes) as (i, _):
+                for j, slot in enumerate(peaks):
+                    here = b.add(i, I64(j * v.lanes))
+                    at = b.add(s_at, here)
+                    token = b.add(factors_at, b.sdiv(here, I64(rows)))
+                    weight = b.fmul(v.load_floats(data, at), v.stretched(data, token, each))
+                    below = v.lanes_below(b.sub(last, here))
+                    seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, here))))
+                    weight = b.select(seen, weight, v.splat(0.0))
+                    v.store(weight, data, at)
+                    b.store(v.larger_size(weight, b.load(slot)), slot)
+            peak = v.fold_by_row(v.larger_int(*map(b.load, peaks)), I64(rows), v.larger_int)
+            factor, scale = v.quantiser(peak)
+            v.store(scale, data, scales_at)
+            even = [2 * turn * rows + r for turn in range(each) for r in range(rows)]
+            odd = [i + rows for i in even]
+            with steps(b, I64(0), I64(TILE * rows // 2), v.lanes) as (i, _):
+                at = b.add(b.add(s_at, i), i)
+                codes = []
+                for j in range(2):
+                    weight = v.load_floats(data, b.add(at, I64(j * v.lanes)))
+                    codes.append(v.nearest(b.fmul(weight, factor)))
+                pairs = v.pairs(v.shuffle(*codes, even), v.shuffle(*codes, odd))
+                v.store(b.bitcast(pairs, v.type), data, b.add(s_at, i))
+
+        for_rows(b, args[0], emit, most_rows("float32"))
+        return context.get_dummy_value()
+
+    return types.void(i8, s, i8, i8, i8, i8, i8), codegen
 
 
 @intrinsic
 def code_group_weights(
-    typing_context, s, s_at, scales, scales_at, head_dim, begin, end, w, w_at, sums, sums_at
+    typing_context, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at
 ):  # fmt: skip
-    """One row's probabilities of a tile times the scales of tokens' groups, as 16-bit integers; return their scale.
+    """Probabilities of `rows` rows and a tile times the scales of tokens' groups, as 16-bit integers.
 
-    `scales` are what `gather_groups` made for rows of `head_dim`. The integers of tokens 2i and 2i + 1 for block j are
-    the halves of the 16 lanes of `w` from ``w_at + 16 * (j * TILE / 2 + i)`` on; of rows of up to 64 elements, tokens
-    4i and 4i + 1 are in the lower lanes from ``w_at + 16 * i`` on, the two after them in the upper ones.
-    ``sums[sums_at + g]`` is what the lowest levels of group g add up to: the sum of ``p[t] * lowest[t, g]``. Tokens
-    outside ``[begin, end)`` get 0.
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and at `scales_at` what `gather_groups` made
+    for rows of `head_dim`. Rows are taken by fours. For each four and each block, ``TILE / 2`` vectors follow each
+    other at `w_at`: the lanes of vector i are the groups, and in each the four rows, and hold the integers of tokens 2i
+    and 2i + 1. Of V rows of up to 64 elements, the lower half of vector i belongs to tokens 4i and 4i + 1, the upper
+    half to the next two. At `sums_at` are, for each four and each block, what the lowest levels add up to,
+    ``sum of p[t] * lowest[t]``, and the scales of integers: a vector of each, for groups and in each the four rows.
+    Tokens outside ``[begin, end)`` get 0.
     """
     i8 = types.int64
 
     def codegen(context, b, sig, args):
-        s_data, scales_data, w_data, sums_data = (
-            data_of(context, b, sig.args[i], args[i]) for i in (0, 2, 7, 9)
-        )
-        s_at, scales_at, head_dim, begin, end, w_at, sums_at = (
-            args[i] for i in (1, 3, 4, 5, 6, 8, 10)
-        )
+        data = data_of(context, b, sig.args[1], args[1])
+        rows, _, s_at, scales_at, head_dim, begin, end, w_at, sums_at = args
         v = _Words(b)
         blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
-        short = b.icmp_signed("<=", head_dim, I64(SHORT))
         lowest_at = b.mul(blocks, I64(4 * TILE))
         four = ir.VectorType(v.float, 4)
-        zero = v.splat(0.0)
-        peak = cgutils.alloca_once_value(b, v.splat_int(0))
+        scratch = scratch_floats(b, v.float, TILE * v.lanes)
+        # What stands in for the scales of tokens that are not seen.
+        nothing = scratch_floats(b, v.float, 4)
+        b.store(ir.Constant(four, None), b.bitcast(nothing, four.as_pointer()))
+        seen_tokens = b.sub(end, begin)
 
-        def by_token(t, j, further=None):
-            """Four floats each of tokens t to t + 3, for block j."""
-            at = b.add(scales_at, v.scale_place(I64(t), b.mul(j, I64(4))))
-            return v.load_floats(scales_data, at if further is None else b.add(at, further))
+        def load_four(base, at):
+            return b.load(b.bitcast(v._pointer(base, at, v.float), four.as_pointer()), align=4)
 
-        def probabilities(t):
-            """Those of tokens t to t + 3, and which of them are seen, four lanes each."""
-            each = v.load_by_group(s_data, b.add(s_at, I64(t)))
-            token = ir.Constant(v.int_type, [ir.Constant(I32, t + i // 4) for i in range(16)])
-            low, high = (
-                b.bitcast(v.splat(b.bitcast(b.trunc(x, I32), v.float)), v.int_type)
-                for x in (begin, end)
+        def load_seen(token, at):
+            """Four floats of a token, or zeros if it is not seen."""
+            seen = b.icmp_unsigned("<", b.sub(token, begin), seen_tokens)
+            pointer = b.select(
+                seen, v._pointer(data, at, v.float), v._pointer(nothing, I64(0), v.float)
             )
-            return each, b.and_(b.icmp_signed(">=", token, low), b.icmp_signed("<", token, high))
+            return b.load(b.bitcast(pointer, four.as_pointer()), align=4)
 
-        rows = [(t, *probabilities(t)) for t in range(0, TILE, 4)]
-        with steps(b, I64(0), blocks, 1) as (j, _):
-            total = zero
-            for t, p, seen in rows:
-                weight = b.select(seen, b.fmul(p, by_token(t, j)), zero)
-                b.store(v.larger_size(weight, b.load(peak)), peak)
-                lowest = b.select(seen, by_token(t, j, lowest_at), zero)
-                total = v.fma(p, lowest, total)
-            for width in (8, 4):
-                halves = [v.shuffle(total, total, [*range(i, i + width)]) for i in (0, width)]
-                total = b.fadd(*halves)
-            at = b.add(sums_at, b.mul(j, I64(4)))
-            b.store(
-                total, b.bitcast(v._pointer(sums_data, at, v.float), four.as_pointer()), align=4
-            )
-        factor, scale = v.quantiser(b.load(peak))
-        with steps(b, I64(0), blocks, 1) as (j, _):
-            for t, p, seen in rows:
-                weight = b.select(seen, b.fmul(p, by_token(t, j)), zero)
-                codes = v.nearest(b.fmul(weight, factor))
-                # Of neighbouring tokens, one's code goes into the lower half of a lane, the other's into the upper.
-                other = v.shuffle(codes, codes, [i + 4 if i % 8 < 4 else i for i in range(16)])
-                pairs = b.or_(b.and_(codes, v.splat_int(0xFFFF)), b.shl(other, v.splat_int(16)))
+        def emit(block, first, short):
+            half = 8 if short else 16  # lanes that a token takes
+            of_rows = [i // half * 4 + i % 4 for i in range(16)]
+            of_groups = [i // half * 4 + i % half // 4 for i in range(16)]
 
-                def put(lanes, place, pairs=pairs):
-                    at = b.add(w_at, b.mul(place, I64(16)))
-                    pointer = b.bitcast(v._pointer(w_data, at, v.float), v.int_type.as_pointer())
-                    b.store(v.shuffle(pairs, pairs, lanes), pointer, align=4)
+            def of_tokens(turn, j):
+                """Probabilities, scales and lowest levels for vector j of a turn: of one token, or of two."""
+                if short:
+                    tokens = [b.add(b.mul(turn, I64(4)), I64(j + i)) for i in (0, 2)]
+                else:
+                    tokens = [b.add(b.mul(turn, I64(2)), I64(j))] * 2
+                found = [[], [], []]
+                for token in tokens[: 2 if short else 1]:
+                    p_at = b.add(b.add(s_at, b.mul(token, rows)), first)
+                    at = b.add(scales_at, v.scale_place(token, b.mul(block, I64(4))))
+                    found[0].append(load_four(data, p_at))
+                    found[1].append(load_seen(token, at))
+                    found[2].append(load_seen(token, b.add(at, lowest_at)))
+                found = [x if short else x * 2 for x in found]
+                lanes = (of_rows, of_groups, of_groups)
+                return [v.shuffle(*x, which) for x, which in zip(found, lanes, strict=True)]
 
-                with b.if_else(short) as (of_short, of_others):
-                    with of_short:
-                        put([8 * (i // 8) + i // 4 % 2 for i in range(16)], I64(t // 4))
-                    with of_others:
-                        for pair in range(2):
-                            place = b.add(b.mul(j, I64(TILE // 2)), I64(t // 2 + pair))
-                            put([8 * pair + i // 4 for i in range(16)], place)
-        return scale
+            tokens = 4 if short else 2  # in a turn
+            totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2)]
+            peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
+            begin_turn = b.sdiv(begin, I64(tokens))
+            end_turn = b.sdiv(b.add(end, I64(tokens - 1)), I64(tokens))
+            with steps(b, begin_turn, end_turn, 1) as (turn, _):
+                for j in range(2):
+                    p, scale, lowest = of_tokens(turn, j)
+                    weight = b.fmul(p, scale)
+                    v.store(weight, scratch, b.mul(b.add(b.mul(turn, I64(2)), I64(j)), I64(16)))
+                    b.store(v.larger_size(weight, b.load(peaks[j])), peaks[j])
+                    b.store(v.fma(p, lowest, b.load(totals[j])), totals[j])
+            total = b.fadd(*map(b.load, totals))
+            peak = v.larger_int(*map(b.load, peaks))
+            if short:
+                upper = [i ^ 8 for i in range(16)]
+                total = b.fadd(total, v.shuffle(total, total, upper))
+                peak = v.larger_int(peak, v.shuffle(peak, peak, upper))
+            factor, scale = v.quantiser(peak)
+            place = b.add(b.mul(b.ashr(first, I64(2)), blocks), block)
+            at = b.add(sums_at, b.mul(place, I64(32)))
+            v.store(total, data, at)
+            v.store(scale, data, b.add(at, I64(16)))
+            w_here = b.add(w_at, b.mul(place, I64(TILE // 2 * 16)))
+            with steps(b, begin_turn, end_turn, 1) as (turn, _):
+                codes = []
+                for j in range(2):
+                    at = b.mul(b.add(b.mul(turn, I64(2)), I64(j)), I64(16))
+                    codes.append(v.nearest(b.fmul(v.load_floats(scratch, at), factor)))
+                place = b.add(w_here, b.mul(turn, I64(16)))
+                v.store(b.bitcast(v.pairs(*codes), v.type), data, place)
 
-    signature = types.float32(s, i8, scales, i8, i8, i8, i8, w, i8, sums, i8)
-    return signature, codegen
+        short = b.icmp_signed("<=", head_dim, I64(SHORT))
+        with steps(b, I64(0), rows, 4) as (first, _), b.if_else(short) as (of_short, of_others):
+            with of_short:
+                emit(I64(0), first, True)
+            with of_others, steps(b, I64(0), blocks, 1) as (block, _):
+                emit(block, first, False)
+        return context.get_dummy_value()
+
+    return types.void(i8, s, i8, i8, i8, i8, i8, i8, i8), codegen
 
 
 @intrinsic(prefer_literal=True)
 def weigh_integers(
-    typing_context, KIND, rows, count, w, w_at, w_step, w_scales_at, v, v_offsets, begin, end, head_dim,
-    sums_at, sums_step, o_at, o_step, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, KIND, rows, count, w, w_at, w_scales_at, v, v_offsets, begin, end, head_dim, sums_at,
+    o_at, o_step, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
-    """Add V rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of weight[r, t] * v[t, d]``.
+    """Add V rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of weight[t, r] * v[t, d]``.
 
-    All floats are in the array `w`. The weights of row r are those that `code_weights` or `code_group_weights` put at
-    ``w_at + r * w_step``, their scale is at ``w_scales_at + r``, and `sums_at` is where the sums of lowest levels are.
+    All floats are in the array `w`. The weights at `w_at` are those of `code_weights`, which put their scales at
+    `w_scales_at`, or of `code_group_weights`, which put their scales and the sums of lowest levels at `sums_at`.
     Of the `rows` rows the first `count` are written, to columns below `head_dim`; up to 15 more get what does not
     matter. While V rows are read, the same rows of `ahead` (the next tile's K rows) are asked for.
     """
@@ -361,17 +371,14 @@ def weigh_integers(
     kind, ahead_kind = (a.literal_value for a in (KIND, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, i8, i8, w, i8, i8, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, ahead,
-        ahead_offsets,
+        KIND, i8, i8, w, i8, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        count, w_at, w_step, w_scales_at, begin, end, head_dim = (
-            args[i] for i in (2, 4, 5, 6, 9, 10, 11)
-        )
-        sums_at, sums_step, o_at, o_step, rescale_at = (args[i] for i in (12, 13, 14, 15, 16))
+        count, w_at, w_scales_at, begin, end, head_dim = (args[i] for i in (2, 4, 5, 8, 9, 10))
+        sums_at, o_at, o_step, rescale_at = args[11:15]
         w_data, v_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (3, 7, 8, 18, 19)
+            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 16, 17)
         )
 
         def emit(rows):
@@ -383,12 +390,13 @@ def weigh_integers(
             num_blocks = b.sdiv(b.add(head_dim, I64(columns - 1)), I64(columns))
 
             def weights_of(row, block, turn):
-                at = b.add(w_at, b.mul(I64(row), w_step))
                 if packed:
-                    at = b.add(at, b.mul(b.add(b.mul(block, I64(TILE // 2)), turn), I64(16)))
-                    pointer = b.bitcast(v._pointer(w_data, at, v.float), v.int_type.as_pointer())
-                    return b.load(pointer, align=4)
-                return b.bitcast(v.splat(v.load_one(w_data, b.add(at, turn))), v.int_type)
+                    four = b.add(b.mul(I64(row // 4), num_blocks), block)
+                    at = b.add(b.mul(four, I64(TILE // 2)), turn)
+                    weights = v.load_floats(w_data, b.add(w_at, b.mul(at, I64(16))))
+                    return v.shuffle(weights, weights, [i - i % 4 + row % 4 for i in range(16)])
+                at = b.add(w_at, b.add(b.mul(turn, I64(rows)), I64(row)))
+                return v.splat(v.load_one(w_data, at))
 
             def codes_of(block, turn, short, ask):
                 """Words of a pair of tokens; of short rows, of two pairs."""
@@ -422,7 +430,7 @@ def weigh_integers(
                     codes = codes_of(block, turn, short, ask)
                     mixed = [x for i in which for x in v.interleave(codes[0][i], codes[1][i])]
                     for row in taken:
-                        weights = v.words(weights_of(row, block, turn))
+                        weights = weights_of(row, block, turn)
                         for slot, x in zip(sums[row], mixed, strict=True):
                             b.store(v.add_pairs(b.load(slot), x, weights), slot)
                 for row in taken:
@@ -436,10 +444,15 @@ def weigh_integers(
             def finish(block, row, nibble, totals):
                 even, odd = totals[:2], totals[2:]
                 pieces = [x for pair in zip(even, odd, strict=True) for x in v.interleave(*pair)]
-                scale = v.splat(v.load_one(w_data, b.add(w_scales_at, I64(row))))
+                four = b.add(b.mul(I64(row // 4), num_blocks), block)
+                of_four = b.add(b.add(sums_at, b.mul(four, I64(32))), I64(row % 4))
                 rescale = v.splat(v.load_one(w_data, b.add(rescale_at, I64(row))))
                 row_at = b.add(o_at, b.mul(I64(row), o_step))
                 for j, total in enumerate(v.in_order(pieces)):
+                    scale_at = b.add(w_scales_at, I64(row))
+                    if packed:
+                        scale_at = b.add(of_four, I64(16 + 4 * j))
+                    scale = v.splat(v.load_one(w_data, scale_at))
                     value = b.fmul(b.sitofp(total, v.type), scale)
                     if not packed:
                         column = b.add(b.mul(block, I64(columns)), I64(j * v.lanes))
@@ -454,8 +467,8 @@ def weigh_integers(
                     left = b.ashr(b.sub(head_dim, column), I64(1))
                     half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
                     with b.if_then(b.icmp_signed(">", left, I64(0))):
-                        at = b.add(b.add(sums_at, b.mul(I64(row), sums_step)), group)
-                        value = b.fadd(value, v.splat(v.load_one(w_data, at)))
+                        lowest = v.load_one(w_data, b.add(of_four, I64(4 * j)))
+                        value = b.fadd(value, v.splat(lowest))
                         place = b.add(b.add(row_at, column), b.mul(half, I64(nibble)))
                         mask = v.lanes_below(half)
                         value = v.fma(v.load_floats(w_data, place, mask), rescale, value)
@@ -481,7 +494,7 @@ def weigh_integers(
                 with of_others:
                     all_blocks()
 
-        for_rows(b, args[1], emit)
+        for_rows(b, args[1], emit, most_rows("float32"))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -499,13 +512,14 @@ def fill_code_row(to, row, scale):
             at = (byte >> 6) * BLOCK + ((byte & 63) >> 1) + ((byte & 1) << 5)
             low, high = scale * row[first + i], scale * row[first + half + i]
             to[at], to[at + BLOCK // 2] = low, high
-            if dim <= SHORT:  # for the row in the upper half
-                to[at + 16], to[at + 16 + BLOCK // 2] = low, high
 
 
 @intrinsic
 def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
-    """Put what the words of a query row add up to, lane by lane of a block, to ``q[sums_at + 16 * block]`` and on."""
+    """Put what the words of a query row add up to, group by group, to ``q[sums_at + 16 * block]`` and on.
+
+    These are four numbers, and twelve zeros.
+    """
     i8 = types.int64
 
     def codegen(context, b, sig, args):
@@ -517,6 +531,11 @@ def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
             for i in range(4):
                 at = b.add(b.add(q_at, b.mul(block, I64(BLOCK // 2))), I64(i * v.lanes))
                 total = v.add_pairs(total, v.load_words(data, at), v.splat_word(1))
+            for width in (1, 2):
+                other = v.shuffle(total, total, [i ^ width for i in range(16)])
+                total = b.add(total, other)
+            zeros = v.splat_int(0)
+            total = v.shuffle(total, zeros, [4 * i if i < 4 else 16 for i in range(16)])
             at = b.add(sums_at, b.mul(block, I64(16)))
             v.store(b.sitofp(total, v.type), data, at)
         return context.get_dummy_value()
@@ -526,134 +545,129 @@ def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
 
 @intrinsic(prefer_literal=True)
 def score_integers(
-    typing_context, rows, q, q_at, q_step, q_sums_at, q_sums_step, k, k_offsets, count, head_dim, scales_at,
-    s_at, s_step, AHEAD_KIND, ahead, ahead_offsets,
+    typing_context, rows, q, q_at, q_scales_at, q_sums_at, k, k_offsets, count, head_dim, scales_at, s_at,
+    AHEAD_KIND, ahead, ahead_offsets,
 ):  # fmt: skip
-    """Scores of `rows` query rows against `count` INT4 rows: ``s[r, t] = sum over d of q[r, d] * k[t, d]``.
+    """Scores of `rows` query rows against `count` INT4 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
     All floats are in the array `q`. Query rows are those that `code_row` made of elements in the order of
-    `fill_code_row`, with zeros up to whole blocks; the scores are to be multiplied by their scales. ``q_sums_at + r *
-    q_sums_step`` is where `sum_code_groups` put the sums of row r, and `scales_at` where `gather_groups` put the scales
-    of K. For the rest see `score_tile` of `simd`.
+    `fill_code_row`, with zeros up to whole blocks, arranged by `arrange_rows`; `q_scales_at` is where their scales are,
+    `q_sums_at` where the sums of `sum_code_groups` are, arranged too, and `scales_at` where `gather_groups` put the
+    scales of K. For the rest see `score_tile` of `simd`.
     """
     if not literals(AHEAD_KIND):
         return None
     ahead_kind = AHEAD_KIND.literal_value
     i8 = types.int64
     signature = types.void(
-        i8,
-        q,
-        i8,
-        i8,
-        i8,
-        i8,
-        k,
-        k_offsets,
-        i8,
-        i8,
-        i8,
-        i8,
-        i8,
-        AHEAD_KIND,
-        ahead,
-        ahead_offsets,
-    )
+        i8, q, i8, i8, i8, k, k_offsets, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets
+    )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        (
-            q_at,
-            q_step,
-            q_sums_at,
-            q_sums_step,
-            count,
-            head_dim,
-            scales_at,
-            s_at,
-            s_step,
-        ) = (args[i] for i in (2, 3, 4, 5, 8, 9, 10, 11, 12))
-        q_data, k_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (1, 6, 7, 14, 15)
+        q_at, q_scales_at, q_sums_at, count, head_dim, scales_at, s_at = (
+            args[i] for i in (2, 3, 4, 7, 8, 9, 10)
         )
+        q_data, k_data, offsets, ahead_data, ahead_offsets = (
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 5, 6, 12, 13)
+        )
+        v = _Words(b)
+        row_bytes = b.ashr(head_dim, I64(1))
+        num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
+        lowest_at = b.mul(num_blocks, I64(4 * TILE))
+        step = BLOCK // 2  # lanes of a block
+        scratch = scratch_floats(b, v.float, v.lanes * step + v.lanes)
 
-        def emit(rows):
-            v = _Words(b)
-            vectors = max(
-                1, v.lanes // rows
-            )  # for each row, of one token each, or of two short ones
-            sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(rows)]
-            row_bytes = b.ashr(head_dim, I64(1))
-            num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
-            lowest_at = b.mul(num_blocks, I64(4 * TILE))
+        def widen(block, t0, tokens, short):
+            """A block of some tokens as words, in scratch memory; of short rows two tokens side by side."""
+            each = 2 if short else 1
+            with steps(b, I64(0), I64(tokens // each), 1) as (i, _):
+                token = b.add(t0, b.mul(i, I64(each)))
+                places = []
+                for j in range(each):
+                    t = b.add(token, I64(j))
+                    places.append(b.load(b.gep(offsets, [t])))
+                    ahead_at = b.load(b.gep(ahead_offsets, [t]))
+                    for column in range(0, BLOCK // each, ON_LINE[ahead_kind]):
+                        column = b.add(b.mul(block, I64(BLOCK)), I64(column))
+                        v.prefetch(ahead_kind, ahead_data, ahead_at, column)
+                if short:
+                    words = v.load_two_rows(k_data, places, row_bytes)
+                else:
+                    at = b.mul(block, I64(64))
+                    left = b.sub(row_bytes, at)
+                    words = v.load_words_of("int4", k_data, b.add(places[0], at), left)
+                for j, x in enumerate(words):
+                    at = b.add(b.mul(i, I64(step)), I64(j * v.lanes))
+                    v.store(b.bitcast(x, v.type), scratch, at)
 
-            def of_row(at, step, r, block, each):
-                return b.add(b.add(at, b.mul(I64(r), step)), b.mul(block, I64(each)))
+        def emit(rows, short):
+            each = v.lanes // rows
+            tokens = max(8, each)
+            together = max(1, each // 4)  # groups in a vector
+            groups = range(0, 2 if short else 4, together)
+            sums = [cgutils.alloca_once(b, v.type) for _ in range(tokens)]
+            row_scales = v.repeated(q_data, q_scales_at, rows)
 
-            def add_block(block, t0, k_at, tokens):
-                q_rows = []
-                for r in range(rows):
-                    place = of_row(q_at, q_step, r, block, BLOCK // 2)
-                    q_rows.append(
-                        [v.load_words(q_data, b.add(place, I64(i * v.lanes))) for i in range(4)]
-                    )
-                q_sums = [
-                    v.load_floats(q_data, of_row(q_sums_at, q_sums_step, r, block, 16))
-                    for r in range(rows)
-                ]
-                at = b.mul(block, I64(64))
-                for i in range(vectors):
-                    if tokens == 2:
-                        words = v.load_two_rows(k_data, k_at[2 * i : 2 * i + 2], row_bytes)
-                    else:
-                        left = b.sub(row_bytes, at)
-                        words = v.load_words_of("int4", k_data, b.add(k_at[i], at), left)
-                    scale_at = v.scale_place(b.add(t0, I64(tokens * i)), b.mul(block, I64(4)))
-                    scale_at = b.add(scales_at, scale_at)
-                    scale = v.load_by_group(q_data, scale_at, tokens)
-                    lowest = v.load_by_group(q_data, b.add(scale_at, lowest_at), tokens)
-                    for r in range(rows):
-                        product = v.splat_int(0)
-                        for q_words, k_words in zip(q_rows[r], words, strict=True):
-                            product = v.add_pairs(product, k_words, q_words)
-                        total = v.fma(q_sums[r], lowest, b.load(sums[r][i]))
-                        total = v.fma(b.sitofp(product, v.type), scale, total)
-                        b.store(total, sums[r][i])
+            def scale_of(token, block, group):
+                at = b.add(scales_at, v.scale_place(token, b.add(b.mul(block, I64(4)), I64(group))))
+                part = v.load_part(q_data, at, together)
+                lanes = [i % each // 4 if together > 1 else 0 for i in range(16)]
+                return v.shuffle(part, part, lanes)
 
-            def all_tokens(tokens):
-                """Scores, with so many tokens in a vector."""
-                each = vectors * tokens
-                with steps(b, I64(0), count, each) as (t0, _):
-                    k_at, ahead_at = (
-                        [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(each)]
-                        for table in (offsets, ahead_offsets)
-                    )
-                    for slot in (slot for row in sums for slot in row):
-                        b.store(v.splat(0.0), slot)
+            def lowest_of(token, block, first, size):
+                at = b.add(scales_at, v.scale_place(token, b.mul(block, I64(4))))
+                return v.repeated(q_data, b.add(b.add(at, lowest_at), I64(first)), size)
 
-                    def one_block(block):
-                        for t in range(each):
-                            for column in range(0, BLOCK // tokens, ON_LINE[ahead_kind]):
-                                column = b.add(b.mul(block, I64(BLOCK)), I64(column))
-                                v.prefetch(ahead_kind, ahead_data, ahead_at[t], column)
-                        add_block(block, t0, k_at, tokens)
+            def k_at(t, unit):
+                if short:
+                    return I64(t // 2 * step + t % 2 * 8 + unit)
+                return I64(t * step + unit)
 
-                    if tokens == 2:
-                        one_block(I64(0))
-                    else:
-                        with steps(b, I64(0), num_blocks, 1) as (block, _):
-                            one_block(block)
-                    totals = [b.load(slot) for row in sums for slot in row]
-                    if tokens == 2:
-                        v.store_pairs(totals, vectors, q_data, s_at, s_step, t0)
-                    else:
-                        v.store_scores(totals, vectors, q_data, s_at, s_step, t0)
+            def q_lanes(at, block, size, unit):
+                at = b.add(at, b.mul(block, I64(size * rows)))
+                return v.load_floats(q_data, b.add(at, I64(unit * rows)))
 
-            with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
-                with of_short:
-                    all_tokens(2)
-                with of_others:
-                    all_tokens(1)
+            def add_block(block, t0):
+                for first in range(0, 2 if short else 4, min(each, 4)):
+                    q_sums = q_lanes(q_sums_at, block, 16, first)
+                    for t, slot in enumerate(sums):
+                        lowest = lowest_of(b.add(t0, I64(t)), block, first, min(each, 4))
+                        b.store(v.fma(q_sums, lowest, b.load(slot)), slot)
+                for group in groups:
+                    for start in range(0, tokens, 8):
+                        some = range(start, start + 8)
+                        products = [v.splat_int(0) for _ in some]
+                        for i in range(4):
+                            for unit in range(0, 4 * together, each):
+                                unit = 16 * i + 4 * group + unit
+                                q_row = q_lanes(q_at, block, step, unit)
+                                for j, t in enumerate(some):
+                                    k_row = v.repeated(scratch, k_at(t, unit), each)
+                                    products[j] = v.add_pairs(products[j], q_row, k_row)
+                        for t, product in zip(some, products, strict=True):
+                            scale = scale_of(b.add(t0, I64(t)), block, group)
+                            total = v.fma(b.sitofp(product, v.type), scale, b.load(sums[t]))
+                            b.store(total, sums[t])
 
-        for_rows(b, args[0], emit)
+            with steps(b, I64(0), count, tokens) as (t0, _):
+                for slot in sums:
+                    b.store(v.splat(0.0), slot)
+                if short:
+                    widen(I64(0), t0, tokens, True)
+                    add_block(I64(0), t0)
+                else:
+                    with steps(b, I64(0), num_blocks, 1) as (block, _):
+                        widen(block, t0, tokens, False)
+                        add_block(block, t0)
+                for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
+                    at = b.add(b.mul(t0, I64(rows)), I64(i * v.lanes))
+                    v.store(b.fmul(scores, row_scales), q_data, b.add(s_at, at))
+
+        with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
+            with of_short:
+                for_rows(b, args[0], lambda rows: emit(rows, True))
+            with of_others:
+                for_rows(b, args[0], lambda rows: emit(rows, False))
         return context.get_dummy_value()
 
     return signature, codegen

@@ -10,7 +10,7 @@ for a few query rows vector code is as fast, as memory and the moving of V cost 
 `pack_rows`          query rows as the unit takes them, in parts
 `find_rows`          where the K rows of a tile of tokens are
 `score_rows`         dot products of up to 16 query rows with them
-`softmax_rows`       running maxima and probabilities of up to 16 rows over a tile (online softmax)
+`softmax_tiles`       running maxima and probabilities of up to 16 rows over a tile (online softmax)
 `all_finite`         whether no V row of a tile has a NaN or an infinity
 `pack_weights`       weights as the unit takes them, in parts
 `pack_values`        V rows of a tile as the unit takes them
@@ -67,7 +67,7 @@ __all__ = [
     "pack_values",
     "pack_weights",
     "score_rows",
-    "softmax_rows",
+    "softmax_tiles",
     "tiles_off",
     "tiles_on",
     "weigh_rows",
@@ -344,7 +344,7 @@ def find_rows(typing_context, KIND, places, f, spare_at, k, k_offsets, k_step, h
 def score_rows(
     typing_context, KIND, f, packed_at, parts, places, head_dim, s_at, AHEAD_KIND, ahead, ahead_offsets, ask,
 ):  # fmt: skip
-    """Scores of up to 16 packed query rows against a tile's K rows, in parts, for `softmax_rows`.
+    """Scores of up to 16 packed query rows against a tile's K rows, in parts, for `softmax_tiles`.
 
     `parts` is what `pack_rows` returned, `places` what `find_rows` has found. ``f[s_at:]`` has room for 2,048 floats.
     If `ask` is not 0, rows of `ahead` are asked for.
@@ -420,37 +420,48 @@ def score_rows(
 
 
 @intrinsic(prefer_literal=True)
-def softmax_rows(
-    typing_context, KIND, f, s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at, maxima_at, sums_at,
-    rescale_at, p_at,
+def softmax_tiles(
+    typing_context, K_KIND, V_KIND, f, s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at, maxima_at,
+    sums_at, rescale_at, v_scales_at, w_scales_at, w_at,
 ):  # fmt: skip
-    """Turn scores of up to 16 rows and a tile into probabilities, all rows at once: see `softmax_tile` of `simd`.
+    """Turn scores of up to 16 rows and a tile into weights, all rows at once: see `softmax_rows` of `simd`.
 
     Scores are those of `score_rows`, times the scales of rows at ``f[scales_at:]`` and, where K is INT8, of tokens at
     ``f[k_scales_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from
     ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima and sums of rows, at ``f[maxima_at:]`` and
-    ``f[sums_at:]``, are brought up to date; what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats, and row
-    r's probabilities to ``f[p_at + r * TILE]``, 16 rows.
+    ``f[sums_at:]``, are brought up to date, and what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats.
+
+    Weights of row r go to ``f[w_at + r * TILE]``, of 16 rows: probabilities where V is bf16; where it is INT8, 16-bit
+    integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales of these integers go to
+    ``f[w_scales_at:]``, 16 floats.
     """
-    if not literals(KIND):
+    if not literals(K_KIND, V_KIND):
         return None
-    kind = KIND.literal_value
+    kind, v_kind = K_KIND.literal_value, V_KIND.literal_value
     i8 = types.int64
 
     def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[1], args[1])
-        s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at = args[2:9]
-        maxima_at, sums_at, rescale_at, p_at = args[9:]
+        data = data_of(context, b, sig.args[2], args[2])
+        s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at = args[3:10]
+        maxima_at, sums_at, rescale_at, v_scales_at, w_scales_at, w_at = args[10:]
         v = _Tiles(b)
         there = v.lanes_below(count)
         scales = v.load_floats(data, scales_at)
         peak = cgutils.alloca_once_value(b, v.splat(-math.inf))
+        zero = v.splat(0.0)
+        in_part = b.icmp_signed("!=", partly, I64(0))
 
         def by_tokens(at_once, emit):
             with steps(b, I64(0), I64(TILE), at_once) as (t, _):
                 for i in range(at_once):
                     token = b.add(t, I64(i))
                     emit(token, b.add(s_at, b.mul(token, I64(16))))
+
+        def seen(token):
+            """Which rows see a token, if not all see all."""
+            number = v.splat(b.sitofp(token, v.float))
+            low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
+            return b.and_(b.fcmp_ordered(">=", number, low), b.fcmp_ordered("<", number, high))
 
         def find_peak(token, at, careful=False):
             factor = scales
@@ -470,19 +481,12 @@ def softmax_rows(
                     capped = v.tanh(b.fdiv(v.load_floats(data, at), cap))
                     capped = b.fmul(capped, b.fmul(cap, v.splat(math.log2(math.e))))
                     v.store(capped, data, at)
-                with b.if_then(b.icmp_signed("!=", partly, I64(0))):
-                    number = v.splat(b.sitofp(token, v.float))
-                    low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
-                    seen = b.and_(
-                        b.fcmp_ordered(">=", number, low), b.fcmp_ordered("<", number, high)
-                    )
-                    score = b.select(seen, v.load_floats(data, at), v.splat(-math.inf))
-                    v.store(score, data, at)
+                with b.if_then(in_part):
+                    score = v.load_floats(data, at)
+                    v.store(b.select(seen(token), score, v.splat(-math.inf)), data, at)
             b.store(v.larger(v.load_floats(data, at), b.load(peak)), peak)
 
-        plain = b.and_(
-            b.icmp_signed("==", partly, I64(0)), b.fcmp_ordered("<=", soft_cap, v.float(0.0))
-        )
+        plain = b.and_(b.not_(in_part), b.fcmp_ordered("<=", soft_cap, v.float(0.0)))
         with b.if_else(plain) as (simple, otherwise):
             with simple:
                 by_tokens(8, find_peak)
@@ -492,16 +496,42 @@ def softmax_rows(
         old = v.load_floats(data, maxima_at, there)
         new = v.larger(b.load(peak), old)
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
-        base = b.select(nothing, v.splat(0.0), new)
-        total = cgutils.alloca_once_value(b, v.splat(0.0))
+        base = b.select(nothing, zero, new)
+        total = cgutils.alloca_once_value(b, zero)
+        largest = cgutils.alloca_once_value(b, v.splat_int(0))
+
+        def turn(vectors, at):
+            for r, row in enumerate(_turned(v, vectors)):
+                v.put(row, data, b.add(b.add(w_at, at), I64(r * TILE)))
+
         with steps(b, I64(0), I64(TILE), 16) as (t, _):
             weights = []
             for i in range(16):
-                at = b.add(s_at, b.mul(b.add(t, I64(i)), I64(16)))
-                weights.append(v.exp2(b.fsub(v.load_floats(data, at), base)))
-                b.store(b.fadd(b.load(total), weights[-1]), total)
-            for r, row in enumerate(_turned(v, weights)):
-                v.store(row, data, b.add(b.add(p_at, t), I64(r * TILE)))
+                token = b.add(t, I64(i))
+                at = b.add(s_at, b.mul(token, I64(16)))
+                weight = v.exp2(b.fsub(v.load_floats(data, at), base))
+                b.store(b.fadd(b.load(total), weight), total)
+                if v_kind == "int8":
+                    # What is not seen counts for nothing, whatever its scale is.
+                    counts = b.fcmp_unordered("une", weight, zero)
+                    factor = v.splat(v.load_one(data, b.add(v_scales_at, token)))
+                    weight = b.select(counts, b.fmul(weight, factor), zero)
+                    v.store(weight, data, at)
+                    b.store(v.larger_size(weight, b.load(largest)), largest)
+                weights.append(weight)
+            if v_kind == "bf16":
+                turn(weights, t)
+        if v_kind == "int8":
+            factor, scale = v.quantiser(b.load(largest))
+            v.store(scale, data, w_scales_at)
+            with steps(b, I64(0), I64(TILE), 32) as (t, _):
+                pairs = []
+                for i in range(0, 32, 2):
+                    at = b.add(s_at, b.mul(b.add(t, I64(i)), I64(16)))
+                    pair = (v.load_floats(data, b.add(at, I64(j))) for j in (0, 16))
+                    codes = [v.nearest(b.fmul(x, factor)) for x in pair]
+                    pairs.append(b.bitcast(v.pairs(*codes), v.int_type))
+                turn(pairs, b.lshr(t, I64(1)))
         rescale = v.exp2(b.fsub(old, base))
         v.store(rescale, data, rescale_at)
         v.store_masked(new, data, maxima_at, there)
@@ -509,7 +539,7 @@ def softmax_rows(
         v.store_masked(v.fma(before, rescale, b.load(total)), data, sums_at, there)
         return context.get_dummy_value()
 
-    return types.void(KIND, f, *[i8] * 4, types.float32, *[i8] * 6), codegen
+    return types.void(K_KIND, V_KIND, f, *[i8] * 4, types.float32, *[i8] * 8), codegen
 
 
 @intrinsic(prefer_literal=True)
