@@ -9,6 +9,7 @@ or for the compile tests, which need none).
 import ctypes
 import importlib.util
 import os
+import platform
 import sys
 import threading
 import zlib
@@ -83,6 +84,23 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
 def pytest_configure(config) -> None:
     """Name the tests that reach every plain index of a CPU kernel."""
     config.addinivalue_line("markers", "boundscheck: run again with NUMBA_BOUNDSCHECK=1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_other_cpus(request, tmp_path_factory):
+    """Processes that check attention on other CPUs: started before the first test, if any test asks for them."""
+    import other_cpus
+
+    processes = {}
+    wanted = any(item.path.name == "test_simd_widths.py" for item in request.session.items)
+    if wanted and platform.machine() == "x86_64":
+        processes = {
+            cpu: other_cpus.start(cpu, tmp_path_factory.mktemp(cpu)) for cpu in other_cpus.LANES
+        }
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

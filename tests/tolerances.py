@@ -11,7 +11,9 @@ rotated rows       per element, relative to the row's largest: arithmetic, then 
 
 import numpy as np
 
-ACCUMULATOR = {"fp32": 1e-5, "fp64": 1e-12}
+# A matrix unit takes weights beside bf16 in 16 bits: up to 1e-5 of what is summed, of which sums that cancel, in short
+# rows, make more. Storing values in bf16 costs 2e-3.
+ACCUMULATOR = {"fp32": 1e-5, "bf16": 1e-4, "fp64": 1e-12}
 # Half a unit in the last place, with a little room for a result on the wrong side of a tie.
 ROUNDING = {"fp64": 0.0, "fp32": 6.0e-8, "fp16": 5.0e-4, "bf16": 4.0e-3}
 # Over INT8 and INT4 the CPU takes queries and weights as 16-bit integers: an error of 1e-4 and less, of which large
@@ -26,13 +28,15 @@ def attention(storage: str, q: str) -> float:
     """The bound for one storage kind and one dtype of q: float64 where either is."""
     if storage in QUANTISED and q != "fp64":
         return max(INTEGERS, 2 * ROUNDING[q])
-    accumulator = ACCUMULATOR["fp64" if "fp64" in (storage, q) else "fp32"]
+    wide = "fp64" in (storage, q)
+    accumulator = ACCUMULATOR["fp64" if wide else "bf16" if storage == "bf16" else "fp32"]
     return max(accumulator, 2 * ROUNDING[q])
 
 
 def widest(*kinds: str) -> str:
-    """The kind among those of K, V and q that a bound goes by: float64, else a quantised one."""
-    return "fp64" if "fp64" in kinds else next((k for k in kinds if k in QUANTISED), "fp32")
+    """The kind among those of K, V and q that a bound goes by: float64, else a quantised one, else bf16."""
+    some = [k for k in kinds if k in QUANTISED] + [k for k in kinds if k == "bf16"]
+    return "fp64" if "fp64" in kinds else next(iter(some), "fp32")
 
 
 def row_errors(actual, expected) -> np.ndarray:
