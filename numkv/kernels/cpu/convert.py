@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.convert import codec
 from numkv.rows.store import row_load
@@ -20,8 +21,12 @@ def make_convert(KIND, COMPUTE, TO_WORDS):
     """The kernel that turns floats into words of a kind, or words into floats."""
     load, store = codec(KIND, COMPUTE)
 
-    def kernel(source, target):
-        for t in range(source.shape[0]):
+    def kernel(source, target, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        tokens = source.shape[0]
+        for t in range(tokens * worker // workers, tokens * (worker + 1) // workers):
             for h in range(source.shape[1]):
                 a = row_of(source, (np.int64(t), np.int64(h)))
                 b = row_of(target, (np.int64(t), np.int64(h)))
@@ -38,7 +43,7 @@ def make_convert(KIND, COMPUTE, TO_WORDS):
 def _convert(kind: str, compute: str, to_words: bool) -> Any:
     words, floats = WORDS[kind], getattr(types, compute)
     source, target = (floats, words) if to_words else (words, floats)
-    signature = (array(source, 3), array(target, 3, out=True))
+    signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
     label = f"convert, {compute} to {kind}" if to_words else f"convert, {kind} to {compute}"
     return build(make_convert(kind, compute, to_words), signature, label=label)
 
@@ -56,7 +61,7 @@ def to_floats(words, kind, compute):
         Dtype of the result.
     """
     floats = np.empty(words.shape, compute)
-    _convert(kind, compute, False)(words, floats)
+    run(_convert(kind, compute, False), workers_for(words.size), words, floats)
     return floats
 
 
@@ -73,7 +78,8 @@ def from_floats(floats, words, kind):
         Their kind.
     """
     # To ask a dtype for its name takes microseconds.
-    _convert(kind, "float32" if floats.itemsize == 4 else "float64", True)(floats, words)
+    kernel = _convert(kind, "float32" if floats.itemsize == 4 else "float64", True)
+    run(kernel, workers_for(words.size), floats, words)
 
 
 def make_dequantise(KIND):
