@@ -20,6 +20,7 @@ from numkv.cli.output import format_bytes
 from numkv.errors import NotSupported
 from numkv.kernels.cpu import simd
 from numkv.kernels.cpu.attention import make_attention
+from numkv.kernels.cpu.simd_tiles import has_tiles
 from numkv.kinds import kinds
 
 __all__ = ["run"]
@@ -59,6 +60,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "blas", _blas()
     yield "cpu", _cpu()
     yield "vector width", _vector_width()
+    yield "matrix unit", "AMX" if has_tiles() else "none"
     yield "threads", f"{numba.get_num_threads()} of {os.cpu_count()} cores"
     yield "threading layer", _threading_layer()
     yield "targets", _targets()
