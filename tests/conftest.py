@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
 import threading
 import zlib
@@ -101,6 +102,29 @@ def on_other_cpus(request, tmp_path_factory):
     for process in processes.values():
         process.kill()
         process.communicate()
+
+
+# Tests from which on another process helps to compile.
+MANY = 1000
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead(request):
+    """Where many tests run, a process that compiles kernels for them, on another core if there is one.
+
+    Those of quantised caches first, as the tests come to them last.
+    """
+    if len(request.session.items) < MANY or (os.cpu_count() or 1) < 2:
+        yield
+        return
+    kinds = ["int4", "int8", "bf16", "fp16", "int8/int4", "fp64"]
+    command = [sys.executable, "-m", "numkv", "warmup", "--rotate", "--residual", "--kind", *kinds]
+    process = subprocess.Popen(
+        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    yield
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

@@ -294,8 +294,8 @@ class CudaModel(CacheModel):
     target, most = "cuda", 3
 
 
-TestCausal = run(CausalModel, 40, 25)
-TestSliding = run(SlidingModel, 80, 25)
-TestChunked = run(ChunkedModel, 40, 25)
-TestWrapper = run(WrapperModel, 60, 25)
+TestCausal = run(CausalModel, 25, 25)
+TestSliding = run(SlidingModel, 40, 25)
+TestChunked = run(ChunkedModel, 25, 25)
+TestWrapper = run(WrapperModel, 40, 25)
 TestCuda = run(CudaModel, 3, 5)

@@ -454,6 +454,6 @@ class CudaModel(CacheModel):
     windows = ((-1, 2),)
 
 
-TestCache = run(CacheModel, 350, 30)
-TestInt8Cache = run(Int8Model, 80, 30)
+TestCache = run(CacheModel, 200, 30)
+TestInt8Cache = run(Int8Model, 50, 30)
 TestCudaCache = run(CudaModel, 2, 6)

@@ -21,9 +21,14 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 import numba
 from numba import types
@@ -95,16 +100,33 @@ class _KernelCache(FunctionCache):
         return super()._index_key(sig, codegen), self._options
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
+        with self._alone():
+            found = super().load_overload(sig, target_context)
         if found is None:
             tell(self._label)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            with self._alone():
+                super().save_overload(sig, data)
         except OSError as error:
             _warn_no_cache(str(error))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes out, where the system can and the folder is there and writable.
+
+        Numba writes an index, then the file that it names by a number. Two processes that compile at the same time can
+        choose the same number, and one that reads between the two finds what the file held before.
+        """
+        with contextlib.ExitStack() as stack:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):
+                    path = Path(self.cache_path) / ".numkv-lock"
+                    lock = stack.enter_context(path.open("a"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 @functools.cache
