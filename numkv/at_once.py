@@ -18,6 +18,7 @@ from numkv.kernels.cpu.write import LOOK, LOOK_FOR_NAN, writer
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
 from numkv.pool import Pool, source_dtypes
+from numkv.projection import QKMode
 
 __all__ = ["append", "paged_append", "pool_append", "pool_write"]
 
@@ -170,11 +171,7 @@ def pool_append(
 
 # By `QKMode`: whether q and k are normalised, whether rotated, and whether pairs are neighbours.
 _MODES = {
-    0: (False, False, False),
-    1: (True, True, False),
-    2: (False, True, False),
-    3: (False, True, True),
-    4: (True, True, True),
+    int(mode): (mode.normalises, mode is not QKMode.COPY, mode.interleaved) for mode in QKMode
 }
 _NO_TABLE = np.empty((0, 0), np.float32)
 _NO_WEIGHT = {dtype: np.empty(0, dtype) for dtype in (_FLOAT32, _FLOAT64)}

@@ -1,7 +1,7 @@
 """K and V of a small call in one compiled function, checks included, on the CPU.
 
-A token of one sequence is moved in a tenth of a microsecond, so that what a call costs is its arguments: each array
-that compiled code is handed costs as much. The functions built here look at shapes, steps and values themselves, and
+A token of one sequence is moved so fast that what a call costs is its arguments: each array that compiled code is
+handed costs as much. The functions built here look at shapes, steps and values themselves, and
 return False or -1, with nothing written, where anything is not as it should be. The caller goes the general way then,
 which does it, or says what is wrong. Element types and ranks are the signature's: calls with others raise
 ``TypeError``, with nothing written either.
@@ -19,7 +19,7 @@ from numkv.kernels.cpu.simd import row_of
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
-from numkv.rows.int4 import store_int4
+from numkv.rows.int4 import GROUP, store_int4
 from numkv.rows.quantize import is_finite
 from numkv.rows.store import row_store
 
@@ -78,7 +78,6 @@ def make_store_both(SRC, DST, BY_SLOT):
     store_row, store = row_store(DST)
     PER_WORD = 2 if DST == "int4" else 1
     QUANTISED = DST in ("int8", "int4")
-    GROUP = 32
 
     def kernel(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look):
         num_tokens, heads = np.int64(k.shape[0]), np.int64(k_pool.shape[1])

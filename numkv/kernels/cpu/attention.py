@@ -103,13 +103,10 @@ WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
 SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
-# are read and converted all the same. A launch takes 2 us where threads are awake (OpenMP), 6 to 12 where they sleep,
-# 25 with Numba's ``workqueue``, and milliseconds where something else has taken their core meanwhile. Least times with
-# one thread and with two of an Intel Xeon with 2 cores, head_dim 128, in microseconds: groups of 4 q heads in fp16, out
-# of caches, of 0.5 million 24 and 23, of 1 million 38 and 30, of 2 million 63 and 50, of 4 million 128 and 79; in int8
-# 33 and 29, 49 and 39, 50 and 42, 95 and 72; from memory, fp16, 29 and 25, 47 and 34, 105 and 73, 237 and 131. Groups
-# of 1 q head in fp16 from memory, counted as said, of 1 million 66 and 46, of 2 million 130 and 85. So not before two
-# of them save 8 us at the least: a launch that comes at the wrong time costs more.
+# are read and converted all the same. Times of two threads as parts of those of one, on an Intel Xeon with 2 cores, as
+# tenth percentiles, in groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million: fp16 out of caches 0.96, 0.79, 0.79
+# and 0.62, from memory 0.86, 0.72, 0.70 and 0.55; int8 out of caches 0.88, 0.80, 0.84 and 0.76. What is saved below 2
+# million is lost again where threads sleep, or something else has taken their core.
 SERIAL_WORK = 2_000_000
 LEAST_ROWS = 4
 
@@ -229,9 +226,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         SUMS = MAXIMA + max_rows
         Q_SCALES = SUMS + max_rows  # of query rows as integers
         S = Q_SCALES + max_rows
-        K_SCALES = (
-            S + BLOCK_ROWS * TILE
-        )  # of the tile's tokens, for quantised kinds; of INT8 one for each
+        # Of the tile's tokens, for quantised kinds; of INT8 one for each.
+        K_SCALES = S + BLOCK_ROWS * TILE
         V_SCALES = K_SCALES + 2 * TILE * k_scale_step  # of groups, the lowest levels too
         RESCALE = V_SCALES + 2 * TILE * v_scale_step
         W_SCALES = RESCALE + max_rows  # of weights as integers

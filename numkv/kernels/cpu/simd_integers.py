@@ -15,7 +15,7 @@ largest in the tile: what is lost beside codes of 7 or 4 bits does not count.
 
 How bytes become lanes. A vector of bytes is taken as words of 16 bits: INT8 gives the even bytes and the odd ones,
 INT4 the low and the high nibbles of either. In sums over tokens, the words of two tokens are interleaved, so that a
-lane holds a pair of tokens for one column; `_Words.in_order` brings sums back into the order of columns. Every 128 bits
+lane holds a pair of tokens for one column; `Words.in_order` brings sums back into the order of columns. Every 128 bits
 of an INT4 vector are one group, of which all lanes share a scale.
 
 Float64 goes the way of `simd`; so does INT4 where vectors have less than 512 bits.
@@ -71,7 +71,7 @@ _ROWS = 4
 _LARGEST = 32639.0
 
 
-class _Words(Vectors):
+class Words(Vectors):
     """Vectors of 16-bit integers, twice as many as floats."""
 
     def __init__(self, builder):
@@ -214,7 +214,7 @@ def code_weights(typing_context, rows, s, s_at, factors_at, begin, end, scales_a
         s_at, factors_at, begin, end, scales_at = args[2:]
 
         def emit(rows):
-            v = _Words(b)
+            v = Words(b)
             each = v.lanes // rows  # tokens in a vector
             first, last = (b.mul(x, I64(rows)) for x in (begin, end))
             peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
@@ -268,7 +268,7 @@ def code_group_weights(
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
         rows, _, s_at, scales_at, head_dim, begin, end, w_at, sums_at = args
-        v = _Words(b)
+        v = Words(b)
         blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
         lowest_at = b.mul(blocks, I64(4 * TILE))
         four = ir.VectorType(v.float, 4)
@@ -382,7 +382,7 @@ def weigh_integers(
         )
 
         def emit(rows):
-            v = _Words(b)
+            v = Words(b)
             packed = kind == "int4"
             size = 4 * v.lanes  # bytes of a block
             columns = 2 * size if packed else size
@@ -525,7 +525,7 @@ def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[0], args[0])
         _, q_at, blocks, sums_at = args
-        v = _Words(b)
+        v = Words(b)
         with steps(b, I64(0), blocks, 1) as (block, _):
             total = v.splat_int(0)
             for i in range(4):
@@ -570,7 +570,7 @@ def score_integers(
         q_data, k_data, offsets, ahead_data, ahead_offsets = (
             data_of(context, b, sig.args[i], args[i]) for i in (1, 5, 6, 12, 13)
         )
-        v = _Words(b)
+        v = Words(b)
         row_bytes = b.ashr(head_dim, I64(1))
         num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
         lowest_at = b.mul(num_blocks, I64(4 * TILE))

@@ -1,8 +1,8 @@
 """Attention of many query rows on a matrix unit: Intel's AMX, which multiplies tiles of 16 rows of 64 bytes.
 
-A product of tiles takes sixteen K rows against sixteen columns, which are query rows, in the time that vector code
-needs for one or two of them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8;
-for a few query rows vector code is as fast, as memory and the moving of V cost the same.
+A product of tiles takes sixteen K rows against sixteen columns, which are query rows, and takes as long for one of
+them. So prompts, and decode steps of large groups, go this way where K and V are bf16 or INT8, and few query rows do
+not: `FEW_ROWS` of `attention` says how many are few.
 
 ===================  ========================================================================================
 `has_tiles`          whether there is such a unit
@@ -55,7 +55,7 @@ from numkv.kernels.cpu.simd import (
     literals,
     steps,
 )
-from numkv.kernels.cpu.simd_integers import _Words as Words
+from numkv.kernels.cpu.simd_integers import Words
 
 __all__ = [
     "BLOCK_ROWS",
@@ -365,7 +365,7 @@ def score_rows(
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
 
         # Where another thread runs on the core, few registers are left for tiles on their way, and the unit waits for
-        # each: it takes half the time with four of them than with eight. A new B costs as much as two products.
+        # each: so there are four of them here. A new B is dear: so each is used twice.
         total, rows, columns = (0, 1), 2, 3
 
         def ask_for(t0, block):
