@@ -31,6 +31,7 @@ from numkv.kernels.cpu.simd import (
     LANES,
     RAMP,
     TILE,
+    address_of,
     arrange_rows,
     borrow,
     code_row,
@@ -95,11 +96,12 @@ MAX_SPLITS = 64
 LONG_RUN = 64
 ITEMS_EACH = 4
 # Numbers of a table of offsets: one for each token of a tile, and what `fill_ramp` may write beyond. A turn has four
-# tables: where K rows, V rows, scales of K and scales of V start.
+# tables: where K rows, V rows, scales of K and scales of V start; then, of K and of V, runs of bytes (see `Ahead`).
 PART = TILE + RAMP
-TURN = 4 * PART
-# Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
-WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
+K_RUNS, V_RUNS = 4 * PART, 4 * PART + 2 * TILE + 2
+TURN = 4 * PART + 4 * TILE + 8
+# Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take.
+WORKER_INTS = 2 * TURN + 8 + MAX_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
 SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
@@ -112,6 +114,9 @@ LEAST_ROWS = 4
 
 # Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 8
+
+# Past all addresses.
+_NEVER = np.int64(1 << 62)
 
 # Kinds with scales.
 QUANTISED = ("int8", "int4")
@@ -193,6 +198,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             v.strides[1] // v.itemsize,
             v.strides[2] // v.itemsize,
         )
+        # Where a pool begins, words of a row, bytes of a word.
+        k_rows = address_of(k), np.int64(k.shape[3]), np.int64(k.itemsize)
+        v_rows = address_of(v), np.int64(v.shape[3]), np.int64(v.itemsize)
         # Of float kinds, scales are an empty array.
         ks_step = (
             k_scale.strides[0] // k_scale.itemsize,
@@ -251,9 +259,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
         if TILES:
             tiles_on()
-        # Of K and V rows and of their scales, for three turns.
+        # Of K and V rows and of their scales, for two turns.
         offsets = ints[OFFSETS + worker * WORKER_INTS :]
-        places = offsets[3 * TURN :]
+        places = offsets[2 * TURN :]
         b = np.int64(0)
         while True:
             item = next_item(ints)
@@ -343,24 +351,23 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
 
             # -- tiles of tokens, each for one head after another
             tile, g = begin - begin % TILE, g0
-            # Where the rows of this turn and of the next two start: they are asked for ahead of time.
-            here, next_, later = np.int64(0), np.int64(TURN), np.int64(2 * TURN)
-            tile_ahead, g_ahead = tile, g0
-            for i in range(2):
-                _fill_offsets(
-                    offsets[i * TURN :], tile_ahead, begin, end, block_table[b], unit,
-                    block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
-                )  # fmt: skip
-                g_ahead += 1
-                if g_ahead == g1:
-                    tile_ahead, g_ahead = tile_ahead + TILE, g0
+            # Where the rows of this turn and of the next start: V of this one and K of the next are asked for.
+            here, next_ = np.int64(0), np.int64(TURN)
+            _fill_offsets(
+                offsets, tile, begin, end, block_table[b], unit, block_size, g,
+                k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step,
+            )  # fmt: skip
             while tile < end:
+                tile_ahead, g_ahead = tile, g + 1
+                if g_ahead == g1:
+                    tile_ahead, g_ahead = tile + TILE, g0
                 k_at, v_at = offsets[here:], offsets[here + PART :]
-                k_ahead, v_ahead = offsets[later:], offsets[next_ + PART :]
+                k_ahead = offsets[next_:]
                 _fill_offsets(
-                    k_ahead, tile_ahead, begin, end, block_table[b], unit,
-                    block_size, g_ahead, k_step, v_step, K_SCALED, ks_step, V_SCALED, vs_step,
+                    k_ahead, tile_ahead, begin, end, block_table[b], unit, block_size, g_ahead,
+                    k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step,
                 )  # fmt: skip
+                v_runs, k_runs = offsets[here + V_RUNS :], offsets[next_ + K_RUNS :]
                 ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 3 * PART :]
                 if K_KIND == "int8":
                     gather_tile(COMPUTE, floats, K_SCALES, k_scale, ks_at)
@@ -399,7 +406,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         taken = min(rows - r, BLOCK_ROWS)
                         score_rows(
                             K_KIND, floats, Q_TILES + number * q_tiles, places[8 + number], places, dim,
-                            SPARE, V_KIND, v, v_ahead, np.int64(r == 0),
+                            SPARE, V_KIND, v, v_at, np.int64(r == 0),
                         )  # fmt: skip
                         partly = not alike or low > 0 or high < TILE
                         for i in range(BLOCK_ROWS if partly else 0):
@@ -466,13 +473,13 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                                 score_integers(
                                     at_once, floats, Q_ROWS + place * pad_dim, Q_SCALES + row,
                                     SUM_ROWS + place * 16 * k_blocks, k, k_at, high, dim, K_SCALES, S,
-                                    V_KIND, v, v_ahead,
+                                    V_KIND, v_runs,
                                 )  # fmt: skip
                             else:
                                 score_tile(
                                     K_KIND, COMPUTE, at_once, floats, Q_ROWS + place * pad_dim,
-                                    Q_SCALES + row, k, k_at, high, dim, K_SCALES, k_scales, S, V_KIND, v,
-                                    v_ahead,
+                                    Q_SCALES + row, k, k_at, high, dim, K_SCALES, k_scales, S, V_KIND,
+                                    v_runs,
                                 )  # fmt: skip
                             if soft_cap > 0:
                                 soft_cap_tile(COMPUTE, at_once, floats, S, F(soft_cap))
@@ -489,21 +496,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             if V_INTEGERS:
                                 weigh_integers(
                                     V_KIND, at_once, taken, floats, W if V_PACKED else S, W_SCALES, v, v_at,
-                                    low, high, dim_v, W_SUMS, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                                    low, high, dim_v, W_SUMS, o_at, pad_v, RESCALE, K_KIND, k_runs,
                                 )  # fmt: skip
                             else:
                                 weigh_tile(
                                     V_KIND, COMPUTE, at_once, taken, floats, S, v, v_at, low, high, dim_v,
-                                    V_SCALES, v_scales, o_at, pad_v, RESCALE, K_KIND, k, k_ahead,
+                                    V_SCALES, v_scales, o_at, pad_v, RESCALE, K_KIND, k_runs,
                                 )  # fmt: skip
                         r += taken
-                g += 1
-                if g == g1:
-                    tile, g = tile + TILE, g0
-                g_ahead += 1
-                if g_ahead == g1:
-                    tile_ahead, g_ahead = tile_ahead + TILE, g0
-                here, next_, later = next_, later, here
+                tile, g = tile_ahead, g_ahead
+                here, next_ = next_, here
 
             # -- the result, or this split's part of it
             r = np.int64(0)
@@ -734,13 +736,33 @@ def _stand_in(offsets, first, end):
 
 
 @register_jitable
+def _add_runs(runs, last, first, count, step, rows):
+    """Add `count` rows, the first at `first`, to runs of bytes, of which there are `last`; say how many there are now.
+
+    Rows that lie one after another make one run.
+    """
+    base, words, size = rows
+    each = count if step == words else np.int64(1)
+    for i in range(0, count, each):
+        start = base + (first + i * step) * size
+        end = start + each * words * size
+        if last > 0 and runs[2 * last - 1] == start:
+            last -= 1
+        else:
+            runs[2 * last] = start & -64
+        runs[2 * last + 1] = end
+        last += 1
+    return last
+
+
+@register_jitable
 def _fill_offsets(
-    offsets, tile, begin, end, entries, unit, block_size, head, k_step, v_step, k_scaled, ks_step,
-    v_scaled, vs_step,
+    offsets, tile, begin, end, entries, unit, block_size, head, k_step, k_rows, v_step, v_rows,
+    k_scaled, ks_step, v_scaled, vs_step,
 ):  # fmt: skip
     """Where the rows of a tile's tokens start: `PART` numbers for K, as many for V and as many for each one's scales.
 
-    Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
+    Then, of K and of V, the runs of bytes that these rows take. Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
     """
     if begin >= end:
         return
@@ -750,6 +772,7 @@ def _fill_offsets(
     else:
         at = p - tile
     first = at
+    k_runs = v_runs = np.int64(0)
     while p < stop:
         # A run of tokens that lie one after another. Divisions are slow: a contiguous cache needs none.
         block, offset, in_unit = np.int64(entries[0]), p, p
@@ -763,6 +786,8 @@ def _fill_offsets(
         run = min(unit - in_unit, stop - p)
         k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
         v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
+        k_runs = _add_runs(offsets[K_RUNS:], k_runs, k_at, run, k_step[2], k_rows)
+        v_runs = _add_runs(offsets[V_RUNS:], v_runs, v_at, run, v_step[2], v_rows)
         fill_ramp(offsets, at, run, k_at, k_step[2])
         fill_ramp(offsets, PART + at, run, v_at, v_step[2])
         if k_scaled:
@@ -773,6 +798,10 @@ def _fill_offsets(
             fill_ramp(offsets, 3 * PART + at, run, s_at, vs_step[2])
         at += run
         p += run
+    # Who asks for more gets the last ones again.
+    for runs, last in ((K_RUNS, k_runs), (V_RUNS, v_runs)):
+        offsets[runs + 2 * last] = offsets[runs + 2 * last - 2]
+        offsets[runs + 2 * last + 1] = _NEVER
     if first > 0 or at < TILE:
         _stand_in(offsets, first, at)
 

@@ -47,6 +47,7 @@ __all__ = [
     "LANES",
     "RAMP",
     "TILE",
+    "address_of",
     "arrange_rows",
     "borrow",
     "code_row",
@@ -364,10 +365,7 @@ class Vectors:
         if kind == "int4":
             column = self.b.ashr(column, I64(1))
         pointer = self._pointer(base, self.b.add(at, column), _STORED[kind])
-        pointer = self.b.bitcast(pointer, I8.as_pointer())
-        signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-        function = cgutils.get_or_insert_function(self.b.module, signature, "llvm.prefetch.p0")
-        self.b.call(function, [pointer, I32(0), I32(_LOCALITY), I32(1)])  # to read, as data
+        prefetch_line(self.b, self.b.bitcast(pointer, I8.as_pointer()))
 
     # -- arithmetic
 
@@ -533,6 +531,59 @@ def literals(*args):
     return all(isinstance(a, types.Literal) for a in args)
 
 
+class Ahead:
+    """Memory that is asked for ahead of time, a cache line at a time, in the order in which it lies.
+
+    At `runs` are addresses: where the first run of bytes begins, before the beginning of a cache line or there, and
+    where it ends, then the same of the next run; the last never ends. What is asked for in bursts, or here and there,
+    costs time that arithmetic does not hide; evenly spread and in order, it costs next to none.
+    """
+
+    def __init__(self, builder, kind, runs):
+        self.b, self.on_line, self.runs = builder, ON_LINE[kind], runs
+        self.at, self.end, self.next = (cgutils.alloca_once(builder, I64) for _ in range(3))
+        builder.store(I64(0), self.next)
+        self._begin_run()
+
+    def _begin_run(self):
+        number = self.b.load(self.next)
+        for i, slot in enumerate((self.at, self.end)):
+            self.b.store(self.b.load(self.b.gep(self.runs, [self.b.add(number, I64(i))])), slot)
+        self.b.store(self.b.add(number, I64(2)), self.next)
+
+    def _ask(self, lines):
+        at = self.b.load(self.at)
+        for i in range(lines):
+            address = self.b.inttoptr(self.b.add(at, I64(64 * i)), I8.as_pointer())
+            prefetch_line(self.b, address)
+        at = self.b.add(at, I64(64 * lines))
+        self.b.store(at, self.at)
+        ended = self.b.icmp_signed(">=", at, self.b.load(self.end))
+        with self.b.if_then(ended, likely=False):
+            self._begin_run()
+
+    def ask(self, elements, turn=0):
+        """Ask for as many lines as hold `elements` elements; where that is less than one, in some turns only."""
+        if elements >= self.on_line:
+            self._ask(elements // self.on_line)
+            return
+        turns = self.on_line // elements
+        if isinstance(turn, int):
+            if turn % turns == 0:
+                self._ask(1)
+            return
+        mine = self.b.icmp_signed("==", self.b.and_(turn, I64(turns - 1)), I64(0))
+        with self.b.if_then(mine):
+            self._ask(1)
+
+
+def prefetch_line(builder, pointer):
+    """Ask for a cache line ahead of time, to read; the address may be anything."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, I32(0), I32(_LOCALITY), I32(1)])
+
+
 @intrinsic(prefer_literal=True)
 def arrange_rows(typing_context, COMPUTE, rows, q, q_at, q_step, size, to_at):
     """Put `rows` query rows as `score_tile` reads them: a few elements of each, row after row, to fill a vector.
@@ -570,7 +621,7 @@ def arrange_rows(typing_context, COMPUTE, rows, q, q_at, q_step, size, to_at):
 @intrinsic(prefer_literal=True)
 def score_tile(
     typing_context, KIND, COMPUTE, rows, q, q_at, q_scales_at, k, k_offsets, count, head_dim, scales_at,
-    num_groups, s_at, AHEAD_KIND, ahead, ahead_offsets,
+    num_groups, s_at, AHEAD_KIND, runs,
 ):  # fmt: skip
     """Scores of `rows` query rows against `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
@@ -592,17 +643,18 @@ def score_tile(
     kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, i8, q, i8, i8, k, k_offsets, i8, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets,
+        KIND, COMPUTE, i8, q, i8, i8, k, k_offsets, i8, i8, i8, i8, i8, AHEAD_KIND, runs,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         q_at, q_scales_at, count, head_dim, scales_at, groups, s_at = (
             args[i] for i in (4, 5, 8, 9, 10, 11, 12)
         )
-        q_data, k_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 14, 15)
+        q_data, k_data, offsets, runs = (
+            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 14)
         )
         v = Vectors(b, compute)
+        ahead = Ahead(b, ahead_kind, runs)
         integers = kind == "int8" and compute == "float32"
         own = "fp64" if v.double else "fp32"
         in_unit = 2 if integers else 1  # columns in a lane
@@ -642,7 +694,7 @@ def score_tile(
             whole = b.add(start, b.and_(b.sub(stop, start), I64(-width)))
             with steps(b, I64(0), I64(tokens), 1) as (i, _):
                 t = b.add(t0, i)
-                row_at, ahead_at = (b.load(b.gep(table, [t])) for table in (offsets, ahead_offsets))
+                row_at = b.load(b.gep(offsets, [t]))
                 to_row = b.mul(i, I64(step))
 
                 def scales_of(d):
@@ -653,20 +705,16 @@ def score_tile(
                     to = b.add(to_row, b.sdiv(b.sub(d, start), I64(in_unit)))
                     widen(row_at, t, scales_of, d, to, columns)
 
-                def ask(d, columns):
-                    for i in range(0, columns, ON_LINE[ahead_kind]):
-                        v.prefetch(ahead_kind, ahead_data, ahead_at, b.add(d, I64(i)))
-
                 with steps(b, start, lines, line) as (d, _):
-                    ask(d, line)
+                    ahead.ask(line // 2, i)
                     for j in range(0, line, width):
                         add(b.add(d, I64(j)))
                 if line > width:
                     with steps(b, lines, whole, width) as (d, _):
-                        ask(d, width)
+                        ahead.ask(width // 2, i)
                         add(d)
                 with b.if_then(b.icmp_signed("<", whole, stop)):
-                    ask(whole, width)
+                    ahead.ask(width // 2, i)
                     add(whole, b.sub(stop, whole))
 
         def add_widened(t0, rows, add):
@@ -679,6 +727,8 @@ def score_tile(
                 units = b.sdiv(b.add(b.sub(stop, start), I64(in_unit - 1)), I64(in_unit))
                 first = b.sdiv(start, I64(in_unit))
                 with steps(b, I64(0), units, each) as (i, _):
+                    # Half of what comes next is asked for here, the other half while rows are widened.
+                    ahead.ask(tokens * each * in_unit // 2, b.sdiv(i, I64(each)))
                     add(
                         b.add(first, i),
                         lambda t: v.repeated(scratch, b.add(i, I64(t * step)), each),
@@ -687,10 +737,7 @@ def score_tile(
         def add_directly(t0, rows, tokens, add):
             """The same where elements are read from K rows as they are, or whole vectors of one query row."""
             each = v.lanes // rows
-            k_at, ahead_at = (
-                [b.load(b.gep(table, [b.add(t0, I64(t))])) for t in range(tokens)]
-                for table in (offsets, ahead_offsets)
-            )
+            k_at = [b.load(b.gep(offsets, [b.add(t0, I64(t))])) for t in range(tokens)]
             columns = each * in_unit
 
             def add_part(d, left=None):
@@ -710,17 +757,12 @@ def score_tile(
             size = max(columns, ON_LINE[kind])
             lines, whole = (b.and_(head_dim, I64(-x)) for x in (size, columns))
 
-            def ask(d):
-                for t in range(tokens):
-                    for i in range(0, size, ON_LINE[ahead_kind]):
-                        v.prefetch(ahead_kind, ahead_data, ahead_at[t], b.add(d, I64(i)))
-
             with steps(b, I64(0), lines, size) as (d, _):
-                ask(d)
                 for i in range(0, size, columns):
+                    ahead.ask(tokens * columns, i // columns)
                     add_part(b.add(d, I64(i)))
             with b.if_then(b.icmp_signed("<", lines, head_dim)):
-                ask(lines)
+                ahead.ask(tokens * columns)
                 if size > columns:
                     with steps(b, lines, whole, columns) as (d, _):
                         add_part(d)
@@ -1034,7 +1076,7 @@ def softmax_rows(
 @intrinsic(prefer_literal=True)
 def weigh_tile(
     typing_context, KIND, COMPUTE, rows, count, p, p_at, v, v_offsets, begin, end, head_dim, scales_at,
-    num_groups, o_at, o_step, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
+    num_groups, o_at, o_step, rescale_at, AHEAD_KIND, runs,
 ):  # fmt: skip
     """Add weighted V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t in [begin, end) of p[t, r] * v[t, d]``.
 
@@ -1049,19 +1091,19 @@ def weigh_tile(
     kind, compute, ahead_kind = (a.literal_value for a in (KIND, COMPUTE, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, COMPUTE, i8, i8, p, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, ahead,
-        ahead_offsets,
+        KIND, COMPUTE, i8, i8, p, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, runs,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         row_step, count, p_at, begin, end, head_dim = (args[i] for i in (2, 3, 5, 8, 9, 10))
         scales_at, all_groups, o_at, o_step, rescale_at = args[11:16]
-        data, v_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (4, 6, 7, 17, 18)
+        data, v_data, offsets, runs = (
+            data_of(context, b, sig.args[i], args[i]) for i in (4, 6, 7, 17)
         )
 
         def emit(rows):
             lanes = Vectors(b, compute)
+            ahead = Ahead(b, ahead_kind, runs)
             factors = [lanes.load_one(data, b.add(rescale_at, I64(r))) for r in range(rows)]
 
             def add_rows(columns, mask, load, ask):
@@ -1087,7 +1129,7 @@ def weigh_tile(
                         scale = lanes.load_one(data, b.add(scales_at, t))
                         weights = [b.fmul(weight, scale) for weight in weights]
                     weights = [lanes.splat(weight) for weight in weights]
-                    ask(b.load(b.gep(ahead_offsets, [t])))
+                    ask(t)
                     for i, v_row in enumerate(load(t)):
                         for r in range(rows):
                             b.store(lanes.fma(weights[r], v_row, b.load(sums[r][i])), sums[r][i])
@@ -1108,9 +1150,8 @@ def weigh_tile(
                     for start in starts:
                         yield lanes.load(kind, v_data, b.add(row_at, start), mask)
 
-                def ask(at):
-                    for i in range(0, vectors * lanes.lanes, ON_LINE[ahead_kind]):
-                        lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, I64(i)))
+                def ask(t):
+                    ahead.ask(vectors * lanes.lanes, t)
 
                 add_rows(starts, None, load, ask)
 
@@ -1145,9 +1186,8 @@ def weigh_tile(
                             at = b.add(row_at, I64(g * _PAIRS + first))
                             yield from lanes.load_pairs(v_data, at, levels[g], mask)
 
-                    def ask(at, first=piece == 0):
-                        for i in range(0, groups * GROUP if first else 0, ON_LINE[ahead_kind]):
-                            lanes.prefetch(ahead_kind, ahead_data, at, b.add(column, I64(i)))
+                    def ask(t, taken=taken):
+                        ahead.ask(2 * len(taken) * lanes.lanes, t)
 
                     add_rows(starts, mask, load, ask)
 
@@ -1277,6 +1317,16 @@ def next_item(typing_context, counter):
         return b.atomic_rmw("add", data, I64(1), "monotonic")
 
     return types.int64(counter), codegen
+
+
+@intrinsic
+def address_of(typing_context, array):
+    """Where an array's first element is, as a number."""
+
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(data_of(context, b, sig.args[0], args[0]), I64)
+
+    return types.int64(array), codegen
 
 
 @intrinsic

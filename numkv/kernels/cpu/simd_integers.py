@@ -37,8 +37,8 @@ from numkv.kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    ON_LINE,
     TILE,
+    Ahead,
     Vectors,
     data_of,
     for_rows,
@@ -357,7 +357,7 @@ def code_group_weights(
 @intrinsic(prefer_literal=True)
 def weigh_integers(
     typing_context, KIND, rows, count, w, w_at, w_scales_at, v, v_offsets, begin, end, head_dim, sums_at,
-    o_at, o_step, rescale_at, AHEAD_KIND, ahead, ahead_offsets,
+    o_at, o_step, rescale_at, AHEAD_KIND, runs,
 ):  # fmt: skip
     """Add V rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of weight[t, r] * v[t, d]``.
 
@@ -371,22 +371,24 @@ def weigh_integers(
     kind, ahead_kind = (a.literal_value for a in (KIND, AHEAD_KIND))
     i8 = types.int64
     signature = types.void(
-        KIND, i8, i8, w, i8, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets,
+        KIND, i8, i8, w, i8, i8, v, v_offsets, i8, i8, i8, i8, i8, i8, i8, AHEAD_KIND, runs,
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         count, w_at, w_scales_at, begin, end, head_dim = (args[i] for i in (2, 4, 5, 8, 9, 10))
         sums_at, o_at, o_step, rescale_at = args[11:15]
-        w_data, v_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 16, 17)
+        w_data, v_data, offsets, runs = (
+            data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 16)
         )
 
         def emit(rows):
             v = Words(b)
+            ahead = Ahead(b, ahead_kind, runs)
             packed = kind == "int4"
             size = 4 * v.lanes  # bytes of a block
             columns = 2 * size if packed else size
             row_bytes = b.ashr(head_dim, I64(1)) if packed else head_dim
+            passes = (rows + _ROWS - 1) // _ROWS * (2 if packed else 1)
             num_blocks = b.sdiv(b.add(head_dim, I64(columns - 1)), I64(columns))
 
             def weights_of(row, block, turn):
@@ -398,7 +400,7 @@ def weigh_integers(
                 at = b.add(w_at, b.add(b.mul(turn, I64(rows)), I64(row)))
                 return v.splat(v.load_one(w_data, at))
 
-            def codes_of(block, turn, short, ask):
+            def codes_of(block, turn, short):
                 """Words of a pair of tokens; of short rows, of two pairs."""
                 each = 4 if short else 2
                 at = b.mul(block, I64(size))
@@ -406,17 +408,13 @@ def weigh_integers(
                 for i in range(each):
                     token = b.add(b.mul(turn, I64(each)), I64(i))
                     places.append(b.add(b.load(b.gep(offsets, [token])), at))
-                    if ask:
-                        ahead_at = b.load(b.gep(ahead_offsets, [token]))
-                        for column in range(0, columns // (each // 2), ON_LINE[ahead_kind]):
-                            column = b.add(b.mul(block, I64(columns)), I64(column))
-                            v.prefetch(ahead_kind, ahead_data, ahead_at, column)
+                ahead.ask(2 * columns // passes, turn)
                 if short:
                     return [v.load_two_rows(v_data, places[i::2], row_bytes) for i in range(2)]
                 left = b.sub(row_bytes, at)
                 return [v.load_words_of(kind, v_data, place, left) for place in places]
 
-            def one_pass(block, taken, which, ask, short=False):
+            def one_pass(block, taken, which, short=False):
                 """The words `which` of a block, for some rows."""
                 sums = {
                     row: [cgutils.alloca_once(b, v.int_type) for _ in range(4)] for row in taken
@@ -427,7 +425,7 @@ def weigh_integers(
                 first_turn = b.ashr(begin, I64(shift))
                 turns = b.ashr(b.add(end, I64((1 << shift) - 1)), I64(shift))
                 with steps(b, first_turn, turns, 1) as (turn, _):
-                    codes = codes_of(block, turn, short, ask)
+                    codes = codes_of(block, turn, short)
                     mixed = [x for i in which for x in v.interleave(codes[0][i], codes[1][i])]
                     for row in taken:
                         weights = weights_of(row, block, turn)
@@ -477,9 +475,9 @@ def weigh_integers(
             def all_passes(block, short=False):
                 for first in range(0, rows, _ROWS):
                     taken = range(first, min(rows, first + _ROWS))
-                    one_pass(block, taken, (0, 1), first == 0, short)
+                    one_pass(block, taken, (0, 1), short)
                     if packed:
-                        one_pass(block, taken, (2, 3), False, short)
+                        one_pass(block, taken, (2, 3), short)
 
             def all_blocks():
                 with steps(b, I64(0), num_blocks, 1) as (block, _):
@@ -546,7 +544,7 @@ def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
 @intrinsic(prefer_literal=True)
 def score_integers(
     typing_context, rows, q, q_at, q_scales_at, q_sums_at, k, k_offsets, count, head_dim, scales_at, s_at,
-    AHEAD_KIND, ahead, ahead_offsets,
+    AHEAD_KIND, runs,
 ):  # fmt: skip
     """Scores of `rows` query rows against `count` INT4 rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
 
@@ -557,20 +555,20 @@ def score_integers(
     """
     if not literals(AHEAD_KIND):
         return None
-    ahead_kind = AHEAD_KIND.literal_value
     i8 = types.int64
     signature = types.void(
-        i8, q, i8, i8, i8, k, k_offsets, i8, i8, i8, i8, AHEAD_KIND, ahead, ahead_offsets
+        i8, q, i8, i8, i8, k, k_offsets, i8, i8, i8, i8, AHEAD_KIND, runs
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
         q_at, q_scales_at, q_sums_at, count, head_dim, scales_at, s_at = (
             args[i] for i in (2, 3, 4, 7, 8, 9, 10)
         )
-        q_data, k_data, offsets, ahead_data, ahead_offsets = (
-            data_of(context, b, sig.args[i], args[i]) for i in (1, 5, 6, 12, 13)
+        q_data, k_data, offsets, runs = (
+            data_of(context, b, sig.args[i], args[i]) for i in (1, 5, 6, 12)
         )
         v = Words(b)
+        ahead = Ahead(b, AHEAD_KIND.literal_value, runs)
         row_bytes = b.ashr(head_dim, I64(1))
         num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
         lowest_at = b.mul(num_blocks, I64(4 * TILE))
@@ -581,15 +579,12 @@ def score_integers(
             """A block of some tokens as words, in scratch memory; of short rows two tokens side by side."""
             each = 2 if short else 1
             with steps(b, I64(0), I64(tokens // each), 1) as (i, _):
+                ahead.ask(BLOCK // 2, i)
                 token = b.add(t0, b.mul(i, I64(each)))
                 places = []
                 for j in range(each):
                     t = b.add(token, I64(j))
                     places.append(b.load(b.gep(offsets, [t])))
-                    ahead_at = b.load(b.gep(ahead_offsets, [t]))
-                    for column in range(0, BLOCK // each, ON_LINE[ahead_kind]):
-                        column = b.add(b.mul(block, I64(BLOCK)), I64(column))
-                        v.prefetch(ahead_kind, ahead_data, ahead_at, column)
                 if short:
                     words = v.load_two_rows(k_data, places, row_bytes)
                 else:
@@ -640,6 +635,7 @@ def score_integers(
                         for i in range(4):
                             for unit in range(0, 4 * together, each):
                                 unit = 16 * i + 4 * group + unit
+                                ahead.ask(8 * each, unit // each)
                                 q_row = q_lanes(q_at, block, step, unit)
                                 for j, t in enumerate(some):
                                     k_row = v.repeated(scratch, k_at(t, unit), each)
