@@ -579,7 +579,7 @@ def score_integers(
             """A block of some tokens as words, in scratch memory; of short rows two tokens side by side."""
             each = 2 if short else 1
             with steps(b, I64(0), I64(tokens // each), 1) as (i, _):
-                ahead.ask(BLOCK // 2, i)
+                ahead.ask(BLOCK, i)
                 token = b.add(t0, b.mul(i, I64(each)))
                 places = []
                 for j in range(each):
@@ -635,7 +635,6 @@ def score_integers(
                         for i in range(4):
                             for unit in range(0, 4 * together, each):
                                 unit = 16 * i + 4 * group + unit
-                                ahead.ask(8 * each, unit // each)
                                 q_row = q_lanes(q_at, block, step, unit)
                                 for j, t in enumerate(some):
                                     k_row = v.repeated(scratch, k_at(t, unit), each)
