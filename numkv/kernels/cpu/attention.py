@@ -212,6 +212,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             v_scale.strides[1] // v_scale.itemsize,
             v_scale.strides[2] // v_scale.itemsize,
         )
+        # Whether offsets of K are those of V, too.
+        same = k_step == v_step and K_SCALED == V_SCALED and (not K_SCALED or ks_step == vs_step)
+        V_PART = np.int64(0) if same else np.int64(PART)
         # Scales of a row: one, or one for each group.
         k_scales = num_groups(dim) if K_KIND == "int4" else np.int64(1)
         v_scales = num_groups(dim_v) if V_KIND == "int4" else np.int64(1)
@@ -355,20 +358,20 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             here, next_ = np.int64(0), np.int64(TURN)
             _fill_offsets(
                 offsets, tile, begin, end, block_table[b], unit, block_size, g,
-                k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step,
+                k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step, same,
             )  # fmt: skip
             while tile < end:
                 tile_ahead, g_ahead = tile, g + 1
                 if g_ahead == g1:
                     tile_ahead, g_ahead = tile + TILE, g0
-                k_at, v_at = offsets[here:], offsets[here + PART :]
+                k_at, v_at = offsets[here:], offsets[here + V_PART :]
                 k_ahead = offsets[next_:]
                 _fill_offsets(
                     k_ahead, tile_ahead, begin, end, block_table[b], unit, block_size, g_ahead,
-                    k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step,
+                    k_step, k_rows, v_step, v_rows, K_SCALED, ks_step, V_SCALED, vs_step, same,
                 )  # fmt: skip
                 v_runs, k_runs = offsets[here + V_RUNS :], offsets[next_ + K_RUNS :]
-                ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 3 * PART :]
+                ks_at, vs_at = offsets[here + 2 * PART :], offsets[here + 2 * PART + V_PART :]
                 if K_KIND == "int8":
                     gather_tile(COMPUTE, floats, K_SCALES, k_scale, ks_at)
                 if K_KIND == "int4":
@@ -382,7 +385,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                     gather_groups(COMPUTE, floats, V_SCALES, v_scale, vs_at, v_scales)
                 if V_SCALED:
                     for i in range(0, TILE, v_line):
-                        prefetch(v_scale, k_ahead[3 * PART + i])
+                        prefetch(v_scale, k_ahead[2 * PART + V_PART + i])
                 by_tiles = tiled
                 if TILES and tiled:
                     # What rows of the item see of the tile: all that any sees, and whether they see the same.
@@ -758,11 +761,12 @@ def _add_runs(runs, last, first, count, step, rows):
 @register_jitable
 def _fill_offsets(
     offsets, tile, begin, end, entries, unit, block_size, head, k_step, k_rows, v_step, v_rows,
-    k_scaled, ks_step, v_scaled, vs_step,
+    k_scaled, ks_step, v_scaled, vs_step, same,
 ):  # fmt: skip
     """Where the rows of a tile's tokens start: `PART` numbers for K, as many for V and as many for each one's scales.
 
-    Then, of K and of V, the runs of bytes that these rows take. Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
+    Then, of K and of V, the runs of bytes that these rows take. Where both lie the `same`, offsets of K are those of V.
+    Tokens outside ``[begin, end)`` stand in for their neighbours: their own blocks are never looked up.
     """
     if begin >= end:
         return
@@ -773,31 +777,34 @@ def _fill_offsets(
         at = p - tile
     first = at
     k_runs = v_runs = np.int64(0)
+    # Divisions are slow: only the first run needs one, and that of a contiguous cache does not.
+    entry = p // unit if p >= unit else np.int64(0)
+    in_unit = p - entry * unit
     while p < stop:
-        # A run of tokens that lie one after another. Divisions are slow: a contiguous cache needs none.
-        block, offset, in_unit = np.int64(entries[0]), p, p
-        if unit == 1:
-            slot = np.int64(entries[p])
+        # A run of tokens that lie one after another.
+        block, offset = np.int64(entries[entry]), in_unit
+        if unit < block_size:
+            slot = block
             block = slot // block_size if slot >= block_size else np.int64(0)
-            offset, in_unit = slot - block * block_size, np.int64(0)
-        elif p >= unit:
-            block = np.int64(entries[p // unit])
-            offset = in_unit = p % unit
+            offset = slot - block * block_size
         run = min(unit - in_unit, stop - p)
         k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
         v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
         k_runs = _add_runs(offsets[K_RUNS:], k_runs, k_at, run, k_step[2], k_rows)
         v_runs = _add_runs(offsets[V_RUNS:], v_runs, v_at, run, v_step[2], v_rows)
         fill_ramp(offsets, at, run, k_at, k_step[2])
-        fill_ramp(offsets, PART + at, run, v_at, v_step[2])
+        if not same:
+            fill_ramp(offsets, PART + at, run, v_at, v_step[2])
         if k_scaled:
             s_at = block * ks_step[0] + head * ks_step[1] + offset * ks_step[2]
             fill_ramp(offsets, 2 * PART + at, run, s_at, ks_step[2])
-        if v_scaled:
+        if v_scaled and not same:
             s_at = block * vs_step[0] + head * vs_step[1] + offset * vs_step[2]
             fill_ramp(offsets, 3 * PART + at, run, s_at, vs_step[2])
         at += run
         p += run
+        entry += 1
+        in_unit = np.int64(0)
     # Who asks for more gets the last ones again.
     for runs, last in ((K_RUNS, k_runs), (V_RUNS, v_runs)):
         offsets[runs + 2 * last] = offsets[runs + 2 * last - 2]
