@@ -68,11 +68,12 @@ class Compiled:
     def faults(self, products):
         """What should not be in the hot loops, with at least one for each score and weight by rows taken at once.
 
+        They also have to ask for memory ahead of time.
         `products` are patterns of the instructions that these loops are about.
         """
         loops = self.hot_loops()
         found = []
-        about = 0
+        about = asking = 0
         for lines in loops:
             found += [f"conversion: {line}" for line in lines if CONVERSION.match(line)]
             found += [f"call: {line}" for line in assembly.calls(lines)]
@@ -80,8 +81,13 @@ class Compiled:
             vectors = [line for line in lines if FLOATS.match(line) or PAIRS.match(line)]
             found += [f"narrow: {line}" for line in vectors if WIDE not in line]
             about += any(product.match(line) for product in products for line in lines)
+            asking += any(line.startswith("prefetch") for line in lines)
         if about < 2 * len(simd.AT_ONCE):
             found.append(f"{about} loops of products")
+        if asking < len(
+            simd.AT_ONCE
+        ):  # sums of V rows ask for K rows; scores of INT4 do it elsewhere
+            found.append(f"{asking} loops that ask for memory ahead of time")
         return found
 
     def counted_in_loops(self):

@@ -9,7 +9,8 @@ The unit of work is an *item*: one sequence, one or several kv heads, one block 
 groups) and one split of the KV range. Where blocks are short, an item takes several heads, one after another in every
 tile: memory is then read a whole block at a time. Threads take items one after another, so ragged batches balance
 themselves, and no item's result depends on which thread took it. K and V are read once per item, a tile of tokens at
-a time, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867); splits are merged afterwards in order,
+a time, with the online softmax of Milakov and Gimelshein (arXiv:1805.02867); a tile's V rows are asked for ahead of
+time while its scores are taken, the next tile's K rows while V rows are weighed. Splits are merged afterwards in order,
 as in Flash-Decoding (Dao et al., 2023). Heads do not mix, and split boundaries depend on the sequence's own length and
 window alone.
 """

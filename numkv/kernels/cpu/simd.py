@@ -25,7 +25,8 @@ loaded under a mask.
 
 Small ones serve all kernels: `row_of` gives a row of a strided array as a contiguous one, which is what Numba's own
 vectoriser needs, `borrow` an array whose slices are not counted, `on_threads` runs a kernel on several threads,
-`next_item` hands out work to them, and `prefetch` asks for memory ahead of time.
+`next_item` hands out work to them, and `prefetch` asks for memory ahead of time; `address_of` is for `Ahead`, which
+spreads that out.
 
 Arguments named ``*_at`` are element offsets into an array's memory.
 """
@@ -534,9 +535,10 @@ def literals(*args):
 class Ahead:
     """Memory that is asked for ahead of time, a cache line at a time, in the order in which it lies.
 
-    At `runs` are addresses: where the first run of bytes begins, before the beginning of a cache line or there, and
-    where it ends, then the same of the next run; the last never ends. What is asked for in bursts, or here and there,
-    costs time that arithmetic does not hide; evenly spread and in order, it costs next to none.
+    At `runs` are addresses: the cache line with which the first run of bytes begins, and where the run ends, then the
+    same of the next run; the last never ends. Evenly spread among arithmetic and in order, asking costs next to no
+    time. In bursts it waits for places to keep track of what is on its way, which are few, and the arithmetic behind it
+    waits too; every second line first is no better, as CPUs fetch lines in pairs.
     """
 
     def __init__(self, builder, kind, runs):
@@ -635,8 +637,8 @@ def score_tile(
 
     A few elements of a K row are read into all parts of a vector at once, one part for each query row: a vector holds
     products of one token with all rows, and few lanes of it are left to be added. K rows that have to be widened are
-    put into scratch memory first, once for all query rows. While K row t is read, row t of `ahead` (the V rows that
-    come next) is asked for: spread out like this, memory is kept busy through the arithmetic.
+    put into scratch memory first, once for all query rows. Meanwhile the memory in `runs` (the tile's V rows, of
+    `AHEAD_KIND`) is asked for: see `Ahead`.
     """
     if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None
@@ -1082,9 +1084,9 @@ def weigh_tile(
 
     All floats are in the array `p`; p[t, r] is at ``p_at + t * rows + r``, o[r, d] at ``o_at + r * o_step + d``. Of the
     `rows` rows the first `count` are taken. Output rows are padded to whole vectors; columns past `head_dim` get
-    zeros. While V row t is read, row t of `ahead` (the next tile's K rows) is asked for. Where V is INT8, which is so
-    with float64 only, ``scales_at + t`` is where `gather_tile` put a token's scale; where it is INT4, `scales_at` is
-    where `gather_groups` put those of `num_groups`.
+    zeros. Meanwhile the memory in `runs` (the next tile's K rows, of `AHEAD_KIND`) is asked for. Where V is INT8, which
+    is so with float64 only, ``scales_at + t`` is where `gather_tile` put a token's scale; where it is INT4, `scales_at`
+    is where `gather_groups` put those of `num_groups`.
     """
     if not literals(KIND, COMPUTE, AHEAD_KIND):
         return None

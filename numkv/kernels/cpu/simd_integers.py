@@ -364,7 +364,7 @@ def weigh_integers(
     All floats are in the array `w`. The weights at `w_at` are those of `code_weights`, which put their scales at
     `w_scales_at`, or of `code_group_weights`, which put their scales and the sums of lowest levels at `sums_at`.
     Of the `rows` rows the first `count` are written, to columns below `head_dim`; up to 15 more get what does not
-    matter. While V rows are read, the same rows of `ahead` (the next tile's K rows) are asked for.
+    matter. Meanwhile the memory in `runs` (the next tile's K rows, of `AHEAD_KIND`) is asked for.
     """
     if not literals(KIND, AHEAD_KIND):
         return None
