@@ -378,6 +378,16 @@ class Vectors:
             cgutils.get_or_insert_function(self.b.module, signature, name), [a, b, c]
         )
 
+    def fma_to(self, total, a, b):
+        """``total + a * b``, rounded once, for sums that are carried along in a loop."""
+        if not {"avx2", "avx512f"} & FEATURES:
+            return self.fma(a, b, total)
+        # As text: where `b` is not needed again, LLVM would put the sum in its place, and move it back at the loop's end.
+        signature = ir.FunctionType(self.type, [self.type] * 3)
+        name = "vfmadd231pd" if self.double else "vfmadd231ps"
+        add = ir.InlineAsm(signature, f"{name} $2, $1, $0", "=v,v,v,0")
+        return self.b.call(add, [a, b, total])
+
     def larger(self, a, b):
         """Lane by lane the larger; `b` where `a` is NaN."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
@@ -788,7 +798,7 @@ def score_tile(
                     if integers:
                         total = v.add_pairs(total, q_lanes, k_lanes)
                     else:
-                        total = v.fma(q_lanes, k_lanes, total)
+                        total = v.fma_to(total, q_lanes, k_lanes)
                     b.store(total, slot)
 
             with steps(b, I64(0), count, taken) as (t0, _):
