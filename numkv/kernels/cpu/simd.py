@@ -673,6 +673,7 @@ def score_tile(
         # Columns at once, and, of the main loop, columns that make a whole cache line.
         width = GROUP if kind == "int4" else in_unit * v.lanes
         line = max(width, ON_LINE[kind])
+        sizes = sorted({min(2 * line, _PART * in_unit), line, width}, reverse=True)
         part = max(line, _PART * in_unit)
         tokens = ACCUMULATORS
         step = part // in_unit  # lanes that a token's columns take in scratch memory
@@ -702,8 +703,6 @@ def score_tile(
 
         def widen_rows(t0, start, stop):
             """The columns ``[start, stop)`` of some tokens, with zeros up to whole vectors."""
-            lines = b.add(start, b.and_(b.sub(stop, start), I64(-line)))
-            whole = b.add(start, b.and_(b.sub(stop, start), I64(-width)))
             with steps(b, I64(0), I64(tokens), 1) as (i, _):
                 t = b.add(t0, i)
                 row_at = b.load(b.gep(offsets, [t]))
@@ -713,21 +712,21 @@ def score_tile(
                     group = b.ashr(d, I64(GROUP.bit_length() - 1))
                     return v.load_levels(q_data, scales_at, t, group, groups)
 
-                def add(d, columns=None):
-                    to = b.add(to_row, b.sdiv(b.sub(d, start), I64(in_unit)))
-                    widen(row_at, t, scales_of, d, to, columns)
+                def add(d, size, columns=None):
+                    ahead.ask(size // 2, i)
+                    to = b.add(to_row, b.ashr(b.sub(d, start), I64(in_unit.bit_length() - 1)))
+                    for j in range(0, size, width):
+                        to_here = b.add(to, I64(j // in_unit))
+                        widen(row_at, t, scales_of, b.add(d, I64(j)), to_here, columns)
 
-                with steps(b, start, lines, line) as (d, _):
-                    ahead.ask(line // 2, i)
-                    for j in range(0, line, width):
-                        add(b.add(d, I64(j)))
-                if line > width:
-                    with steps(b, lines, whole, width) as (d, _):
-                        ahead.ask(width // 2, i)
-                        add(d)
-                with b.if_then(b.icmp_signed("<", whole, stop)):
-                    ahead.ask(width // 2, i)
-                    add(whole, b.sub(stop, whole))
+                at = start
+                for size in sizes:
+                    end = b.add(start, b.and_(b.sub(stop, start), I64(-size)))
+                    with steps(b, at, end, size) as (d, _):
+                        add(d, size)
+                    at = end
+                with b.if_then(b.icmp_signed("<", at, stop)):
+                    add(at, width, b.sub(stop, at))
 
         def add_widened(t0, rows, add):
             """Add the products of all columns, by way of scratch memory."""
