@@ -382,7 +382,7 @@ class Vectors:
         """``total + a * b``, rounded once, for sums that are carried along in a loop."""
         if not {"avx2", "avx512f"} & FEATURES:
             return self.fma(a, b, total)
-        # As text: where `b` is not needed again, LLVM would put the sum in its place, and move it back at the loop's end.
+        # As text: where `b` is not needed again, LLVM would put the sum in its place and move it back each time.
         signature = ir.FunctionType(self.type, [self.type] * 3)
         name = "vfmadd231pd" if self.double else "vfmadd231ps"
         add = ir.InlineAsm(signature, f"{name} $2, $1, $0", "=v,v,v,0")
