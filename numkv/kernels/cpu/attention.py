@@ -740,23 +740,24 @@ def _stand_in(offsets, first, end):
 
 
 @register_jitable
-def _add_runs(runs, last, first, count, step, rows):
-    """Add `count` rows, the first at `first`, to runs of bytes, of which there are `last`; say how many there are now.
+def _add_runs(offsets, runs, first, count, step, rows):
+    """Put `count` rows, the first at `first`, among runs of bytes; rows that lie one after another make one run.
 
-    Rows that lie one after another make one run.
+    `runs` says where the next run goes, and where the one before it ends; that is returned for the next call.
     """
+    at, last_end = runs
     base, words, size = rows
     each = count if step == words else np.int64(1)
-    for i in range(0, count, each):
+    i = np.int64(0)
+    while i < count:  # the length of a range would need a division
         start = base + (first + i * step) * size
-        end = start + each * words * size
-        if last > 0 and runs[2 * last - 1] == start:
-            last -= 1
-        else:
-            runs[2 * last] = start & -64
-        runs[2 * last + 1] = end
-        last += 1
-    return last
+        if start != last_end:
+            offsets[at] = start & -64
+            at += 2
+        last_end = start + each * words * size
+        offsets[at - 1] = last_end
+        i += each
+    return at, last_end
 
 
 @register_jitable
@@ -777,22 +778,25 @@ def _fill_offsets(
     else:
         at = p - tile
     first = at
-    k_runs = v_runs = np.int64(0)
+    k_runs, v_runs = (np.int64(K_RUNS), np.int64(0)), (np.int64(V_RUNS), np.int64(0))
     # Divisions are slow: only the first run needs one, and that of a contiguous cache does not.
     entry = p // unit if p >= unit else np.int64(0)
     in_unit = p - entry * unit
     while p < stop:
         # A run of tokens that lie one after another.
         block, offset = np.int64(entries[entry]), in_unit
-        if unit < block_size:
+        run = min(unit - in_unit, stop - p)
+        if unit < block_size:  # slots: as many as follow each other
             slot = block
             block = slot // block_size if slot >= block_size else np.int64(0)
             offset = slot - block * block_size
-        run = min(unit - in_unit, stop - p)
+            most = min(block_size - offset, stop - p)
+            while run < most and np.int64(entries[entry + run]) == slot + run:
+                run += 1
         k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
         v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
-        k_runs = _add_runs(offsets[K_RUNS:], k_runs, k_at, run, k_step[2], k_rows)
-        v_runs = _add_runs(offsets[V_RUNS:], v_runs, v_at, run, v_step[2], v_rows)
+        k_runs = _add_runs(offsets, k_runs, k_at, run, k_step[2], k_rows)
+        v_runs = _add_runs(offsets, v_runs, v_at, run, v_step[2], v_rows)
         fill_ramp(offsets, at, run, k_at, k_step[2])
         if not same:
             fill_ramp(offsets, PART + at, run, v_at, v_step[2])
@@ -804,12 +808,12 @@ def _fill_offsets(
             fill_ramp(offsets, 3 * PART + at, run, s_at, vs_step[2])
         at += run
         p += run
-        entry += 1
+        entry += run if unit == 1 else np.int64(1)
         in_unit = np.int64(0)
     # Who asks for more gets the last ones again.
-    for runs, last in ((K_RUNS, k_runs), (V_RUNS, v_runs)):
-        offsets[runs + 2 * last] = offsets[runs + 2 * last - 2]
-        offsets[runs + 2 * last + 1] = _NEVER
+    for at_run, _ in (k_runs, v_runs):
+        offsets[at_run] = offsets[at_run - 2]
+        offsets[at_run + 1] = _NEVER
     if first > 0 or at < TILE:
         _stand_in(offsets, first, at)
 
