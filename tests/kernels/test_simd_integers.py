@@ -8,10 +8,12 @@ from numkv.kernels.cpu import simd_integers
 from numkv.kernels.cpu.simd import TILE, arrange_rows, code_row, gather_groups, most_rows
 from numkv.kernels.cpu.simd_integers import (
     BLOCK,
+    SHORT,
     code_group_weights,
     code_weights,
     fill_code_row,
     score_integers,
+    shares,
     sum_code_groups,
     weigh_integers,
 )
@@ -272,8 +274,11 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
         w_at, sums_at, v.bytes, v.dim, o_at, o_step, rescale_at,
     )  # fmt: skip
     result = f[o_at : o_at + out.size].reshape(out.shape)
-    # For each four rows and each block, 16 sums and then the scales of groups, in each those of the rows.
-    scales = f[sums_at:rescale_at].reshape(ROWS // 4, -1, 2, 4, 4)[: -(-rows // 4), :, 1, :, :rows]
+    # For rows that share a vector, and for each block, 16 sums and then the scales of rows, in each those of groups.
+    width, together, _ = shares(n, v.dim <= SHORT)
+    scales = f[sums_at:rescale_at].reshape(-1, 2, 16)[: n // together * v.blocks, 1]
+    scales = scales[:, : width * together].reshape(-1, v.blocks, together, width)
+    scales = scales.swapaxes(1, 2).reshape(n, -1)[:rows, : v.groups]
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
 
 
@@ -321,7 +326,7 @@ def test_int4_weights_of_zero_and_nan(rng):
     assert np.isfinite(scales).all()
     for token in (5, 37):
         found, *_, scales = weigh4(rng, v, 2, 5, 38, spoil=[token])
-        assert np.isnan(scales[:, :, : v.groups]).all()
+        assert np.isnan(scales).all()
         assert np.isnan(found[:2, :64]).all()
 
 

@@ -32,10 +32,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 from numkv.kernels.cpu.simd import (
+    FEATURES,
     I8,
     I16,
     I32,
     I64,
+    INT4_INTEGERS,
     LANES,
     TILE,
     Ahead,
@@ -60,8 +62,6 @@ __all__ = [
     "weigh_integers",
 ]
 
-#: Whether INT4 rows are taken as integers.
-INT4_INTEGERS = LANES == 16
 #: Elements of INT4 that are taken at once: four groups.
 BLOCK = 128
 # Rows of at most so many elements, two groups, share vectors by twos.
@@ -77,6 +77,8 @@ class Words(Vectors):
     def __init__(self, builder):
         super().__init__(builder, "float32")
         self.word_type = ir.VectorType(I16, 2 * self.lanes)
+        # Whether products of bytes are added by fours at once.
+        self.has_fours = self.lanes == 16 and "avx512vnni" in FEATURES
 
     def splat_word(self, value):
         """A vector whose words are all a number."""
@@ -86,22 +88,20 @@ class Words(Vectors):
         """The same bits as 16-bit integers."""
         return self.b.bitcast(vector, self.word_type)
 
-    def load_words_of(self, kind, base, at, count):
-        """Load the codes in `count` bytes, at most ``4 * lanes``: even and odd bytes; of INT4 low nibbles, then high.
+    def load_int8(self, base, at, count):
+        """Load `count` codes of INT8, at most ``4 * lanes``, as words: the even ones and the odd ones.
 
         Past `count` codes are 0, and memory is not touched.
         """
         words = self.words(self._load_bytes(base, at, count, 4 * self.lanes))
-        if kind == "int8":
-            eight = self.splat_word(8)
-            return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
-        return self._nibbles(words)
+        eight = self.splat_word(8)
+        return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
-    def load_two_rows(self, base, places, count):
-        """The same for two short INT4 rows of `count` bytes: one in the lower half of vectors, one in the upper."""
-        size = 2 * self.lanes
+    def load_int4(self, base, places, count):
+        """Load `count` bytes of codes of INT4, the others 0: of one row, or of two short ones, one in each half."""
+        size = 4 * self.lanes // len(places)
         rows = [self._load_bytes(base, at, count, size) for at in places]
-        return self._nibbles(self.words(self.shuffle(*rows, [*range(2 * size)])))
+        return rows[0] if len(rows) == 1 else self.shuffle(*rows, [*range(2 * size)])
 
     def _load_bytes(self, base, at, count, size):
         """Load `count` bytes into a vector of `size`; the others are 0."""
@@ -126,10 +126,30 @@ class Words(Vectors):
                 self.b.store(self._masked_load(pointer, type_, 1, mask), value)
         return self.b.load(value)
 
-    def _nibbles(self, words):
+    def nibbles(self, codes):
+        """Bytes of two INT4 codes as words: of even and odd bytes the low nibbles, then of both the high ones."""
+        words = self.words(codes)
         shifted = [self.b.lshr(words, self.splat_word(bits)) for bits in (8, 4, 12)]
         low = self.splat_word(15)
         return [self.b.and_(x, low) for x in (words, *shifted[:2])] + shifted[2:]
+
+    def add_fours(self, total, codes, weights):
+        """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
+
+        Products of two neighbours stay below 2**15, unless there is an instruction for four (see `has_fours`).
+        """
+        codes, weights = (self.b.bitcast(x, total.type) for x in (codes, weights))
+        if self.has_fours:
+            signature = ir.FunctionType(total.type, [total.type] * 3)
+            add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
+            return self.b.call(add, [codes, weights, total])
+        bytes_type = ir.VectorType(I8, 4 * self.lanes)
+        signature = ir.FunctionType(self.word_type, [bytes_type] * 2)
+        function = cgutils.get_or_insert_function(
+            self.b.module, signature, "llvm.x86.avx512.pmaddubs.w.512"
+        )
+        pairs = self.b.call(function, [self.b.bitcast(x, bytes_type) for x in (codes, weights)])
+        return self.add_pairs(total, pairs, self.splat_word(1))
 
     def interleave(self, a, b):
         """Elements of two vectors by turns, within each 128 bits: of their lower halves, and of their upper ones."""
@@ -198,6 +218,35 @@ class Words(Vectors):
         shifted = self.b.fadd(x, self.splat(12582912.0))  # 1.5 * 2**23
         return self.b.bitcast(shifted, self.int_type)
 
+    def bytes_of(self, weights, factor):
+        """Four vectors of weights, times a factor, as integers: two vectors of bytes with signs, low and high ones.
+
+        The integer is ``low + 256 * high``. In each 32 bits the bytes are of vectors 0, 2, 1 and 3.
+        """
+        # With 128 more, high bytes are what they should be, and low ones lack their sign's turn.
+        magic = self.splat(12582912.0 + 128)
+        a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
+        first, last = self.pairs(a, b), self.pairs(c, d)
+        even, odd, eight = (self.splat_int(x) for x in (0x00FF00FF, 0xFF00FF00 - 2**32, 8))
+        low = self.b.or_(self.b.and_(first, even), self.b.and_(self.b.shl(last, eight), odd))
+        high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
+        return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
+
+    def mixed_fours(self, a, b, c, d):
+        """Bytes of four vectors side by side, in the order of `bytes_of`; vector j has bytes 4j to 4j + 3 of each 128 bits."""
+        pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
+        return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
+
+
+def shares(rows, short):
+    """How weights of INT4 groups share a vector: lanes of a token and a row, rows, and tokens.
+
+    Lanes are those of groups, of which short rows have two. Of several tokens, those of a vector follow each other.
+    """
+    width = 2 if short else 4
+    together = min(rows, 16 // width)
+    return width, together, 16 // (width * together)
+
 
 @intrinsic
 def code_weights(typing_context, rows, s, s_at, factors_at, begin, end, scales_at):
@@ -256,12 +305,12 @@ def code_group_weights(
     """Probabilities of `rows` rows and a tile times the scales of tokens' groups, as 16-bit integers.
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, and at `scales_at` what `gather_groups` made
-    for rows of `head_dim`. Rows are taken by fours. For each four and each block, ``TILE / 2`` vectors follow each
-    other at `w_at`: the lanes of vector i are the groups, and in each the four rows, and hold the integers of tokens 2i
-    and 2i + 1. Of V rows of up to 64 elements, the lower half of vector i belongs to tokens 4i and 4i + 1, the upper
-    half to the next two. At `sums_at` are, for each four and each block, what the lowest levels add up to,
-    ``sum of p[t] * lowest[t]``, and the scales of integers: a vector of each, for groups and in each the four rows.
-    Tokens outside ``[begin, end)`` get 0.
+    for rows of `head_dim`. `shares` says how many rows are taken together. For each time that, and for each block,
+    there are at `w_at` the low bytes of integers and, 256 floats on, the high ones: of four tokens those of a row and a
+    group are side by side, and follow each other by groups, by rows, and by fours of tokens. If a vector has n tokens,
+    four i has the tokens ``i % n`` of vectors ``i // n * 4`` and on. At `sums_at` are as often what the lowest levels
+    add up to, ``sum of p[t] * lowest[t]``, and the scales of integers: of each a vector, by groups and by rows. Tokens
+    outside ``[begin, end)`` get 0.
     """
     i8 = types.int64
 
@@ -271,84 +320,95 @@ def code_group_weights(
         v = Words(b)
         blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
         lowest_at = b.mul(blocks, I64(4 * TILE))
-        four = ir.VectorType(v.float, 4)
         scratch = scratch_floats(b, v.float, TILE * v.lanes)
-        # What stands in for the scales of tokens that are not seen.
-        nothing = scratch_floats(b, v.float, 4)
-        b.store(ir.Constant(four, None), b.bitcast(nothing, four.as_pointer()))
-        seen_tokens = b.sub(end, begin)
+        partial = b.or_(b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(TILE)))
+        seen_only = scratch_floats(b, v.float, 2 * 4 * TILE)
 
-        def load_four(base, at):
-            return b.load(b.bitcast(v._pointer(base, at, v.float), four.as_pointer()), align=4)
+        def levels_of(block, width):
+            """Where scales and lowest levels of a block are: zeros for tokens that are not seen."""
+            at = b.add(scales_at, b.mul(block, I64(4 * TILE)))
+            places = [at, b.add(at, lowest_at)]
+            with b.if_then(partial, likely=False):
+                first, last = (b.mul(x, I64(width)) for x in (begin, end))
+                for i, place in enumerate(places):
+                    with steps(b, I64(0), I64(width * TILE), v.lanes) as (j, _):
+                        below = v.lanes_below(b.sub(last, j))
+                        seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, j))))
+                        value = b.select(seen, v.load_floats(data, b.add(place, j)), v.splat(0.0))
+                        v.store(value, seen_only, b.add(j, I64(i * 4 * TILE)))
+            return [
+                b.select(
+                    partial,
+                    v._pointer(seen_only, I64(i * 4 * TILE), v.float),
+                    v._pointer(data, place, v.float),
+                )
+                for i, place in enumerate(places)
+            ]
 
-        def load_seen(token, at):
-            """Four floats of a token, or zeros if it is not seen."""
-            seen = b.icmp_unsigned("<", b.sub(token, begin), seen_tokens)
-            pointer = b.select(
-                seen, v._pointer(data, at, v.float), v._pointer(nothing, I64(0), v.float)
-            )
-            return b.load(b.bitcast(pointer, four.as_pointer()), align=4)
+        def emit(rows, short):
+            width, together, tokens = shares(rows, short)
+            of_levels = [i // (width * together) * width + i % width for i in range(16)]
 
-        def emit(block, first, short):
-            half = 8 if short else 16  # lanes that a token takes
-            of_rows = [i // half * 4 + i % 4 for i in range(16)]
-            of_groups = [i // half * 4 + i % half // 4 for i in range(16)]
+            def code(block, levels, part):
+                """The weights of some rows."""
+                first = b.add(s_at, b.mul(part, I64(together)))
+                totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
+                peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
+                turns = TILE // (4 * tokens)
+                with steps(b, I64(0), I64(turns), 1) as (turn, _):
+                    for j in range(4):
+                        vector = b.add(b.mul(turn, I64(4)), I64(j))
+                        token = b.mul(vector, I64(tokens))
+                        at = b.add(first, b.mul(token, I64(rows)))
+                        p = v.stretched(data, at, tokens * together)
+                        found = []
+                        for base in levels:
+                            level = v.load_part(base, b.mul(token, I64(width)), tokens * width)
+                            found.append(v.shuffle(level, level, of_levels))
+                        weight = b.fmul(p, found[0])
+                        v.store(weight, scratch, b.mul(vector, I64(v.lanes)))
+                        b.store(v.larger_size(weight, b.load(peaks[j])), peaks[j])
+                        b.store(v.fma(p, found[1], b.load(totals[j])), totals[j])
 
-            def of_tokens(turn, j):
-                """Probabilities, scales and lowest levels for vector j of a turn: of one token, or of two."""
-                if short:
-                    tokens = [b.add(b.mul(turn, I64(4)), I64(j + i)) for i in (0, 2)]
-                else:
-                    tokens = [b.add(b.mul(turn, I64(2)), I64(j))] * 2
-                found = [[], [], []]
-                for token in tokens[: 2 if short else 1]:
-                    p_at = b.add(b.add(s_at, b.mul(token, rows)), first)
-                    at = b.add(scales_at, v.scale_place(token, b.mul(block, I64(4))))
-                    found[0].append(load_four(data, p_at))
-                    found[1].append(load_seen(token, at))
-                    found[2].append(load_seen(token, b.add(at, lowest_at)))
-                found = [x if short else x * 2 for x in found]
-                lanes = (of_rows, of_groups, of_groups)
-                return [v.shuffle(*x, which) for x, which in zip(found, lanes, strict=True)]
+                def merged(slots, combine):
+                    x, y, z, w = map(b.load, slots)
+                    x = combine(combine(x, y), combine(z, w))
+                    lanes = width * together
+                    while lanes < v.lanes:
+                        x = combine(x, v.shuffle(x, x, [i ^ lanes for i in range(v.lanes)]))
+                        lanes *= 2
+                    return x
 
-            tokens = 4 if short else 2  # in a turn
-            totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(2)]
-            peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(2)]
-            begin_turn = b.sdiv(begin, I64(tokens))
-            end_turn = b.sdiv(b.add(end, I64(tokens - 1)), I64(tokens))
-            with steps(b, begin_turn, end_turn, 1) as (turn, _):
-                for j in range(2):
-                    p, scale, lowest = of_tokens(turn, j)
-                    weight = b.fmul(p, scale)
-                    v.store(weight, scratch, b.mul(b.add(b.mul(turn, I64(2)), I64(j)), I64(16)))
-                    b.store(v.larger_size(weight, b.load(peaks[j])), peaks[j])
-                    b.store(v.fma(p, lowest, b.load(totals[j])), totals[j])
-            total = b.fadd(*map(b.load, totals))
-            peak = v.larger_int(*map(b.load, peaks))
+                factor, scale = v.quantiser(merged(peaks, v.larger_int))
+                place = b.add(b.mul(part, blocks), block)
+                at = b.add(sums_at, b.mul(place, I64(32)))
+                v.store(merged(totals, b.fadd), data, at)
+                v.store(scale, data, b.add(at, I64(16)))
+                w_here = b.add(w_at, b.mul(place, I64(512)))
+                with steps(b, I64(0), I64(turns), 1) as (turn, _):
+                    at = b.mul(turn, I64(4 * v.lanes))
+                    weights = [
+                        v.load_floats(scratch, b.add(at, I64(j * v.lanes))) for j in range(4)
+                    ]
+                    at = b.add(w_here, b.mul(turn, I64(v.lanes)))
+                    for j, x in enumerate(v.bytes_of(weights, factor)):
+                        v.store(b.bitcast(x, v.type), data, b.add(at, I64(256 * j)))
+
+            def code_block(block):
+                levels = levels_of(block, width)
+                with steps(b, I64(0), I64(rows // together), 1) as (part, _):
+                    code(block, levels, part)
+
             if short:
-                upper = [i ^ 8 for i in range(16)]
-                total = b.fadd(total, v.shuffle(total, total, upper))
-                peak = v.larger_int(peak, v.shuffle(peak, peak, upper))
-            factor, scale = v.quantiser(peak)
-            place = b.add(b.mul(b.ashr(first, I64(2)), blocks), block)
-            at = b.add(sums_at, b.mul(place, I64(32)))
-            v.store(total, data, at)
-            v.store(scale, data, b.add(at, I64(16)))
-            w_here = b.add(w_at, b.mul(place, I64(TILE // 2 * 16)))
-            with steps(b, begin_turn, end_turn, 1) as (turn, _):
-                codes = []
-                for j in range(2):
-                    at = b.mul(b.add(b.mul(turn, I64(2)), I64(j)), I64(16))
-                    codes.append(v.nearest(b.fmul(v.load_floats(scratch, at), factor)))
-                place = b.add(w_here, b.mul(turn, I64(16)))
-                v.store(b.bitcast(v.pairs(*codes), v.type), data, place)
+                code_block(I64(0))
+            else:
+                with steps(b, I64(0), blocks, 1) as (block, _):
+                    code_block(block)
 
-        short = b.icmp_signed("<=", head_dim, I64(SHORT))
-        with steps(b, I64(0), rows, 4) as (first, _), b.if_else(short) as (of_short, of_others):
-            with of_short:
-                emit(I64(0), first, True)
-            with of_others, steps(b, I64(0), blocks, 1) as (block, _):
-                emit(block, first, False)
+        with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
+            for place, short in ((of_short, True), (of_others, False)):
+                with place:
+                    for_rows(b, rows, lambda rows, short=short: emit(rows, short))
         return context.get_dummy_value()
 
     return types.void(i8, s, i8, i8, i8, i8, i8, i8, i8), codegen
@@ -381,118 +441,183 @@ def weigh_integers(
             data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 16)
         )
 
-        def emit(rows):
+        def add_to(v, row, value, column, mask=None):
+            """Add a vector of columns to what is there of a row, rescaled."""
+            rescale = v.splat(v.load_one(w_data, b.add(rescale_at, row)))
+            place = b.add(b.add(o_at, b.mul(row, o_step)), column)
+            value = v.fma(v.load_floats(w_data, place, mask), rescale, value)
+            if mask is None:
+                v.store(value, w_data, place)
+            else:
+                v.store_masked(value, w_data, place, mask)
+
+        def emit_int8(rows):
             v = Words(b)
             ahead = Ahead(b, ahead_kind, runs)
-            packed = kind == "int4"
-            size = 4 * v.lanes  # bytes of a block
-            columns = 2 * size if packed else size
-            row_bytes = b.ashr(head_dim, I64(1)) if packed else head_dim
-            passes = (rows + _ROWS - 1) // _ROWS * (2 if packed else 1)
+            columns = 4 * v.lanes
+            passes = (rows + _ROWS - 1) // _ROWS
             num_blocks = b.sdiv(b.add(head_dim, I64(columns - 1)), I64(columns))
 
-            def weights_of(row, block, turn):
-                if packed:
-                    four = b.add(b.mul(I64(row // 4), num_blocks), block)
-                    at = b.add(b.mul(four, I64(TILE // 2)), turn)
-                    weights = v.load_floats(w_data, b.add(w_at, b.mul(at, I64(16))))
-                    return v.shuffle(weights, weights, [i - i % 4 + row % 4 for i in range(16)])
-                at = b.add(w_at, b.add(b.mul(turn, I64(rows)), I64(row)))
-                return v.splat(v.load_one(w_data, at))
-
-            def codes_of(block, turn, short):
-                """Words of a pair of tokens; of short rows, of two pairs."""
-                each = 4 if short else 2
-                at = b.mul(block, I64(size))
-                places = []
-                for i in range(each):
-                    token = b.add(b.mul(turn, I64(each)), I64(i))
-                    places.append(b.add(b.load(b.gep(offsets, [token])), at))
-                ahead.ask(2 * columns // passes, turn)
-                if short:
-                    return [v.load_two_rows(v_data, places[i::2], row_bytes) for i in range(2)]
-                left = b.sub(row_bytes, at)
-                return [v.load_words_of(kind, v_data, place, left) for place in places]
-
-            def one_pass(block, taken, which, short=False):
-                """The words `which` of a block, for some rows."""
+            def one_pass(block, taken):
+                """A block of columns, for some rows."""
                 sums = {
                     row: [cgutils.alloca_once(b, v.int_type) for _ in range(4)] for row in taken
                 }
                 for slot in (slot for slots in sums.values() for slot in slots):
                     b.store(v.splat_int(0), slot)
-                shift = 2 if short else 1
-                first_turn = b.ashr(begin, I64(shift))
-                turns = b.ashr(b.add(end, I64((1 << shift) - 1)), I64(shift))
-                with steps(b, first_turn, turns, 1) as (turn, _):
-                    codes = codes_of(block, turn, short)
-                    mixed = [x for i in which for x in v.interleave(codes[0][i], codes[1][i])]
+                at = b.mul(block, I64(columns))
+                left = b.sub(head_dim, at)
+                turns = b.ashr(b.add(end, I64(1)), I64(1))
+                with steps(b, b.ashr(begin, I64(1)), turns, 1) as (turn, _):
+                    ahead.ask(2 * columns // passes, turn)
+                    codes = []
+                    for i in range(2):
+                        token = b.add(b.mul(turn, I64(2)), I64(i))
+                        place = b.add(b.load(b.gep(offsets, [token])), at)
+                        codes.append(v.load_int8(v_data, place, left))
+                    mixed = [x for pair in zip(*codes, strict=True) for x in v.interleave(*pair)]
                     for row in taken:
-                        weights = weights_of(row, block, turn)
+                        at_turn = b.add(w_at, b.add(b.mul(turn, I64(rows)), I64(row)))
+                        weights = v.splat(v.load_one(w_data, at_turn))
                         for slot, x in zip(sums[row], mixed, strict=True):
                             b.store(v.add_pairs(b.load(slot), x, weights), slot)
                 for row in taken:
                     with b.if_then(b.icmp_signed("<", I64(row), count)):
-                        totals = [b.load(slot) for slot in sums[row]]
-                        if short:
-                            upper = [*range(8, 16), *range(8)]
-                            totals = [b.add(x, v.shuffle(x, x, upper)) for x in totals]
-                        finish(block, row, which[0] // 2, totals)
+                        finish(block, row, [b.load(slot) for slot in sums[row]])
 
-            def finish(block, row, nibble, totals):
-                even, odd = totals[:2], totals[2:]
-                pieces = [x for pair in zip(even, odd, strict=True) for x in v.interleave(*pair)]
-                four = b.add(b.mul(I64(row // 4), num_blocks), block)
-                of_four = b.add(b.add(sums_at, b.mul(four, I64(32))), I64(row % 4))
-                rescale = v.splat(v.load_one(w_data, b.add(rescale_at, I64(row))))
-                row_at = b.add(o_at, b.mul(I64(row), o_step))
+            def finish(block, row, totals):
+                pairs = zip(totals[:2], totals[2:], strict=True)
+                pieces = [x for pair in pairs for x in v.interleave(*pair)]
+                scale = v.splat(v.load_one(w_data, b.add(w_scales_at, I64(row))))
                 for j, total in enumerate(v.in_order(pieces)):
-                    scale_at = b.add(w_scales_at, I64(row))
-                    if packed:
-                        scale_at = b.add(of_four, I64(16 + 4 * j))
-                    scale = v.splat(v.load_one(w_data, scale_at))
-                    value = b.fmul(b.sitofp(total, v.type), scale)
-                    if not packed:
-                        column = b.add(b.mul(block, I64(columns)), I64(j * v.lanes))
-                        with b.if_then(b.icmp_signed("<", column, head_dim)):
-                            place = b.add(row_at, column)
-                            v.store(
-                                v.fma(v.load_floats(w_data, place), rescale, value), w_data, place
-                            )
-                        continue
-                    group = b.add(b.mul(block, I64(4)), I64(j))
-                    column = b.mul(group, I64(GROUP))
-                    left = b.ashr(b.sub(head_dim, column), I64(1))
-                    half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
-                    with b.if_then(b.icmp_signed(">", left, I64(0))):
-                        lowest = v.load_one(w_data, b.add(of_four, I64(4 * j)))
-                        value = b.fadd(value, v.splat(lowest))
-                        place = b.add(b.add(row_at, column), b.mul(half, I64(nibble)))
-                        mask = v.lanes_below(half)
-                        value = v.fma(v.load_floats(w_data, place, mask), rescale, value)
-                        v.store_masked(value, w_data, place, mask)
+                    column = b.add(b.mul(block, I64(columns)), I64(j * v.lanes))
+                    with b.if_then(b.icmp_signed("<", column, head_dim)):
+                        value = b.fmul(b.sitofp(total, v.type), scale)
+                        add_to(v, I64(row), value, column)
 
-            def all_passes(block, short=False):
+            with steps(b, I64(0), num_blocks, 1) as (block, _):
                 for first in range(0, rows, _ROWS):
-                    taken = range(first, min(rows, first + _ROWS))
-                    one_pass(block, taken, (0, 1), short)
-                    if packed:
-                        one_pass(block, taken, (2, 3), short)
+                    one_pass(block, range(first, min(rows, first + _ROWS)))
 
-            def all_blocks():
+        def emit_int4(rows, short):
+            v = Words(b)
+            ahead = Ahead(b, ahead_kind, runs)
+            num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
+            width, together, tokens = shares(rows, short)
+            fours = 2 if short else 1  # of tokens, in a turn
+            # Turns whose tokens lie between each other's are all taken.
+            span = max(tokens, fours)
+            first_turn = b.mul(b.sdiv(begin, I64(4 * span)), I64(span // fours))
+            turns = b.sdiv(b.add(end, I64(4 * span - 1)), I64(4 * span))
+            turns = b.mul(turns, I64(span // fours))
+            # Of a turn eight vectors: bytes as they are, and their low nibbles.
+            codes = scratch_floats(b, v.float, TILE // 4 * 8 * v.lanes)
+            in_turn = 4 * BLOCK  # elements
+
+            def code_at(turn, j):
+                return b.mul(b.add(b.mul(turn, I64(8)), I64(j)), I64(v.lanes))
+
+            def mix(block):
+                """Put codes of four tokens side by side, for all rows."""
+                at = b.mul(block, I64(BLOCK // 2))
+                left = b.sub(b.ashr(head_dim, I64(1)), at)
+                with steps(b, first_turn, turns, 1) as (turn, _):
+                    ahead.ask(in_turn // max(2, rows), turn)
+                    found = []
+                    for j in range(4):
+                        places = []
+                        for i in range(fours):
+                            four = b.add(b.mul(turn, I64(fours)), I64(i))
+                            in_vector = b.and_(four, I64(tokens - 1))
+                            vector = b.add(b.mul(b.sub(four, in_vector), I64(4)), in_vector)
+                            token = b.add(vector, I64(tokens * j))
+                            places.append(b.add(b.load(b.gep(offsets, [token])), at))
+                        found.append(v.load_int4(v_data, places, left))
+                    for j, x in enumerate(v.mixed_fours(*found)):
+                        x = b.bitcast(x, v.int_type)
+                        low = b.and_(x, v.splat_int(0x0F0F0F0F))
+                        if not v.has_fours:
+                            x = b.and_(b.lshr(x, v.splat_int(4)), v.splat_int(0x0F0F0F0F))
+                        for i, y in enumerate((x, low)):
+                            v.store(b.bitcast(y, v.type), codes, code_at(turn, 4 * i + j))
+
+            def weigh(block, row):
+                """A block of columns, for one row."""
+                part = b.sdiv(row, I64(together))
+                place = b.add(b.mul(part, num_blocks), block)
+                lane = b.mul(b.sub(row, b.mul(part, I64(together))), I64(width))
+                w_here = b.add(b.add(w_at, b.mul(place, I64(512))), lane)
+                sums = [[cgutils.alloca_once(b, v.int_type) for _ in range(8)] for _ in range(2)]
+                for slot in (slot for slots in sums for slot in slots):
+                    b.store(v.splat_int(0), slot)
+                with steps(b, first_turn, turns, 1) as (turn, _):
+                    ahead.ask(in_turn // {1: 2}.get(rows, max(4, rows)), turn)
+                    found = [v.load_floats(codes, code_at(turn, j)) for j in range(8)]
+                    for i, slots in enumerate(sums):
+                        at = b.add(w_here, I64(256 * i))
+                        parts = []
+                        for j in range(fours):
+                            four = b.add(b.mul(turn, I64(fours)), I64(j))
+                            here = b.add(at, b.mul(four, I64(16 // tokens)))
+                            parts.append(v.load_part(w_data, here, width))
+                        weights = v.shuffle(parts[0], parts[-1], [i // 4 for i in range(16)])
+                        for slot, x in zip(slots, found, strict=True):
+                            b.store(v.add_fours(b.load(slot), x, weights), slot)
+                totals = []
+                for low, high in zip(*sums, strict=True):
+                    high = b.shl(b.load(high), v.splat_int(8))
+                    totals.append(b.add(high, b.load(low)))
+                both, low = totals[:4], totals[4:]
+                high = both
+                if v.has_fours:  # of whole bytes: high nibbles count 16 times
+                    high = [
+                        b.ashr(b.sub(x, y), v.splat_int(4)) for x, y in zip(both, low, strict=True)
+                    ]
+                at = b.add(b.add(sums_at, b.mul(place, I64(32))), lane)
+                lowest, scale = (
+                    v.shuffle(x, x, [i // 4 % width for i in range(16)])
+                    for x in (v.load_part(w_data, b.add(at, I64(i)), width) for i in (0, 16))
+                )
+                for i, parts in enumerate((low, high)):
+                    if short:  # one half and the other, of two vectors at once
+                        halves = [[*range(8 * i, 8 * i + 8), *range(16 + 8 * i, 24 + 8 * i)]
+                                  for i in range(2)]  # fmt: skip
+                        pairs = zip(parts[::2], parts[1::2], strict=True)
+                        parts = [b.add(*(v.shuffle(*x, half) for half in halves)) for x in pairs]
+                    parts = [v.fma(b.sitofp(x, v.type), scale, lowest) for x in parts]
+                    if short:
+                        groups = [
+                            v.shuffle(*parts, [x + 4 * j for x in range(32) if x % 8 < 4])
+                            for j in range(2)
+                        ]
+                    else:
+                        groups = v.in_order(parts)
+                    for j, value in enumerate(groups):
+                        column = b.add(b.mul(block, I64(BLOCK)), I64(j * GROUP))
+                        left = b.ashr(b.sub(head_dim, column), I64(1))
+                        half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
+                        with b.if_then(b.icmp_signed(">", left, I64(0))):
+                            column = b.add(column, b.mul(half, I64(i)))
+                            add_to(v, row, value, column, v.lanes_below(half))
+
+            def add_block(block):
+                mix(block)
+                with steps(b, I64(0), count, 1) as (row, _):
+                    weigh(block, row)
+
+            if short:
+                add_block(I64(0))
+            else:
                 with steps(b, I64(0), num_blocks, 1) as (block, _):
-                    all_passes(block)
+                    add_block(block)
 
-            if not packed:
-                all_blocks()
-                return
-            with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
-                with of_short:
-                    all_passes(I64(0), short=True)
-                with of_others:
-                    all_blocks()
-
-        for_rows(b, args[1], emit, most_rows("float32"))
+        if kind == "int8":
+            for_rows(b, args[1], emit_int8, most_rows("float32"))
+            return context.get_dummy_value()
+        with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
+            for place, short in ((of_short, True), (of_others, False)):
+                with place:
+                    for_rows(b, args[1], lambda rows, short=short: emit_int4(rows, short))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -585,13 +710,10 @@ def score_integers(
                 for j in range(each):
                     t = b.add(token, I64(j))
                     places.append(b.load(b.gep(offsets, [t])))
-                if short:
-                    words = v.load_two_rows(k_data, places, row_bytes)
-                else:
-                    at = b.mul(block, I64(64))
-                    left = b.sub(row_bytes, at)
-                    words = v.load_words_of("int4", k_data, b.add(places[0], at), left)
-                for j, x in enumerate(words):
+                at = b.mul(block, I64(64))
+                places = [b.add(place, at) for place in places]
+                codes = v.load_int4(k_data, places, b.sub(row_bytes, at))
+                for j, x in enumerate(v.nibbles(codes)):
                     at = b.add(b.mul(i, I64(step)), I64(j * v.lanes))
                     v.store(b.bitcast(x, v.type), scratch, at)
 
@@ -604,13 +726,15 @@ def score_integers(
             row_scales = v.repeated(q_data, q_scales_at, rows)
 
             def scale_of(token, block, group):
-                at = b.add(scales_at, v.scale_place(token, b.add(b.mul(block, I64(4)), I64(group))))
+                group = b.add(b.mul(block, I64(4)), I64(group))
+                at = b.add(scales_at, v.scale_place(token, group, 2 if short else 4))
                 part = v.load_part(q_data, at, together)
                 lanes = [i % each // 4 if together > 1 else 0 for i in range(16)]
                 return v.shuffle(part, part, lanes)
 
             def lowest_of(token, block, first, size):
-                at = b.add(scales_at, v.scale_place(token, b.mul(block, I64(4))))
+                group = b.mul(block, I64(4))
+                at = b.add(scales_at, v.scale_place(token, group, 2 if short else 4))
                 return v.repeated(q_data, b.add(b.add(at, lowest_at), I64(first)), size)
 
             def k_at(t, unit):
@@ -626,7 +750,8 @@ def score_integers(
                 for first in range(0, 2 if short else 4, min(each, 4)):
                     q_sums = q_lanes(q_sums_at, block, 16, first)
                     for t, slot in enumerate(sums):
-                        lowest = lowest_of(b.add(t0, I64(t)), block, first, min(each, 4))
+                        size = min(each, 2 if short else 4)
+                        lowest = lowest_of(b.add(t0, I64(t)), block, first, size)
                         b.store(v.fma(q_sums, lowest, b.load(slot)), slot)
                 for group in groups:
                     for start in range(0, tokens, 8):
