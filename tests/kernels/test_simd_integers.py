@@ -68,7 +68,7 @@ def run_score4(
     for r in range(rows):
         fill_code_row(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
         f[q_scales_at + r] = code_row(f, r * q_step, dim, q_step)
-        sum_code_groups(f, r * q_step, blocks, sums_at + r * 16 * blocks)
+        sum_code_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     size = 16 * blocks
     arrange_rows("float32", at_once, f, 0, q_step, q_step // 2, rows_at)
     arrange_rows("float32", at_once, f, sums_at, size, size, rows_at + at_once * q_step)

@@ -233,7 +233,7 @@ class Words(Vectors):
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
 
     def mixed_fours(self, a, b, c, d):
-        """Bytes of four vectors side by side, in the order of `bytes_of`; vector j has bytes 4j to 4j + 3 of each 128 bits."""
+        """Bytes of four vectors side by side, in the order of `bytes_of`: j has bytes 4j to 4j + 3 of each 128 bits."""
         pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
         return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
 
@@ -631,34 +631,41 @@ def fill_code_row(to, row, scale):
         half = min(GROUP, dim - first) >> 1
         for i in range(half):
             byte = (first >> 1) + i
-            # Of a block: words of even bytes, of odd ones; first those of low nibbles, then of high ones.
-            at = (byte >> 6) * BLOCK + ((byte & 63) >> 1) + ((byte & 1) << 5)
+            # Of a block: words of even bytes, of odd ones; first those of low nibbles, then of high ones. Of words in
+            # a lane, groups take turns.
+            lane, group = (byte & 15) >> 2, (byte & 63) >> 4
+            lane = 2 * lane + group if dim <= SHORT else 4 * lane + group
+            at = (byte >> 6) * BLOCK + 2 * lane + ((byte & 2) >> 1) + ((byte & 1) << 5)
             low, high = scale * row[first + i], scale * row[first + half + i]
             to[at], to[at + BLOCK // 2] = low, high
 
 
 @intrinsic
-def sum_code_groups(typing_context, q, q_at, blocks, sums_at):
+def sum_code_groups(typing_context, q, q_at, head_dim, sums_at):
     """Put what the words of a query row add up to, group by group, to ``q[sums_at + 16 * block]`` and on.
 
-    These are four numbers, and twelve zeros.
+    These are four numbers, of short rows two, and zeros.
     """
     i8 = types.int64
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[0], args[0])
-        _, q_at, blocks, sums_at = args
+        _, q_at, head_dim, sums_at = args
         v = Words(b)
+        blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
+        short = b.icmp_signed("<=", head_dim, I64(SHORT))
+        groups = v.lanes_below(b.select(short, I64(2), I64(4)))
         with steps(b, I64(0), blocks, 1) as (block, _):
             total = v.splat_int(0)
             for i in range(4):
                 at = b.add(b.add(q_at, b.mul(block, I64(BLOCK // 2))), I64(i * v.lanes))
                 total = v.add_pairs(total, v.load_words(data, at), v.splat_word(1))
-            for width in (1, 2):
+            for width in (8, 4, 2):
                 other = v.shuffle(total, total, [i ^ width for i in range(16)])
+                if width == 2:
+                    other = b.select(short, other, v.splat_int(0))
                 total = b.add(total, other)
-            zeros = v.splat_int(0)
-            total = v.shuffle(total, zeros, [4 * i if i < 4 else 16 for i in range(16)])
+            total = b.select(groups, total, v.splat_int(0))
             at = b.add(sums_at, b.mul(block, I64(16)))
             v.store(b.sitofp(total, v.type), data, at)
         return context.get_dummy_value()
@@ -713,6 +720,15 @@ def score_integers(
                 at = b.mul(block, I64(64))
                 places = [b.add(place, at) for place in places]
                 codes = v.load_int4(k_data, places, b.sub(row_bytes, at))
+                # Groups take turns, so that few lanes of a row have all of them.
+                lanes = b.bitcast(codes, v.int_type)
+                if short:
+                    turns = [
+                        8 * k + 4 * j + i for k in range(2) for i in range(4) for j in range(2)
+                    ]
+                else:
+                    turns = [4 * j + i for i in range(4) for j in range(4)]
+                codes = v.shuffle(lanes, lanes, turns)
                 for j, x in enumerate(v.nibbles(codes)):
                     at = b.add(b.mul(i, I64(step)), I64(j * v.lanes))
                     v.store(b.bitcast(x, v.type), scratch, at)
@@ -720,22 +736,20 @@ def score_integers(
         def emit(rows, short):
             each = v.lanes // rows
             tokens = max(8, each)
-            together = max(1, each // 4)  # groups in a vector
-            groups = range(0, 2 if short else 4, together)
+            groups = 2 if short else 4
+            of_class = (
+                8 if short else 16
+            )  # lanes that words of even or odd bytes, low or high nibbles, take
+            together = min(each, groups)  # groups in the lanes of a row
+            firsts = range(0, groups, together)
             sums = [cgutils.alloca_once(b, v.type) for _ in range(tokens)]
             row_scales = v.repeated(q_data, q_scales_at, rows)
 
-            def scale_of(token, block, group):
-                group = b.add(b.mul(block, I64(4)), I64(group))
-                at = b.add(scales_at, v.scale_place(token, group, 2 if short else 4))
-                part = v.load_part(q_data, at, together)
-                lanes = [i % each // 4 if together > 1 else 0 for i in range(16)]
-                return v.shuffle(part, part, lanes)
-
-            def lowest_of(token, block, first, size):
-                group = b.mul(block, I64(4))
-                at = b.add(scales_at, v.scale_place(token, group, 2 if short else 4))
-                return v.repeated(q_data, b.add(b.add(at, lowest_at), I64(first)), size)
+            def levels_of(token, block, first):
+                """Scales and lowest levels of some groups."""
+                at = v.scale_place(token, b.mul(block, I64(4)), groups)
+                at = b.add(b.add(scales_at, at), I64(first))
+                return [v.repeated(q_data, x, together) for x in (at, b.add(at, lowest_at))]
 
             def k_at(t, unit):
                 if short:
@@ -747,27 +761,23 @@ def score_integers(
                 return v.load_floats(q_data, b.add(at, I64(unit * rows)))
 
             def add_block(block, t0):
-                for first in range(0, 2 if short else 4, min(each, 4)):
+                for first in firsts:
+                    products = [v.splat_int(0) for _ in sums]
+                    units = [
+                        16 * i + j
+                        for i in range(4)
+                        for j in range(first, of_class, max(each, groups))
+                    ]
+                    for unit in units:
+                        q_row = q_lanes(q_at, block, step, unit)
+                        for t in range(tokens):
+                            k_row = v.repeated(scratch, k_at(t, unit), each)
+                            products[t] = v.add_pairs(products[t], q_row, k_row)
                     q_sums = q_lanes(q_sums_at, block, 16, first)
                     for t, slot in enumerate(sums):
-                        size = min(each, 2 if short else 4)
-                        lowest = lowest_of(b.add(t0, I64(t)), block, first, size)
-                        b.store(v.fma(q_sums, lowest, b.load(slot)), slot)
-                for group in groups:
-                    for start in range(0, tokens, 8):
-                        some = range(start, start + 8)
-                        products = [v.splat_int(0) for _ in some]
-                        for i in range(4):
-                            for unit in range(0, 4 * together, each):
-                                unit = 16 * i + 4 * group + unit
-                                q_row = q_lanes(q_at, block, step, unit)
-                                for j, t in enumerate(some):
-                                    k_row = v.repeated(scratch, k_at(t, unit), each)
-                                    products[j] = v.add_pairs(products[j], q_row, k_row)
-                        for t, product in zip(some, products, strict=True):
-                            scale = scale_of(b.add(t0, I64(t)), block, group)
-                            total = v.fma(b.sitofp(product, v.type), scale, b.load(sums[t]))
-                            b.store(total, sums[t])
+                        scale, lowest = levels_of(b.add(t0, I64(t)), block, first)
+                        total = v.fma(q_sums, lowest, b.load(slot))
+                        b.store(v.fma(b.sitofp(products[t], v.type), scale, total), slot)
 
             with steps(b, I64(0), count, tokens) as (t0, _):
                 for slot in sums:
