@@ -238,6 +238,13 @@ class Words(Vectors):
         return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
 
 
+def settle(builder, pointer):
+    """Have what was stored at a pointer read from memory: LLVM would take vectors apart to keep a part of it."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type])
+    nothing = ir.InlineAsm(signature, "", "r,~{memory}", side_effect=True)
+    builder.call(nothing, [pointer])
+
+
 def shares(rows, short):
     """How weights of INT4 groups share a vector: lanes of a token and a row, rows, and tokens.
 
@@ -761,6 +768,7 @@ def score_integers(
                 return v.load_floats(q_data, b.add(at, I64(unit * rows)))
 
             def add_block(block, t0):
+                settle(b, scratch)
                 for first in firsts:
                     products = [v.splat_int(0) for _ in sums]
                     units = [
