@@ -23,6 +23,8 @@ Float64 goes the way of `simd`; so does INT4 where vectors have less than 512 bi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import numpy as np
@@ -98,10 +100,14 @@ class Words(Vectors):
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
     def load_int4(self, base, places, count):
-        """Load `count` bytes of codes of INT4, the others 0: of one row, or of two short ones, one in each half."""
+        """Load `count` bytes of codes of INT4, the others 0: of one row, or of two short ones, one in each half.
+
+        They come as lanes, each of one group, of the four times four there are.
+        """
         size = 4 * self.lanes // len(places)
         rows = [self._load_bytes(base, at, count, size) for at in places]
-        return rows[0] if len(rows) == 1 else self.shuffle(*rows, [*range(2 * size)])
+        row = rows[0] if len(rows) == 1 else self.shuffle(*rows, [*range(2 * size)])
+        return self.b.bitcast(row, self.int_type)
 
     def _load_bytes(self, base, at, count, size):
         """Load `count` bytes into a vector of `size`; the others are 0."""
@@ -233,7 +239,7 @@ class Words(Vectors):
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
 
     def mixed_fours(self, a, b, c, d):
-        """Bytes of four vectors side by side, in the order of `bytes_of`: j has bytes 4j to 4j + 3 of each 128 bits."""
+        """Bytes of four vectors side by side, in the order of `bytes_of`: those of every fourth lane."""
         pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
         return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
 
@@ -517,12 +523,14 @@ def weigh_integers(
             first_turn = b.mul(b.sdiv(begin, I64(4 * span)), I64(span // fours))
             turns = b.sdiv(b.add(end, I64(4 * span - 1)), I64(4 * span))
             turns = b.mul(turns, I64(span // fours))
-            # Of a turn eight vectors: bytes as they are, and their low nibbles.
+            # Of a turn eight vectors: of groups the low nibbles, then the bytes as they are.
             codes = scratch_floats(b, v.float, TILE // 4 * 8 * v.lanes)
             in_turn = 4 * BLOCK  # elements
 
-            def code_at(turn, j):
-                return b.mul(b.add(b.mul(turn, I64(8)), I64(j)), I64(v.lanes))
+            bytes_type = ir.VectorType(I8, 4 * v.lanes)
+
+            def code_at(turn, i, j):
+                return b.mul(b.add(b.mul(turn, I64(8)), I64(4 * i + j)), I64(v.lanes))
 
             def mix(block):
                 """Put codes of four tokens side by side, for all rows."""
@@ -539,14 +547,17 @@ def weigh_integers(
                             vector = b.add(b.mul(b.sub(four, in_vector), I64(4)), in_vector)
                             token = b.add(vector, I64(tokens * j))
                             places.append(b.add(b.load(b.gep(offsets, [token])), at))
-                        found.append(v.load_int4(v_data, places, left))
+                        row = v.load_int4(v_data, places, left)
+                        # So that each of what is mixed is of one group.
+                        lanes = [4 * k + i for i in range(4) for k in range(4)]
+                        found.append(b.bitcast(v.shuffle(row, row, lanes), bytes_type))
                     for j, x in enumerate(v.mixed_fours(*found)):
                         x = b.bitcast(x, v.int_type)
                         low = b.and_(x, v.splat_int(0x0F0F0F0F))
                         if not v.has_fours:
                             x = b.and_(b.lshr(x, v.splat_int(4)), v.splat_int(0x0F0F0F0F))
-                        for i, y in enumerate((x, low)):
-                            v.store(b.bitcast(y, v.type), codes, code_at(turn, 4 * i + j))
+                        for i, y in enumerate((low, x)):
+                            v.store(b.bitcast(y, v.type), codes, code_at(turn, i, j))
 
             def weigh(block, row):
                 """A block of columns, for one row."""
@@ -554,58 +565,51 @@ def weigh_integers(
                 place = b.add(b.mul(part, num_blocks), block)
                 lane = b.mul(b.sub(row, b.mul(part, I64(together))), I64(width))
                 w_here = b.add(b.add(w_at, b.mul(place, I64(512))), lane)
-                sums = [[cgutils.alloca_once(b, v.int_type) for _ in range(8)] for _ in range(2)]
-                for slot in (slot for slots in sums for slot in slots):
+                # By low and high bytes of weights, what the codes are, and groups, of short rows twice.
+                sums = {
+                    key: cgutils.alloca_once(b, v.int_type)
+                    for key in itertools.product(range(2), range(2), range(4))
+                }
+                for slot in sums.values():
                     b.store(v.splat_int(0), slot)
                 with steps(b, first_turn, turns, 1) as (turn, _):
                     ahead.ask(in_turn // {1: 2}.get(rows, max(4, rows)), turn)
-                    found = [v.load_floats(codes, code_at(turn, j)) for j in range(8)]
-                    for i, slots in enumerate(sums):
-                        at = b.add(w_here, I64(256 * i))
-                        parts = []
-                        for j in range(fours):
-                            four = b.add(b.mul(turn, I64(fours)), I64(j))
-                            here = b.add(at, b.mul(four, I64(16 // tokens)))
-                            parts.append(v.load_part(w_data, here, width))
-                        weights = v.shuffle(parts[0], parts[-1], [i // 4 for i in range(16)])
-                        for slot, x in zip(slots, found, strict=True):
-                            b.store(v.add_fours(b.load(slot), x, weights), slot)
-                totals = []
-                for low, high in zip(*sums, strict=True):
-                    high = b.shl(b.load(high), v.splat_int(8))
-                    totals.append(b.add(high, b.load(low)))
-                both, low = totals[:4], totals[4:]
-                high = both
-                if v.has_fours:  # of whole bytes: high nibbles count 16 times
-                    high = [
-                        b.ashr(b.sub(x, y), v.splat_int(4)) for x, y in zip(both, low, strict=True)
-                    ]
-                at = b.add(b.add(sums_at, b.mul(place, I64(32))), lane)
-                lowest, scale = (
-                    v.shuffle(x, x, [i // 4 % width for i in range(16)])
-                    for x in (v.load_part(w_data, b.add(at, I64(i)), width) for i in (0, 16))
-                )
-                for i, parts in enumerate((low, high)):
-                    if short:  # one half and the other, of two vectors at once
-                        halves = [[*range(8 * i, 8 * i + 8), *range(16 + 8 * i, 24 + 8 * i)]
-                                  for i in range(2)]  # fmt: skip
-                        pairs = zip(parts[::2], parts[1::2], strict=True)
-                        parts = [b.add(*(v.shuffle(*x, half) for half in halves)) for x in pairs]
-                    parts = [v.fma(b.sitofp(x, v.type), scale, lowest) for x in parts]
-                    if short:
-                        groups = [
-                            v.shuffle(*parts, [x + 4 * j for x in range(32) if x % 8 < 4])
-                            for j in range(2)
+                    for j in range(4):
+                        four = b.add(b.mul(turn, I64(fours)), I64(j // width))
+                        at = b.add(w_here, b.mul(four, I64(16 // tokens)))
+                        at = b.add(at, I64(j % width))
+                        weights = [
+                            v.splat(v.load_one(w_data, b.add(at, I64(256 * i)))) for i in range(2)
                         ]
-                    else:
-                        groups = v.in_order(parts)
-                    for j, value in enumerate(groups):
-                        column = b.add(b.mul(block, I64(BLOCK)), I64(j * GROUP))
-                        left = b.ashr(b.sub(head_dim, column), I64(1))
-                        half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
-                        with b.if_then(b.icmp_signed(">", left, I64(0))):
-                            column = b.add(column, b.mul(half, I64(i)))
-                            add_to(v, row, value, column, v.lanes_below(half))
+                        for k in range(2):
+                            x = v.load_floats(codes, code_at(turn, k, j))
+                            for i in range(2):
+                                slot = sums[i, k, j]
+                                b.store(v.add_fours(b.load(slot), x, weights[i]), slot)
+                at = b.add(b.add(sums_at, b.mul(place, I64(32))), lane)
+                for j in range(width):
+                    lowest, scale = (
+                        v.splat(v.load_one(w_data, b.add(at, I64(i + j)))) for i in (0, 16)
+                    )
+                    totals = []
+                    for k in range(2):
+                        x, y = (
+                            functools.reduce(
+                                b.add, [b.load(sums[i, k, n]) for n in range(j, 4, width)]
+                            )
+                            for i in range(2)
+                        )
+                        totals.append(b.add(x, b.shl(y, v.splat_int(8))))
+                    low, high = totals
+                    if v.has_fours:  # of whole bytes: high nibbles count 16 times
+                        high = b.ashr(b.sub(high, low), v.splat_int(4))
+                    column = b.add(b.mul(block, I64(BLOCK)), I64(j * GROUP))
+                    left = b.ashr(b.sub(head_dim, column), I64(1))
+                    half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
+                    with b.if_then(b.icmp_signed(">", left, I64(0))):
+                        for x, start in ((low, column), (high, b.add(column, half))):
+                            value = v.fma(b.sitofp(x, v.type), scale, lowest)
+                            add_to(v, row, value, start, v.lanes_below(half))
 
             def add_block(block):
                 mix(block)
@@ -726,9 +730,8 @@ def score_integers(
                     places.append(b.load(b.gep(offsets, [t])))
                 at = b.mul(block, I64(64))
                 places = [b.add(place, at) for place in places]
-                codes = v.load_int4(k_data, places, b.sub(row_bytes, at))
+                lanes = v.load_int4(k_data, places, b.sub(row_bytes, at))
                 # Groups take turns, so that few lanes of a row have all of them.
-                lanes = b.bitcast(codes, v.int_type)
                 if short:
                     turns = [
                         8 * k + 4 * j + i for k in range(2) for i in range(4) for j in range(2)
