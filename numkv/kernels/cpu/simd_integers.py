@@ -716,14 +716,15 @@ def score_integers(
         num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
         lowest_at = b.mul(num_blocks, I64(4 * TILE))
         step = BLOCK // 2  # lanes of a block
-        scratch = scratch_floats(b, v.float, v.lanes * step + v.lanes)
+        tokens = 16  # at once, for as many chains of sums
+        scratch = scratch_floats(b, v.float, tokens * step + v.lanes)
 
-        def widen(block, t0, tokens, short):
+        def widen(block, t0, short):
             """A block of some tokens as words, in scratch memory; of short rows two tokens side by side."""
             each = 2 if short else 1
-            with steps(b, I64(0), I64(tokens // each), 1) as (i, _):
+            for i in range(tokens // each):
                 ahead.ask(BLOCK, i)
-                token = b.add(t0, b.mul(i, I64(each)))
+                token = b.add(t0, I64(i * each))
                 places = []
                 for j in range(each):
                     t = b.add(token, I64(j))
@@ -740,12 +741,10 @@ def score_integers(
                     turns = [4 * j + i for i in range(4) for j in range(4)]
                 codes = v.shuffle(lanes, lanes, turns)
                 for j, x in enumerate(v.nibbles(codes)):
-                    at = b.add(b.mul(i, I64(step)), I64(j * v.lanes))
-                    v.store(b.bitcast(x, v.type), scratch, at)
+                    v.store(b.bitcast(x, v.type), scratch, I64(i * step + j * v.lanes))
 
         def emit(rows, short):
             each = v.lanes // rows
-            tokens = max(8, each)
             groups = 2 if short else 4
             of_class = (
                 8 if short else 16
@@ -794,11 +793,11 @@ def score_integers(
                 for slot in sums:
                     b.store(v.splat(0.0), slot)
                 if short:
-                    widen(I64(0), t0, tokens, True)
+                    widen(I64(0), t0, True)
                     add_block(I64(0), t0)
                 else:
                     with steps(b, I64(0), num_blocks, 1) as (block, _):
-                        widen(block, t0, tokens, False)
+                        widen(block, t0, False)
                         add_block(block, t0)
                 for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
                     at = b.add(b.mul(t0, I64(rows)), I64(i * v.lanes))
