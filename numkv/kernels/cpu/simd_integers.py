@@ -448,7 +448,8 @@ def weigh_integers(
     )  # fmt: skip
 
     def codegen(context, b, sig, args):
-        count, w_at, w_scales_at, begin, end, head_dim = (args[i] for i in (2, 4, 5, 8, 9, 10))
+        rows, count, w_at, w_scales_at = (args[i] for i in (1, 2, 4, 5))
+        begin, end, head_dim = args[8:11]
         sums_at, o_at, o_step, rescale_at = args[11:15]
         w_data, v_data, offsets, runs = (
             data_of(context, b, sig.args[i], args[i]) for i in (3, 6, 7, 16)
@@ -512,20 +513,32 @@ def weigh_integers(
                 for first in range(0, rows, _ROWS):
                     one_pass(block, range(first, min(rows, first + _ROWS)))
 
-        def emit_int4(rows, short):
+        def emit_int4(short):
             v = Words(b)
             ahead = Ahead(b, ahead_kind, runs)
             num_blocks = b.sdiv(b.add(head_dim, I64(BLOCK - 1)), I64(BLOCK))
-            width, together, tokens = shares(rows, short)
+            width = 2 if short else 4
+            # What `shares` says, and lanes of four tokens.
+            most = 16 // width
+            few = b.icmp_signed("<", rows, I64(most))
+            in_four = b.select(few, b.mul(rows, I64(width)), I64(16))
+            tokens = b.sdiv(I64(16), in_four)
             fours = 2 if short else 1  # of tokens, in a turn
             # Turns whose tokens lie between each other's are all taken.
-            span = max(tokens, fours)
-            first_turn = b.mul(b.sdiv(begin, I64(4 * span)), I64(span // fours))
-            turns = b.sdiv(b.add(end, I64(4 * span - 1)), I64(4 * span))
-            turns = b.mul(turns, I64(span // fours))
+            span = b.select(b.icmp_signed(">", tokens, I64(fours)), tokens, I64(fours))
+            in_span, of_span = b.mul(span, I64(4)), b.sdiv(span, I64(fours))
+            first_turn = b.mul(b.sdiv(begin, in_span), of_span)
+            turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
+            turns = b.mul(turns, of_span)
             # Of a turn eight vectors: of groups the low nibbles, then the bytes as they are.
             codes = scratch_floats(b, v.float, TILE // 4 * 8 * v.lanes)
-            in_turn = 4 * BLOCK  # elements
+            # A turn has the elements of four blocks: they are asked for a block at a time, if there are many rows not in
+            # every turn of each, and if there are few some of them while codes are mixed.
+            seldom = b.select(b.icmp_signed(">", rows, I64(4)), I64(1), I64(0))
+
+            def ask(turn):
+                with b.if_then(b.icmp_signed("==", b.and_(turn, seldom), I64(0))):
+                    ahead.ask(BLOCK)
 
             bytes_type = ir.VectorType(I8, 4 * v.lanes)
 
@@ -537,15 +550,18 @@ def weigh_integers(
                 at = b.mul(block, I64(BLOCK // 2))
                 left = b.sub(b.ashr(head_dim, I64(1)), at)
                 with steps(b, first_turn, turns, 1) as (turn, _):
-                    ahead.ask(in_turn // max(2, rows), turn)
+                    ask(turn)
+                    for number in (2, 1):
+                        with b.if_then(b.icmp_signed("<=", rows, I64(number))):
+                            ahead.ask(BLOCK)
                     found = []
                     for j in range(4):
                         places = []
                         for i in range(fours):
                             four = b.add(b.mul(turn, I64(fours)), I64(i))
-                            in_vector = b.and_(four, I64(tokens - 1))
+                            in_vector = b.and_(four, b.sub(tokens, I64(1)))
                             vector = b.add(b.mul(b.sub(four, in_vector), I64(4)), in_vector)
-                            token = b.add(vector, I64(tokens * j))
+                            token = b.add(vector, b.mul(tokens, I64(j)))
                             places.append(b.add(b.load(b.gep(offsets, [token])), at))
                         row = v.load_int4(v_data, places, left)
                         # So that each of what is mixed is of one group.
@@ -561,9 +577,9 @@ def weigh_integers(
 
             def weigh(block, row):
                 """A block of columns, for one row."""
-                part = b.sdiv(row, I64(together))
+                part = b.ashr(row, I64(most.bit_length() - 1))
                 place = b.add(b.mul(part, num_blocks), block)
-                lane = b.mul(b.sub(row, b.mul(part, I64(together))), I64(width))
+                lane = b.mul(b.and_(row, I64(most - 1)), I64(width))
                 w_here = b.add(b.add(w_at, b.mul(place, I64(512))), lane)
                 # By low and high bytes of weights, what the codes are, and groups, of short rows twice.
                 sums = {
@@ -573,10 +589,10 @@ def weigh_integers(
                 for slot in sums.values():
                     b.store(v.splat_int(0), slot)
                 with steps(b, first_turn, turns, 1) as (turn, _):
-                    ahead.ask(in_turn // {1: 2}.get(rows, max(4, rows)), turn)
+                    ask(turn)
                     for j in range(4):
                         four = b.add(b.mul(turn, I64(fours)), I64(j // width))
-                        at = b.add(w_here, b.mul(four, I64(16 // tokens)))
+                        at = b.add(w_here, b.mul(four, in_four))
                         at = b.add(at, I64(j % width))
                         weights = [
                             v.splat(v.load_one(w_data, b.add(at, I64(256 * i)))) for i in range(2)
@@ -623,12 +639,12 @@ def weigh_integers(
                     add_block(block)
 
         if kind == "int8":
-            for_rows(b, args[1], emit_int8, most_rows("float32"))
+            for_rows(b, rows, emit_int8, most_rows("float32"))
             return context.get_dummy_value()
         with b.if_else(b.icmp_signed("<=", head_dim, I64(SHORT))) as (of_short, of_others):
             for place, short in ((of_short, True), (of_others, False)):
                 with place:
-                    for_rows(b, args[1], lambda rows, short=short: emit_int4(rows, short))
+                    emit_int4(short)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -760,34 +776,31 @@ def score_integers(
                 at = b.add(b.add(scales_at, at), I64(first))
                 return [v.repeated(q_data, x, together) for x in (at, b.add(at, lowest_at))]
 
-            def k_at(t, unit):
-                if short:
-                    return I64(t // 2 * step + t % 2 * 8 + unit)
-                return I64(t * step + unit)
+            def k_at(t):
+                return I64(t // 2 * step + t % 2 * 8 if short else t * step)
 
             def q_lanes(at, block, size, unit):
                 at = b.add(at, b.mul(block, I64(size * rows)))
-                return v.load_floats(q_data, b.add(at, I64(unit * rows)))
+                return v.load_floats(q_data, b.add(at, b.mul(unit, I64(rows))))
 
             def add_block(block, t0):
                 settle(b, scratch)
                 for first in firsts:
-                    products = [v.splat_int(0) for _ in sums]
-                    units = [
-                        16 * i + j
-                        for i in range(4)
-                        for j in range(first, of_class, max(each, groups))
-                    ]
-                    for unit in units:
-                        q_row = q_lanes(q_at, block, step, unit)
-                        for t in range(tokens):
-                            k_row = v.repeated(scratch, k_at(t, unit), each)
-                            products[t] = v.add_pairs(products[t], q_row, k_row)
-                    q_sums = q_lanes(q_sums_at, block, 16, first)
+                    products = [cgutils.alloca_once(b, v.int_type) for _ in sums]
+                    for slot in products:
+                        b.store(v.splat_int(0), slot)
+                    with steps(b, I64(0), I64(step), v.lanes) as (unit, _):
+                        for i in range(first, of_class, max(each, groups)):
+                            here = b.add(unit, I64(i))
+                            q_row = q_lanes(q_at, block, step, here)
+                            for t, slot in enumerate(products):
+                                k_row = v.repeated(scratch, b.add(k_at(t), here), each)
+                                b.store(v.add_pairs(b.load(slot), q_row, k_row), slot)
+                    q_sums = q_lanes(q_sums_at, block, 16, I64(first))
                     for t, slot in enumerate(sums):
                         scale, lowest = levels_of(b.add(t0, I64(t)), block, first)
                         total = v.fma(q_sums, lowest, b.load(slot))
-                        b.store(v.fma(b.sitofp(products[t], v.type), scale, total), slot)
+                        b.store(v.fma(b.sitofp(b.load(products[t]), v.type), scale, total), slot)
 
             with steps(b, I64(0), count, tokens) as (t0, _):
                 for slot in sums:
