@@ -1,9 +1,10 @@
 """Vector code for attention in integers: weighted sums of INT8 and INT4 rows, and scores of INT4 rows.
 
-Codes are widened to 16 bits, not to floats, and meet other 16-bit integers: queries that `code_row` made, or the
-weights of a tile's tokens. One instruction then multiplies and adds as many pairs as a vector has 32-bit lanes, and
-what belongs to a whole tile (the weights' common scale) is multiplied once, at its end. Weights take 15 bits of the
-largest in the tile: what is lost beside codes of 7 or 4 bits does not count.
+Codes meet integers of 16 bits, not floats: queries that `code_row` made, or the weights of a tile's tokens. What
+belongs to a whole tile (the weights' common scale) is multiplied once, at its end. Weights take 15 bits of the largest
+in the tile: what is lost beside codes of 7 or 4 bits does not count. Codes are widened to 16 bits, and one instruction
+multiplies and adds as many pairs as a vector has 32-bit lanes. Weighted sums of INT4 do without widening: they take the
+weights' low bytes and their high ones apart, and one instruction multiplies and adds fours of bytes.
 
 =======================  ====================================================================================
 `code_weights`           probabilities times the scales of INT8 rows, as 16-bit integers
@@ -14,11 +15,14 @@ largest in the tile: what is lost beside codes of 7 or 4 bits does not count.
 =======================  ====================================================================================
 
 How bytes become lanes. A vector of bytes is taken as words of 16 bits: INT8 gives the even bytes and the odd ones,
-INT4 the low and the high nibbles of either. In sums over tokens, the words of two tokens are interleaved, so that a
-lane holds a pair of tokens for one column; `Words.in_order` brings sums back into the order of columns. Every 128 bits
-of an INT4 vector are one group, of which all lanes share a scale.
+INT4 the low and the high nibbles of either. In sums over tokens of INT8, the words of two tokens are interleaved, so
+that a lane holds a pair of tokens for one column; `Words.in_order` brings sums back into the order of columns. Every
+128 bits of an INT4 row are one group. For scores, groups take turns lane by lane: few lanes then have all groups, and
+one product with a vector of scales serves them all. In sums over tokens, a lane holds a column's bytes of four tokens,
+and a vector those of one group. A byte is both of its nibbles at once: from sums of whole bytes, the sums of low
+nibbles leave 16 times those of high ones.
 
-Float64 goes the way of `simd`; so does INT4 where vectors have less than 512 bits.
+Float64 goes the way of `simd`; so does INT4 where vectors of bytes have less than 512 bits.
 """
 
 from __future__ import annotations
@@ -100,9 +104,9 @@ class Words(Vectors):
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
     def load_int4(self, base, places, count):
-        """Load `count` bytes of codes of INT4, the others 0: of one row, or of two short ones, one in each half.
+        """Load `count` bytes of INT4 codes of a row, the others 0; or of two short rows, one in each half.
 
-        They come as lanes, each of one group, of the four times four there are.
+        They come as 32-bit lanes.
         """
         size = 4 * self.lanes // len(places)
         rows = [self._load_bytes(base, at, count, size) for at in places]
@@ -229,7 +233,7 @@ class Words(Vectors):
 
         The integer is ``low + 256 * high``. In each 32 bits the bytes are of vectors 0, 2, 1 and 3.
         """
-        # With 128 more, high bytes are what they should be, and low ones lack their sign's turn.
+        # With 128 more, high bytes are what they should be, and low ones those with the other sign bit.
         magic = self.splat(12582912.0 + 128)
         a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
         first, last = self.pairs(a, b), self.pairs(c, d)
@@ -532,8 +536,8 @@ def weigh_integers(
             turns = b.mul(turns, of_span)
             # Of a turn eight vectors: of groups the low nibbles, then the bytes as they are.
             codes = scratch_floats(b, v.float, TILE // 4 * 8 * v.lanes)
-            # A turn has the elements of four blocks: they are asked for a block at a time, if there are many rows not in
-            # every turn of each, and if there are few some of them while codes are mixed.
+            # A turn has the elements of four blocks, and they are asked for a block at a time: by many rows not in all
+            # turns, and if there are few rows, more while codes are mixed.
             seldom = b.select(b.icmp_signed(">", rows, I64(4)), I64(1), I64(0))
 
             def ask(turn):
@@ -748,13 +752,9 @@ def score_integers(
                 at = b.mul(block, I64(64))
                 places = [b.add(place, at) for place in places]
                 lanes = v.load_int4(k_data, places, b.sub(row_bytes, at))
-                # Groups take turns, so that few lanes of a row have all of them.
-                if short:
-                    turns = [
-                        8 * k + 4 * j + i for k in range(2) for i in range(4) for j in range(2)
-                    ]
-                else:
-                    turns = [4 * j + i for i in range(4) for j in range(4)]
+                # Groups take turns.
+                turns = [i + 4 * j for i in range(4) for j in range(4 // each)]
+                turns = [8 * i + turn for i in range(each) for turn in turns]
                 codes = v.shuffle(lanes, lanes, turns)
                 for j, x in enumerate(v.nibbles(codes)):
                     v.store(b.bitcast(x, v.type), scratch, I64(i * step + j * v.lanes))
@@ -762,9 +762,7 @@ def score_integers(
         def emit(rows, short):
             each = v.lanes // rows
             groups = 2 if short else 4
-            of_class = (
-                8 if short else 16
-            )  # lanes that words of even or odd bytes, low or high nibbles, take
+            of_class = 8 if short else 16  # lanes for low or high nibbles of even or odd bytes
             together = min(each, groups)  # groups in the lanes of a row
             firsts = range(0, groups, together)
             sums = [cgutils.alloca_once(b, v.type) for _ in range(tokens)]
