@@ -282,6 +282,28 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
 
 
+@numba.njit
+def run_gather(f, scales, offsets, groups):
+    gather_groups("float32", f, 0, scales, offsets, groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("run", [64, 16, 4, 1])
+def test_gather_groups_finds_tokens_one_after_another_and_apart(rng, groups, run):
+    words, scale, lowest = scale_words(rng, (80, groups))
+    starts = rng.permutation(80 // run)[: TILE // run] * run
+    order = (starts[:, None] + np.arange(run)).reshape(-1)
+    width = 2 if simd_integers.INT4_INTEGERS and groups <= 2 else 4
+    fours = -(-groups // 4)
+    f = np.zeros(2 * 4 * TILE * fours, np.float32)
+    run_gather(f, words.reshape(-1), order * groups, groups)
+    for found, wanted in zip(f.reshape(2, -1), (scale, lowest), strict=True):
+        found = found[: fours * TILE * width].reshape(fours, TILE, width).swapaxes(0, 1)
+        found = found.reshape(TILE, -1)
+        np.testing.assert_allclose(found[:, :groups], wanted[order], rtol=1e-6)
+        assert (found[:, groups:] == 0).all()
+
+
 @for_int4
 @pytest.mark.parametrize("dim", DIMS)
 def test_weigh_integers_int4(rng, dim):
