@@ -8,10 +8,12 @@ from numkv.kernels.cpu import simd_integers
 from numkv.kernels.cpu.simd import TILE, arrange_rows, code_row, gather_groups, most_rows
 from numkv.kernels.cpu.simd_integers import (
     BLOCK,
+    SHORT,
     code_group_weights,
     code_weights,
     fill_code_row,
     score_integers,
+    shares,
     sum_code_groups,
     weigh_integers,
 )
@@ -66,7 +68,7 @@ def run_score4(
     for r in range(rows):
         fill_code_row(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
         f[q_scales_at + r] = code_row(f, r * q_step, dim, q_step)
-        sum_code_groups(f, r * q_step, blocks, sums_at + r * 16 * blocks)
+        sum_code_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     size = 16 * blocks
     arrange_rows("float32", at_once, f, 0, q_step, q_step // 2, rows_at)
     arrange_rows("float32", at_once, f, sums_at, size, size, rows_at + at_once * q_step)
@@ -272,9 +274,34 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
         w_at, sums_at, v.bytes, v.dim, o_at, o_step, rescale_at,
     )  # fmt: skip
     result = f[o_at : o_at + out.size].reshape(out.shape)
-    # For each four rows and each block, 16 sums and then the scales of groups, in each those of the rows.
-    scales = f[sums_at:rescale_at].reshape(ROWS // 4, -1, 2, 4, 4)[: -(-rows // 4), :, 1, :, :rows]
+    # For rows that share a vector, and for each block, 16 sums and then the scales of rows, in each those of groups.
+    width, together, _ = shares(n, v.dim <= SHORT)
+    scales = f[sums_at:rescale_at].reshape(-1, 2, 16)[: n // together * v.blocks, 1]
+    scales = scales[:, : width * together].reshape(-1, v.blocks, together, width)
+    scales = scales.swapaxes(1, 2).reshape(n, -1)[:rows, : v.groups]
     return result, out.astype(np.float64), rescale.astype(np.float64), p, scales
+
+
+@numba.njit
+def run_gather(f, scales, offsets, groups):
+    gather_groups("float32", f, 0, scales, offsets, groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("run", [64, 16, 4, 1])
+def test_gather_groups_finds_tokens_one_after_another_and_apart(rng, groups, run):
+    words, scale, lowest = scale_words(rng, (80, groups))
+    starts = rng.permutation(80 // run)[: TILE // run] * run
+    order = (starts[:, None] + np.arange(run)).reshape(-1)
+    width = 2 if simd_integers.INT4_INTEGERS and groups <= 2 else 4
+    fours = -(-groups // 4)
+    f = np.zeros(2 * 4 * TILE * fours, np.float32)
+    run_gather(f, words.reshape(-1), order * groups, groups)
+    for found, wanted in zip(f.reshape(2, -1), (scale, lowest), strict=True):
+        found = found[: fours * TILE * width].reshape(fours, TILE, width).swapaxes(0, 1)
+        found = found.reshape(TILE, -1)
+        np.testing.assert_allclose(found[:, :groups], wanted[order], rtol=1e-6)
+        assert (found[:, groups:] == 0).all()
 
 
 @for_int4
@@ -321,7 +348,7 @@ def test_int4_weights_of_zero_and_nan(rng):
     assert np.isfinite(scales).all()
     for token in (5, 37):
         found, *_, scales = weigh4(rng, v, 2, 5, 38, spoil=[token])
-        assert np.isnan(scales[:, :, : v.groups]).all()
+        assert np.isnan(scales).all()
         assert np.isnan(found[:2, :64]).all()
 
 

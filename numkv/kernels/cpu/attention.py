@@ -321,7 +321,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         floats[Q_SCALES + r] = code_row(floats, Q + r * pad_dim, dim, pad_dim)
                     if K_PACKED:
                         sums_at = Q_SUMS + r * 16 * k_blocks
-                        sum_code_groups(floats, Q + r * pad_dim, k_blocks, sums_at)
+                        sum_code_groups(floats, Q + r * pad_dim, dim, sums_at)
                     floats[MAXIMA + r] = F(-np.inf)
                     r += 1
             # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal

@@ -45,6 +45,7 @@ from numba.extending import intrinsic
 from numkv.rows.int4 import GROUP, LOWEST, OFFSETS
 
 __all__ = [
+    "INT4_INTEGERS",
     "LANES",
     "RAMP",
     "TILE",
@@ -126,6 +127,8 @@ _ADD_PAIRS = {
     )
     if feature in FEATURES
 }
+#: Whether INT4 rows are taken as integers (see `simd_integers`).
+INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
 _HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
 
 
@@ -276,10 +279,10 @@ class Vectors:
         """What `load_pairs` makes a group's values of: its scale and its `lowest`, the value of code 0, LLVM floats."""
         return self.splat(scale), self.splat(lowest)
 
-    def scale_place(self, t, group):
-        """Where `gather_groups` puts the scale of a group of token t."""
+    def scale_place(self, t, group, width=4):
+        """Where `gather_groups` puts the scale of a group of token t; of rows of one or two it may be 2."""
         four = self.b.mul(self.b.ashr(group, I64(2)), I64(TILE))
-        return self.b.add(self.b.mul(self.b.add(four, t), I64(4)), self.b.and_(group, I64(3)))
+        return self.b.add(self.b.mul(self.b.add(four, t), I64(width)), self.b.and_(group, I64(3)))
 
     def load_levels(self, base, at, t, group, groups):
         """The levels of a group of token t, by what `gather_groups` has put at `at` for `groups` of each token."""
@@ -922,7 +925,7 @@ def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
 
     What is at ``to_at + Vectors.scale_place(t, g)`` is the scale at ``scales[offsets[t] + g]``, for the `groups` groups
     of each row, and further on by ``TILE * 4`` for each four groups begun is the value of code 0. Groups that a row
-    does not have get zeros.
+    does not have get zeros. Where INT4 is taken as integers, one or two groups take the place of two, not of four.
     """
     if not literals(COMPUTE):
         return None
@@ -934,33 +937,84 @@ def gather_groups(typing_context, COMPUTE, to, to_at, scales, offsets, groups):
         v = Vectors(b, compute)
         fours = b.sdiv(b.add(groups, I64(3)), I64(4))
         lowest_at = b.mul(fours, I64(4 * TILE))
-        at_once = max(1, v.lanes // 4)  # tokens
-        words_type, wide, floats, real = (
-            ir.VectorType(x, 4 * at_once) for x in (I16, I32, FLOAT, v.float)
-        )
 
-        def splat(type_, value):
-            return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)
+        def emit(width):
+            tokens = max(1, v.lanes // width)  # in a vector
+            at_once = max(RAMP, tokens)
+            words_type, wide, floats, real = (
+                ir.VectorType(x, width * tokens) for x in (I16, I32, FLOAT, v.float)
+            )
+            rows_type = ir.VectorType(I64, at_once)
+            iota = ir.Constant(rows_type, [I64(i) for i in range(at_once)])
 
-        with steps(b, I64(0), fours, 1) as (j, _):
-            mask = v.lanes_below(b.sub(groups, b.mul(j, I64(4))), lanes=4)
-            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+            def splat(type_, value):
+                return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)
+
+            def splat_row(value):
+                first = b.insert_element(ir.Constant(rows_type, ir.Undefined), value, I32(0))
+                return v.shuffle(first, first, [0] * at_once)
+
+            def put(words, j, t):
+                """Store what the words of a vector of tokens say."""
+                bits = b.shl(b.zext(words, wide), splat(wide, 16))
+                scale = b.bitcast(bits, floats)
+                # 64 and half of the last bits of words: these have the places of 1/2, 1 and 2 beside it.
+                level = b.and_(bits, splat(wide, (OFFSETS - 1) << 16))
+                level = b.bitcast(b.or_(level, splat(wide, 0x42800000)), floats)
+                lowest = b.fmul(b.fadd(level, splat(floats, LOWEST - 64)), scale)
+                at = b.add(to_at, v.scale_place(t, b.mul(j, I64(4)), width))
+                for value in (scale, lowest):
+                    v.store(b.fpext(value, real) if v.double else value, data, at)
+                    at = b.add(at, lowest_at)
+
+            def gather(row_of, j, mask):
+                """The words of a vector of tokens that lie anywhere."""
                 pieces = []
-                for i in range(at_once):
-                    row = b.load(b.gep(offsets, [b.add(t, I64(i))]))
-                    pointer = b.gep(source, [b.add(row, b.mul(j, I64(4)))])
-                    pieces.append(v._masked_load(pointer, ir.VectorType(I16, 4), 2, mask))
+                for i in range(tokens):
+                    pointer = b.gep(source, [b.add(row_of(i), b.mul(j, I64(4)))])
+                    pieces.append(v._masked_load(pointer, ir.VectorType(I16, width), 2, mask))
                 while len(pieces) > 1:
                     both = [*range(2 * pieces[0].type.count)]
                     pieces = [v.shuffle(*pieces[i : i + 2], both) for i in range(0, len(pieces), 2)]
-                words = b.zext(pieces[0], wide)
-                scale = b.bitcast(b.shl(words, splat(wide, 16)), floats)
-                offset = b.sitofp(b.and_(words, splat(wide, OFFSETS - 1)), floats)
-                level = b.fadd(b.fmul(offset, splat(floats, 0.5)), splat(floats, LOWEST))
-                at = b.add(to_at, v.scale_place(t, b.mul(j, I64(4))))
-                for value in (scale, b.fmul(level, scale)):
-                    v.store(b.fpext(value, real) if v.double else value, data, at)
-                    at = b.add(at, lowest_at)
+                return pieces[0]
+
+            with (
+                steps(b, I64(0), fours, 1) as (j, _),
+                steps(b, I64(0), I64(TILE), at_once) as (t, _),
+            ):
+                mask = v.lanes_below(b.sub(groups, b.mul(j, I64(4))), lanes=width)
+                first_row = b.gep(offsets, [t])
+                rows = b.load(b.bitcast(first_row, rows_type.as_pointer()), align=8)
+                row = b.load(first_row)
+                # Whether tokens lie one after another, with nothing between their groups.
+                wanted = b.add(splat_row(row), b.mul(iota, splat(rows_type, width)))
+                other = b.icmp_signed("!=", rows, wanted)
+                apart = b.icmp_unsigned(
+                    "!=", b.bitcast(other, ir.IntType(at_once)), ir.IntType(at_once)(0)
+                )
+                apart = b.or_(apart, b.icmp_signed("!=", groups, I64(width)))
+                with b.if_else(apart, likely=False) as (of_apart, of_together):
+                    with of_apart, steps(b, I64(0), I64(at_once), tokens) as (i, _):
+                        here = b.add(t, i)
+
+                        def row_of(k, here=here):
+                            return b.load(b.gep(offsets, [b.add(here, I64(k))]))
+
+                        put(gather(row_of, j, mask), j, here)
+                    with of_together:
+                        for i in range(0, at_once, tokens):
+                            pointer = b.gep(source, [b.add(row, I64(i * width))])
+                            pointer = b.bitcast(pointer, words_type.as_pointer())
+                            put(b.load(pointer, align=2), j, b.add(t, I64(i)))
+
+        if v.double or not INT4_INTEGERS:
+            emit(4)
+            return context.get_dummy_value()
+        with b.if_else(b.icmp_signed("<=", groups, I64(2))) as (of_few, of_others):
+            with of_few:
+                emit(2)
+            with of_others:
+                emit(4)
         return context.get_dummy_value()
 
     return types.void(COMPUTE, to, types.int64, scales, offsets, types.int64), codegen
