@@ -65,7 +65,6 @@ from numkv.kernels.cpu.simd_tiles import (
     has_tiles,
     pack_rows,
     pack_values,
-    pack_weights,
     score_rows,
     softmax_tiles,
     tiles_off,
@@ -243,7 +242,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
         V_TILES = ARRANGED + 2 * max_rows
         W_TILES = V_TILES + 2048
-        SPARE = W_TILES + max_rows * TILE
+        SCORES = W_TILES + max_rows * TILE
+        SPARE = SCORES + 2 * max_rows * TILE
         BOUNDS = SPARE + 2048
         TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
         K_ROWS = TILE_SCALES + BLOCK_ROWS
@@ -393,14 +393,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if TILES and by_tiles:
                     if low < high:
                         find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
+                    # One kind of work after another, each for all rows: where the unit stops or starts, all wait.
                     for r in range(0, rows if low < high else 0, BLOCK_ROWS):
-                        row = (g - g0) * rows + r  # of scratch
                         number = (g - g0) * row_blocks + r // BLOCK_ROWS
-                        taken = min(rows - r, BLOCK_ROWS)
                         score_rows(
                             K_KIND, floats, Q_TILES + number * q_tiles, places[8 + number], places, dim,
-                            SPARE, V_KIND, v, v_ahead, np.int64(r == 0),
+                            SCORES + r * 2 * TILE, V_KIND, v, v_ahead, np.int64(r == 0),
                         )  # fmt: skip
+                    for r in range(0, rows if low < high else 0, BLOCK_ROWS):
+                        row = (g - g0) * rows + r  # of scratch
+                        taken = min(rows - r, BLOCK_ROWS)
                         partly = not alike or low > 0 or high < TILE
                         for i in range(BLOCK_ROWS if partly else 0):
                             sees = _visible(
@@ -409,12 +411,11 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             )  # fmt: skip
                             floats[BOUNDS + i], floats[BOUNDS + BLOCK_ROWS + i] = sees
                         softmax_tiles(
-                            K_KIND, V_KIND, floats, SPARE, taken,
+                            K_KIND, V_KIND, floats, SCORES + r * 2 * TILE, taken,
                             TILE_SCALES if K_KIND == "bf16" else Q_SCALES + row, K_SCALES,
                             F(soft_cap), np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row,
-                            RESCALE + r, V_SCALES, W_SCALES + r, S,
+                            RESCALE + r, V_SCALES, W_SCALES + r, W_TILES + r * TILE,
                         )  # fmt: skip
-                        pack_weights(V_KIND, floats, taken, S, W_TILES + r * TILE)
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(
                             V_KIND, floats, V_TILES, v, v_at, low, high, column, dim_v,
@@ -616,7 +617,7 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     if tiles:
         blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
         blocks += MAX_ROWS // BLOCK_ROWS
-        size += rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        size += 3 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
     return (size + LINE - 1) // LINE * LINE
 
 

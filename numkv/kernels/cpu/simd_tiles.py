@@ -10,9 +10,8 @@ not: `FEW_ROWS` of `attention` says how many are few.
 `pack_rows`          query rows as the unit takes them, in parts
 `find_rows`          where the K rows of a tile of tokens are
 `score_rows`         dot products of up to 16 query rows with them
-`softmax_tiles`       running maxima and probabilities of up to 16 rows over a tile (online softmax)
+`softmax_tiles`      running maxima, and weights as the unit takes them, of up to 16 rows over a tile (online softmax)
 `all_finite`         whether no V row of a tile has a NaN or an infinity
-`pack_weights`       weights as the unit takes them, in parts
 `pack_values`        V rows of a tile as the unit takes them
 `weigh_rows`         add the tile's V rows, weighted, to up to 16 output rows
 ===================  ========================================================================================
@@ -65,7 +64,6 @@ __all__ = [
     "has_tiles",
     "pack_rows",
     "pack_values",
-    "pack_weights",
     "score_rows",
     "softmax_tiles",
     "tiles_off",
@@ -85,6 +83,11 @@ _PARTS = {"bf16": 3, "int8": 2}
 # Tiles of weights of one part: 64 tokens take two rows of bf16, or one of INT8.
 _HALVES = {"bf16": 2, "int8": 1}
 _PRODUCT = {"bf16": "bf16ps", "int8": "bssd"}
+# 2**(x - 0.5) for x from 0 to 1, with the least largest relative error.
+_POWER = [0.7071067094802856, 0.49013322591781616, 0.16981424391269684, 0.03947516903281212,
+          0.00635642372071743, 0.0013276472454890609]  # fmt: skip
+# Rounding as the CPU is set.
+_AS_SET = ir.Constant(I32, 4)
 # Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 
@@ -92,7 +95,7 @@ _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 @functools.cache
 def has_tiles() -> bool:
     """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
-    needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw"}
+    needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw", "avx512dq"}
     if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -143,9 +146,19 @@ class _Tiles(Words):
         pointer = self.b.bitcast(self.floats_at(base, at), vector.type.as_pointer())
         self.b.store(vector, pointer, align=4)
 
-    def upper_halves(self, low, high):
-        """The upper 16 bits of the lanes of two vectors, as one vector of words."""
-        return self.shuffle(self.words(low), self.words(high), [*range(1, 64, 2)])
+    def pack(self, vectors, at):
+        """Integers of one vector each, of which 8 or 16 bits from bit `at` on count, side by side in 32-bit lanes."""
+        size = 32 // len(vectors)
+        found = None
+        for i, x in enumerate(vectors):
+            shift = size * i - at
+            if shift:
+                move = self.b.shl if shift > 0 else self.b.lshr
+                x = move(x, self.splat_int(abs(shift)))
+            mask = ((1 << size) - 1) << (size * i)
+            x = self.b.and_(x, self.splat_int(mask - (1 << 32) if mask >> 31 else mask))
+            found = x if found is None else self.b.or_(found, x)
+        return found
 
     def bytes_of_words(self, low, high):
         """Two vectors of words as vectors of their upper bytes and their lower ones, both with a sign.
@@ -162,6 +175,28 @@ class _Tiles(Words):
             self.b.bitcast(self.shuffle(*halves, [*range(64)]), self.int_type)
             for halves in (upper, lower)
         ]
+
+    def power(self, x):
+        """2 to the power of ``x - 0.5``: relative error below 2e-7. NaN is kept; 0 where `x` is below -100.
+
+        Beside a weight of 1 such weights count for nothing, and denormal numbers would be slow. `exp2` takes more
+        instructions; here numbers are split, and powers of two multiplied, by instructions made for it.
+        """
+        there = self.b.fcmp_unordered("uge", x, self.splat(-100.0))
+        mask = ir.IntType(self.lanes)
+        # What is above the integer below; both forms of rounding down are named by 1.
+        name = "llvm.x86.avx512.mask.reduce.ps.512"
+        signature = ir.FunctionType(self.type, [self.type, I32, self.type, mask, I32])
+        reduce = cgutils.get_or_insert_function(self.b.module, signature, name)
+        all_lanes = ir.Constant(mask, (1 << self.lanes) - 1)
+        rest = self.b.call(reduce, [x, I32(1), self.splat(0.0), all_lanes, _AS_SET])
+        power = self.splat(_POWER[-1])
+        for c in reversed(_POWER[:-1]):
+            power = self.fma(power, rest, self.splat(c))
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        signature = ir.FunctionType(self.type, [self.type] * 3 + [mask, I32])
+        scale = cgutils.get_or_insert_function(self.b.module, signature, name)
+        return self.b.call(scale, [power, x, self.splat(0.0), self.b.bitcast(there, mask), _AS_SET])
 
     def part_of(self, x):
         """What the upper half of a float's bits stands for."""
@@ -364,56 +399,54 @@ def score_rows(
         asked = b.icmp_signed("!=", args[10], I64(0))
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
 
-        # Where another thread runs on the core, few registers are left for tiles on their way, and the unit waits for
-        # each: so there are four of them here. A new B is dear: so each is used twice.
-        total, rows, columns = (0, 1), 2, 3
+        # A product adds to what another has left, after three times as long as it keeps the unit busy: four sums, one
+        # for each 16 K rows, hide that.
+        columns, rows = 4, (5, 6)
 
-        def ask_for(t0, block):
-            """Ask for 64 bytes' worth of columns of 32 rows."""
-            with b.if_then(asked), steps(b, t0, b.add(t0, I64(2 * BLOCK_ROWS)), 1) as (t, _):
+        def ask_for(block):
+            """Ask for 64 bytes' worth of columns."""
+            with b.if_then(asked), steps(b, I64(0), I64(TILE), 1) as (t, _):
                 at = b.load(b.gep(ahead_offsets, [t]))
                 for i in range(0, _WIDTH[kind], ON_LINE[ahead_kind]):
                     column = b.add(b.mul(block, I64(_WIDTH[kind])), I64(i))
                     v.prefetch(ahead_kind, ahead_data, at, column)
 
-        def multiply(pair, block, part):
-            """Multiply 32 K rows and a part of queries for 64 bytes."""
+        step = [b.load(b.gep(places, [I64(4 + i)])) for i in range(4)]
+
+        def clear():
+            for i in range(4):
+                v.clear(i)
+
+        def multiply(block, part):
+            """Multiply all K rows and a part of queries for 64 bytes."""
             at = b.add(b.mul(block, I64(_PARTS[kind])), part)
             at = b.add(packed_at, b.mul(at, I64(_SIZE)))
             v.load_tile(columns, _bytes_of(b, v.floats_at(data, at)), I64(64))
-            for i in range(2):
-                place = b.gep(places, [b.add(pair, I64(i))])
-                key = b.add(b.load(place), b.mul(block, I64(64)))
-                v.load_tile(rows, b.inttoptr(key, I8.as_pointer()), b.load(b.gep(place, [I64(4)])))
-                v.multiply(_PRODUCT[kind], total[i], rows, columns)
+            for i in range(4):
+                key = b.add(b.load(b.gep(places, [I64(i)])), b.mul(block, I64(64)))
+                v.load_tile(rows[i % 2], b.inttoptr(key, I8.as_pointer()), step[i])
+                v.multiply(_PRODUCT[kind], i, rows[i % 2], columns)
 
-        def store(pair, part):
-            for i in range(2):
-                at = b.mul(b.add(pair, I64(i)), I64(_SIZE))
-                at = b.add(b.add(s_at, at), b.mul(part, I64(4 * _SIZE)))
-                v.store_tile(total[i], _bytes_of(b, v.floats_at(data, at)), I64(64))
+        def store(part):
+            for i in range(4):
+                at = b.add(b.add(s_at, I64(i * _SIZE)), b.mul(part, I64(4 * _SIZE)))
+                v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(64))
 
-        with steps(b, I64(0), I64(TILE // BLOCK_ROWS), 2) as (pair, _):
-            t0 = b.mul(pair, I64(BLOCK_ROWS))
-            if kind == "bf16":
-                for i in range(2):
-                    v.clear(total[i])
-                with steps(b, I64(0), blocks, 1) as (block, _):
-                    multiply(pair, block, I64(0))
-                    ask_for(t0, block)
-                    with steps(b, I64(1), parts, 1) as (part, _):
-                        multiply(pair, block, part)
-                store(pair, I64(0))
-            else:
+        if kind == "bf16":
+            clear()
+            with steps(b, I64(0), blocks, 1) as (block, _):
                 with steps(b, I64(0), parts, 1) as (part, _):
-                    for i in range(2):
-                        v.clear(total[i])
-                    with steps(b, I64(0), blocks, 1) as (block, _):
-                        multiply(pair, block, part)
-                        with b.if_then(b.icmp_signed("==", part, I64(0))):
-                            ask_for(t0, block)
-                    store(pair, part)
-
+                    multiply(block, part)
+                ask_for(block)
+            store(I64(0))
+        else:
+            with steps(b, I64(0), parts, 1) as (part, _):
+                clear()
+                with steps(b, I64(0), blocks, 1) as (block, _):
+                    multiply(block, part)
+                    with b.if_then(b.icmp_signed("==", part, I64(0))):
+                        ask_for(block)
+                store(part)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -431,9 +464,9 @@ def softmax_tiles(
     ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima and sums of rows, at ``f[maxima_at:]`` and
     ``f[sums_at:]``, are brought up to date, and what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats.
 
-    Weights of row r go to ``f[w_at + r * TILE]``, of 16 rows: probabilities where V is bf16; where it is INT8, 16-bit
-    integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales of these integers go to
-    ``f[w_scales_at:]``, 16 floats.
+    Weights go to ``f[w_at:]``, 1,024 floats, in two parts, as `weigh_rows` takes them: probabilities where V is bf16;
+    where it is INT8, 16-bit integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales
+    of these integers go to ``f[w_scales_at:]``, 16 floats. Scores are overwritten.
     """
     if not literals(K_KIND, V_KIND):
         return None
@@ -447,15 +480,21 @@ def softmax_tiles(
         v = _Tiles(b)
         there = v.lanes_below(count)
         scales = v.load_floats(data, scales_at)
-        peak = cgutils.alloca_once_value(b, v.splat(-math.inf))
         zero = v.splat(0.0)
         in_part = b.icmp_signed("!=", partly, I64(0))
 
-        def by_tokens(at_once, emit):
-            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
-                for i in range(at_once):
-                    token = b.add(t, I64(i))
-                    emit(token, b.add(s_at, b.mul(token, I64(16))))
+        def at_token(t):
+            return b.add(s_at, b.mul(t, I64(16)))
+
+        # Four at a time: one after another, each would wait for the one before.
+        peaks, totals = ([cgutils.alloca_once_value(b, x) for _ in range(4)]
+                         for x in (v.splat(-math.inf), zero))  # fmt: skip
+        # What scores are still to be multiplied with.
+        factor = cgutils.alloca_once_value(b, v.splat(1.0))
+
+        def of_all(numbers, combine):
+            first, second, third, fourth = (b.load(x) for x in numbers)
+            return combine(combine(first, second), combine(third, fourth))
 
         # Which token it is, counted as a float: conversions are slow.
         number = cgutils.alloca_once_value(b, zero)
@@ -466,81 +505,121 @@ def softmax_tiles(
             at_least = b.fcmp_ordered(">=", b.load(number), low)
             return b.and_(at_least, b.fcmp_ordered("<", b.load(number), high))
 
-        def find_peak(token, at, careful=False):
-            factor = scales
-            if kind == "int8":
-                factor = b.fmul(scales, v.splat(v.load_one(data, b.add(k_scales_at, token))))
-                upper, lower = (
-                    b.sitofp(v.vector_at(data, b.add(at, I64(i)), v.int_type), v.type)
-                    for i in (0, 4 * _SIZE)
-                )
-                score = v.fma(upper, v.splat(256.0), lower)
-            else:
+        def score_of(token):
+            """The scores of a token, times all scales."""
+            at = at_token(token)
+            if kind == "bf16":
+                return b.fmul(v.load_floats(data, at), scales)
+            upper, lower = (
+                b.sitofp(v.vector_at(data, b.add(at, I64(i)), v.int_type), v.type)
+                for i in (0, 4 * _SIZE)
+            )
+            scale = b.fmul(scales, v.splat(v.load_one(data, b.add(k_scales_at, token))))
+            return b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
+
+        def find_peaks(t):
+            for i, peak in enumerate(peaks):
+                token = b.add(t, I64(i))
+                if kind == "int8":
+                    v.store(score_of(token), data, at_token(token))
+                b.store(v.larger(v.load_floats(data, at_token(token)), b.load(peak)), peak)
+
+        def find_peak_carefully(token):
+            at = at_token(token)
+            v.store(score_of(token), data, at)
+            with b.if_then(b.fcmp_ordered(">", soft_cap, v.float(0.0))):
+                cap = v.splat(soft_cap)
+                capped = v.tanh(b.fdiv(v.load_floats(data, at), cap))
+                capped = b.fmul(capped, b.fmul(cap, v.splat(math.log2(math.e))))
+                v.store(capped, data, at)
+            with b.if_then(in_part):
                 score = v.load_floats(data, at)
-            v.store(b.fmul(score, factor), data, at)
-            if careful:
-                with b.if_then(b.fcmp_ordered(">", soft_cap, v.float(0.0))):
-                    cap = v.splat(soft_cap)
-                    capped = v.tanh(b.fdiv(v.load_floats(data, at), cap))
-                    capped = b.fmul(capped, b.fmul(cap, v.splat(math.log2(math.e))))
-                    v.store(capped, data, at)
-                with b.if_then(in_part):
-                    score = v.load_floats(data, at)
-                    v.store(b.select(seen(), score, v.splat(-math.inf)), data, at)
-                b.store(b.fadd(b.load(number), v.splat(1.0)), number)
-            b.store(v.larger(v.load_floats(data, at), b.load(peak)), peak)
+                v.store(b.select(seen(), score, v.splat(-math.inf)), data, at)
+            b.store(b.fadd(b.load(number), v.splat(1.0)), number)
+            b.store(v.larger(v.load_floats(data, at), b.load(peaks[0])), peaks[0])
 
         plain = b.and_(b.not_(in_part), b.fcmp_ordered("<=", soft_cap, v.float(0.0)))
+        if kind == "bf16":  # multiplied later on, which must not turn the order around
+            above = b.bitcast(b.fcmp_ordered(">", scales, zero), ir.IntType(16))
+            plain = b.and_(plain, b.icmp_signed("==", above, ir.Constant(ir.IntType(16), -1)))
         with b.if_else(plain) as (simple, otherwise):
             with simple:
-                by_tokens(8, find_peak)
-            with otherwise:
-                by_tokens(1, lambda token, at: find_peak(token, at, careful=True))
+                with steps(b, I64(0), I64(TILE), 8) as (t, _):
+                    find_peaks(t)
+                    find_peaks(b.add(t, I64(4)))
+                if kind == "bf16":
+                    b.store(scales, factor)
+                    b.store(b.fmul(of_all(peaks, v.larger), scales), peaks[0])
+            with otherwise, steps(b, I64(0), I64(TILE), 1) as (t, _):
+                find_peak_carefully(t)
 
         old = v.load_floats(data, maxima_at, there)
-        new = v.larger(b.load(peak), old)
+        peak = of_all(peaks, v.larger) if kind == "int8" else b.load(peaks[0])
+        new = v.larger(peak, old)
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
-        base = b.select(nothing, zero, new)
-        total = cgutils.alloca_once_value(b, zero)
+        base = b.fsub(v.splat(0.5), b.select(nothing, zero, new))  # what `power` takes, and no more
         largest = cgutils.alloca_once_value(b, v.splat_int(0))
 
-        def turn(vectors, at):
-            for r, row in enumerate(_turned(v, vectors)):
-                v.put(row, data, b.add(b.add(w_at, at), I64(r * TILE)))
+        def weight_of(token, i):
+            """The weights of a token, the i-th in turn."""
+            weight = v.power(v.fma(v.load_floats(data, at_token(token)), b.load(factor), base))
+            total = totals[i % 4]
+            b.store(b.fadd(b.load(total), weight), total)
+            return weight
 
-        with steps(b, I64(0), I64(TILE), 16) as (t, _):
-            weights = []
-            for i in range(16):
-                token = b.add(t, I64(i))
-                at = b.add(s_at, b.mul(token, I64(16)))
-                weight = v.exp2(b.fsub(v.load_floats(data, at), base))
-                b.store(b.fadd(b.load(total), weight), total)
-                if v_kind == "int8":
+        # Words of 32 bits, of two or four tokens, are put in place of scores: one vector for each part. Then tokens'
+        # vectors are turned into those of rows.
+        each = 32 // (16 if v_kind == "bf16" else 8)
+        at_once = 4
+        if v_kind == "bf16":
+            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+                tokens = [b.add(t, I64(i)) for i in range(at_once)]
+                weights = [weight_of(token, i) for i, token in enumerate(tokens)]
+                for part in range(2):
+                    # Rounded to the nearest.
+                    bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
+                    for i in range(0, at_once, each):
+                        v.put(v.pack(bits[i : i + each], 16), data, at_token(tokens[i + part]))
+                    rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
+                    weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
+        else:
+            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+                for i in range(at_once):
+                    token = b.add(t, I64(i))
+                    weight = weight_of(token, i)
                     # What is not seen counts for nothing, whatever its scale is.
                     counts = b.fcmp_unordered("une", weight, zero)
-                    factor = v.splat(v.load_one(data, b.add(v_scales_at, token)))
-                    weight = b.select(counts, b.fmul(weight, factor), zero)
-                    v.store(weight, data, at)
+                    scale = v.splat(v.load_one(data, b.add(v_scales_at, token)))
+                    weight = b.select(counts, b.fmul(weight, scale), zero)
+                    v.store(weight, data, at_token(token))
                     b.store(v.larger_size(weight, b.load(largest)), largest)
-                weights.append(weight)
-            if v_kind == "bf16":
-                turn(weights, t)
-        if v_kind == "int8":
-            factor, scale = v.quantiser(b.load(largest))
+            multiplier, scale = v.quantiser(b.load(largest))
             v.store(scale, data, w_scales_at)
-            with steps(b, I64(0), I64(TILE), 32) as (t, _):
-                pairs = []
-                for i in range(0, 32, 2):
-                    at = b.add(s_at, b.mul(b.add(t, I64(i)), I64(16)))
-                    pair = (v.load_floats(data, b.add(at, I64(j))) for j in (0, 16))
-                    codes = [v.nearest(b.fmul(x, factor)) for x in pair]
-                    pairs.append(b.bitcast(v.pairs(*codes), v.int_type))
-                turn(pairs, b.lshr(t, I64(1)))
-        rescale = v.exp2(b.fsub(old, base))
+            with steps(b, I64(0), I64(TILE), at_once) as (t, _):
+                tokens = [b.add(t, I64(i)) for i in range(at_once)]
+                codes = [
+                    v.nearest(b.fmul(v.load_floats(data, at_token(x)), multiplier)) for x in tokens
+                ]
+                # A word is 256 times its upper byte plus the lower one, both with a sign.
+                upper = [b.add(x, v.splat_int(128)) for x in codes]
+                v.put(v.pack(upper, 8), data, at_token(tokens[0]))
+                v.put(v.pack(codes, 0), data, at_token(tokens[1]))
+        halves = _HALVES[v_kind]
+        with steps(b, I64(0), I64(2 * halves), 1) as (tile, _):
+            part, half = (b.udiv(tile, I64(halves)), b.urem(tile, I64(halves)))
+            first = b.add(b.mul(half, I64(16 * each)), part)
+            words = [
+                v.vector_at(data, at_token(b.add(first, I64(each * i))), v.int_type)
+                for i in range(16)
+            ]
+            to = b.add(w_at, b.mul(tile, I64(_SIZE)))
+            for r, row in enumerate(_turned(v, words)):
+                v.put(row, data, b.add(to, I64(16 * r)))
+        rescale = v.power(b.fadd(old, base))
         v.store(rescale, data, rescale_at)
         v.store_masked(new, data, maxima_at, there)
         before = v.load_floats(data, sums_at, there)
-        v.store_masked(v.fma(before, rescale, b.load(total)), data, sums_at, there)
+        v.store_masked(v.fma(before, rescale, of_all(totals, b.fadd)), data, sums_at, there)
         return context.get_dummy_value()
 
     return types.void(K_KIND, V_KIND, f, *[i8] * 4, types.float32, *[i8] * 8), codegen
@@ -602,6 +681,7 @@ def pack_values(
         v = _Tiles(b)
         size = 2 if kind == "bf16" else 1
         each = 4 // size  # tokens that share a lane
+        bytes_type = ir.VectorType(I8, 64)
         row_bytes = b.mul(head_dim, I64(size))
         rows = _bytes_of(b, v_data)
         whole = b.icmp_signed("<=", b.add(column, I64(SEGMENT)), head_dim)
@@ -631,15 +711,22 @@ def pack_values(
                         count = b.select(positive, count, I64(0))
                         return v._load_bytes(rows, b.add(places[i], start), count, 64)
                     pointer = b.gep(rows, [b.add(places[i], start)])
-                    bytes_type = ir.VectorType(I8, 64)
                     return b.load(b.bitcast(pointer, bytes_type.as_pointer()), align=1)
+
+                def spread(x):
+                    """Put pieces of 8 or 4 bytes where `interleave` brings columns in order from."""
+                    type_ = ir.VectorType(ir.IntType(128 // each), 4 * each)
+                    order = [4 * piece + i for i in range(4) for piece in range(each)]
+                    x = b.bitcast(x, type_)
+                    return b.bitcast(v.shuffle(x, x, order), v.int_type)
 
                 if kind == "bf16":
                     mixed = []
                     for line in range(2):
-                        mixed += v.interleave(*(v.words(words_of(i, line)) for i in range(2)))
+                        pair = [v.words(spread(words_of(i, line))) for i in range(2)]
+                        mixed += v.interleave(*pair)
                 else:
-                    codes = [words_of(i, 0) for i in range(4)]
+                    codes = [b.bitcast(spread(words_of(i, 0)), bytes_type) for i in range(4)]
                     halves = zip(v.interleave(*codes[:2]), v.interleave(*codes[2:]), strict=True)
                     mixed = [
                         x for pair in halves for x in v.interleave(*(v.words(y) for y in pair))
@@ -661,47 +748,12 @@ def pack_values(
 
 
 @intrinsic(prefer_literal=True)
-def pack_weights(typing_context, KIND, f, count, p_at, to_at):
-    """Pack weights of up to 16 rows and a tile's tokens to meet V rows of a kind.
-
-    Row r's are at ``f[p_at + r * TILE]``: float32 where V is bf16, else the integers of `code_weights`. They go to
-    ``f[to_at:]``, 1,024 floats.
-    """
-    if not literals(KIND):
-        return None
-    kind = KIND.literal_value
-    i8 = types.int64
-
-    def codegen(context, b, sig, args):
-        data = data_of(context, b, sig.args[1], args[1])
-        count, p_at, to_at = args[2:]
-        v = _Tiles(b)
-        with steps(b, I64(0), count, 1) as (r, _):
-            at = b.add(p_at, b.mul(r, I64(TILE)))
-            to = b.add(to_at, b.mul(r, I64(16)))
-            if kind == "int8":
-                pair = [v.vector_at(data, b.add(at, I64(i)), v.word_type) for i in (0, 16)]
-                for part, codes in enumerate(v.bytes_of_words(*pair)):
-                    v.put(codes, data, b.add(to, I64(part * _SIZE)))
-            for half in range(_HALVES[kind] if kind == "bf16" else 0):
-                weights = [v.load_floats(data, b.add(at, I64(32 * half + i))) for i in (0, 16)]
-                for part in range(2):
-                    bits = [b.add(b.bitcast(x, v.int_type), v.splat_int(0x8000)) for x in weights]
-                    v.put(v.upper_halves(*bits), data, b.add(to, I64((2 * part + half) * _SIZE)))
-                    rounded = [v.part_of(b.bitcast(x, v.type)) for x in bits]
-                    weights = [b.fsub(x, y) for x, y in zip(weights, rounded, strict=True)]
-        return context.get_dummy_value()
-
-    return types.void(KIND, f, i8, i8, i8), codegen
-
-
-@intrinsic(prefer_literal=True)
 def weigh_rows(
     typing_context, KIND, f, count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at,
 ):  # fmt: skip
     """Add 64 columns of packed V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[r, t] * v[t, d]``.
 
-    The columns from `column` on, as `pack_values` packed them, with weights from `pack_weights`; of INT8, the scale of
+    The columns from `column` on, as `pack_values` packed them, with weights from `softmax_tiles`; of INT8, the scale of
     row r's weights is at ``f[scales_at + r]``. Output rows are padded to multiples of 64 columns.
     ``f[spare_at:]`` has room for 2,048 floats.
     """
@@ -738,18 +790,6 @@ def weigh_rows(
                 at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
                 v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
 
-        def in_order(found):
-            """Sums in the order of columns."""
-            if kind == "int8":
-                return v.in_order(found)
-            both = [[4 * i + j for j in range(4)] + [16 + 4 * i + j for j in range(4)]
-                    for i in range(4)]  # fmt: skip
-            return [
-                v.shuffle(found[j], found[j + 1], both[i] + both[i + 1])
-                for j in (0, 2)
-                for i in (0, 2)
-            ]
-
         with steps(b, I64(0), count, 1) as (r, _):
             at = b.add(spare_at, b.mul(r, I64(64)))
             found = []
@@ -766,7 +806,7 @@ def weigh_rows(
                 found.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
             rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
             row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-            for j, total in enumerate(in_order(found)):
+            for j, total in enumerate(found):
                 place = b.add(row_at, I64(16 * j))
                 v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
         return context.get_dummy_value()
