@@ -80,6 +80,8 @@ __all__ = ["attention"]
 
 # Query rows of an item. Many enough that a K tile, read once, is used often; few enough to stay in L1 and L2.
 MAX_ROWS = 64
+# On a matrix unit, where K and V are taken apart and put together for it: what that costs is for more rows.
+TILE_ROWS = 256
 # Query rows that vector code takes at once, at most.
 AT_ONCE = 8
 # Rows that may be missing of 8, 4 or 2.
@@ -98,7 +100,7 @@ ITEMS_EACH = 4
 PART = TILE + RAMP
 TURN = 4 * PART
 # Integers of a worker: tables for three turns, and for a matrix unit where K rows are and how many parts queries take.
-WORKER_INTS = 3 * TURN + 8 + MAX_ROWS
+WORKER_INTS = 3 * TURN + 8 + TILE_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
 SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
@@ -138,12 +140,12 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     """The attention kernel for a K kind, a V kind and the float type it computes in."""
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
-    ROWS = MAX_ROWS
     # Whether scores and weighted sums are taken in integers, and those of INT4.
     K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
     K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
     # Whether a matrix unit does it.
     TILES = on_tiles(K_KIND, V_KIND, COMPUTE)
+    ROWS = TILE_ROWS if TILES else MAX_ROWS
     K_PAD = TILE if TILES else BLOCK if K_PACKED else PAD
     MOST = most_rows(COMPUTE)  # rows that vector code takes at once
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
@@ -170,7 +172,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         if worker < 0:  # there is no plan so far
             threads = _plan(
                 seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
-                window_left, workers, ints,
+                window_left, ROWS, workers, ints,
             )  # fmt: skip
             worker = np.int64(0)
         if launch != 0 and threads > 1:
@@ -608,15 +610,16 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     integers sums of query rows, scales and lowest levels of weights, and the weights; query rows as they are read, and
     how many were arranged together.
     """
-    rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+    most = TILE_ROWS if tiles else MAX_ROWS
+    rows = (max(most, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
     size = rows * (pad_dim + pad_v + 5) + (BLOCK_ROWS + scales) * TILE
     size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 4)) * v_blocks
     size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     if tiles:
-        blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        blocks += MAX_ROWS // BLOCK_ROWS
+        blocks = max(1, most // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        blocks += most // BLOCK_ROWS
         size += 3 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
     return (size + LINE - 1) // LINE * LINE
 
@@ -634,7 +637,7 @@ def in_integers(kind, compute):
 
 @register_jitable
 def _plan(
-    seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, threads, ints,
+    seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, rows, threads, ints,
 ):  # fmt: skip
     """Say what each sequence needs, and how many threads shall do it all.
 
@@ -644,7 +647,7 @@ def _plan(
     num_seqs = len(seq_lens)
     FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
     HEADS = 4 + 3 * num_seqs
-    block_tokens = max(1, MAX_ROWS // group)
+    block_tokens = max(1, rows // group)
     ints[0] = ints[1] = 0
     parts = np.int64(0)
     work = np.int64(0)
@@ -808,7 +811,7 @@ def _merge_kernel(compute: str) -> Any:
 def _plan_kernel() -> Any:
     index = array(types.int64, 1)
     signature = (
-        index, index, array(types.int64, 2), *[types.int64] * 7,
+        index, index, array(types.int64, 2), *[types.int64] * 8,
         types.Array(types.int64, 1, "C"),
     )  # fmt: skip
     return build(_plan, signature, label="plan of attention")
@@ -913,7 +916,7 @@ def attention(
         else:
             workers = _plan_kernel()(
                 seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
-                window_left, threads, ints,
+                window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
             )  # fmt: skip
             if workers > 1:
                 workers = min(workers, numba.get_num_threads())

@@ -86,6 +86,8 @@ _PRODUCT = {"bf16": "bf16ps", "int8": "bssd"}
 # 2**(x - 0.5) for x from 0 to 1, with the least largest relative error.
 _POWER = [0.7071067094802856, 0.49013322591781616, 0.16981424391269684, 0.03947516903281212,
           0.00635642372071743, 0.0013276472454890609]  # fmt: skip
+# How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
+_GROWTH = 8.0
 # Rounding as the CPU is set.
 _AS_SET = ir.Constant(I32, 4)
 # Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
@@ -182,21 +184,29 @@ class _Tiles(Words):
         Beside a weight of 1 such weights count for nothing, and denormal numbers would be slow. `exp2` takes more
         instructions; here numbers are split, and powers of two multiplied, by instructions made for it.
         """
-        there = self.b.fcmp_unordered("uge", x, self.splat(-100.0))
-        mask = ir.IntType(self.lanes)
         # What is above the integer below; both forms of rounding down are named by 1.
-        name = "llvm.x86.avx512.mask.reduce.ps.512"
-        signature = ir.FunctionType(self.type, [self.type, I32, self.type, mask, I32])
-        reduce = cgutils.get_or_insert_function(self.b.module, signature, name)
-        all_lanes = ir.Constant(mask, (1 << self.lanes) - 1)
-        rest = self.b.call(reduce, [x, I32(1), self.splat(0.0), all_lanes, _AS_SET])
+        rest = self._masked("reduce", [x, I32(1)], None)
         power = self.splat(_POWER[-1])
         for c in reversed(_POWER[:-1]):
             power = self.fma(power, rest, self.splat(c))
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        signature = ir.FunctionType(self.type, [self.type] * 3 + [mask, I32])
-        scale = cgutils.get_or_insert_function(self.b.module, signature, name)
-        return self.b.call(scale, [power, x, self.splat(0.0), self.b.bitcast(there, mask), _AS_SET])
+        return self.scale(power, x, self.b.fcmp_unordered("uge", x, self.splat(-100.0)))
+
+    def scale(self, x, power, mask=None):
+        """``x`` times 2 to the power of the integer below `power`; 0 outside `mask`."""
+        return self._masked("scalef", [x, power], mask)
+
+    def _masked(self, name, args, mask):
+        name, bits = f"llvm.x86.avx512.mask.{name}.ps.512", ir.IntType(self.lanes)
+        all_lanes = ir.Constant(bits, (1 << self.lanes) - 1)
+        args = [*args, self.splat(0.0), self.b.bitcast(mask, bits) if mask else all_lanes, _AS_SET]
+        signature = ir.FunctionType(self.type, [x.type for x in args])
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        return self.b.call(function, args)
+
+    def ceil(self, x):
+        signature = ir.FunctionType(self.type, [self.type])
+        name = f"llvm.ceil.v{self.lanes}f32"
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, name), [x])
 
     def part_of(self, x):
         """What the upper half of a float's bits stands for."""
@@ -461,8 +471,9 @@ def softmax_tiles(
 
     Scores are those of `score_rows`, times the scales of rows at ``f[scales_at:]`` and, where K is INT8, of tokens at
     ``f[k_scales_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees tokens from
-    ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima and sums of rows, at ``f[maxima_at:]`` and
-    ``f[sums_at:]``, are brought up to date, and what rescales earlier sums goes to ``f[rescale_at:]``, 16 floats.
+    ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima (integers close to them: `_GROWTH`) and
+    sums of rows, at ``f[maxima_at:]`` and ``f[sums_at:]``, are brought up to date, and what rescales earlier sums goes
+    to ``f[rescale_at:]``, 16 floats.
 
     Weights go to ``f[w_at:]``, 1,024 floats, in two parts, as `weigh_rows` takes them: probabilities where V is bf16;
     where it is INT8, 16-bit integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales
@@ -555,7 +566,10 @@ def softmax_tiles(
 
         old = v.load_floats(data, maxima_at, there)
         peak = of_all(peaks, v.larger) if kind == "int8" else b.load(peaks[0])
-        new = v.larger(peak, old)
+        # A larger maximum counts where weights would grow large: output rows are then seldom rescaled. It is made an
+        # integer: what it takes from scores, and what it rescales by, is then exact.
+        grown = b.fcmp_ordered(">", peak, b.fadd(old, v.splat(_GROWTH)))
+        new = b.select(grown, v.ceil(peak), old)
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
         base = b.fsub(v.splat(0.5), b.select(nothing, zero, new))  # what `power` takes, and no more
         largest = cgutils.alloca_once_value(b, v.splat_int(0))
@@ -615,7 +629,7 @@ def softmax_tiles(
             to = b.add(w_at, b.mul(tile, I64(_SIZE)))
             for r, row in enumerate(_turned(v, words)):
                 v.put(row, data, b.add(to, I64(16 * r)))
-        rescale = v.power(b.fadd(old, base))
+        rescale = b.select(grown, v.scale(v.splat(1.0), b.fsub(old, new)), v.splat(1.0))
         v.store(rescale, data, rescale_at)
         v.store_masked(new, data, maxima_at, there)
         before = v.load_floats(data, sums_at, there)
@@ -773,42 +787,86 @@ def weigh_rows(
         def load(tile, at):
             v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
 
-        # Both parts of bf16 have one sum, those of INT8 one each.
-        sums = 2 if kind == "int8" else 1
-        for i in range(2 * halves):
-            load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
-        with steps(b, I64(0), I64(4), 1) as (j, _):
-            for i in range(sums):
-                v.clear(i)
-            for half in range(halves):
-                place = b.mul(b.add(I64(4 * half), j), I64(_SIZE))
-                load(sums, b.add(packed_at, place))
-                for part in range(2):
-                    rows = sums + 1 + half + halves * part
-                    v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
-            for i in range(sums):
-                at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
-                v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
+        def place_of(half, j):
+            return b.add(packed_at, b.mul(b.add(I64(4 * half), j), I64(_SIZE)))
 
-        with steps(b, I64(0), count, 1) as (r, _):
-            at = b.add(spare_at, b.mul(r, I64(64)))
-            found = []
-            for j in range(4):
-                first = b.add(at, I64(16 * j))
-                if kind == "bf16":
-                    found.append(v.load_floats(data, first))
-                    continue
-                upper, lower = (
-                    b.sitofp(v.vector_at(data, b.add(first, I64(i)), v.int_type), v.type)
-                    for i in (0, 4 * _SIZE)
-                )
-                scale = v.splat(v.load_one(data, b.add(scales_at, r)))
-                found.append(b.fmul(v.fma(upper, v.splat(256.0), lower), scale))
-            rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
-            row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-            for j, total in enumerate(found):
-                place = b.add(row_at, I64(16 * j))
-                v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
+        def add_in_place():
+            """Add to output rows as they are; they seldom have to be rescaled."""
+            factors = v.load_floats(data, rescale_at)
+            moved = b.fcmp_unordered("une", factors, v.splat(1.0))
+            moved = b.bitcast(moved, ir.IntType(BLOCK_ROWS))
+            with (
+                b.if_then(b.icmp_signed("!=", moved, ir.Constant(moved.type, 0))),
+                steps(b, I64(0), I64(BLOCK_ROWS), 1) as (r, _),
+            ):
+                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
+                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
+                for i in range(0, SEGMENT, 16):
+                    at = b.add(row_at, I64(i))
+                    v.store(b.fmul(v.load_floats(data, at), rescale), data, at)
+            for i in range(4):
+                load(4 + i, b.add(weights_at, I64(i * _SIZE)))
+            row_bytes = b.mul(o_step, I64(4))
+            # Two sums by turns, as one waits for the product before.
+            with steps(b, I64(0), I64(4), 2) as (j, _):
+                at = [
+                    b.add(b.add(o_at, column), b.mul(b.add(j, I64(i)), I64(16))) for i in range(2)
+                ]
+                pointers = [_bytes_of(b, v.floats_at(data, x)) for x in at]
+                for i in range(2):
+                    v.load_tile(i, pointers[i], row_bytes)
+                for half in range(2):
+                    for i in range(2):
+                        load(2 + i, place_of(half, b.add(j, I64(i))))
+                        v.multiply(_PRODUCT[kind], i, 4 + half, 2 + i)
+                    for i in range(2):
+                        v.multiply(_PRODUCT[kind], i, 6 + half, 2 + i)
+                for i in range(2):
+                    v.store_tile(i, pointers[i], row_bytes)
+
+        def add_apart():
+            """Add up by themselves what belongs to the rows."""
+            # Both parts of bf16 have one sum, those of INT8 one each.
+            sums = 2 if kind == "int8" else 1
+            for i in range(2 * halves):
+                load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
+            with steps(b, I64(0), I64(4), 1) as (j, _):
+                for i in range(sums):
+                    v.clear(i)
+                for half in range(halves):
+                    load(sums, place_of(half, j))
+                    for part in range(2):
+                        rows = sums + 1 + half + halves * part
+                        v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
+                for i in range(sums):
+                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
+                    v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
+            with steps(b, I64(0), count, 1) as (r, _):
+                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
+                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
+                for j in range(4):
+                    first = b.add(b.add(spare_at, b.mul(r, I64(64))), I64(16 * j))
+                    if kind == "bf16":
+                        total = v.load_floats(data, first)
+                    else:
+                        upper, lower = (
+                            b.sitofp(v.vector_at(data, b.add(first, I64(i)), v.int_type), v.type)
+                            for i in (0, 4 * _SIZE)
+                        )
+                        scale = v.splat(v.load_one(data, b.add(scales_at, r)))
+                        total = b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
+                    place = b.add(row_at, I64(16 * j))
+                    v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
+
+        if kind == "bf16":
+            whole = b.icmp_signed("==", count, I64(BLOCK_ROWS))
+            with b.if_else(whole) as (all_rows, some):
+                with all_rows:
+                    add_in_place()
+                with some:
+                    add_apart()
+        else:
+            add_apart()
         return context.get_dummy_value()
 
     return types.void(KIND, f, *[i8] * 9), codegen
