@@ -69,6 +69,7 @@ from numkv.kernels.cpu.simd_tiles import (
     softmax_tiles,
     tiles_off,
     tiles_on,
+    turn_rows,
     weigh_rows,
 )
 from numkv.kernels.cpu.threads import ON_THREADS, launcher, parallel_lock, run
@@ -243,14 +244,14 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         q_size = pad_dim // 2 if K_INTEGERS else pad_dim
         # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
         V_TILES = ARRANGED + 2 * max_rows
-        W_TILES = V_TILES + 2048
-        SCORES = W_TILES + max_rows * TILE
+        SCORES = V_TILES + 2048
         SPARE = SCORES + 2 * max_rows * TILE
         BOUNDS = SPARE + 2048
         TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
         K_ROWS = TILE_SCALES + BLOCK_ROWS
         Q_TILES = K_ROWS + tile_floats(dim)
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
+        COLUMNS = Q_TILES + tile_blocks(group) * q_tiles  # output rows, turned, by blocks
         if TILES:
             tiles_on()
         # Of K and V rows and of their scales, for three turns.
@@ -329,7 +330,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             padded = padded if rows > 4 else np.int64(4) if rows > 2 else rows
             _clear(floats[ARRANGED : ARRANGED + padded * (g1 - g0)])
 
+            in_columns = tiled
             if TILES and tiled:
+                number = (g1 - g0) * row_blocks
+                _clear(floats[COLUMNS : COLUMNS + number * BLOCK_ROWS * pad_v])
                 for i in range(g1 - g0):
                     for r in range(0, rows, BLOCK_ROWS):
                         number = i * row_blocks + r // BLOCK_ROWS
@@ -392,6 +396,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             low, high = min(low, sees[0]), max(high, sees[1])
                     # A weight of 0 does not hide a NaN.
                     by_tiles = alike or all_finite(V_KIND, v, v_at, low, high, dim_v)
+                if TILES and by_tiles != in_columns:
+                    _turn_outputs(floats, O, COLUMNS, g1 - g0, rows, row_blocks, pad_v, by_tiles)
+                    in_columns = by_tiles
                 if TILES and by_tiles:
                     if low < high:
                         find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
@@ -416,7 +423,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             K_KIND, V_KIND, floats, SCORES + r * 2 * TILE, taken,
                             TILE_SCALES if K_KIND == "bf16" else Q_SCALES + row, K_SCALES,
                             F(soft_cap), np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row,
-                            RESCALE + r, V_SCALES, W_SCALES + r, W_TILES + r * TILE,
+                            RESCALE + r, V_SCALES, W_SCALES + r,
                         )  # fmt: skip
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(
@@ -424,10 +431,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             K_KIND, k, k_ahead,
                         )  # fmt: skip
                         for r in range(0, rows, BLOCK_ROWS):
+                            number = (g - g0) * row_blocks + r // BLOCK_ROWS
                             weigh_rows(
-                                V_KIND, floats, min(rows - r, BLOCK_ROWS), W_TILES + r * TILE,
-                                W_SCALES + r, V_TILES, column, SPARE,
-                                O + ((g - g0) * rows + r) * pad_v, pad_v, RESCALE + r,
+                                V_KIND, floats, SCORES + r * 2 * TILE, W_SCALES + r, V_TILES, column,
+                                SPARE, COLUMNS + number * BLOCK_ROWS * pad_v, RESCALE + r,
                             )  # fmt: skip
                 else:
                     r = np.int64(0)
@@ -507,6 +514,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if g_ahead == g1:
                     tile_ahead, g_ahead = tile_ahead + TILE, g0
                 here, next_, later = next_, later, here
+
+            if TILES and in_columns:
+                _turn_outputs(floats, O, COLUMNS, g1 - g0, rows, row_blocks, pad_v, False)
 
             # -- the result, or this split's part of it
             r = np.int64(0)
@@ -603,6 +613,33 @@ def tile_floats(dim):
 
 
 @register_jitable
+def tile_blocks(group):
+    """Blocks of query rows that an item has at most on a matrix unit."""
+    blocks = max(1, TILE_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    return blocks + TILE_ROWS // BLOCK_ROWS
+
+
+@register_jitable
+def _turn_outputs(floats, O, COLUMNS, heads, rows, row_blocks, pad_v, to_columns):
+    """Turn an item's output rows into columns, by blocks of rows, or back."""
+    for i in range(heads):
+        for block in range(row_blocks):
+            r = block * BLOCK_ROWS
+            row_at = O + (i * rows + r) * pad_v
+            at = COLUMNS + (i * row_blocks + block) * BLOCK_ROWS * pad_v
+            if to_columns:
+                turn_rows(
+                    floats, pad_v // BLOCK_ROWS, BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS, at, BLOCK_ROWS,
+                    BLOCK_ROWS * BLOCK_ROWS,
+                )  # fmt: skip
+            else:
+                turn_rows(
+                    floats, pad_v // BLOCK_ROWS, min(rows - r, BLOCK_ROWS), at, BLOCK_ROWS,
+                    BLOCK_ROWS * BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS,
+                )  # fmt: skip
+
+
+@register_jitable
 def scratch_size(group, pad_dim, pad_v, tiles):
     """Floats that one worker needs, whatever the kinds.
 
@@ -618,9 +655,9 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 4)) * v_blocks
     size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     if tiles:
-        blocks = max(1, most // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        blocks += most // BLOCK_ROWS
-        size += 3 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        blocks = tile_blocks(group)
+        size += 2 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        size += blocks * BLOCK_ROWS * (pad_v + TILE)
     return (size + LINE - 1) // LINE * LINE
 
 

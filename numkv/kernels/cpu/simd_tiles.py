@@ -13,7 +13,8 @@ not: `FEW_ROWS` of `attention` says how many are few.
 `softmax_tiles`      running maxima, and weights as the unit takes them, of up to 16 rows over a tile (online softmax)
 `all_finite`         whether no V row of a tile has a NaN or an infinity
 `pack_values`        V rows of a tile as the unit takes them
-`weigh_rows`         add the tile's V rows, weighted, to up to 16 output rows
+`weigh_rows`         add the tile's V rows, weighted, to up to 16 output rows, which lie as columns
+`turn_rows`          columns as rows, and the other way round
 ===================  ========================================================================================
 
 How numbers are split. A float32 has 24 bits, a bf16 number 8: the upper half of a float's bits, then that of what is
@@ -23,8 +24,13 @@ weights are integers of 15 bits, as in `simd` and `simd_integers`: an upper byte
 
 How they lie in memory. A product is ``C[m, n] += sum over k of A[m, k] * B[k, n]``, where a row of A is 64 bytes, and
 one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8. For scores, A is
-16 rows of K as they lie in the cache, and B the queries, packed once; for sums, A is the weights, and B has V rows of
-two or four tokens interleaved, packed once for all query rows.
+16 rows of K as they lie in the cache, and B the queries, packed once: so a vector has the scores of 16 query rows with
+one token, and maxima, exponentials and sums need nothing of other lanes. Two or four such vectors of weights make rows
+of B for the sums, and A is V, turned and packed once for all query rows; output rows are columns until an item is done.
+
+How work is ordered. Tile products and vector instructions share the core's second port for vectors, and for about a
+thousand cycles after the unit has been used, vectors have one port. So each kind of work is done for all query rows
+of an item before the next.
 
 Products of bf16 take denormal numbers for zero, and an infinity gives NaN where a part is zero.
 """
@@ -68,6 +74,7 @@ __all__ = [
     "softmax_tiles",
     "tiles_off",
     "tiles_on",
+    "turn_rows",
     "weigh_rows",
 ]
 
@@ -465,7 +472,7 @@ def score_rows(
 @intrinsic(prefer_literal=True)
 def softmax_tiles(
     typing_context, K_KIND, V_KIND, f, s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at, maxima_at,
-    sums_at, rescale_at, v_scales_at, w_scales_at, w_at,
+    sums_at, rescale_at, v_scales_at, w_scales_at,
 ):  # fmt: skip
     """Turn scores of up to 16 rows and a tile into weights, all rows at once: see `softmax_rows` of `simd`.
 
@@ -475,9 +482,9 @@ def softmax_tiles(
     sums of rows, at ``f[maxima_at:]`` and ``f[sums_at:]``, are brought up to date, and what rescales earlier sums goes
     to ``f[rescale_at:]``, 16 floats.
 
-    Weights go to ``f[w_at:]``, 1,024 floats, in two parts, as `weigh_rows` takes them: probabilities where V is bf16;
-    where it is INT8, 16-bit integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales
-    of these integers go to ``f[w_scales_at:]``, 16 floats. Scores are overwritten.
+    Weights take the place of scores, in two parts, as `weigh_rows` takes them: probabilities where V is bf16; where it
+    is INT8, 16-bit integers of probabilities times the scales of tokens at ``f[v_scales_at:]``, and the scales of these
+    integers go to ``f[w_scales_at:]``, 16 floats.
     """
     if not literals(K_KIND, V_KIND):
         return None
@@ -487,7 +494,7 @@ def softmax_tiles(
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[2], args[2])
         s_at, count, scales_at, k_scales_at, soft_cap, partly, bounds_at = args[3:10]
-        maxima_at, sums_at, rescale_at, v_scales_at, w_scales_at, w_at = args[10:]
+        maxima_at, sums_at, rescale_at, v_scales_at, w_scales_at = args[10:]
         v = _Tiles(b)
         there = v.lanes_below(count)
         scales = v.load_floats(data, scales_at)
@@ -581,8 +588,7 @@ def softmax_tiles(
             b.store(b.fadd(b.load(total), weight), total)
             return weight
 
-        # Words of 32 bits, of two or four tokens, are put in place of scores: one vector for each part. Then tokens'
-        # vectors are turned into those of rows.
+        # Lanes of 32 bits, of two or four tokens, are put in place of scores: one vector for each part.
         each = 32 // (16 if v_kind == "bf16" else 8)
         at_once = 4
         if v_kind == "bf16":
@@ -618,17 +624,6 @@ def softmax_tiles(
                 upper = [b.add(x, v.splat_int(128)) for x in codes]
                 v.put(v.pack(upper, 8), data, at_token(tokens[0]))
                 v.put(v.pack(codes, 0), data, at_token(tokens[1]))
-        halves = _HALVES[v_kind]
-        with steps(b, I64(0), I64(2 * halves), 1) as (tile, _):
-            part, half = (b.udiv(tile, I64(halves)), b.urem(tile, I64(halves)))
-            first = b.add(b.mul(half, I64(16 * each)), part)
-            words = [
-                v.vector_at(data, at_token(b.add(first, I64(each * i))), v.int_type)
-                for i in range(16)
-            ]
-            to = b.add(w_at, b.mul(tile, I64(_SIZE)))
-            for r, row in enumerate(_turned(v, words)):
-                v.put(row, data, b.add(to, I64(16 * r)))
         rescale = b.select(grown, v.scale(v.splat(1.0), b.fsub(old, new)), v.splat(1.0))
         v.store(rescale, data, rescale_at)
         v.store_masked(new, data, maxima_at, there)
@@ -636,7 +631,7 @@ def softmax_tiles(
         v.store_masked(v.fma(before, rescale, of_all(totals, b.fadd)), data, sums_at, there)
         return context.get_dummy_value()
 
-    return types.void(K_KIND, V_KIND, f, *[i8] * 4, types.float32, *[i8] * 8), codegen
+    return types.void(K_KIND, V_KIND, f, *[i8] * 4, types.float32, *[i8] * 7), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -756,6 +751,12 @@ def pack_values(
                 pack(False)
             with some:
                 pack(True)
+        # So far, rows are of tokens, and lanes of columns.
+        with steps(b, I64(0), I64(4 * _HALVES[kind] * _SIZE), _SIZE) as (tile, _):
+            at = [b.add(b.add(to_at, tile), I64(16 * i)) for i in range(16)]
+            lanes = [v.vector_at(data, x, v.int_type) for x in at]
+            for x, turned in zip(at, _turned(v, lanes), strict=True):
+                v.put(turned, data, x)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -763,13 +764,13 @@ def pack_values(
 
 @intrinsic(prefer_literal=True)
 def weigh_rows(
-    typing_context, KIND, f, count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at,
+    typing_context, KIND, f, weights_at, scales_at, packed_at, column, spare_at, o_at, rescale_at,
 ):  # fmt: skip
-    """Add 64 columns of packed V rows: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[r, t] * v[t, d]``.
+    """Add 64 columns of packed V rows: ``o[d, r] = rescale[r] * o[d, r] + sum over t of p[r, t] * v[t, d]``.
 
-    The columns from `column` on, as `pack_values` packed them, with weights from `softmax_tiles`; of INT8, the scale of
-    row r's weights is at ``f[scales_at + r]``. Output rows are padded to multiples of 64 columns.
-    ``f[spare_at:]`` has room for 2,048 floats.
+    The columns from `column` on, as `pack_values` packed them, for 16 query rows, with weights from `softmax_tiles`; of
+    INT8, the scale of row r's weights is at ``f[scales_at + r]``. Sums lie the other way round than output rows do:
+    those of a column, 16 floats, are at ``f[o_at + 16 * column]``. ``f[spare_at:]`` has room for 2,048 floats.
     """
     if not literals(KIND):
         return None
@@ -778,95 +779,97 @@ def weigh_rows(
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
-        count, weights_at, scales_at, packed_at, column, spare_at, o_at, o_step, rescale_at = args[
-            2:
-        ]
+        weights_at, scales_at, packed_at, column, spare_at, o_at, rescale_at = args[2:]
         v = _Tiles(b)
-        halves = _HALVES[kind]
+        each = _WIDTH[kind] // BLOCK_ROWS  # tokens that share a lane
+        rescale = v.load_floats(data, rescale_at)
+        first = b.add(o_at, b.mul(column, I64(16)))
 
-        def load(tile, at):
-            v.load_tile(tile, _bytes_of(b, v.floats_at(data, at)), I64(64))
+        def pointer(at):
+            return _bytes_of(b, v.floats_at(data, at))
 
-        def place_of(half, j):
-            return b.add(packed_at, b.mul(b.add(I64(4 * half), j), I64(_SIZE)))
+        def load_weights(tile, part, half):
+            at = b.add(weights_at, I64(16 * (BLOCK_ROWS * each * half + part)))
+            v.load_tile(tile, pointer(at), I64(64 * each))
 
-        def add_in_place():
-            """Add to output rows as they are; they seldom have to be rescaled."""
-            factors = v.load_floats(data, rescale_at)
-            moved = b.fcmp_unordered("une", factors, v.splat(1.0))
-            moved = b.bitcast(moved, ir.IntType(BLOCK_ROWS))
-            with (
-                b.if_then(b.icmp_signed("!=", moved, ir.Constant(moved.type, 0))),
-                steps(b, I64(0), I64(BLOCK_ROWS), 1) as (r, _),
-            ):
-                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
-                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-                for i in range(0, SEGMENT, 16):
-                    at = b.add(row_at, I64(i))
-                    v.store(b.fmul(v.load_floats(data, at), rescale), data, at)
-            for i in range(4):
-                load(4 + i, b.add(weights_at, I64(i * _SIZE)))
-            row_bytes = b.mul(o_step, I64(4))
-            # Two sums by turns, as one waits for the product before.
-            with steps(b, I64(0), I64(4), 2) as (j, _):
-                at = [
-                    b.add(b.add(o_at, column), b.mul(b.add(j, I64(i)), I64(16))) for i in range(2)
-                ]
-                pointers = [_bytes_of(b, v.floats_at(data, x)) for x in at]
-                for i in range(2):
-                    v.load_tile(i, pointers[i], row_bytes)
-                for half in range(2):
-                    for i in range(2):
-                        load(2 + i, place_of(half, b.add(j, I64(i))))
-                        v.multiply(_PRODUCT[kind], i, 4 + half, 2 + i)
-                    for i in range(2):
-                        v.multiply(_PRODUCT[kind], i, 6 + half, 2 + i)
-                for i in range(2):
-                    v.store_tile(i, pointers[i], row_bytes)
-
-        def add_apart():
-            """Add up by themselves what belongs to the rows."""
-            # Both parts of bf16 have one sum, those of INT8 one each.
-            sums = 2 if kind == "int8" else 1
-            for i in range(2 * halves):
-                load(1 + sums + i, b.add(weights_at, I64(i * _SIZE)))
-            with steps(b, I64(0), I64(4), 1) as (j, _):
-                for i in range(sums):
-                    v.clear(i)
-                for half in range(halves):
-                    load(sums, place_of(half, j))
-                    for part in range(2):
-                        rows = sums + 1 + half + halves * part
-                        v.multiply(_PRODUCT[kind], min(part, sums - 1), rows, sums)
-                for i in range(sums):
-                    at = b.add(b.add(spare_at, I64(i * 4 * _SIZE)), b.mul(j, I64(16)))
-                    v.store_tile(i, _bytes_of(b, v.floats_at(data, at)), I64(4 * 64))
-            with steps(b, I64(0), count, 1) as (r, _):
-                rescale = v.splat(v.load_one(data, b.add(rescale_at, r)))
-                row_at = b.add(b.add(o_at, b.mul(r, o_step)), column)
-                for j in range(4):
-                    first = b.add(b.add(spare_at, b.mul(r, I64(64))), I64(16 * j))
-                    if kind == "bf16":
-                        total = v.load_floats(data, first)
-                    else:
-                        upper, lower = (
-                            b.sitofp(v.vector_at(data, b.add(first, I64(i)), v.int_type), v.type)
-                            for i in (0, 4 * _SIZE)
-                        )
-                        scale = v.splat(v.load_one(data, b.add(scales_at, r)))
-                        total = b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
-                    place = b.add(row_at, I64(16 * j))
-                    v.store(v.fma(v.load_floats(data, place), rescale, total), data, place)
+        def load_values(tile, half, j):
+            at = b.add(packed_at, b.mul(b.add(I64(4 * half), j), I64(_SIZE)))
+            v.load_tile(tile, pointer(at), I64(64))
 
         if kind == "bf16":
-            whole = b.icmp_signed("==", count, I64(BLOCK_ROWS))
-            with b.if_else(whole) as (all_rows, some):
-                with all_rows:
-                    add_in_place()
-                with some:
-                    add_apart()
-        else:
-            add_apart()
+            # Products are added to the sums as they are, which seldom have to be rescaled.
+            moved = b.bitcast(b.fcmp_unordered("une", rescale, v.splat(1.0)), ir.IntType(16))
+            with (
+                b.if_then(b.icmp_signed("!=", moved, ir.Constant(moved.type, 0))),
+                steps(b, I64(0), I64(SEGMENT * 16), 16) as (i, _),
+            ):
+                at = b.add(first, i)
+                v.store(b.fmul(v.load_floats(data, at), rescale), data, at)
+            for part in range(2):
+                for half in range(2):
+                    load_weights(4 + 2 * part + half, part, half)
+            # Two sums by turns, as one waits for the product before.
+            with steps(b, I64(0), I64(4), 2) as (j, _):
+                sums = [pointer(b.add(first, b.mul(b.add(j, I64(i)), I64(_SIZE)))) for i in (0, 1)]
+                for i in range(2):
+                    v.load_tile(i, sums[i], I64(64))
+                for half in range(2):
+                    for i in range(2):
+                        load_values(2 + i, half, b.add(j, I64(i)))
+                        v.multiply(_PRODUCT[kind], i, 2 + i, 4 + half)
+                    for i in range(2):
+                        v.multiply(_PRODUCT[kind], i, 2 + i, 6 + half)
+                for i in range(2):
+                    v.store_tile(i, sums[i], I64(64))
+            return context.get_dummy_value()
+
+        for part in range(2):
+            load_weights(4 + part, part, 0)
+        with steps(b, I64(0), I64(4), 1) as (j, _):
+            load_values(2, 0, j)
+            for part in range(2):
+                v.clear(part)
+                v.multiply(_PRODUCT[kind], part, 2, 4 + part)
+                at = b.add(b.add(spare_at, I64(4 * _SIZE * part)), b.mul(j, I64(_SIZE)))
+                v.store_tile(part, pointer(at), I64(64))
+        scale = v.load_floats(data, scales_at)
+        with steps(b, I64(0), I64(SEGMENT * 16), 16) as (i, _):
+            upper, lower = (
+                b.sitofp(v.vector_at(data, b.add(b.add(spare_at, i), I64(x)), v.int_type), v.type)
+                for x in (0, 4 * _SIZE)
+            )
+            total = b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
+            at = b.add(first, i)
+            v.store(v.fma(v.load_floats(data, at), rescale, total), data, at)
         return context.get_dummy_value()
 
-    return types.void(KIND, f, *[i8] * 9), codegen
+    return types.void(KIND, f, *[i8] * 7), codegen
+
+
+@intrinsic
+def turn_rows(
+    typing_context, f, blocks, count, from_at, from_step, from_block, to_at, to_step, to_block
+):
+    """Turn blocks of 16 rows of 16 floats: rows become columns.
+
+    Row r of block i is at ``f[from_at + i * from_block + r * from_step]``; where it goes, the same with `to`. The first
+    `count` rows of the result are written.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[0], args[0])
+        blocks, count, from_at, from_step, from_block, to_at, to_step, to_block = args[1:]
+        v = _Tiles(b)
+        with steps(b, I64(0), blocks, 1) as (block, _):
+            at = b.add(from_at, b.mul(block, from_block))
+            rows = [
+                v.load_floats(data, b.add(at, b.mul(from_step, I64(r)))) for r in range(BLOCK_ROWS)
+            ]
+            at = b.add(to_at, b.mul(block, to_block))
+            for r, row in enumerate(_turned(v, rows)):
+                with b.if_then(b.icmp_signed("<", I64(r), count)):
+                    v.store(row, data, b.add(at, b.mul(to_step, I64(r))))
+        return context.get_dummy_value()
+
+    return types.void(f, *[i8] * 8), codegen
