@@ -244,7 +244,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         q_size = pad_dim // 2 if K_INTEGERS else pad_dim
         # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
         V_TILES = ARRANGED + 2 * max_rows
-        SCORES = V_TILES + 2048
+        SCORES = V_TILES + pad_v * (TILE // 2)
         SPARE = SCORES + 2 * max_rows * TILE
         BOUNDS = SPARE + 2048
         TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
@@ -319,7 +319,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             # numbers, which are a hundred times slower than others.
             end_r = r + FILL_UP
             _clear(floats[Q + r * pad_dim : Q + end_r * pad_dim])
-            _clear(floats[O : O + end_r * pad_v])
+            _clear(floats[O + (r * pad_v if tiled else 0) : O + end_r * pad_v])
             _clear(floats[MAXIMA + r : MAXIMA + end_r])
             _clear(floats[SUMS : SUMS + end_r])
             _clear(floats[Q_SCALES + r : Q_SCALES + end_r])
@@ -386,7 +386,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if TILES and tiled:
                     # What rows of the item see of the tile: all that any sees, and whether they see the same.
                     low, high, alike = np.int64(TILE), np.int64(0), True
-                    for t in range(rows // group):
+                    # Of tokens one after another, the first and the last tell.
+                    each = max(1, rows // group - 1) if len(ranges) == 0 else 1
+                    for t in range(0, rows // group, each):
                         sees = _visible(
                             ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                         )
@@ -427,15 +429,15 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         )  # fmt: skip
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(
-                            V_KIND, floats, V_TILES, v, v_at, low, high, column, dim_v,
+                            V_KIND, floats, V_TILES + column * (TILE // 2), v, v_at, low, high, column, dim_v,
                             K_KIND, k, k_ahead,
                         )  # fmt: skip
-                        for r in range(0, rows, BLOCK_ROWS):
-                            number = (g - g0) * row_blocks + r // BLOCK_ROWS
-                            weigh_rows(
-                                V_KIND, floats, SCORES + r * 2 * TILE, W_SCALES + r, V_TILES, column,
-                                SPARE, COLUMNS + number * BLOCK_ROWS * pad_v, RESCALE + r,
-                            )  # fmt: skip
+                    for r in range(0, rows if low < high else 0, BLOCK_ROWS):
+                        number = (g - g0) * row_blocks + r // BLOCK_ROWS
+                        weigh_rows(
+                            V_KIND, floats, SCORES + r * 2 * TILE, W_SCALES + r, V_TILES, pad_v,
+                            SPARE, COLUMNS + number * BLOCK_ROWS * pad_v, RESCALE + r,
+                        )  # fmt: skip
                 else:
                     r = np.int64(0)
                     while r < rows:
@@ -657,7 +659,7 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     if tiles:
         blocks = tile_blocks(group)
         size += 2 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
-        size += blocks * BLOCK_ROWS * (pad_v + TILE)
+        size += blocks * BLOCK_ROWS * (pad_v + TILE) + tile_floats(pad_v)
     return (size + LINE - 1) // LINE * LINE
 
 

@@ -292,20 +292,29 @@ def pack_rows(typing_context, KIND, f, q_at, q_step, count, head_dim, to_at, spa
             return parts
 
         blocks = b.sdiv(b.add(head_dim, I64(_WIDTH[kind] - 1)), I64(_WIDTH[kind]))
+        most = I64(_PARTS[kind])
+        if kind == "bf16":
+            lower = cgutils.alloca_once_value(b, nothing)
+            with steps(b, I64(0), count, 1) as (r, _), steps(b, I64(0), head_dim, 16) as (i, _):
+                bits = v.vector_at(data, b.add(b.add(q_at, b.mul(r, q_step)), i), v.int_type)
+                b.store(b.or_(b.load(lower), bits), lower)
+            some = b.and_(v.fold(b.load(lower), b.or_), I32(0xFFFF))
+            most = b.select(b.icmp_signed("==", some, I32(0)), I64(1), most)
         with steps(b, I64(0), blocks, 1) as (block, _):
             # Columns are put down as rows first, then turned.
             with steps(b, I64(0), I64(BLOCK_ROWS), 1) as (r, _):
                 for part, lanes in enumerate(parts_of(r, block)):
                     at = b.add(spare_at, b.add(I64(part * _SIZE), b.mul(r, I64(16))))
                     v.put(lanes, data, at)
-            for part in range(_PARTS[kind]):
-                columns = [
-                    v.vector_at(data, b.add(spare_at, I64(part * _SIZE + 16 * i)), v.int_type)
+            with steps(b, I64(0), most, 1) as (part, _):
+                from_at = b.add(spare_at, b.mul(part, I64(_SIZE)))
+                rows = [
+                    v.vector_at(data, b.add(from_at, I64(16 * i)), v.int_type)
                     for i in range(BLOCK_ROWS)
                 ]
-                number = b.add(b.mul(block, I64(_PARTS[kind])), I64(part))
+                number = b.add(b.mul(block, I64(_PARTS[kind])), part)
                 at = b.add(to_at, b.mul(number, I64(_SIZE)))
-                for i, lanes in enumerate(_turned(v, columns)):
+                for i, lanes in enumerate(_turned(v, rows)):
                     v.put(lanes, data, b.add(at, I64(16 * i)))
         if kind == "int8":
             return I64(2)
@@ -508,26 +517,15 @@ def softmax_tiles(
         peaks, totals = ([cgutils.alloca_once_value(b, x) for _ in range(4)]
                          for x in (v.splat(-math.inf), zero))  # fmt: skip
         # What scores are still to be multiplied with.
-        factor = cgutils.alloca_once_value(b, v.splat(1.0))
+        factor = cgutils.alloca_once_value(b, scales if kind == "bf16" else v.splat(1.0))
 
         def of_all(numbers, combine):
             first, second, third, fourth = (b.load(x) for x in numbers)
             return combine(combine(first, second), combine(third, fourth))
 
-        # Which token it is, counted as a float: conversions are slow.
-        number = cgutils.alloca_once_value(b, zero)
-
-        def seen():
-            """Which rows see the token, if not all see all."""
-            low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
-            at_least = b.fcmp_ordered(">=", b.load(number), low)
-            return b.and_(at_least, b.fcmp_ordered("<", b.load(number), high))
-
-        def score_of(token):
-            """The scores of a token, times all scales."""
+        def converted(token):
+            """Scores of a token as floats, times all scales."""
             at = at_token(token)
-            if kind == "bf16":
-                return b.fmul(v.load_floats(data, at), scales)
             upper, lower = (
                 b.sitofp(v.vector_at(data, b.add(at, I64(i)), v.int_type), v.type)
                 for i in (0, 4 * _SIZE)
@@ -535,44 +533,56 @@ def softmax_tiles(
             scale = b.fmul(scales, v.splat(v.load_one(data, b.add(k_scales_at, token))))
             return b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
 
-        def find_peaks(t):
+        def find_peaks(t, score_of):
+            """Keep the largest scores of four tokens, and the scores where they are not what they were."""
             for i, peak in enumerate(peaks):
                 token = b.add(t, I64(i))
-                if kind == "int8":
-                    v.store(score_of(token), data, at_token(token))
-                b.store(v.larger(v.load_floats(data, at_token(token)), b.load(peak)), peak)
+                score = score_of(token, i)
+                b.store(v.larger(score, b.load(peak)), peak)
+                if score_of is not as_it_is:
+                    v.store(score, data, at_token(token))
 
-        def find_peak_carefully(token):
-            at = at_token(token)
-            v.store(score_of(token), data, at)
-            with b.if_then(b.fcmp_ordered(">", soft_cap, v.float(0.0))):
-                cap = v.splat(soft_cap)
-                capped = v.tanh(b.fdiv(v.load_floats(data, at), cap))
-                capped = b.fmul(capped, b.fmul(cap, v.splat(math.log2(math.e))))
-                v.store(capped, data, at)
-            with b.if_then(in_part):
-                score = v.load_floats(data, at)
-                v.store(b.select(seen(), score, v.splat(-math.inf)), data, at)
-            b.store(b.fadd(b.load(number), v.splat(1.0)), number)
-            b.store(v.larger(v.load_floats(data, at), b.load(peaks[0])), peaks[0])
+        def as_it_is(token, i):
+            return v.load_floats(data, at_token(token))
 
-        plain = b.and_(b.not_(in_part), b.fcmp_ordered("<=", soft_cap, v.float(0.0)))
-        if kind == "bf16":  # multiplied later on, which must not turn the order around
+        # Which token it is, counted as a float: conversions are slow.
+        number = cgutils.alloca_once_value(b, zero)
+        low, high = (v.load_floats(data, b.add(bounds_at, I64(i))) for i in (0, 16))
+        low, high = b.select(in_part, low, zero), b.select(in_part, high, v.splat(TILE))
+
+        def masked(token, i):
+            count = b.fadd(b.load(number), v.splat(i))
+            seen = b.fcmp_ordered(">=", count, low)
+            seen = b.and_(seen, b.fcmp_ordered("<", count, high))
+            score = b.fmul(as_it_is(token, i), b.load(factor))
+            return b.select(seen, score, v.splat(-math.inf))
+
+        capped = b.fcmp_ordered(">", soft_cap, v.float(0.0))
+        plain = b.and_(b.not_(in_part), b.not_(capped))
+        if kind == "bf16":  # scores are multiplied later on, which must not turn their order around
             above = b.bitcast(b.fcmp_ordered(">", scales, zero), ir.IntType(16))
-            plain = b.and_(plain, b.icmp_signed("==", above, ir.Constant(ir.IntType(16), -1)))
+            plain = b.and_(plain, b.icmp_signed("==", above, ir.Constant(above.type, -1)))
         with b.if_else(plain) as (simple, otherwise):
-            with simple:
-                with steps(b, I64(0), I64(TILE), 8) as (t, _):
-                    find_peaks(t)
-                    find_peaks(b.add(t, I64(4)))
-                if kind == "bf16":
-                    b.store(scales, factor)
-                    b.store(b.fmul(of_all(peaks, v.larger), scales), peaks[0])
-            with otherwise, steps(b, I64(0), I64(TILE), 1) as (t, _):
-                find_peak_carefully(t)
+            with simple, steps(b, I64(0), I64(TILE), 4) as (t, _):
+                find_peaks(t, as_it_is if kind == "bf16" else lambda token, i: converted(token))
+            with otherwise:
+                if kind == "int8":
+                    with steps(b, I64(0), I64(TILE), 1) as (t, _):
+                        v.store(converted(t), data, at_token(t))
+                with b.if_then(capped):
+                    cap = v.splat(soft_cap)
+                    with steps(b, I64(0), I64(TILE), 1) as (t, _):
+                        score = b.fmul(as_it_is(t, 0), b.load(factor))
+                        score = b.fmul(v.tanh(b.fdiv(score, cap)), cap)
+                        v.store(b.fmul(score, v.splat(math.log2(math.e))), data, at_token(t))
+                    b.store(v.splat(1.0), factor)
+                with steps(b, I64(0), I64(TILE), 4) as (t, _):
+                    find_peaks(t, masked)
+                    b.store(b.fadd(b.load(number), v.splat(4)), number)
+                b.store(v.splat(1.0), factor)
 
         old = v.load_floats(data, maxima_at, there)
-        peak = of_all(peaks, v.larger) if kind == "int8" else b.load(peaks[0])
+        peak = b.fmul(of_all(peaks, v.larger), b.load(factor))
         # A larger maximum counts where weights would grow large: output rows are then seldom rescaled. It is made an
         # integer: what it takes from scores, and what it rescales by, is then exact.
         grown = b.fcmp_ordered(">", peak, b.fadd(old, v.splat(_GROWTH)))
@@ -764,13 +774,14 @@ def pack_values(
 
 @intrinsic(prefer_literal=True)
 def weigh_rows(
-    typing_context, KIND, f, weights_at, scales_at, packed_at, column, spare_at, o_at, rescale_at,
+    typing_context, KIND, f, weights_at, scales_at, packed_at, columns, spare_at, o_at, rescale_at,
 ):  # fmt: skip
-    """Add 64 columns of packed V rows: ``o[d, r] = rescale[r] * o[d, r] + sum over t of p[r, t] * v[t, d]``.
+    """Add packed V rows: ``o[d, r] = rescale[r] * o[d, r] + sum over t of p[r, t] * v[t, d]``, for 16 query rows.
 
-    The columns from `column` on, as `pack_values` packed them, for 16 query rows, with weights from `softmax_tiles`; of
-    INT8, the scale of row r's weights is at ``f[scales_at + r]``. Sums lie the other way round than output rows do:
-    those of a column, 16 floats, are at ``f[o_at + 16 * column]``. ``f[spare_at:]`` has room for 2,048 floats.
+    `columns` of them, a multiple of 64, as `pack_values` packed them, 64 after 64 in 2,048 floats each, with weights
+    from `softmax_tiles`; of INT8, the scale of row r's weights is at ``f[scales_at + r]``. Sums lie the other way round
+    than output rows do: those of column d, 16 floats, are at ``f[o_at + 16 * d]``. ``f[spare_at:]`` has room for 512
+    floats.
     """
     if not literals(KIND):
         return None
@@ -779,68 +790,71 @@ def weigh_rows(
 
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[1], args[1])
-        weights_at, scales_at, packed_at, column, spare_at, o_at, rescale_at = args[2:]
+        weights_at, scales_at, packed_at, columns, spare_at, o_at, rescale_at = args[2:]
         v = _Tiles(b)
-        each = _WIDTH[kind] // BLOCK_ROWS  # tokens that share a lane
+        halves, each = (
+            _HALVES[kind],
+            _WIDTH[kind] // BLOCK_ROWS,
+        )  # which is tokens that share a lane
         rescale = v.load_floats(data, rescale_at)
-        first = b.add(o_at, b.mul(column, I64(16)))
 
         def pointer(at):
             return _bytes_of(b, v.floats_at(data, at))
 
-        def load_weights(tile, part, half):
-            at = b.add(weights_at, I64(16 * (BLOCK_ROWS * each * half + part)))
-            v.load_tile(tile, pointer(at), I64(64 * each))
+        def sum_at(column):
+            return b.add(o_at, b.mul(column, I64(16)))
 
-        def load_values(tile, half, j):
-            at = b.add(packed_at, b.mul(b.add(I64(4 * half), j), I64(_SIZE)))
+        def load_weights(part, half):
+            at = b.add(weights_at, I64(16 * (BLOCK_ROWS * each * half + part)))
+            v.load_tile(4 + halves * part + half, pointer(at), I64(64 * each))
+
+        def load_values(tile, half, column):
+            """Of sixteen columns; of 64, there are four tiles for each half of the tokens."""
+            segment, rest = (b.sdiv(column, I64(SEGMENT)), b.srem(column, I64(SEGMENT)))
+            at = b.add(b.mul(segment, I64(8 * _SIZE)), b.mul(rest, I64(16)))
+            at = b.add(b.add(packed_at, at), I64(4 * half * _SIZE))
             v.load_tile(tile, pointer(at), I64(64))
 
+        for part in range(2):
+            for half in range(halves):
+                load_weights(part, half)
         if kind == "bf16":
             # Products are added to the sums as they are, which seldom have to be rescaled.
             moved = b.bitcast(b.fcmp_unordered("une", rescale, v.splat(1.0)), ir.IntType(16))
             with (
                 b.if_then(b.icmp_signed("!=", moved, ir.Constant(moved.type, 0))),
-                steps(b, I64(0), I64(SEGMENT * 16), 16) as (i, _),
+                steps(b, I64(0), columns, 1) as (column, _),
             ):
-                at = b.add(first, i)
-                v.store(b.fmul(v.load_floats(data, at), rescale), data, at)
-            for part in range(2):
-                for half in range(2):
-                    load_weights(4 + 2 * part + half, part, half)
+                v.store(b.fmul(v.load_floats(data, sum_at(column)), rescale), data, sum_at(column))
             # Two sums by turns, as one waits for the product before.
-            with steps(b, I64(0), I64(4), 2) as (j, _):
-                sums = [pointer(b.add(first, b.mul(b.add(j, I64(i)), I64(_SIZE)))) for i in (0, 1)]
+            with steps(b, I64(0), columns, 32) as (column, _):
+                two = [column, b.add(column, I64(16))]
                 for i in range(2):
-                    v.load_tile(i, sums[i], I64(64))
-                for half in range(2):
+                    v.load_tile(i, pointer(sum_at(two[i])), I64(64))
+                for half in range(halves):
                     for i in range(2):
-                        load_values(2 + i, half, b.add(j, I64(i)))
+                        load_values(2 + i, half, two[i])
                         v.multiply(_PRODUCT[kind], i, 2 + i, 4 + half)
                     for i in range(2):
                         v.multiply(_PRODUCT[kind], i, 2 + i, 6 + half)
                 for i in range(2):
-                    v.store_tile(i, sums[i], I64(64))
-            return context.get_dummy_value()
-
-        for part in range(2):
-            load_weights(4 + part, part, 0)
-        with steps(b, I64(0), I64(4), 1) as (j, _):
-            load_values(2, 0, j)
-            for part in range(2):
-                v.clear(part)
-                v.multiply(_PRODUCT[kind], part, 2, 4 + part)
-                at = b.add(b.add(spare_at, I64(4 * _SIZE * part)), b.mul(j, I64(_SIZE)))
-                v.store_tile(part, pointer(at), I64(64))
-        scale = v.load_floats(data, scales_at)
-        with steps(b, I64(0), I64(SEGMENT * 16), 16) as (i, _):
-            upper, lower = (
-                b.sitofp(v.vector_at(data, b.add(b.add(spare_at, i), I64(x)), v.int_type), v.type)
-                for x in (0, 4 * _SIZE)
-            )
-            total = b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
-            at = b.add(first, i)
-            v.store(v.fma(v.load_floats(data, at), rescale, total), data, at)
+                    v.store_tile(i, pointer(sum_at(two[i])), I64(64))
+        else:
+            scale = v.load_floats(data, scales_at)
+            with steps(b, I64(0), columns, 16) as (column, _):
+                load_values(2, 0, column)
+                for part in range(2):
+                    v.clear(part)
+                    v.multiply(_PRODUCT[kind], part, 2, 4 + part)
+                    v.store_tile(part, pointer(b.add(spare_at, I64(part * _SIZE))), I64(64))
+                with steps(b, I64(0), I64(_SIZE), 16) as (i, _):
+                    upper, lower = (
+                        b.sitofp(v.vector_at(data, b.add(at, i), v.int_type), v.type)
+                        for at in (spare_at, b.add(spare_at, I64(_SIZE)))
+                    )
+                    total = b.fmul(v.fma(upper, v.splat(256.0), lower), scale)
+                    at = b.add(sum_at(column), i)
+                    v.store(v.fma(v.load_floats(data, at), rescale, total), data, at)
         return context.get_dummy_value()
 
     return types.void(KIND, f, *[i8] * 7), codegen
