@@ -386,15 +386,17 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if TILES and tiled:
                     # What rows of the item see of the tile: all that any sees, and whether they see the same.
                     low, high, alike = np.int64(TILE), np.int64(0), True
-                    # Of tokens one after another, the first and the last tell.
-                    each = max(1, rows // group - 1) if len(ranges) == 0 else 1
-                    for t in range(0, rows // group, each):
+                    # Without ranges later tokens see later ones, or the same: the first and the last tell.
+                    last = rows // group - 1
+                    for t in range(0, last + 1, 1 if len(ranges) > 0 else max(last, 1)):
                         sees = _visible(
                             ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                         )
                         if t > 0 and (sees[0] != low or sees[1] != high):
                             alike = False
-                        if sees[0] < sees[1]:
+                        if len(ranges) == 0:
+                            low, high = sees[0] if t == 0 else low, sees[1]
+                        elif sees[0] < sees[1]:
                             low, high = min(low, sees[0]), max(high, sees[1])
                     # A weight of 0 does not hide a NaN.
                     by_tiles = alike or all_finite(V_KIND, v, v_at, low, high, dim_v)
@@ -624,21 +626,25 @@ def tile_blocks(group):
 @register_jitable
 def _turn_outputs(floats, O, COLUMNS, heads, rows, row_blocks, pad_v, to_columns):
     """Turn an item's output rows into columns, by blocks of rows, or back."""
+    blocks, block_size = pad_v // BLOCK_ROWS, BLOCK_ROWS * BLOCK_ROWS
     for i in range(heads):
         for block in range(row_blocks):
             r = block * BLOCK_ROWS
             row_at = O + (i * rows + r) * pad_v
             at = COLUMNS + (i * row_blocks + block) * BLOCK_ROWS * pad_v
+            count, from_at, from_step, from_block = (
+                min(rows - r, BLOCK_ROWS),
+                at,
+                BLOCK_ROWS,
+                block_size,
+            )
+            to_at, to_step, to_block = row_at, pad_v, BLOCK_ROWS
             if to_columns:
-                turn_rows(
-                    floats, pad_v // BLOCK_ROWS, BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS, at, BLOCK_ROWS,
-                    BLOCK_ROWS * BLOCK_ROWS,
-                )  # fmt: skip
-            else:
-                turn_rows(
-                    floats, pad_v // BLOCK_ROWS, min(rows - r, BLOCK_ROWS), at, BLOCK_ROWS,
-                    BLOCK_ROWS * BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS,
-                )  # fmt: skip
+                count, from_at, from_step, from_block = BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS
+                to_at, to_step, to_block = at, BLOCK_ROWS, block_size
+            turn_rows(
+                floats, blocks, count, from_at, from_step, from_block, to_at, to_step, to_block
+            )
 
 
 @register_jitable
