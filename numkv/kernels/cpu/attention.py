@@ -242,7 +242,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         ARRANGED = SUM_ROWS + 2 * max_rows * 16 * k_blocks  # how many were arranged together
         # Floats of a query row.
         q_size = pad_dim // 2 if K_INTEGERS else pad_dim
-        # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
+        # For the matrix unit: V rows, scores, what it adds up, K rows where they have to be moved, and queries.
         V_TILES = ARRANGED + 2 * max_rows
         SCORES = V_TILES + pad_v * (TILE // 2)
         SPARE = SCORES + 2 * max_rows * TILE

@@ -28,8 +28,8 @@ one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k 
 one token, and maxima, exponentials and sums need nothing of other lanes. Two or four such vectors of weights make rows
 of B for the sums, and A is V, turned and packed once for all query rows; output rows are columns until an item is done.
 
-How work is ordered. Tile products and vector instructions share the core's second port for vectors, and for about a
-thousand cycles after the unit has been used, vectors have one port. So each kind of work is done for all query rows
+How work is ordered. Once a product has run, vector instructions have one port instead of two for about 1,800 cycles
+(Emerald Rapids), and where both are mixed all of them run like that. So each kind of work is done for all query rows
 of an item before the next.
 
 Products of bf16 take denormal numbers for zero, and an infinity gives NaN where a part is zero.
