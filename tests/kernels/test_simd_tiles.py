@@ -61,6 +61,18 @@ def test_queries_lose_no_bits(rng, shape, bits):
     tolerances.assert_lse_close(lse, want_lse)
 
 
+def test_scores_that_grow_rescale_what_is_summed(rng):
+    problem = problems.make(rng, Shape(16, 1, 64, (300, 40), new=(3, 40)), "bf16", q_kind="fp32")
+    tokens = np.arange(problem.k.shape[2])
+    # Exact in bf16: scores of each tile are four times those of the one before.
+    k = (problem.k.astype(np.float32) * 4.0 ** (tokens[:, None] // 64)).astype(problem.k.dtype)
+    args = [k, problem.v, problem.seq_lens, problem.cu_seqlens_q]
+    want, want_lse = naive.attention(problem.q, *args)
+    out, lse = numkv.prefill_attention(problem.q, *args, return_lse=True)
+    tolerances.assert_rows_close(out, want, tolerances.attention("bf16", "fp32"))
+    tolerances.assert_lse_close(lse, want_lse)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_of_later_tokens_do_not_leak(rng, bad):
     tokens, at = 90, 41

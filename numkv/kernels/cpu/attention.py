@@ -67,11 +67,11 @@ from numkv.kernels.cpu.simd_tiles import (
     has_tiles,
     pack_rows,
     pack_values,
-    pack_weights,
     score_rows,
     softmax_tiles,
     tiles_off,
     tiles_on,
+    turn_rows,
     weigh_rows,
 )
 from numkv.kernels.cpu.threads import ON_THREADS, launcher, parallel_lock, run
@@ -83,6 +83,8 @@ __all__ = ["attention"]
 
 # Query rows of an item. Many enough that a K tile, read once, is used often; few enough to stay in L1 and L2.
 MAX_ROWS = 64
+# On a matrix unit, where K and V are taken apart and put together for it: what that costs is for more rows.
+TILE_ROWS = 256
 # Query rows that vector code takes at once, at most.
 AT_ONCE = 8
 # Rows that may be missing of 8, 4 or 2.
@@ -102,7 +104,7 @@ PART = TILE + RAMP
 K_RUNS, V_RUNS = 4 * PART, 4 * PART + 2 * TILE + 2
 TURN = 4 * PART + 4 * TILE + 8
 # Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take.
-WORKER_INTS = 2 * TURN + 8 + MAX_ROWS
+WORKER_INTS = 2 * TURN + 8 + TILE_ROWS
 # Floats that a matrix unit's sums and a piece of V take for a moment.
 SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
@@ -145,12 +147,12 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
     """The attention kernel for a K kind, a V kind and the float type it computes in."""
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
-    ROWS = MAX_ROWS
     # Whether scores and weighted sums are taken in integers, and those of INT4.
     K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
     K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
     # Whether a matrix unit does it.
     TILES = on_tiles(K_KIND, V_KIND, COMPUTE)
+    ROWS = TILE_ROWS if TILES else MAX_ROWS
     K_PAD = TILE if TILES else BLOCK if K_PACKED else PAD
     MOST = most_rows(COMPUTE)  # rows that vector code takes at once
     K_SCALED, V_SCALED = K_KIND in QUANTISED, V_KIND in QUANTISED
@@ -177,7 +179,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         if worker < 0:  # there is no plan so far
             threads = _plan(
                 seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, dim + dim_v,
-                window_left, workers, ints,
+                window_left, ROWS, workers, ints,
             )  # fmt: skip
             worker = np.int64(0)
         if launch != 0 and threads > 1:
@@ -252,15 +254,16 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         ARRANGED = SUM_ROWS + 2 * max_rows * 16 * k_blocks  # how many were arranged together
         # Floats of a query row.
         q_size = pad_dim // 2 if K_INTEGERS else pad_dim
-        # For the matrix unit: V rows, K rows where they have to be moved, what it adds up, and queries.
+        # For the matrix unit: V rows, scores, what it adds up, K rows where they have to be moved, and queries.
         V_TILES = ARRANGED + 2 * max_rows
-        W_TILES = V_TILES + 2048
-        SPARE = W_TILES + max_rows * TILE
+        SCORES = V_TILES + pad_v * (TILE // 2)
+        SPARE = SCORES + 2 * max_rows * TILE
         BOUNDS = SPARE + 2048
         TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
         K_ROWS = TILE_SCALES + BLOCK_ROWS
         Q_TILES = K_ROWS + tile_floats(dim)
         q_tiles = 3 * tile_floats(dim) // 4  # of a block of rows
+        COLUMNS = Q_TILES + tile_blocks(group) * q_tiles  # output rows, turned, by blocks
         if TILES:
             tiles_on()
         # Of K and V rows and of their scales, for two turns.
@@ -328,7 +331,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             # numbers, which are a hundred times slower than others.
             end_r = r + FILL_UP
             _clear(floats[Q + r * pad_dim : Q + end_r * pad_dim])
-            _clear(floats[O : O + end_r * pad_v])
+            _clear(floats[O + (r * pad_v if tiled else 0) : O + end_r * pad_v])
             _clear(floats[MAXIMA + r : MAXIMA + end_r])
             _clear(floats[SUMS : SUMS + end_r])
             _clear(floats[Q_SCALES + r : Q_SCALES + end_r])
@@ -339,7 +342,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
             padded = padded if rows > 4 else np.int64(4) if rows > 2 else rows
             _clear(floats[ARRANGED : ARRANGED + padded * (g1 - g0)])
 
+            in_columns = tiled
             if TILES and tiled:
+                number = (g1 - g0) * row_blocks
+                _clear(floats[COLUMNS : COLUMNS + number * BLOCK_ROWS * pad_v])
                 for i in range(g1 - g0):
                     for r in range(0, rows, BLOCK_ROWS):
                         number = i * row_blocks + r // BLOCK_ROWS
@@ -391,27 +397,36 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                 if TILES and tiled:
                     # What rows of the item see of the tile: all that any sees, and whether they see the same.
                     low, high, alike = np.int64(TILE), np.int64(0), True
-                    for t in range(rows // group):
+                    # Without ranges later tokens see later ones, or the same: the first and the last tell.
+                    last = rows // group - 1
+                    for t in range(0, last + 1, 1 if len(ranges) > 0 else max(last, 1)):
                         sees = _visible(
                             ranges, q_starts[b] + t0, t, position, window_left, begin, end, tile
                         )
                         if t > 0 and (sees[0] != low or sees[1] != high):
                             alike = False
-                        if sees[0] < sees[1]:
+                        if len(ranges) == 0:
+                            low, high = sees[0] if t == 0 else low, sees[1]
+                        elif sees[0] < sees[1]:
                             low, high = min(low, sees[0]), max(high, sees[1])
                     # A weight of 0 does not hide a NaN.
                     by_tiles = alike or all_finite(V_KIND, v, v_at, low, high, dim_v)
+                if TILES and by_tiles != in_columns:
+                    _turn_outputs(floats, O, COLUMNS, g1 - g0, rows, row_blocks, pad_v, by_tiles)
+                    in_columns = by_tiles
                 if TILES and by_tiles:
                     if low < high:
                         find_rows(K_KIND, places, floats, K_ROWS, k, k_at, k_step[2], dim)
+                    # One kind of work after another, each for all rows: where the unit stops or starts, all wait.
                     for r in range(0, rows if low < high else 0, BLOCK_ROWS):
-                        row = (g - g0) * rows + r  # of scratch
                         number = (g - g0) * row_blocks + r // BLOCK_ROWS
-                        taken = min(rows - r, BLOCK_ROWS)
                         score_rows(
                             K_KIND, floats, Q_TILES + number * q_tiles, places[8 + number], places, dim,
-                            SPARE, V_KIND, v, v_at, np.int64(r == 0),
+                            SCORES + r * 2 * TILE, V_KIND, v, v_at, np.int64(r == 0),
                         )  # fmt: skip
+                    for r in range(0, rows if low < high else 0, BLOCK_ROWS):
+                        row = (g - g0) * rows + r  # of scratch
+                        taken = min(rows - r, BLOCK_ROWS)
                         partly = not alike or low > 0 or high < TILE
                         for i in range(BLOCK_ROWS if partly else 0):
                             sees = _visible(
@@ -420,23 +435,22 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                             )  # fmt: skip
                             floats[BOUNDS + i], floats[BOUNDS + BLOCK_ROWS + i] = sees
                         softmax_tiles(
-                            K_KIND, V_KIND, floats, SPARE, taken,
+                            K_KIND, V_KIND, floats, SCORES + r * 2 * TILE, taken,
                             TILE_SCALES if K_KIND == "bf16" else Q_SCALES + row, K_SCALES,
                             F(soft_cap), np.int64(partly), BOUNDS, MAXIMA + row, SUMS + row,
-                            RESCALE + r, V_SCALES, W_SCALES + r, S,
+                            RESCALE + r, V_SCALES, W_SCALES + r,
                         )  # fmt: skip
-                        pack_weights(V_KIND, floats, taken, S, W_TILES + r * TILE)
                     for column in range(0, dim_v if low < high else 0, SEGMENT):
                         pack_values(
-                            V_KIND, floats, V_TILES, v, v_at, low, high, column, dim_v,
+                            V_KIND, floats, V_TILES + column * (TILE // 2), v, v_at, low, high, column, dim_v,
                             K_KIND, k, k_ahead,
                         )  # fmt: skip
-                        for r in range(0, rows, BLOCK_ROWS):
-                            weigh_rows(
-                                V_KIND, floats, min(rows - r, BLOCK_ROWS), W_TILES + r * TILE,
-                                W_SCALES + r, V_TILES, column, SPARE,
-                                O + ((g - g0) * rows + r) * pad_v, pad_v, RESCALE + r,
-                            )  # fmt: skip
+                    for r in range(0, rows if low < high else 0, BLOCK_ROWS):
+                        number = (g - g0) * row_blocks + r // BLOCK_ROWS
+                        weigh_rows(
+                            V_KIND, floats, SCORES + r * 2 * TILE, W_SCALES + r, V_TILES, pad_v,
+                            SPARE, COLUMNS + number * BLOCK_ROWS * pad_v, RESCALE + r,
+                        )  # fmt: skip
                 else:
                     r = np.int64(0)
                     while r < rows:
@@ -510,6 +524,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
                         r += taken
                 tile, g = tile_ahead, g_ahead
                 here, next_ = next_, here
+
+            if TILES and in_columns:
+                _turn_outputs(floats, O, COLUMNS, g1 - g0, rows, row_blocks, pad_v, False)
 
             # -- the result, or this split's part of it
             r = np.int64(0)
@@ -606,6 +623,37 @@ def tile_floats(dim):
 
 
 @register_jitable
+def tile_blocks(group):
+    """Blocks of query rows that an item has at most on a matrix unit."""
+    blocks = max(1, TILE_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    return blocks + TILE_ROWS // BLOCK_ROWS
+
+
+@register_jitable
+def _turn_outputs(floats, O, COLUMNS, heads, rows, row_blocks, pad_v, to_columns):
+    """Turn an item's output rows into columns, by blocks of rows, or back."""
+    blocks, block_size = pad_v // BLOCK_ROWS, BLOCK_ROWS * BLOCK_ROWS
+    for i in range(heads):
+        for block in range(row_blocks):
+            r = block * BLOCK_ROWS
+            row_at = O + (i * rows + r) * pad_v
+            at = COLUMNS + (i * row_blocks + block) * BLOCK_ROWS * pad_v
+            count, from_at, from_step, from_block = (
+                min(rows - r, BLOCK_ROWS),
+                at,
+                BLOCK_ROWS,
+                block_size,
+            )
+            to_at, to_step, to_block = row_at, pad_v, BLOCK_ROWS
+            if to_columns:
+                count, from_at, from_step, from_block = BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS
+                to_at, to_step, to_block = at, BLOCK_ROWS, block_size
+            turn_rows(
+                floats, blocks, count, from_at, from_step, from_block, to_at, to_step, to_block
+            )
+
+
+@register_jitable
 def scratch_size(group, pad_dim, pad_v, tiles):
     """Floats that one worker needs, whatever the kinds.
 
@@ -613,16 +661,17 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     integers sums of query rows, scales and lowest levels of weights, and the weights; query rows as they are read, and
     how many were arranged together.
     """
-    rows = (max(MAX_ROWS, group) + AT_ONCE + LINE - 1) // LINE * LINE
+    most = TILE_ROWS if tiles else MAX_ROWS
+    rows = (max(most, group) + AT_ONCE + LINE - 1) // LINE * LINE
     scales = 2 * (scale_step(pad_dim) + scale_step(pad_v))
     k_blocks, v_blocks = (pad_dim + BLOCK - 1) // BLOCK, (pad_v + BLOCK - 1) // BLOCK
     size = rows * (pad_dim + pad_v + 5) + (BLOCK_ROWS + scales) * TILE
     size += rows * 16 * k_blocks + (LINE * 4 + AT_ONCE * (TILE // 2 * 4)) * v_blocks
     size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     if tiles:
-        blocks = max(1, MAX_ROWS // group) * ((group + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        blocks += MAX_ROWS // BLOCK_ROWS
-        size += rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        blocks = tile_blocks(group)
+        size += 2 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        size += blocks * BLOCK_ROWS * (pad_v + TILE) + tile_floats(pad_v)
     return (size + LINE - 1) // LINE * LINE
 
 
@@ -639,7 +688,7 @@ def in_integers(kind, compute):
 
 @register_jitable
 def _plan(
-    seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, threads, ints,
+    seq_lens, q_starts, ranges, capacity, group, num_kv_heads, unit, columns, window_left, rows, threads, ints,
 ):  # fmt: skip
     """Say what each sequence needs, and how many threads shall do it all.
 
@@ -649,7 +698,7 @@ def _plan(
     num_seqs = len(seq_lens)
     FIRST_ITEM, FIRST_PART, SPLIT_LEN = 2, 3 + num_seqs, 4 + 2 * num_seqs
     HEADS = 4 + 3 * num_seqs
-    block_tokens = max(1, MAX_ROWS // group)
+    block_tokens = max(1, rows // group)
     ints[0] = ints[1] = 0
     parts = np.int64(0)
     work = np.int64(0)
@@ -848,7 +897,7 @@ def _merge_kernel(compute: str) -> Any:
 def _plan_kernel() -> Any:
     index = array(types.int64, 1)
     signature = (
-        index, index, array(types.int64, 2), *[types.int64] * 7,
+        index, index, array(types.int64, 2), *[types.int64] * 8,
         types.Array(types.int64, 1, "C"),
     )  # fmt: skip
     return build(_plan, signature, label="plan of attention")
@@ -953,7 +1002,7 @@ def attention(
         else:
             workers = _plan_kernel()(
                 seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
-                window_left, threads, ints,
+                window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
             )  # fmt: skip
             if workers > 1:
                 workers = min(workers, numba.get_num_threads())
