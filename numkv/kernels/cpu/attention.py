@@ -638,15 +638,12 @@ def _turn_outputs(floats, O, COLUMNS, heads, rows, row_blocks, pad_v, to_columns
             r = block * BLOCK_ROWS
             row_at = O + (i * rows + r) * pad_v
             at = COLUMNS + (i * row_blocks + block) * BLOCK_ROWS * pad_v
-            count, from_at, from_step, from_block = (
-                min(rows - r, BLOCK_ROWS),
-                at,
-                BLOCK_ROWS,
-                block_size,
-            )
+            count = min(rows - r, BLOCK_ROWS)
+            from_at, from_step, from_block = at, BLOCK_ROWS, block_size
             to_at, to_step, to_block = row_at, pad_v, BLOCK_ROWS
             if to_columns:
-                count, from_at, from_step, from_block = BLOCK_ROWS, row_at, pad_v, BLOCK_ROWS
+                count = BLOCK_ROWS
+                from_at, from_step, from_block = row_at, pad_v, BLOCK_ROWS
                 to_at, to_step, to_block = at, BLOCK_ROWS, block_size
             turn_rows(
                 floats, blocks, count, from_at, from_step, from_block, to_at, to_step, to_block
