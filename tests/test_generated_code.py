@@ -51,7 +51,8 @@ class Compiled:
     is left to do then, without which there is no assembly, takes less than a second.
     """
 
-    def __init__(self, dispatcher):
+    def __init__(self, dispatcher, kind=None):
+        self.kind = kind
         (overload,) = dispatcher.overloads.values()
         module = overload.library._get_module_for_linking()
         self.name = overload.fndesc.llvm_func_name
@@ -129,7 +130,7 @@ def split(parameters):
 @pytest.fixture(scope="module")
 def compiled():
     """A function that gives the attention kernel of a kind."""
-    return functools.cache(lambda kind: Compiled(attention._kernel(kind, kind, "float32")))
+    return functools.cache(lambda kind: Compiled(attention._kernel(kind, kind, "float32"), kind))
 
 
 @on_x86
