@@ -69,7 +69,8 @@ class Compiled:
     def faults(self, products):
         """What should not be in the hot loops, with at least one for each score and weight by rows taken at once.
 
-        They also have to ask for memory ahead of time. `products` are patterns of the instructions that these loops are about.
+        They also have to ask for memory ahead of time. `products` are patterns of the instructions that these loops
+        are about.
         """
         loops = self.hot_loops()
         found = []
@@ -84,8 +85,8 @@ class Compiled:
             asking += any(line.startswith("prefetch") for line in lines)
         if about < 2 * len(simd.AT_ONCE):
             found.append(f"{about} loops of products")
-        # Sums of V rows ask for K rows, scores for V rows; those of INT4 do it in another loop, and its sums, of long rows
-        # and of short ones, are the same code for all numbers of rows.
+        # Sums of V rows ask for K rows, scores for V rows; those of INT4 do it in another loop, and its sums, of long
+        # rows and of short ones, are the same code for all numbers of rows.
         if asking < (2 if self.kind == "int4" and simd.LANES == 16 else len(simd.AT_ONCE)):
             found.append(f"{asking} loops that ask for memory ahead of time")
         return found
