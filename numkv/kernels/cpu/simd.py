@@ -1174,8 +1174,8 @@ def weigh_tile(
             def add_rows(columns, mask, load, ask):
                 """One pass over the tokens for some vectors of columns, kept in registers.
 
-                `columns` are where they start; ``load(t)`` gives their values in token t's row, and ``ask(t)`` asks for as
-                much of what comes next. With a mask, only its lanes of the output are read and written.
+                `columns` are where they start; ``load(t)`` gives their values in token t's row, and ``ask(t)`` asks for
+                as much of what comes next. With a mask, only its lanes of the output are read and written.
                 """
                 sums = [[cgutils.alloca_once(b, lanes.type) for _ in columns] for _ in range(rows)]
                 places = [
