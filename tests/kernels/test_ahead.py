@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import numkv.attention  # noqa: F401
-from numkv.kernels.cpu.simd import TILE, address_of
+from numkv.kernels.cpu.simd import NEVER, TILE, address_of
 
 # The package has a function of the same name.
 attention = sys.modules["numkv.kernels.cpu.attention"]
@@ -30,7 +30,7 @@ def asked_for(runs):
     """The cache lines that runs of bytes have, as they are asked for; the last run, which never ends, is left out."""
     lines = []
     for start, end in runs.reshape(-1, 2):
-        if end == attention._NEVER:
+        if end == NEVER:
             return lines
         lines += range(start // LINE, (end - 1) // LINE + 1)
     raise AssertionError("runs without an end")
@@ -64,14 +64,12 @@ def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end)
             (blocks[:, None] * block_size + np.arange(block_size)).astype(np.int32).reshape(-1)
         )
     offsets = np.full(attention.TURN, -1, np.int64)
-    run_fill_offsets(
-        k, v, tile, begin, end, entries, 1 if by_slot else block_size, 1, offsets
-    )  # fmt: skip
+    run_fill_offsets(k, v, tile, begin, end, entries, 1 if by_slot else block_size, 1, offsets)
     # Past the end there is no tile: its last token stands in.
     tokens = range(max(tile, begin), min(tile + TILE, end)) or [end - 1]
     slots = [blocks[t // block_size] * block_size + t % block_size for t in tokens]
     for pool, at in ((k, attention.K_RUNS), (v, attention.V_RUNS)):
-        asked = asked_for(offsets[at : at + 2 * TILE + 2])
+        asked = asked_for(offsets[at : at + attention.RUNS])
         wanted = lines_of(pool, slots, 1)
         assert set(asked) == set(wanted)
         # No line twice, but where a run ends and another one begins.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from numkv.kernels.cpu import simd_integers
-from numkv.kernels.cpu.simd import TILE, arrange_rows, code_row, gather_groups, most_rows
+from numkv.kernels.cpu.simd import NEVER, TILE, arrange_rows, code_row, gather_groups, most_rows
 from numkv.kernels.cpu.simd_integers import (
     BLOCK,
     SHORT,
@@ -25,7 +25,7 @@ for_int4 = pytest.mark.skipif(
 GROUP = 32
 ROWS = 8
 # Runs of memory to ask for ahead of time: from address 0 on, which does nothing.
-NOTHING = np.array([0, 1 << 62])
+NOTHING = np.array([0, NEVER])
 # What lies in memory that must not matter, or must stay as it is.
 FENCE = np.float32(12345.0)
 # Half a step of 15 bits of the largest weight, and rounding.

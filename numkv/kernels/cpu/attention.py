@@ -30,6 +30,7 @@ from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.simd import (
     LANES,
+    NEVER,
     RAMP,
     TILE,
     address_of,
@@ -101,12 +102,13 @@ ITEMS_EACH = 4
 # Numbers of a table of offsets: one for each token of a tile, and what `fill_ramp` may write beyond. A turn has four
 # tables: where K rows, V rows, scales of K and scales of V start; then, of K and of V, runs of bytes (see `Ahead`).
 PART = TILE + RAMP
-K_RUNS, V_RUNS = 4 * PART, 4 * PART + 2 * TILE + 2
-TURN = 4 * PART + 4 * TILE + 8
+RUNS = 2 * (TILE + 1)
+K_RUNS, V_RUNS = 4 * PART, 4 * PART + RUNS
+TURN = (V_RUNS + RUNS + RAMP - 1) // RAMP * RAMP  # whole cache lines
 # Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take.
 WORKER_INTS = 2 * TURN + 8 + TILE_ROWS
-# Floats that a matrix unit's sums and a piece of V take for a moment.
-SPARE_FLOATS = 4096 + 3 * BLOCK_ROWS
+# Floats that query rows on their way to a matrix unit, and its sums, take for a moment.
+SPARE_FLOATS = 768
 # Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
 # are read and converted all the same. Times of two threads as parts of those of one, on an Intel Xeon with 2 cores, as
 # tenth percentiles, in groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million: fp16 out of caches 0.96, 0.79, 0.79
@@ -117,9 +119,6 @@ LEAST_ROWS = 4
 
 # Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 8
-
-# Past all addresses.
-_NEVER = np.int64(1 << 62)
 
 # Kinds with scales.
 QUANTISED = ("int8", "int4")
@@ -258,7 +257,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE):
         V_TILES = ARRANGED + 2 * max_rows
         SCORES = V_TILES + pad_v * (TILE // 2)
         SPARE = SCORES + 2 * max_rows * TILE
-        BOUNDS = SPARE + 2048
+        BOUNDS = SPARE + SPARE_FLOATS
         TILE_SCALES = BOUNDS + 2 * BLOCK_ROWS
         K_ROWS = TILE_SCALES + BLOCK_ROWS
         Q_TILES = K_ROWS + tile_floats(dim)
@@ -667,7 +666,8 @@ def scratch_size(group, pad_dim, pad_v, tiles):
     size += 2 * rows * (pad_dim + 16 * k_blocks + 1)
     if tiles:
         blocks = tile_blocks(group)
-        size += 2 * rows * TILE + SPARE_FLOATS + (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
+        size += 2 * rows * TILE + SPARE_FLOATS + 3 * BLOCK_ROWS
+        size += (blocks * 3 // 4 + 2) * tile_floats(pad_dim)
         size += blocks * BLOCK_ROWS * (pad_v + TILE) + tile_floats(pad_v)
     return (size + LINE - 1) // LINE * LINE
 
@@ -859,7 +859,7 @@ def _fill_offsets(
     # Who asks for more gets the last ones again.
     for at_run, _ in (k_runs, v_runs):
         offsets[at_run] = offsets[at_run - 2]
-        offsets[at_run + 1] = _NEVER
+        offsets[at_run + 1] = NEVER
     if first > 0 or at < TILE:
         _stand_in(offsets, first, at)
 

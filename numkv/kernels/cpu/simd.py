@@ -47,6 +47,7 @@ from numkv.rows.int4 import GROUP, LOWEST, OFFSETS
 __all__ = [
     "INT4_INTEGERS",
     "LANES",
+    "NEVER",
     "RAMP",
     "TILE",
     "address_of",
@@ -113,6 +114,8 @@ FEATURES = _cpu_features()
 _LOCALITY = 0 if _cpu_name().startswith("znver") else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
+#: Where the last run of bytes ends that `Ahead` is given: past all addresses.
+NEVER = 1 << 62
 # Lanes of a K row that `score_tile` widens at a time: 16 tokens of them stay in L1 beside all else.
 _PART = 128
 # Vector registers that accumulators may take: about half of what there is.
@@ -549,7 +552,7 @@ class Ahead:
     """Memory that is asked for ahead of time, a cache line at a time, in the order in which it lies.
 
     At `runs` are addresses: the cache line with which the first run of bytes begins, and where the run ends, then the
-    same of the next run; the last never ends. Evenly spread among arithmetic and in order, asking costs next to no
+    same of the next run; the last ends at `NEVER`. Evenly spread among arithmetic and in order, asking costs next to no
     time. In bursts it waits for places to keep track of what is on its way, which are few, and the arithmetic behind it
     waits too; every second line first is no better, as CPUs fetch lines in pairs.
     """

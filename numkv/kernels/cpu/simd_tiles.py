@@ -28,9 +28,9 @@ one of B holds for each n what belongs to a lane of 32 bits: two neighbouring k 
 one token, and maxima, exponentials and sums need nothing of other lanes. Two or four such vectors of weights make rows
 of B for the sums, and A is V, turned and packed once for all query rows; output rows are columns until an item is done.
 
-How work is ordered. Once a product has run, vector instructions have one port instead of two for about 1,800 cycles
-(Emerald Rapids), and where both are mixed all of them run like that. So each kind of work is done for all query rows
-of an item before the next.
+How work is ordered. Once a product has run, vector instructions seem to have one port instead of two for a while (on
+Emerald Rapids), and where both are mixed all of them run like that. So each kind of work is done for all query rows of
+an item before the next.
 
 Products of bf16 take denormal numbers for zero, and an infinity gives NaN where a part is zero.
 """
@@ -792,10 +792,8 @@ def weigh_rows(
         data = data_of(context, b, sig.args[1], args[1])
         weights_at, scales_at, packed_at, columns, spare_at, o_at, rescale_at = args[2:]
         v = _Tiles(b)
-        halves, each = (
-            _HALVES[kind],
-            _WIDTH[kind] // BLOCK_ROWS,
-        )  # which is tokens that share a lane
+        halves = _HALVES[kind]
+        each = _WIDTH[kind] // BLOCK_ROWS  # tokens that share a lane
         rescale = v.load_floats(data, rescale_at)
 
         def pointer(at):
