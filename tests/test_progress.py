@@ -134,8 +134,8 @@ def test_no_folder_for_kernels_is_told_too(compile_, terminal, monkeypatch):
     def no_folder(*args):
         raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(kernel, "_KernelCache", no_folder)
-    monkeypatch.setattr(kernel, "_warn_no_cache", lambda reason: None)
+    monkeypatch.setattr(kernel, "KernelCache", no_folder)
+    monkeypatch.setattr(kernel, "warn_no_cache", lambda reason: None)
     for _ in range(2):
         assert compile_(terminal)
     assert terminal.getvalue().count(LINE) == 2

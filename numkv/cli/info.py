@@ -12,7 +12,6 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core.caching import FunctionCache
 
 import numkv
 from numkv import targets
@@ -21,6 +20,8 @@ from numkv.errors import NotSupported
 from numkv.kernels.cpu import simd
 from numkv.kernels.cpu.attention import make_attention
 from numkv.kernels.cpu.simd_tiles import has_tiles
+from numkv.kernels.cpu.threads import num_threads
+from numkv.kernels.disk_cache import SUFFIX, folder_of
 from numkv.kinds import kinds
 
 __all__ = ["run"]
@@ -61,7 +62,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cpu", _cpu()
     yield "vector width", _vector_width()
     yield "matrix unit", "AMX" if has_tiles() else "none"
-    yield "threads", f"{numba.get_num_threads()} of {os.cpu_count()} cores"
+    yield "threads", f"{num_threads()} of {os.cpu_count()} cores"
     yield "threading layer", _threading_layer()
     yield "targets", _targets()
     yield "kinds", " ".join(kind.name for kind in kinds())
@@ -132,9 +133,9 @@ def _targets() -> str:
 
 def _kernel_cache() -> str:
     try:
-        folder = Path(FunctionCache(make_attention).cache_path)
+        folder = folder_of(make_attention)
     except RuntimeError as error:
         return f"none ({error})"
-    kernels = list(folder.glob("*.nbc"))
+    kernels = list(folder.glob(f"*{SUFFIX}"))
     size = sum(path.stat().st_size for path in kernels)
     return f"{folder} ({len(kernels)} kernels, {format_bytes(size)})"

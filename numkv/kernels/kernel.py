@@ -1,8 +1,4 @@
-"""How a CPU kernel is made: one way to compile, one disk cache that knows all the sources.
-
-Numba's own disk cache stamps only the file that defines a function, so editing a row function would leave
-stale kernels behind that go on computing the old thing. Kernels made here are stamped with a digest of every
-source under ``kernels`` and ``rows`` instead.
+"""How a CPU kernel is made: one way to compile, and to find again on disk what was compiled (`disk_cache`).
 
 A kernel is compiled for one explicit signature, so that C-ordered and strided arrays, ints and NumPy scalars all
 use the same machine code, and compilation never starts in the middle of a call with odd arguments.
@@ -15,26 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 import numba
 from numba import types
-from numba.core.caching import FunctionCache
 
-__all__ = ["PROGRESS", "SCALES", "WORDS", "array", "build", "cache_stats", "source_digest", "tell"]
+from numkv.kernels.disk_cache import KernelCache, warn_no_cache
+
+__all__ = ["PROGRESS", "SCALES", "WORDS", "array", "build", "cache_stats", "tell"]
 
 log = logging.getLogger("numkv.kernels")
 
@@ -53,7 +42,6 @@ SCALES = {kind: (types.uint16, 4) if kind == "int4" else (types.float32, 3) for 
 #: Environment variable: 1 tells of compilations on stderr, 0 does not; otherwise they are told to who sits there.
 PROGRESS = "NUMKV_PROGRESS"
 
-_PACKAGE = Path(__file__).resolve().parent.parent
 _stats = {"hits": 0, "misses": 0}
 
 
@@ -71,72 +59,6 @@ def cache_stats() -> dict[str, int]:
         ``{"hits": int, "misses": int}``.
     """
     return dict(_stats)
-
-
-@functools.cache
-def source_digest() -> str:
-    """Digest of every source file that kernels are made of."""
-    digest = hashlib.sha256()
-    for folder in ("kernels", "rows"):
-        for path in sorted((_PACKAGE / folder).rglob("*.py")):
-            digest.update(path.relative_to(_PACKAGE).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-class _KernelCache(FunctionCache):
-    """Numba's cache of compiled functions, stamped with `source_digest`; never a reason to fail.
-
-    Numba's own key does not know of the options of a build, so one source built in two ways would get one entry.
-    """
-
-    def __init__(self, py_func: Callable[..., Any], label: str, *options: Any) -> None:
-        super().__init__(py_func)
-        self._cache_file._source_stamp = source_digest()
-        self._label = label
-        self._options = options
-
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return super()._index_key(sig, codegen), self._options
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with self._alone():
-            found = super().load_overload(sig, target_context)
-        if found is None:
-            tell(self._label)
-        return found
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            with self._alone():
-                super().save_overload(sig, data)
-        except OSError as error:
-            _warn_no_cache(str(error))
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes out, where the system can and the folder is there and writable.
-
-        Numba writes an index, then the file that it names by a number. Two processes that compile at the same time can
-        choose the same number, and one that reads between the two finds what the file held before.
-        """
-        with contextlib.ExitStack() as stack:
-            if fcntl is not None:
-                with contextlib.suppress(OSError):
-                    path = Path(self.cache_path) / ".numkv-lock"
-                    lock = stack.enter_context(path.open("a"))
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-
-@functools.cache
-def _warn_no_cache(reason: str) -> None:
-    warnings.warn(
-        f"numkv cannot keep compiled kernels on disk ({reason}); every process compiles them again. "
-        "Set NUMBA_CACHE_DIR to a writable folder.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def tell(label: str) -> None:
@@ -182,23 +104,25 @@ def _write(line: str) -> None:
 
 
 def build(
-    py_func: Callable[..., Any],
+    function: Callable[..., Any],
     signature: Any,
     *,
     label: str,
+    args: tuple[str | int | bool, ...] | None = None,
     fastmath: bool | set[str] = False,
 ) -> Callable[..., Any]:
-    """Compile `py_func` for `signature`, or load it from the disk cache.
+    """Compile a kernel for `signature`, or load it from the disk cache.
 
     Parameters
     ----------
-    py_func : function
-        The kernel. It may close over ints, strings and plain module-level functions, not over intrinsics or
-        dispatchers: those would miss the disk cache in every process.
+    function : function
+        The kernel itself, a function without a closure; or with `args` the factory that makes it.
     signature : tuple of numba types
-        Types of the arguments.
+        Types of the kernel's arguments.
     label : str
-        What is being compiled, for who waits.
+        What is being compiled, for those who wait.
+    args : tuple of str, int and bool, optional
+        Arguments of the factory. With its name they identify the kernel on disk, so that it may close over anything.
     fastmath : bool or set of str
         LLVM fast-math flags. Kernels with vector code leave it False: the flags would reach that code too.
 
@@ -206,13 +130,26 @@ def build(
     -------
     callable
         The compiled function; calls with other types raise ``TypeError``.
+
+    Raises
+    ------
+    TypeError
+        If `function` has a closure and no `args`, or these are no strings and numbers.
     """
-    dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(py_func)
+    if args is None and function.__closure__:
+        raise TypeError(
+            f"{function.__qualname__}: expected the factory and its args, got a closure"
+        )
+    if args is not None and not all(isinstance(arg, str | int) for arg in args):
+        raise TypeError(f"{function.__qualname__}: expected strings and numbers, got {args!r}")
+    kernel = function if args is None else function(*args)
+    flags = sorted(fastmath) if isinstance(fastmath, set) else fastmath
+    identity = (function.__module__, function.__qualname__, repr(args), repr(flags))
+    dispatcher = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(kernel)
     try:
-        flags = tuple(sorted(fastmath)) if isinstance(fastmath, set) else fastmath
-        dispatcher._cache = _KernelCache(py_func, label, flags)
+        dispatcher._cache = KernelCache(kernel, identity, lambda: tell(label))
     except RuntimeError as error:  # no folder to cache in
-        _warn_no_cache(str(error))
+        warn_no_cache(str(error))
         tell(label)
     started = time.perf_counter()
     dispatcher.compile(signature)

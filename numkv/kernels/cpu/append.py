@@ -76,7 +76,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
         array(place, 1), types.int64, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_rows' if by_slot else 'append_rows'}, {src} to {dst}"
-    return build(make_append_rows(src, dst, by_slot), signature, label=label)
+    return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
 
 
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
@@ -159,7 +159,7 @@ def _copy_rows(bytes_: int) -> Any:
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}[bytes_]
     signature = (array(word, 4), array(word, 4, out=True), array(types.int64, 1), *ON_THREADS)
     label = f"copy_rows, {bytes_} bytes an element"
-    return build(make_copy_rows(bytes_), signature, label=label)
+    return build(make_copy_rows, signature, args=(bytes_,), label=label)
 
 
 def copy_rows(new, cache, offsets, stream=None):

@@ -69,7 +69,7 @@ def copy_both(kind: str) -> Any:
     word = WORDS[kind]
     new, cache = array(word, 4), array(word, 4, out=True)
     signature = (new, new, cache, cache, array(types.int64, 1))
-    return build(make_copy_both(), signature, label=f"copy_both, {kind}")
+    return build(make_copy_both, signature, args=(), label=f"copy_both, {kind}")
 
 
 def make_store_both(SRC, DST, BY_SLOT):
@@ -161,4 +161,4 @@ def store_both(src: str, dst: str, by_slot: bool) -> Any:
         types.int64, types.int64, types.boolean,
     )  # fmt: skip
     label = f"store_both, {src} to {dst}{', by slot' if by_slot else ''}"
-    return build(make_store_both(src, dst, by_slot), signature, label=label)
+    return build(make_store_both, signature, args=(src, dst, by_slot), label=label)

@@ -75,8 +75,9 @@ from numkv.kernels.cpu.simd_tiles import (
     turn_rows,
     weigh_rows,
 )
-from numkv.kernels.cpu.threads import ON_THREADS, launcher, parallel_lock, run
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
+from numkv.kernels.scratch import Workspace, Workspaces
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
 
@@ -142,15 +143,13 @@ def _multiply(x, factor, target):
         target[i] = factor * x[i]
 
 
-def make_attention(K_KIND, V_KIND, COMPUTE):
-    """The attention kernel for a K kind, a V kind and the float type it computes in."""
+def make_attention(K_KIND, V_KIND, COMPUTE, TILES):
+    """The attention kernel for a K kind, a V kind and the float type it computes in; with `TILES` on a matrix unit."""
     PAD = LANES  # rows in scratch are padded to whole vectors
     F = np.float32 if COMPUTE == "float32" else np.float64
     # Whether scores and weighted sums are taken in integers, and those of INT4.
     K_INTEGERS, V_INTEGERS = in_integers(K_KIND, COMPUTE), in_integers(V_KIND, COMPUTE)
     K_PACKED, V_PACKED = K_INTEGERS and K_KIND == "int4", V_INTEGERS and V_KIND == "int4"
-    # Whether a matrix unit does it.
-    TILES = on_tiles(K_KIND, V_KIND, COMPUTE)
     ROWS = TILE_ROWS if TILES else MAX_ROWS
     K_PAD = TILE if TILES else BLOCK if K_PACKED else PAD
     MOST = most_rows(COMPUTE)  # rows that vector code takes at once
@@ -876,7 +875,8 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
         types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
     )  # fmt: skip
     label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
-    return build(make_attention(k_kind, v_kind, compute), signature, label=label)
+    tiles = _on_tiles(k_kind, v_kind, compute)
+    return build(make_attention, signature, args=(k_kind, v_kind, compute, tiles), label=label)
 
 
 @functools.cache
@@ -887,7 +887,9 @@ def _merge_kernel(compute: str) -> Any:
         array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
         types.Array(types.int64, 1, "C"), *ON_THREADS,
     )  # fmt: skip
-    return build(make_merge_splits(compute), signature, label=f"merge of splits in {compute}")
+    return build(
+        make_merge_splits, signature, args=(compute,), label=f"merge of splits in {compute}"
+    )
 
 
 @functools.cache
@@ -904,21 +906,7 @@ _scratch_size = functools.lru_cache(maxsize=64)(scratch_size)
 _on_tiles = functools.cache(on_tiles)
 
 
-class _Workspace:
-    """Scratch memory that grows and stays; used under `parallel_lock`."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, Any] = {}
-
-    def take(self, dtype: str, size: int) -> Any:
-        """At least `size` elements from the beginning of a cache line on, with whatever they hold."""
-        have = self._arrays.get(dtype)
-        if have is None or len(have) < size:
-            have = self._arrays[dtype] = aligned(np.empty, (size,), dtype)
-        return have
-
-
-_workspace = _Workspace()
+_workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
 # Kinds whose words are what the kernel computes with.
 _WORD_OF = {"fp32": "float32", "fp64": "float64"}
 # NumPy takes microseconds to spell a dtype's name.
@@ -969,12 +957,29 @@ def attention(
         Log of the sum of exponentials.
     """
     compute = _NAMES[sinks.dtype]
-    kernel = _kernel(k_kind, v_kind, compute)
     result = out
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
-    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
+    memory = _workspaces.borrow()
+    try:
+        _attend(
+            q, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+            sm_scale, logits_soft_cap, window_left, sinks, result, lse, compute, memory,
+        )  # fmt: skip
+    finally:
+        _workspaces.give_back(memory)
+    if result is not out:
+        from_floats(result, out, q_kind)
+
+
+def _attend(
+    q, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+    sm_scale, logits_soft_cap, window_left, sinks, result, lse, compute, memory: Workspace,
+):  # fmt: skip
+    """Attend with queries and results in `compute`, with scratch of this call's own."""
+    kernel = _kernel(k_kind, v_kind, compute)
+    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], result.shape[2])
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
     tiles = _on_tiles(k_kind, v_kind, compute)
@@ -985,34 +990,31 @@ def attention(
     longest = int(seq_lens[0]) if alone else capacity
     rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
     small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
-    with parallel_lock:
-        ints = _workspace.take("int64", 4 + 4 * num_seqs + threads * WORKER_INTS)
-        if longest <= MIN_SPLIT and (small or alone):
-            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
-            workers, launch = (1, 0) if small else (numba.get_num_threads(), launcher())
-            parts_at = workers * scratch
-            kernel(
-                q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-                logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                _workspace.take(compute, parts_at), ints, launch, -1, workers,
-            )  # fmt: skip
-        else:
-            workers = _plan_kernel()(
-                seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
-                window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
-            )  # fmt: skip
-            if workers > 1:
-                workers = min(workers, numba.get_num_threads())
-            parts_at = workers * scratch
-            parts = int(ints[3 + 2 * num_seqs])
-            floats = _workspace.take(compute, parts_at + parts * (dim_v + 2))
-            run(
-                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                floats, ints,
-            )  # fmt: skip
-            if parts:
-                merge = _merge_kernel(compute)
-                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
-    if result is not out:
-        from_floats(result, out, q_kind)
+    ints = memory.take("int64", 4 + 4 * num_seqs + threads * WORKER_INTS)
+    if longest <= MIN_SPLIT and (small or alone):
+        # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+        workers = 1 if small else num_threads()
+        parts_at = workers * scratch
+        run(
+            kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+            sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+            memory.take(compute, parts_at), ints, worker=-1,
+        )  # fmt: skip
+        return
+    workers = _plan_kernel()(
+        seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
+        window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
+    )  # fmt: skip
+    if workers > 1:
+        workers = min(workers, num_threads())
+    parts_at = workers * scratch
+    parts = int(ints[3 + 2 * num_seqs])
+    floats = memory.take(compute, parts_at + parts * (dim_v + 2))
+    run(
+        kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+        by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+        floats, ints,
+    )  # fmt: skip
+    if parts:
+        merge = _merge_kernel(compute)
+        run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)

@@ -23,14 +23,13 @@ import functools
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
 from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
-from numkv.kernels.cpu.threads import ON_THREADS, run
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
@@ -324,7 +323,7 @@ def _encode(kind: str) -> Any:
         *ON_THREADS,
     )  # fmt: skip
     label = f"encode_rows, {kind}"
-    return build(make_encode(kind), signature, label=label, fastmath=_CONTRACT)
+    return build(make_encode, signature, args=(kind,), label=label, fastmath=_CONTRACT)
 
 
 @functools.cache
@@ -332,15 +331,14 @@ def _decode() -> Any:
     signature = (
         *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
-    return build(
-        make_decode(), signature, label="decode_rows", fastmath=_CONTRACT
+    return build(make_decode, signature, args=(), label="decode_rows", fastmath=_CONTRACT
     )  # fmt: skip
 
 
 @functools.cache
 def _turn(kind: str) -> Any:
     signature = (array(WORDS[kind], 2), _MATRIX, _f32, _c(_f32, 2))
-    return build(make_turn(kind), signature, label=f"turn, {kind}", fastmath=_CONTRACT)
+    return build(make_turn, signature, args=(kind,), label=f"turn, {kind}", fastmath=_CONTRACT)
 
 
 @functools.cache
@@ -349,18 +347,20 @@ def _attend(bits: int) -> Any:
         _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _i64, _i64,
         _c(_f32, 2), _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
-    return build(make_attend(bits), signature, label=f"attend_codes, {bits} bits")
+    return build(make_attend, signature, args=(bits,), label=f"attend_codes, {bits} bits")
 
 
 @functools.cache
 def _finish() -> Any:
     signature = (_c(_f32, 3), _MATRIX, _c(_f32, 2))
-    return build(make_finish(), signature, label="finish of attend_codes", fastmath=_CONTRACT)
+    return build(
+        make_finish, signature, args=(), label="finish of attend_codes", fastmath=_CONTRACT
+    )
 
 
 def _run(kernel: Any, work: int, *args: Any) -> None:
     """Run a kernel with as many threads as its multiply-adds are worth."""
-    workers = 1 if work < SERIAL_WORK else numba.get_num_threads()
+    workers = 1 if work < SERIAL_WORK else num_threads()
     run(kernel, workers, *args, np.zeros(1, np.int64))
 
 

@@ -45,7 +45,7 @@ def _convert(kind: str, compute: str, to_words: bool) -> Any:
     source, target = (floats, words) if to_words else (words, floats)
     signature = (array(source, 3), array(target, 3, out=True), *ON_THREADS)
     label = f"convert, {compute} to {kind}" if to_words else f"convert, {kind} to {compute}"
-    return build(make_convert(kind, compute, to_words), signature, label=label)
+    return build(make_convert, signature, args=(kind, compute, to_words), label=label)
 
 
 def to_floats(words, kind, compute):
@@ -99,7 +99,7 @@ def make_dequantise(KIND):
 def _dequantise(kind: str) -> Any:
     dtype, ndim = SCALES[kind]
     signature = (array(WORDS[kind], 3), array(dtype, ndim - 1), array(types.float32, 3, out=True))
-    return build(make_dequantise(kind), signature, label=f"dequantise, {kind}")
+    return build(make_dequantise, signature, args=(kind,), label=f"dequantise, {kind}")
 
 
 def dequantise(codes, kind, scale, out):

@@ -41,7 +41,7 @@ def make_first_non_finite(KIND):
 @functools.cache
 def _first_non_finite(kind: str) -> Any:
     signature = (array(WORDS[kind], 3),)
-    return build(make_first_non_finite(kind), signature, label=f"first_non_finite, {kind}")
+    return build(make_first_non_finite, signature, args=(kind,), label=f"first_non_finite, {kind}")
 
 
 def first_non_finite(rows, kind):

@@ -48,7 +48,7 @@ def _merge(kind: str) -> Any:
         o, lse, o, lse, array(WORDS[kind], 3, out=True), array(types.float32, 2, out=True),
     )  # fmt: skip
     compute = "float64" if kind == "fp64" else "float32"
-    return build(make_merge(kind, compute), signature, label=f"merge, {kind}")
+    return build(make_merge, signature, args=(kind, compute), label=f"merge, {kind}")
 
 
 def merge(o_a, lse_a, o_b, lse_b, kind, out, lse):

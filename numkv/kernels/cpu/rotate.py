@@ -80,7 +80,7 @@ def _rotate_rows(src: str, dst: str) -> Any:
         array(WORDS[src], 3), array(types.float32, 1), types.boolean,
         array(WORDS[dst], 3, out=True),
     )  # fmt: skip
-    return build(make_rotate_rows(src, dst), signature, label=f"rotate_rows, {src} to {dst}")
+    return build(make_rotate_rows, signature, args=(src, dst), label=f"rotate_rows, {src} to {dst}")
 
 
 def rotate_rows(x, x_kind, signs, inverse, out, out_kind):

@@ -81,7 +81,7 @@ def _shift_rows(kind: str, interleaved: bool) -> Any:
         types.int64, table, table,
     )  # fmt: skip
     label = f"shift_rows, {kind}{', interleaved' if interleaved else ''}"
-    return build(make_shift_rows(kind, interleaved), signature, label=label)
+    return build(make_shift_rows, signature, args=(kind, interleaved), label=label)
 
 
 def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):

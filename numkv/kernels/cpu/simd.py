@@ -36,7 +36,6 @@ from __future__ import annotations
 import math
 
 import llvmlite.binding as llvm
-import numba
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
@@ -1315,8 +1314,7 @@ def fill_ramp(typing_context, array, at, count, start, step):
 
 
 def thread_launcher() -> int:
-    """The address of the function that shares out calls among Numba's threads, once those have been started."""
-    numba.get_num_threads()
+    """The address of the function that shares out calls among Numba's threads, which have been started."""
     address: int = llvm.address_of_symbol("numba_parallel_for")
     return address
 
@@ -1326,8 +1324,9 @@ def on_threads(typing_context, launch, workers):
     """Run the kernel that this stands in on several threads: once for each worker, with the same arguments.
 
     The kernel's last arguments are ``launch, worker, workers``; it is called again with 0 for `launch` and with a
-    worker from ``range(workers)``. `launch` is what `thread_launcher` gave: calls are shared out among Numba's threads
-    as they are for ``prange``; but Numba compiles a ``prange`` in a function of its own, beside the kernel.
+    worker from ``range(workers)``. `launch` is the address that `numkv.kernels.cpu.threads.run` passes: calls are
+    shared out among Numba's threads as they are for ``prange``; but Numba compiles a ``prange`` in a function of its
+    own, beside the kernel.
     """
 
     def codegen(context, b, sig, args):

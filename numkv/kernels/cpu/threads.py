@@ -1,32 +1,45 @@
-"""Run a kernel on several threads.
+"""Run a kernel on several threads, and be a good neighbour with them.
 
 A kernel that can share its work has `ON_THREADS` as its last arguments, ``launch, worker, workers``. Where `launch` is
 not 0 it calls `on_threads`, which runs it once for each worker, and does no more; else it does the
 part of one worker: rows ``[n * worker // workers, n * (worker + 1) // workers)``, or whatever `next_item` hands out. So
 one build serves small calls, which neither start threads nor wait for any, and large ones. No row depends on another,
 so a result does not depend on the number of workers.
+
+The threads are Numba's. Five things that Numba leaves open are settled here:
+
+- With OpenMP, Numba's start switches nested regions on and sets the number of threads, for the whole thread that asked.
+  PyTorch may share that OpenMP, and its matrix products then open a team inside a team. `start` puts both back.
+- GNU OpenMP's threads wait for each other in a busy loop of up to 300,000 turns, 16 ms on some processors. If another
+  program has one of the cores meanwhile, the one it keeps from running is the one that is waited for. Where numkv is
+  the first to load that OpenMP, its threads sleep after `SPINS` turns, unless the user chose otherwise.
+- The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
+  take any number of launches.
+- GNU OpenMP cannot run after a fork: it would end the child, or hang. There, kernels run on one thread.
+- A fork in the middle of a compilation would leave the child with a lock that nobody gives back: forks wait until it
+  is done.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import ctypes
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.np.ufunc import parallel
 
 from numkv.kernels.cpu.simd import thread_launcher
 
-__all__ = ["ON_THREADS", "launcher", "parallel_lock", "run", "workers_for"]
+__all__ = ["ON_THREADS", "num_threads", "run", "start", "workers_for"]
 
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
-
-#: Held while a kernel runs on several threads: Numba's ``workqueue`` threading layer, the only one that is always
-#: there, aborts the process when two Python threads launch parallel kernels at once.
-parallel_lock = threading.RLock()
 
 # Elements below which one thread does it all. Appending float32 rows to fp16, int8 and fp32 caches, least times with
 # one thread and with two of a 2-core machine, in microseconds: of 1 << 14 elements 8 and 6, 8 and 6, 5 and 5; of
@@ -35,24 +48,128 @@ parallel_lock = threading.RLock()
 SERIAL_ELEMENTS = 1 << 16
 
 
-_launcher = functools.cache(thread_launcher)
+#: Turns of the loop in which GNU OpenMP's threads wait before they sleep: longer than the gaps between two launches one
+#: after another, far shorter than what the scheduler gives to another program; `python -m perf neighbour` compares.
+SPINS = 2000
 
 
-def launcher() -> int:
-    """What a kernel takes for `launch`, to run on threads, under `parallel_lock`."""
-    return _launcher()
+class _State:
+    """What is known of Numba's threads in this process."""
+
+    def __init__(self) -> None:
+        self.launch = (
+            0  # address of the function that shares out calls, once threads have been started
+        )
+        self.turns: Any = contextlib.nullcontext()  # held while a kernel is launched
+        self.alone = False  # in a forked child whose parent's threads cannot be had
+        self.starting = threading.RLock()
+
+
+_state = _State()
+
+
+def start() -> None:
+    """Start Numba's threads, unless they have been, and leave the host process as it was."""
+    if _state.launch:
+        return
+    with _state.starting:
+        if _state.launch:
+            return
+        with _openmp_as_it_was():
+            numba.get_num_threads()
+        if numba.threading_layer() == "workqueue":
+            # Of the same thread, a call inside another one's Python part may go first: nothing runs at that moment.
+            _state.turns = threading.RLock()
+        _state.launch = thread_launcher()
+
+
+@contextlib.contextmanager
+def _openmp_as_it_was() -> Iterator[None]:
+    """Put back what the start of Numba's OpenMP layer changes: nested regions, and the number of threads of a team."""
+    openmp = _openmp()
+    if openmp is None:
+        yield
+        return
+    nested, levels, threads = (
+        openmp.omp_get_nested(), openmp.omp_get_max_active_levels(), openmp.omp_get_max_threads(),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        if openmp.omp_get_nested() != nested:
+            openmp.omp_set_nested(nested)
+        openmp.omp_set_max_active_levels(levels)
+        openmp.omp_set_num_threads(threads)
+
+
+def _openmp() -> Any:
+    """The OpenMP that Numba's layer brings with it, or None where Numba will not start it or has done so already."""
+    chosen = str(numba.config.THREADING_LAYER).lower()
+    if parallel._is_initialized or chosen in ("tbb", "workqueue"):
+        return None
+    try:
+        with _short_waits():
+            from numba.np.ufunc import omppool
+    except ImportError:
+        return None
+    library = ctypes.CDLL(omppool.__file__)  # finds what the module is linked with
+    return library if hasattr(library, "omp_get_max_active_levels") else None
+
+
+@contextlib.contextmanager
+def _short_waits() -> Iterator[None]:
+    """Bound the waiting of a GNU OpenMP that is loaded meanwhile, which reads these variables once."""
+    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = str(SPINS)
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
+
+
+def num_threads() -> int:
+    """How many threads a kernel may have; they are started when somebody asks."""
+    if _state.alone:
+        return 1
+    start()
+    found: int = numba.get_num_threads()
+    return found
 
 
 def workers_for(num_elements: int) -> int:
     """How many threads are to move so many elements."""
-    # Numba starts its threads when it is asked how many there are.
-    return 1 if num_elements < SERIAL_ELEMENTS else numba.get_num_threads()
+    return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
-def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
-    """Run a kernel with so many workers, at most as many as Numba has threads."""
+def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> None:
+    """Run a kernel with so many workers, at most `num_threads`.
+
+    `worker` is what the kernel gets in the place of a worker's number when it is called at first.
+    """
     if workers == 1:
-        kernel(*args, 0, 0, 1)
-    else:
-        with parallel_lock:
-            kernel(*args, launcher(), 0, workers)
+        kernel(*args, 0, worker, 1)
+        return
+    start()
+    with _state.turns:
+        kernel(*args, _state.launch, worker, workers)
+
+
+def _after_fork() -> None:
+    """In a child: the parent's threads are not there, nor those that hold its locks."""
+    layer = parallel._threading_layer if parallel._is_initialized else None
+    if layer == "omp":
+        _state.alone = True
+    if layer == "workqueue" and _state.launch:
+        _state.turns = threading.RLock()
+    _state.starting = threading.RLock()
+    global_compiler_lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=_after_fork,
+    )

@@ -16,14 +16,13 @@ import functools
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.simd import on_threads, row_of
-from numkv.kernels.cpu.threads import ON_THREADS, run
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load
@@ -152,7 +151,7 @@ def _attention_weights(k_kind: str) -> Any:
         array(f32, 3, out=True), *ON_THREADS,
     )  # fmt: skip
     label = f"attention_weights, {k_kind}"
-    return build(make_attention_weights(k_kind), signature, label=label)
+    return build(make_attention_weights, signature, args=(k_kind,), label=label)
 
 
 def attention_weights(
@@ -197,7 +196,7 @@ def attention_weights(
     if q_kind != "fp32":
         q = to_floats(q, q_kind, "float32")
     work = q.size * weights.shape[2]
-    workers = 1 if work < SERIAL_WORK else numba.get_num_threads()
+    workers = 1 if work < SERIAL_WORK else num_threads()
     run(
         _attention_weights(k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
         lse, sm_scale, logits_soft_cap, window_left, weights,

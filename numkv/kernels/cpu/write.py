@@ -237,8 +237,8 @@ def writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot
         array(types.int64 if by_slot else types.int32, 1), *[types.int64] * 3, *ON_THREADS,
     )  # fmt: skip
     label = f"{'scatter_write' if by_slot else 'write_rows'}, {src} to K {k_kind}, V {v_kind}"
-    kernel = make_write_rows(src, k_kind, v_kind, compute.name, by_slot)
-    return build(kernel, signature, label=label)
+    args = (src, k_kind, v_kind, compute.name, by_slot)
+    return build(make_write_rows, signature, args=args, label=label)
 
 
 _NO_PLACES = np.empty(0, np.int64)

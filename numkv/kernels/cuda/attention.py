@@ -562,20 +562,20 @@ def attention(
     # -- how much there can be to do
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
     splits = max_splits(capacity, window_left, compute.name)
-    parts = parts_of(num_tokens, num_seqs, num_q_heads, splits, dim_v, compute.name)
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
-    launch(
-        kernel, row_blocks * splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-        logits_soft_cap, window_left, sinks, out, lse, parts,
-        shared_bytes=sizes[rows],
-    )  # fmt: skip
-    if splits > 1:
-        merge_splits(
-            parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-        )
+    with parts_of(num_tokens, num_seqs, num_q_heads, splits, dim_v, compute.name) as parts:
+        launch(
+            kernel, row_blocks * splits * num_kv_heads, THREADS,
+            q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+            logits_soft_cap, window_left, sinks, out, lse, parts,
+            shared_bytes=sizes[rows],
+        )  # fmt: skip
+        if splits > 1:
+            merge_splits(
+                parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
+            )
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -14,6 +15,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.kernel import WORDS
+from numkv.kernels.scratch import Workspaces
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -101,39 +103,34 @@ def extent(q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TIL
     return start, tokens, length, first, split_len, splits
 
 
-class _Workspace(threading.local):
-    """Device memory for the parts of splits, which stays: allocating is slow.
+class _Local(threading.local):
+    """Device memory for the parts of splits: each thread of the host has its own, as it may use a device of its own.
 
-    Each thread of the host has its own; its launches, all on one stream, come one after another.
+    A call gives it back when its kernels have been launched: what comes later runs after them, on the same stream.
     """
 
     def __init__(self) -> None:
-        self._flat: dict[str, Any] = {}
-        self._views: dict[str, Any] = {}
-
-    def get(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An array of `shape` and `dtype` whose elements are undefined."""
-        view = self._views.get(dtype)
-        if view is None or view.shape != shape:
-            size = math.prod(shape)
-            if dtype not in self._flat or self._flat[dtype].size < size:
-                self._flat[dtype] = cuda.device_array(size, dtype)
-            view = self._views[dtype] = self._flat[dtype][:size].reshape(shape)
-        return view
+        self.workspaces = Workspaces(cuda.device_array)
 
 
-_workspace = _Workspace()
+_local = _Local()
 
 
+@contextlib.contextmanager
 def parts_of(
     num_tokens: int, num_seqs: int, num_q_heads: int, splits: int, dim_v: int, compute: str
-) -> Any:
+) -> Iterator[Any]:
     """Memory for the parts of splits: ``[row, q head, split]`` has a sum over V rows, its maximum and its total.
 
     Rows are tokens, or `MAX_SPLIT_QUERIES` for each sequence where that is less.
     """
     rows = min(num_tokens, MAX_SPLIT_QUERIES * num_seqs) if splits > 1 else 1
-    return _workspace.get((rows, num_q_heads, splits, dim_v + 2), compute)
+    workspaces = _local.workspaces
+    memory = workspaces.borrow()
+    try:
+        yield memory.shaped(compute, (rows, num_q_heads, splits, dim_v + 2))
+    finally:
+        workspaces.give_back(memory)
 
 
 def make_merge_splits(Q_KIND, COMPUTE):

@@ -1,0 +1,197 @@
+"""Compiled CPU kernels on disk: one file for each build, which says itself whether it is whole and up to date.
+
+Numba's own disk cache does not fit here for three reasons. It stamps the one file that defines a function, so an edited
+row function would leave stale kernels behind. It identifies a closure by pickling what it closes over, so a kernel made
+of intrinsics or of other closures is never found again. And it trusts what it reads, so a damaged file stops every
+later start.
+
+A build is identified by what it is made from: the factory and its arguments, the signature, the options, the processor
+and the versions of Python, NumPy and Numba. That names its file. In the file come a digest of all sources under
+``kernels`` and ``rows`` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
+out of date: the kernel is compiled, and the new file takes its place, so the folder does not grow with edits. A file
+that is damaged is reported once, removed, and the kernel compiled. Files are replaced whole, never written in place;
+processes that compile the same kernel at the same time do the work twice, and either file serves.
+
+The files are pickles and machine code: a folder of theirs must not be writable by those who are not trusted to run code
+here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import config
+from numba.core.caching import CompileResultCacheImpl, _Cache
+from numba.core.serialize import dumps
+
+__all__ = ["SUFFIX", "KernelCache", "folder_of", "source_digest", "warn_no_cache"]
+
+#: Ending of the files' names.
+SUFFIX = ".kernel"
+
+_MAGIC = b"numkv kernel 1\n"
+_DIGEST = hashlib.sha256().digest_size
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Settings of Numba that change the machine code.
+_SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX", "DEBUGINFO_DEFAULT")  # fmt: skip
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every source file that kernels are made of."""
+    digest = hashlib.sha256()
+    for folder in ("kernels", "rows"):
+        for path in sorted((_PACKAGE / folder).rglob("*.py")):
+            digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def warn_no_cache(reason: str) -> None:
+    """Warn, once for each reason, that compiled kernels are not kept."""
+    _warn(
+        f"numkv cannot keep compiled kernels on disk ({reason}); every process compiles them again. "
+        "Set NUMBA_CACHE_DIR to a writable folder."
+    )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def folder_of(function: Callable[..., Any]) -> Path:
+    """Where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
+    return Path(CompileResultCacheImpl(function).locator.get_cache_path())
+
+
+class _Damaged(Exception):
+    """What is wrong with a file."""
+
+
+class KernelCache(_Cache):  # type: ignore[misc]
+    """What a Numba dispatcher asks for its machine code, for one build.
+
+    Parameters
+    ----------
+    kernel : function
+        The Python function of the kernel.
+    identity : tuple of str
+        What the build is made from: module and name of the factory, its arguments, its options.
+    on_miss : function
+        Called without arguments before the kernel is compiled.
+    """
+
+    def __init__(
+        self, kernel: Callable[..., Any], identity: tuple[str, ...], on_miss: Callable[[], None]
+    ) -> None:
+        self._impl = CompileResultCacheImpl(kernel)
+        self._folder = Path(self._impl.locator.get_cache_path())
+        self._identity = identity
+        self._on_miss = on_miss
+
+    @property
+    def cache_path(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    def enable(self) -> None:
+        """Do nothing: it always is."""
+
+    def disable(self) -> None:
+        """Do nothing: it cannot be."""
+
+    def flush(self) -> None:
+        """Do nothing: files are replaced when they are out of date."""
+
+    def path(self, signature: Any, codegen: Any) -> Path:
+        """The file of a build.
+
+        Parameters
+        ----------
+        signature : tuple of numba types
+            Types of the kernel's arguments.
+        codegen : object
+            Numba's code generator, which knows the processor.
+        """
+        parts = (
+            *self._identity,
+            str(signature),
+            str(codegen.magic_tuple()),
+            sys.version,
+            numba.__version__,
+            np.__version__,
+            *(f"{name}={getattr(config, name, None)}" for name in _SETTINGS),
+        )
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+        return self._folder / f"{self._identity[1]}-{key}{SUFFIX}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled kernel, or None where there is none that can be used."""
+        target_context.refresh()
+        path = self.path(sig, target_context.codegen())
+        try:
+            found = self._impl.rebuild(target_context, pickle.loads(_read(path)))
+        except FileNotFoundError:
+            found = None
+        except Exception as error:  # whatever a damaged file leads to
+            found = None
+            with contextlib.suppress(OSError):
+                path.unlink()
+            _warn(f"the compiled kernel {path} cannot be used ({error!r}); it is compiled again")
+        if found is None:
+            self._on_miss()
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
+        if not self._impl.check_cachable(data):
+            return
+        content = dumps(self._impl.reduce(data))
+        try:
+            self._impl.locator.ensure_cache_path()
+            _write(self.path(sig, data.codegen), content)
+        except OSError as error:
+            warn_no_cache(str(error))
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file that is whole; ``FileNotFoundError`` where there is none of today's sources."""
+    data = path.read_bytes()
+    stamp = source_digest().encode()
+    start = len(_MAGIC) + len(stamp)
+    if not data.startswith(_MAGIC) or len(data) < start + _DIGEST:
+        raise _Damaged("it does not begin as such files do")
+    if data[len(_MAGIC) : start] != stamp:
+        raise FileNotFoundError
+    content = data[start + _DIGEST :]
+    if hashlib.sha256(data[:start] + content).digest() != data[start : start + _DIGEST]:
+        raise _Damaged("its checksum is wrong")
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a file in its place, whole or not at all."""
+    head = _MAGIC + source_digest().encode()
+    checksum = hashlib.sha256(head + content).digest()
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(head + checksum + content)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

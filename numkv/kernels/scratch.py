@@ -1,0 +1,80 @@
+"""Scratch memory that calls borrow: kept from call to call, never shared by two of them.
+
+A call takes a workspace and gives it back when it is done. Meanwhile others find another one, or make it: calls from
+other Python threads, and also calls in the same thread that begin before this one ends, from a finaliser or a signal
+handler, say. There are as many workspaces as there have been calls at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Workspace", "Workspaces"]
+
+
+class Workspace:
+    """Arrays of one call, by dtype, which grow and stay.
+
+    Parameters
+    ----------
+    make : function
+        ``make(size, dtype)`` gives a flat array of undefined elements.
+    """
+
+    def __init__(self, make: Callable[[int, str], Any]) -> None:
+        self._make = make
+        self._arrays: dict[str, Any] = {}
+        self._views: dict[str, Any] = {}
+
+    def take(self, dtype: str, size: int) -> Any:
+        """A flat array of at least `size` elements, with whatever they hold: always the same memory, as it grows."""
+        have = self._arrays.get(dtype)
+        if have is None or have.size < size:
+            have = self._arrays[dtype] = self._make(size, dtype)
+        return have
+
+    def shaped(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """That memory as an array of a shape. The last view is kept: on CUDA they are slow to make."""
+        view = self._views.get(dtype)
+        if view is None or view.shape != shape:
+            size = math.prod(shape)
+            view = self._views[dtype] = self.take(dtype, size)[:size].reshape(shape)
+        return view
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.size * np.dtype(dtype).itemsize for dtype, array in self._arrays.items())
+
+
+class Workspaces:
+    """Workspaces that no call uses at the moment.
+
+    Parameters
+    ----------
+    make : function
+        ``make(size, dtype)`` gives a flat array of undefined elements.
+    most_kept : int
+        Bytes above which a workspace is not kept: a call that needs so much takes far longer than its allocation.
+    """
+
+    def __init__(self, make: Callable[[int, str], Any], most_kept: int = 1 << 25) -> None:
+        self._make = make
+        self._most_kept = most_kept
+        self._free: list[Workspace] = []
+
+    def borrow(self) -> Workspace:
+        """A workspace for one call, which ends with `give_back`."""
+        try:
+            return self._free.pop()  # one step, which threads and signals do not divide
+        except IndexError:
+            return Workspace(self._make)
+
+    def give_back(self, workspace: Workspace) -> None:
+        """Let later calls have a workspace, unless it has grown too large."""
+        if workspace.nbytes <= self._most_kept:
+            self._free.append(workspace)

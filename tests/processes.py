@@ -1,0 +1,38 @@
+"""Scripts in processes of their own: for what a test cannot do to the process that runs it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Every script can say `problem(tokens, kv_heads, dim)` and `decode(problem)`.
+COMMON = """
+import json, os, signal, sys, threading, time
+import numpy as np
+import numkv
+
+def problem(tokens, kv_heads, dim, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((1, 2 * kv_heads, dim), dtype=np.float32)
+    k, v = rng.standard_normal((2, 1, kv_heads, tokens, dim), dtype=np.float32)
+    return q, k, v, [tokens]
+
+def decode(problem):
+    return numkv.decode_attention(*problem)
+"""
+
+
+def run(script: str, *, timeout: float = 120, common: str = COMMON, **environment: str):
+    """Run a script and return what it printed last, read as JSON; it has to end well and say nothing on stderr."""
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "NUMKV_PROGRESS": "0"} | environment
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", common + textwrap.dedent(script)],
+        capture_output=True, text=True, env=settings, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
+    assert not done.stderr, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
