@@ -175,7 +175,7 @@ def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows
     """Check the queries of a decode or prefill."""
     shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.name == "cpu" else ()
     if (  # nothing to say about most, which takes a quarter of the time
-        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize
+        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize and q.flags.aligned
         and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
     ):  # fmt: skip
         return q
@@ -239,6 +239,7 @@ def stored_pool(
         type(k) is type(v) is np.ndarray and target.name == "cpu" and k.ndim == v.ndim == 4
         and k.shape[:3] == v.shape[:3] and scales[0] is None and scales[1] is None
         and k.strides[3] == k.itemsize and v.strides[3] == v.itemsize
+        and k.flags.aligned and v.flags.aligned
     ):  # fmt: skip
         of_k, of_v = kind_of_dtype(k.dtype), kind_of_dtype(v.dtype)
         if of_k is not None and of_v is not None:

@@ -606,7 +606,7 @@ class BlockPool:
                 actual=x.shape,
             )
         if x.dtype == np.int32:
-            return x
+            return x if x.flags.aligned else x.copy()
         if x.dtype.kind not in "iu":
             raise UnsupportedDType(f"`ids`: expected integers, got {x.dtype}; pass block ids")
         outside = np.flatnonzero((x < 0) | (x >= self._num_blocks))

@@ -49,7 +49,7 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
 def check_array(
     target: Target, name: str, x: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape
 ) -> Array:
-    """Take an array argument: of this target, one of `dtypes`, of `shape`, with a contiguous last axis.
+    """Take an array argument: of this target, one of `dtypes`, of `shape`, with a contiguous last axis, aligned.
 
     Parameters
     ----------
@@ -91,7 +91,22 @@ def check_array(
             f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
             f"step of {x.strides[-1]} bytes along it; pass numpy.ascontiguousarray({name})"
         )
+    if not _is_aligned(x, dtype.itemsize):
+        raise NotSupported(
+            f"`{name}`: expected {x.dtype} {_describe(shape)} whose elements lie at multiples of "
+            f"{dtype.itemsize} bytes, got steps of {tuple(x.strides)} bytes or an odd address, as fields "
+            f"of packed records have them; pass {name}.copy()"
+        )
     return x
+
+
+def _is_aligned(x: Array, itemsize: int) -> bool:
+    """Whether elements lie at multiples of their size, as kernels count in elements."""
+    if isinstance(x, np.ndarray):
+        return x.flags.aligned
+    return not x.size or all(
+        step % itemsize == 0 for n, step in zip(x.shape, x.strides, strict=True) if n > 1
+    )
 
 
 def check_writable(name: str, x: Array) -> None:

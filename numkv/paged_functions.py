@@ -31,19 +31,22 @@ _INT32 = (np.dtype(np.int32),)
 def _check_slots(
     target: Target, pool: Pool, slot_mapping: Any, num_tokens: int, validate: bool
 ) -> Array:
-    """Slots as the kernels take them, in range or -1."""
+    """Slots as the kernels take them, in range or -1; where rows share one, the last row's alone."""
     slots = target.index(
         check_integers(target, "slot_mapping", slot_mapping, (num_tokens,)), np.int64
     )
     num_slots = int(pool.k.shape[0]) * int(pool.k.shape[2])
     if target.name == "cpu" or validate:
-        on_host = target.to_host(slots)
-        bad = values.first_outside(on_host.astype(np.int64, copy=False), -1, num_slots)
+        on_host = target.to_host(slots).astype(np.int64, copy=False)
+        bad = values.first_outside(on_host, -1, num_slots)
         if bad >= 0:
             raise IndexError(
                 f"`slot_mapping`: expected slots in [0, {num_slots}), or -1 to skip a row, got "
                 f"{on_host[bad]} for row {bad}"
             )
+        kept = values.last_of_each(on_host)
+        if kept is not on_host:
+            slots = target.index(kept, np.int64)
     return slots
 
 
@@ -75,7 +78,8 @@ def paged_append(
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
         Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
     slot_mapping : int32 or int64 array (num_tokens,)
-        ``block * block_size + offset`` of each row; -1 skips it. See `numkv.paging.slot_mapping`.
+        ``block * block_size + offset`` of each row; -1 skips it. See `numkv.paging.slot_mapping`. Where rows share a
+        slot the last one wins, on any number of threads; on CUDA with `validate` only, else any of them may.
     k_scale, v_scale : array, optional
         Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
         bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.

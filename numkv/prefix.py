@@ -76,7 +76,7 @@ def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
         if least < 0 or most >= 2**31:
             wrong = least if least < 0 else most
             raise ValueError(f"`{name}`: expected ids in [0, 2**31), got {wrong}")
-    return np.asarray(x, np.int32, order="C")
+    return np.require(x, np.int32, ["C", "A"])
 
 
 def _packed(extra: Mapping[str, int | str | bytes]) -> bytes:

@@ -205,7 +205,7 @@ class CpuTarget:
                 expected=shape,
                 actual=x.shape,
             )
-        return x.astype(dtype, copy=False)
+        return np.require(x, dtype, "A")
 
 
 @functools.cache

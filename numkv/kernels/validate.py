@@ -8,11 +8,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from numkv.kernels.kernel import array, build
 
-__all__ = ["check_lengths", "first_bad_blocks", "first_outside"]
+__all__ = ["check_lengths", "first_bad_blocks", "first_outside", "last_of_each"]
 
 #: What `check_lengths` found.
 FINE, BAD_LENGTH, TOO_MANY_QUERIES, BAD_STARTS = range(4)
@@ -129,3 +130,62 @@ def first_outside(numbers: Any, low: int, high: int) -> int:
         Its index, or -1.
     """
     return int(_outside_kernel()(numbers, low, high))
+
+
+def _rises(numbers):
+    last = np.int64(-1)
+    for i in range(len(numbers)):
+        if numbers[i] >= 0:
+            if numbers[i] <= last:
+                return False
+            last = numbers[i]
+    return True
+
+
+@functools.cache
+def _rises_kernel() -> Any:
+    return build(_rises, (array(types.int64, 1),), label="rises")
+
+
+def _last_of_each(numbers, seen, out):
+    # An open hash table: `seen` is a power of two long, at least twice as long as there are numbers, and full of -1.
+    mask = np.int64(len(seen) - 1)
+    for j in range(len(numbers)):
+        i = len(numbers) - 1 - j
+        number = np.int64(numbers[i])
+        out[i] = number
+        if number < 0:
+            continue
+        at = (number ^ (number >> 17)) * np.int64(0x9E3779B1) & mask
+        while seen[at] >= 0 and seen[at] != number:
+            at = (at + 1) & mask
+        if seen[at] == number:
+            out[i] = -1
+        seen[at] = number
+
+
+@functools.cache
+def _last_kernel() -> Any:
+    numbers, out = array(types.int64, 1), array(types.int64, 1, out=True)
+    return build(_last_of_each, (numbers, out, out), label="last_of_each")
+
+
+def last_of_each(numbers: Any) -> Any:
+    """Put -1 in the place of each number that comes again later.
+
+    Parameters
+    ----------
+    numbers : int64 array (n,)
+        Numbers; negative ones are left alone.
+
+    Returns
+    -------
+    int64 array (n,)
+        `numbers` itself where none comes twice.
+    """
+    if _rises_kernel()(numbers):
+        return numbers
+    seen = np.full(1 << (2 * len(numbers)).bit_length(), -1, np.int64)
+    out = np.empty(len(numbers), np.int64)
+    _last_kernel()(numbers, seen, out)
+    return out

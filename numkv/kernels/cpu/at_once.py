@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.simd import is_aligned, row_of
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
@@ -33,7 +33,7 @@ def make_copy_both():
         batch, heads, tokens, size = (
             k_new.shape[0], k_new.shape[1], k_new.shape[2], np.int64(k_cache.shape[2]),
         )  # fmt: skip
-        if len(offsets) != batch:
+        if len(offsets) != batch or not is_aligned(offsets):
             return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             if new.shape[0] != batch or new.shape[1] != heads or new.shape[2] != tokens:
@@ -43,6 +43,8 @@ def make_copy_both():
             if new.shape[3] != cache.shape[3]:
                 return False
             if new.strides[3] != new.itemsize or cache.strides[3] != cache.itemsize:
+                return False
+            if not (is_aligned(new) and is_aligned(cache)):
                 return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             for b in range(batch):
@@ -84,12 +86,16 @@ def make_store_both(SRC, DST, BY_SLOT):
         num_blocks, block_size = np.int64(k_pool.shape[0]), np.int64(k_pool.shape[2])
         if (BY_SLOT and len(places) != num_tokens) or (not BY_SLOT and num_tokens > room):
             return -1
+        if not is_aligned(places):
+            return -1
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
             if rows.shape[0] != num_tokens or rows.shape[1] != heads:
                 return -1
             if rows.shape[2] != PER_WORD * pool.shape[3]:
                 return -1
             if rows.strides[2] != rows.itemsize or pool.strides[3] != pool.itemsize:
+                return -1
+            if not (is_aligned(rows) and is_aligned(pool) and is_aligned(scale)):
                 return -1
             if pool.shape[0] != num_blocks or pool.shape[1] != heads or pool.shape[2] != block_size:
                 return -1

@@ -39,7 +39,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from numkv.rows.int4 import GROUP, LOWEST, OFFSETS
 
@@ -56,6 +56,7 @@ __all__ = [
     "fill_ramp",
     "gather_groups",
     "gather_tile",
+    "is_aligned",
     "most_rows",
     "next_item",
     "on_threads",
@@ -1423,6 +1424,16 @@ def borrow(typing_context, array):
         return source._getvalue()
 
     return array(array), codegen
+
+
+@register_jitable
+def is_aligned(array):
+    """Whether an array's elements lie at multiples of their size."""
+    places = address_of(array)
+    for axis in range(array.ndim):
+        if array.shape[axis] > 1:
+            places |= array.strides[axis]
+    return places & (array.itemsize - 1) == 0
 
 
 @intrinsic

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
-from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.simd import is_aligned, on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
@@ -73,8 +73,8 @@ def _rotate_neighbours(x, c, s):
 
 @register_jitable
 def _one_by_one(x):
-    """Whether an array's last axis is contiguous, as far as that matters."""
-    return x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize
+    """Whether an array's last axis is contiguous, as far as that matters, and its elements are aligned."""
+    return (x.shape[x.ndim - 1] <= 1 or x.strides[x.ndim - 1] == x.itemsize) and is_aligned(x)
 
 
 @register_jitable
@@ -89,7 +89,7 @@ def _fits_pool(pool, scale, other, dim, per_word, scales):
             return False
     if scales > 0 and scale.ndim == 4:
         return scale.shape[scale.ndim - 1] == scales and _one_by_one(scale)
-    return True
+    return is_aligned(scale)
 
 
 @register_jitable
@@ -143,6 +143,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
             if not _fits_pool(v_pool, v_scale, k_pool, dim, V_PER_WORD, groups if V_CODES else 0):
                 return np.int64(-1)
             if normalise and (len(q_weight) != dim or len(k_weight) != dim):
+                return np.int64(-1)
+            if not (is_aligned(q_weight) and is_aligned(k_weight)):
+                return np.int64(-1)
+            if not (is_aligned(places) and is_aligned(angles)):
                 return np.int64(-1)
             num_angles = np.int64(cos.shape[0])
             if rotate:
