@@ -445,12 +445,23 @@ class BlockPool:
         int32 array (n,)
             Blocks, -1 where there is none.
         """
+        return np.maximum(self.find_each(digests, tokens), np.int32(-1))
+
+    def find_each(self, digests: Any, tokens: Any) -> Ids:
+        """Find each block on its own, like `find`, or the negative number of the reason why there is none."""
         names, tokens = self._contents(digests, tokens)
         ids = np.empty(len(names), np.int32)
         blocks.compiled("find")(
             self._digests, self._tokens, self._table, self._evicted, names, tokens, ids
         )
-        return np.maximum(ids, np.int32(-1))
+        return ids
+
+    def count_lookup(self, wanted: int, found: int, reason: int) -> None:
+        """Count a lookup that was done by `find_each`: blocks wanted and found, and why there were no more."""
+        self._counters[blocks.LOOKUPS] += 1
+        self._counters[blocks.HITS] += found
+        self._counters[blocks.MISSES] += wanted - found
+        self._counters[blocks.LAST_MISS] = reason
 
     @property
     def miss_reason(self) -> MissReason | None:

@@ -85,7 +85,8 @@ def load_sequences(path: str | os.PathLike[str]) -> list[SwappedSequence]:
     Raises
     ------
     NotSupported
-        If it is not such a file, or of another version.
+        If it is not such a file, damaged, or of another version. What its sequences hold is checked when a cache takes
+        them.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -97,13 +98,20 @@ def load_sequences(path: str | os.PathLike[str]) -> list[SwappedSequence]:
                     f"{'format ' + str(version) if version else 'another one'} in {os.fspath(path)}"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        sizes, k_kind, v_kind, windows, *rotation = header["geometry"]
+        geometry = (tuple(sizes), k_kind, v_kind, tuple(windows), rotation[0] if rotation else None)
+        return [_sequence(i, one, geometry, tensors) for i, one in enumerate(header["sequences"])]
     except SafetensorError as error:
         raise NotSupported(
             f"`path`: expected a safetensors file, got {os.fspath(path)} ({error})"
         ) from error
-    sizes, k_kind, v_kind, windows, *rotation = header["geometry"]
-    geometry = (tuple(sizes), k_kind, v_kind, tuple(windows), rotation[0] if rotation else None)
-    return [_sequence(i, one, geometry, tensors) for i, one in enumerate(header["sequences"])]
+    except NotSupported:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise NotSupported(
+            f"`path`: expected a file that `save_sequences` wrote, got a damaged one in {os.fspath(path)} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def _sequence(

@@ -115,6 +115,9 @@ class KVCache:
         self._rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
         self._struct: Any = None
+        self._current = np.ones(
+            1, np.int64
+        )  # whether the buffers that .jit has are the cache's own
         self._pool = self._make_pool(0 if self._bound is None else self._bound)
         self._residual = Residual.make(
             self._pool, layers, residual_window, num_sink_tokens, self._bound
@@ -138,6 +141,8 @@ class KVCache:
                 if scale.size:
                     copy_rows(_by_row(scale), _by_row(to), start)
         self._pool = new
+        self._current[0] = 0  # of what `jit` gave so far
+        self._current = np.ones(1, np.int64)
         self._struct = None
 
     # -- what it is
@@ -236,7 +241,10 @@ class KVCache:
 
     @property
     def jit(self) -> Any:
-        """The jitclass instance over this cache's memory; ask again after a growth. See `numkv.structs`.
+        """The jitclass instance over this cache's memory; see `numkv.structs`.
+
+        A cache that grows gets new buffers: ask again then. An instance from before neither appends nor advances, and
+        raises where rows are loaded.
 
         With ``rotate=True`` it takes and gives rows as they are stored: rotated. A cache that keeps tokens in full
         precision has none (`NotSupported`): the buffers are not all of it.
@@ -248,12 +256,28 @@ class KVCache:
                 make = structs.cache_struct(self._k_kind.name, self._v_kind.name)
                 pool = self._pool
                 self._struct = make(
-                    pool.k, pool.v, pool.k_scale, pool.v_scale, self._rows, self._length
+                    pool.k,
+                    pool.v,
+                    pool.k_scale,
+                    pool.v_scale,
+                    self._rows,
+                    self._length,
+                    self._current,
                 )
             else:
                 table = np.arange(self.num_layers, dtype=np.int32)
                 self._struct = structs.host_struct("int64")(table, self._rows)
         return self._struct
+
+    def _rows_of(self, layer: int) -> int:
+        """Rows of a layer, which compiled code may have written: checked against the memory that there is."""
+        rows = int(self._rows[layer])
+        if not 0 <= rows <= self.capacity:
+            raise NumkvError(
+                f"`jit.context_lens`: expected numbers of rows in [0, {self.capacity}], got {rows} for layer {layer}; "
+                "compiled code has to stay within the capacity"
+            )
+        return rows
 
     # -- writing
 
@@ -288,7 +312,7 @@ class KVCache:
         k = self._token_rows("k", k, self._k_dim)
         v = self._token_rows("v", v, self._v_dim)
         k, v = self._pool.check_rows(k, v, check_finite=check_finite)
-        tokens, start = int(k.shape[0]), int(self._rows[layer])
+        tokens, start = int(k.shape[0]), self._rows_of(layer)
         if start + tokens > self.capacity:
             if self._bound is not None:
                 raise CacheFull(
@@ -310,7 +334,7 @@ class KVCache:
             return False
         if k.ndim == v.ndim == 2:
             k, v = k[None], v[None]
-        start = int(self._rows[layer])
+        start = self._rows_of(layer)
         table = _host_table(layer)
         tokens = at_once.pool_append(self._pool, k, v, table, start, self.capacity - start, look)
         if tokens >= 0:
@@ -463,7 +487,7 @@ class KVCache:
             If there is no such layer.
         """
         layer = check_index("layer", layer, self.num_layers)
-        rows = int(self._rows[layer])
+        rows = self._rows_of(layer)
         if self._residual is not None:
             return range(*self._residual.quantised(layer, rows))
         return range(rows if self._k_kind.has_scales or self._v_kind.has_scales else 0)
@@ -513,7 +537,7 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("k", layer)
-        return self._target.token_major(self._pool.k[layer, :, : int(self._rows[layer])])
+        return self._target.token_major(self._pool.k[layer, :, : self._rows_of(layer)])
 
     def k_scales(self, layer: int) -> Array:
         """Scales of a layer's keys: what makes values of the codes, for each token and head.
@@ -584,7 +608,7 @@ class KVCache:
             If there is no such layer.
         """
         layer = self._quantised("v", layer)
-        return self._target.token_major(self._pool.v[layer, :, : int(self._rows[layer])])
+        return self._target.token_major(self._pool.v[layer, :, : self._rows_of(layer)])
 
     def v_scales(self, layer: int) -> Array:
         """Scales of a layer's values: what makes values of the codes, for each token and head.
@@ -612,7 +636,7 @@ class KVCache:
 
     def _scales(self, which: str, layer: int) -> Array:
         scale = self._pool.scales(which)
-        rows = self._target.token_major(_by_row(scale)[layer, :, : int(self._rows[layer])])
+        rows = self._target.token_major(_by_row(scale)[layer, :, : self._rows_of(layer)])
         return rows if len(scale.shape) == 4 else rows[:, :, 0]
 
     def _quantised(self, which: str, layer: int) -> int:
@@ -626,7 +650,7 @@ class KVCache:
 
     def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, self.num_layers)
-        length = int(self._rows[layer])
+        length = self._rows_of(layer)
         rows = self._pool.rows(which, layer, slice(0, length))
         if self._residual is not None:
             rows = self._residual.overlay(self._pool, which, layer, rows, length)
@@ -703,7 +727,7 @@ class KVCache:
                 out = target.accept(out, "out")
                 out = out.reshape((1, *out.shape))
         q = check_queries(target, q, self._heads, self._k_dim, "num_tokens")
-        tokens, length = int(q.shape[0]), int(self._rows[layer])
+        tokens, length = int(q.shape[0]), self._rows_of(layer)
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
@@ -771,7 +795,7 @@ class KVCache:
                 lse = target.accept(lse, "lse")
                 lse = lse.reshape((1, *lse.shape))
         q = check_queries(target, q, self._heads, self._k_dim, "num_tokens")
-        tokens, length = int(q.shape[0]), int(self._rows[layer])
+        tokens, length = int(q.shape[0]), self._rows_of(layer)
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]

@@ -18,7 +18,7 @@ from numkv.attention import (
 )
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction import plan_moves
-from numkv.errors import CacheFull, DimensionMismatch, NotSupported
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind, kind
 from numkv.pool import Pool
 from numkv.projection import Projection, QKMode
@@ -89,11 +89,26 @@ class Layer:
 
         With full-precision tokens it cannot grow that way, as nothing says what they would be.
         """
-        return int(self._context_lens[0])
+        return self._length()
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
         self._context_lens[0] = self._check_length(length)
+
+    def _length(self) -> int:
+        """The length, which others may have written to `context_lens`: checked against the memory that there is."""
+        length, most = int(self._context_lens[0]), self._room_taken()
+        if not 0 <= length <= most:
+            raise NumkvError(
+                f"`context_lens`: expected a length in [0, {most}], the tokens that the layer has memory for, "
+                f"got {length}; write a right one, or set `seq_len`"
+            )
+        if self._struct is not None:
+            self._check_table()
+        return length
+
+    def _check_table(self) -> None:
+        """See that compiled code has left the block table alone."""
 
     def _check_length(self, length: int) -> int:
         """Check a length that is set, and drop full-precision tokens beyond it."""
@@ -141,7 +156,11 @@ class Layer:
 
     @property
     def context_lens(self) -> np.ndarray[Any, Any]:
-        """The length as an int32 array of one element, shared with `jit`."""
+        """The length as an int32 array of one element, shared with `jit`.
+
+        A length written here is checked when the layer is used next: it must stay in ``[0, capacity]``, and within the
+        blocks that a paged layer has.
+        """
         return self._context_lens
 
     @property
@@ -244,7 +263,7 @@ class Layer:
             If an array has another shape, dtype, layout or target.
         """
         if self._residual is None:
-            start = int(self._context_lens[0])
+            start = self._length()
             room = self._room_taken() - start
             tokens = at_once.pool_append(self._pool, k, v, self._table, start, room, check_finite)
             if tokens >= 0:
@@ -321,7 +340,7 @@ class Layer:
         """
         pool = self._pool
         if self._residual is None:
-            start = int(self._context_lens[0])
+            start = self._length()
             tokens, q = at_once.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 at_once.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,

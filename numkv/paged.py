@@ -9,7 +9,7 @@ import numpy as np
 from numkv import targets
 from numkv.block_pool import BlockPool, PoolStats
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch
+from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kind
 from numkv.layers import Layer, kinds_of
 from numkv.pool import Pool
@@ -229,8 +229,11 @@ class PagedLayer(Layer):
         self.pool = pool
         table = np.full(blocks, -1, np.int32)
         capacity = blocks * pool.block_size
-        super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
+        self._ids = table.copy()  # what the table, which compiled code can reach, has to be
+        self._table_view = table.view()
+        self._table_view.flags.writeable = False
         self._owned = 0
+        super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
 
     @property
     def is_paged(self) -> bool:
@@ -244,13 +247,13 @@ class PagedLayer(Layer):
 
     @property
     def block_table(self) -> np.ndarray[Any, Any]:
-        """Physical blocks ``(max_blocks_per_seq,)`` int32, -1 where there is none; shared with `jit`."""
-        return self._table
+        """Physical blocks ``(max_blocks_per_seq,)`` int32, -1 where there is none; read-only, shared with `jit`."""
+        return self._table_view
 
     @property
     def block_indices(self) -> list[int]:
         """The blocks that the layer owns, in order."""
-        owned: list[int] = self._table[: self._owned].tolist()
+        owned: list[int] = self._ids[: self._owned].tolist()
         return owned
 
     def _take_room(self, length: int) -> None:
@@ -258,9 +261,16 @@ class PagedLayer(Layer):
         if need <= self._owned:
             return
         taken = self.pool.blocks.allocate(need - self._owned)  # all or nothing: CacheFull
-        self._table[self._owned : need] = taken
+        self._table[self._owned : need] = self._ids[self._owned : need] = taken
         self._owned = need
         self._device_table = None
+
+    def _check_table(self) -> None:
+        if not np.array_equal(self._table, self._ids):
+            raise NumkvError(
+                f"`jit.block_table`: expected the layer's own, {self._ids.tolist()}, got {self._table.tolist()}; "
+                "compiled code may read it, not write it"
+            )
 
     def _room_taken(self) -> int:
         return self._owned * int(self._pool.k.shape[2])
@@ -271,7 +281,7 @@ class PagedLayer(Layer):
 
         With full-precision tokens it cannot grow that way, as nothing says what they would be.
         """
-        return int(self._context_lens[0])
+        return self._length()
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
@@ -283,8 +293,8 @@ class PagedLayer(Layer):
     def _give_back(self, length: int) -> None:
         keep = -(-length // self.block_size)
         if keep < self._owned:
-            self.pool.blocks.release(self._table[keep : self._owned].copy())
-            self._table[keep : self._owned] = -1
+            self.pool.blocks.release(self._ids[keep : self._owned].copy())
+            self._table[keep : self._owned] = self._ids[keep : self._owned] = -1
             self._owned = keep
             self._device_table = None
 

@@ -157,6 +157,7 @@ class Step:
         self._lens = place.index(lens, np.int64)
         self._longest = int(lens.max(initial=0))
         self._starts = place.index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
+        self._written = np.zeros(cache.num_layers, np.bool_)
         self._tables, self._slots = [], []
         for group in range(cache.num_groups):
             table = cache._block_table(sequences, group)
@@ -168,6 +169,12 @@ class Step:
     def num_tokens(self) -> int:
         """New tokens of all sequences."""
         return len(self.positions)
+
+    @property
+    def unwritten_layers(self) -> list[int]:
+        """Layers that have no rows of the new tokens so far; none if there are no new tokens."""
+        missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
+        return missing
 
     def _layer(self, layer: int) -> tuple[Pool, int]:
         if not self.open:
@@ -196,6 +203,7 @@ class Step:
         k, v = pool.check_rows(k, v, check_finite=check_finite)
         self._check_tokens("k", int(k.shape[0]))
         pool.scatter(k, v, self._slots[group])
+        self._written[layer] = True
 
     def write(
         self,
@@ -240,6 +248,7 @@ class Step:
             self._positions, 0, slots, 0, 0, check_finite,
         )  # fmt: skip
         if tokens >= 0:
+            self._written[layer] = True
             return q
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
@@ -253,6 +262,7 @@ class Step:
         if check_finite:
             p.check_finite(pool)
         p.scatter(pool, slots, self._positions)
+        self._written[layer] = True
         return p.q_out
 
     def attention(
@@ -641,8 +651,8 @@ class PagedKVCache:
         self, ids: NDArray[np.int32], digests: list[NDArray[np.uint8]]
     ) -> tuple[int, list[NDArray[np.int32]]]:
         """The longest prefix whose blocks are there: all in full groups, those in the window in sliding ones."""
-        found = [self.blocks.find(names, ids) for names in digests]
-        blocks = len(ids) // self.block_size
+        found = [self.blocks.find_each(names, ids) for names in digests]
+        blocks = wanted = len(ids) // self.block_size
         for (window, _), there in zip(self._groups, found, strict=True):
             if window < 0:
                 missing = np.flatnonzero(there[:blocks] < 0)
@@ -656,9 +666,14 @@ class PagedKVCache:
                 ends = numbers * self.block_size - 1 - window
                 fits[1:] &= last_hole <= np.maximum(0, ends) // self.block_size
         blocks = int(np.flatnonzero(fits)[-1])
+        if wanted:
+            # Why there are no more: the first block not taken, or one before it that only windows need.
+            holes = [*(there[blocks : blocks + 1] for there in found), *found]
+            reasons = np.concatenate([x[x < 0] for x in holes])
+            self.blocks.count_lookup(wanted, blocks, int(-reasons[0]) if blocks < wanted else 0)
         tables = []
         for (window, _), there in zip(self._groups, found, strict=True):
-            table = there[:blocks].astype(np.int32)
+            table = np.maximum(there[:blocks], -1).astype(np.int32)
             table[: self._first_needed(window, blocks * self.block_size)] = -1
             tables.append(table)
         return blocks, tables
@@ -983,7 +998,7 @@ class PagedKVCache:
         Raises
         ------
         NumkvError
-            If the step has ended already.
+            If the step has ended already, or tokens are accepted and a layer has not got their rows.
         IndexError
             If more tokens are accepted than there are.
         DimensionMismatch
@@ -999,6 +1014,12 @@ class PagedKVCache:
                 f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
             )
         ids = None if token_ids is None else _ids(token_ids, step.num_tokens)
+        missing = step.unwritten_layers
+        if missing and keep.any():
+            raise NumkvError(
+                f"`step`: expected rows of the new tokens in all {self.num_layers} layers, got none in layer "
+                f"{missing[0]}{' and others' if len(missing) > 1 else ''}; append them, or roll the step back"
+            )
         step.open = False
         starts = np.concatenate([[0], np.cumsum(step.new_lens)])
         for i, seq in enumerate(step.sequences):
@@ -1243,25 +1264,28 @@ class PagedKVCache:
         ------
         DimensionMismatch
             If it comes from a cache of another geometry, kind or rotation.
+        NumkvError
+            If it contradicts itself, as a damaged one may.
         CacheFull
-            If there are not enough blocks; nothing is taken.
+            If there are not enough blocks.
+
+        Notes
+        -----
+        Nothing is taken after an error.
         """
-        (*rest, theirs), (*own, ours) = swapped.geometry, self._geometry
-        if rest == own and theirs != ours:
-            raise DimensionMismatch(
-                f"`swapped`: expected a sequence of {_told(ours)} rows, got one of {_told(theirs)} rows; "
-                f"bring it into a cache with rotate={theirs is not None}",
-                expected=self._geometry,
-                actual=swapped.geometry,
-            )
-        if swapped.geometry != self._geometry:
-            raise DimensionMismatch(
-                f"`swapped`: expected a sequence of geometry {self._geometry}, got {swapped.geometry}",
-                expected=self._geometry,
-                actual=swapped.geometry,
-            )
+        self._check_swapped(swapped)
         counts = [len(x) for x in swapped.logical]
         ids = self.blocks.allocate(sum(counts))
+        try:
+            return self._add_swapped(swapped, counts, ids)
+        except BaseException:  # a device without room, say
+            self.blocks.release(ids)
+            raise
+
+    def _add_swapped(
+        self, swapped: SwappedSequence, counts: list[int], ids: NDArray[np.int32]
+    ) -> int:
+        """Make a sequence of what was swapped out, in blocks that have been allocated."""
         source = self._target.index(np.arange(len(ids)), np.int32)
         to = self._target.index(ids, np.int32)
         for pool, buffers in zip(self._pools, swapped.buffers, strict=True):
@@ -1274,13 +1298,88 @@ class PagedKVCache:
             table = np.full(blocks, -1, np.int32)
             table[logical] = part
             tables.append(table)
-        seq, self._next = self._next, self._next + 1
         none = [np.empty((0, 32), np.uint8)] * self.num_groups
         starts = list(swapped.starts) or [0] * self.num_groups
-        state = _Sequence(swapped.length, tables, swapped.extra, swapped.tokens, none, 0, starts)
+        tokens = token_ids(swapped.tokens).copy()
+        state = _Sequence(swapped.length, tables, swapped.extra, tokens, none, 0, starts)
         self._register(state)
+        seq, self._next = self._next, self._next + 1
         self._sequences[seq] = state
         return seq
+
+    def _check_swapped(self, swapped: SwappedSequence) -> None:
+        """See that a swapped sequence fits this cache, and that its parts fit each other."""
+        geometry = swapped.geometry
+        if isinstance(geometry, tuple) and len(geometry) == len(self._geometry):
+            (*rest, theirs), (*own, ours) = geometry, self._geometry
+            if rest == own and theirs != ours:
+                raise DimensionMismatch(
+                    f"`swapped`: expected a sequence of {_told(ours)} rows, got one of {_told(theirs)} rows; "
+                    f"bring it into a cache with rotate={theirs is not None}",
+                    expected=self._geometry,
+                    actual=geometry,
+                )
+        if geometry != self._geometry:
+            raise DimensionMismatch(
+                f"`swapped`: expected a sequence of geometry {self._geometry}, got {geometry}",
+                expected=self._geometry,
+                actual=geometry,
+            )
+
+        def expect(holds: bool, what: str, got: Any) -> None:
+            if not holds:
+                raise NumkvError(
+                    f"`swapped`: expected {what}, got {got}; it is damaged, make it anew"
+                )
+
+        length, groups = swapped.length, self.num_groups
+        expect(
+            isinstance(length, int | np.integer) and 0 <= length < 2**31, "a length below 2**31", length
+        )  # fmt: skip
+        ids = token_ids(swapped.tokens)
+        expect(ids.ndim == 1 and len(ids) <= length, f"ids of at most {length} tokens", ids.shape)
+        extra = swapped.extra
+        expect(
+            extra is None or isinstance(extra, Mapping), "extra keys by tag", type(extra).__name__
+        )
+        block_digests(ids[:0], self.block_size, extra)  # says what is wrong with them
+        blocks = -(-length // self.block_size)
+        expect(len(swapped.logical) == groups, f"{groups} block tables", len(swapped.logical))
+        starts = swapped.starts or (0,) * groups
+        expect(len(starts) == groups, f"{groups} starts or none", swapped.starts)
+        for (window, _), logical, start in zip(self._groups, swapped.logical, starts, strict=True):
+            entries = np.asarray(logical)
+            plain = entries.ndim == 1 and (entries.dtype.kind in "iu" or not entries.size)
+            expect(plain, "numbers of blocks", entries)
+            entries = entries.astype(np.int64)
+            first = self._first_needed(window, length)
+            there = entries[entries >= first]
+            expect(
+                bool((np.diff(entries) > 0).all()) and len(there) == blocks - first
+                and (not len(entries) or bool(entries[0] >= 0 and entries[-1] < blocks)),
+                f"rising numbers below {blocks}, all from {first} on among them", entries,
+            )  # fmt: skip
+            expect(
+                isinstance(start, int | np.integer)
+                and 0 <= start <= self._first_seen(window, length),
+                f"a first token in [0, {self._first_seen(window, length)}]", start,
+            )  # fmt: skip
+        count = sum(len(logical) for logical in swapped.logical)
+        expect(
+            len(swapped.buffers) == len(self._pools),
+            f"buffers of {len(self._pools)} layers", len(swapped.buffers),
+        )  # fmt: skip
+        for pool, buffers in zip(self._pools, swapped.buffers, strict=True):
+            own_buffers = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+            wanted = [
+                (str(x.dtype), (count, *map(int, x.shape[1:])) if x.size else None)
+                for x in own_buffers
+            ]
+            got = [
+                (str(x.dtype), tuple(x.shape) if want[1] else None)
+                for x, want in zip(buffers, wanted, strict=False)
+            ]
+            expect(len(buffers) == len(wanted) and got == wanted, f"buffers {wanted}", got)
 
     # -- accounting
 

@@ -18,12 +18,15 @@ import numpy as np
 from numba import types
 from numba.experimental import jitclass
 
+from numkv.errors import NumkvError
 from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.int4 import store_int4
 from numkv.rows.store import row_load, row_store
 
 __all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
+
+GROWN = "the cache has grown since `jit` was asked for; ask again"
 
 
 def _scales(kind):
@@ -78,7 +81,7 @@ def layer_struct(k_kind, v_kind):
             """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``; False if there is no room."""
             block_size = np.int64(self.k.shape[2])
             position = self.length
-            if position >= len(self.block_table) * block_size:
+            if position < 0 or position >= len(self.block_table) * block_size:
                 return False
             slot = self.slot(position)
             if slot < 0:  # a paged layer that has not taken the block
@@ -144,8 +147,9 @@ def cache_struct(k_kind, v_kind):
     jitclass
         Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``k_scale`` and ``v_scale``
         ``(num_layers, num_kv_heads, capacity)`` (INT4: words, with an axis of groups more), ``context_lens`` int64
-        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced); property
-        ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
+        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced), ``current``
+        int64 ``(1,)`` (0 once the cache has grown out of these buffers); property ``length``; methods ``append``,
+        ``advance``, ``load_k``, ``load_v``.
     """
     load_k_row, load_k_word = row_load(k_kind)
     load_v_row, load_v_word = row_load(v_kind)
@@ -155,13 +159,14 @@ def cache_struct(k_kind, v_kind):
     K_SCALES, V_SCALES = k_kind == "int8" or K_GROUPS, v_kind == "int8" or V_GROUPS
 
     class CacheStruct:
-        def __init__(self, k, v, k_scale, v_scale, context_lens, lengths):
+        def __init__(self, k, v, k_scale, v_scale, context_lens, lengths, current):
             self.k = k
             self.v = v
             self.k_scale = k_scale
             self.v_scale = v_scale
             self.context_lens = context_lens
             self.lengths = lengths
+            self.current = current
 
         @property
         def length(self):
@@ -169,9 +174,14 @@ def cache_struct(k_kind, v_kind):
             return self.lengths[0]
 
         def append(self, layer, k_row, v_row):
-            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``; False if there is no room."""
+            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``.
+
+            False if there is no room, no such layer, or the cache has grown since `jit` was asked for.
+            """
+            if self.current[0] == 0 or layer < 0 or layer >= len(self.context_lens):
+                return False
             position = self.context_lens[layer]
-            if position >= self.k.shape[2]:
+            if position < 0 or position >= self.k.shape[2]:
                 return False
             for h in range(self.k.shape[1]):
                 k_words = self.k[layer, h, position]
@@ -192,7 +202,9 @@ def cache_struct(k_kind, v_kind):
             return True
 
         def advance(self, n):
-            """Move the length by `n` tokens; False if a layer has not got them all."""
+            """Move the length by `n` tokens; False if a layer has not got them all, or the cache has grown since."""
+            if self.current[0] == 0 or n < 0:
+                return False
             for layer in range(len(self.context_lens)):
                 if self.lengths[0] + n > self.context_lens[layer]:
                     return False
@@ -201,11 +213,15 @@ def cache_struct(k_kind, v_kind):
 
         def load_k(self, layer, position, head, out):
             """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
+            if self.current[0] == 0:
+                raise NumkvError(GROWN)
             scale = self.k_scale[layer, head, position] if K_SCALES else np.float32(1)
             load_k_row(self.k[layer, head, position], scale, out, load_k_word)
 
         def load_v(self, layer, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
+            if self.current[0] == 0:
+                raise NumkvError(GROWN)
             scale = self.v_scale[layer, head, position] if V_SCALES else np.float32(1)
             load_v_row(self.v[layer, head, position], scale, out, load_v_word)
 
@@ -217,6 +233,7 @@ def cache_struct(k_kind, v_kind):
             ("v_scale", _scales(v_kind)),
             ("context_lens", types.int64[::1]),
             ("lengths", types.int64[::1]),
+            ("current", types.int64[::1]),
         ]
     )(CacheStruct)
 
