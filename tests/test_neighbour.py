@@ -65,7 +65,7 @@ def test_settings_of_the_host_stay():
     assert found[0]["max_threads"] == 1
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+@pytest.mark.parametrize("layer", processes.LAYERS)
 def test_the_environment_and_settings_of_python_stay(layer):
     found = processes.run(
         """

@@ -84,7 +84,7 @@ def test_a_call_at_every_line_of_a_call(tokens):
     assert found[2] > 30
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+@pytest.mark.parametrize("layer", processes.LAYERS)
 def test_threads_and_signals_on_every_layer(layer):
     """Large calls, which start threads, from three Python threads and a signal handler at once."""
     found = processes.run(
