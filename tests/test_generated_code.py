@@ -248,7 +248,7 @@ def launches(monkeypatch):
     """Workers of each launch of threads so far."""
     if threads.num_threads() < 2:
         pytest.skip("one thread starts no others")
-    real = LAUNCH(threads._state.launch)
+    real = LAUNCH(threads._state.turn.launch)
     counted = []
 
     @LAUNCH
@@ -256,7 +256,7 @@ def launches(monkeypatch):
         counted.append(args[-1])
         real(*args)
 
-    monkeypatch.setattr(threads._state, "launch", ctypes.cast(count, ctypes.c_void_p).value)
+    monkeypatch.setattr(threads._state.turn, "launch", ctypes.cast(count, ctypes.c_void_p).value)
     yield counted
     del count  # kept until here: the kernels have its address only
 

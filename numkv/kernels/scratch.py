@@ -23,18 +23,25 @@ class Workspace:
     ----------
     make : function
         ``make(size, dtype)`` gives a flat array of undefined elements.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of its arrays.
     """
 
     def __init__(self, make: Callable[[int, str], Any]) -> None:
         self._make = make
         self._arrays: dict[str, Any] = {}
         self._views: dict[str, Any] = {}
+        self.nbytes = 0
 
     def take(self, dtype: str, size: int) -> Any:
         """A flat array of at least `size` elements, with whatever they hold: always the same memory, as it grows."""
         have = self._arrays.get(dtype)
         if have is None or have.size < size:
             have = self._arrays[dtype] = self._make(size, dtype)
+            self.nbytes = sum(x.size * np.dtype(name).itemsize for name, x in self._arrays.items())
         return have
 
     def shaped(self, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -44,11 +51,6 @@ class Workspace:
             size = math.prod(shape)
             view = self._views[dtype] = self.take(dtype, size)[:size].reshape(shape)
         return view
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.size * np.dtype(dtype).itemsize for dtype, array in self._arrays.items())
 
 
 class Workspaces:

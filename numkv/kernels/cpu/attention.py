@@ -75,9 +75,9 @@ from numkv.kernels.cpu.simd_tiles import (
     turn_rows,
     weigh_rows,
 )
-from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.threads import ON_THREADS, launching, num_threads, run
 from numkv.kernels.kernel import SCALES, WORDS, array, build
-from numkv.kernels.scratch import Workspace, Workspaces
+from numkv.kernels.scratch import Workspaces
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
 
@@ -961,25 +961,8 @@ def attention(
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
-    memory = _workspaces.borrow()
-    try:
-        _attend(
-            q, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
-            sm_scale, logits_soft_cap, window_left, sinks, result, lse, compute, memory,
-        )  # fmt: skip
-    finally:
-        _workspaces.give_back(memory)
-    if result is not out:
-        from_floats(result, out, q_kind)
-
-
-def _attend(
-    q, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
-    sm_scale, logits_soft_cap, window_left, sinks, result, lse, compute, memory: Workspace,
-):  # fmt: skip
-    """Attend with queries and results in `compute`, with scratch of this call's own."""
     kernel = _kernel(k_kind, v_kind, compute)
-    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], result.shape[2])
+    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
     tiles = _on_tiles(k_kind, v_kind, compute)
@@ -990,31 +973,38 @@ def _attend(
     longest = int(seq_lens[0]) if alone else capacity
     rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
     small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
-    ints = memory.take("int64", 4 + 4 * num_seqs + threads * WORKER_INTS)
-    if longest <= MIN_SPLIT and (small or alone):
-        # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
-        workers = 1 if small else num_threads()
-        parts_at = workers * scratch
-        run(
-            kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot,
-            sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-            memory.take(compute, parts_at), ints, worker=-1,
-        )  # fmt: skip
-        return
-    workers = _plan_kernel()(
-        seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
-        window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
-    )  # fmt: skip
-    if workers > 1:
-        workers = min(workers, num_threads())
-    parts_at = workers * scratch
-    parts = int(ints[3 + 2 * num_seqs])
-    floats = memory.take(compute, parts_at + parts * (dim_v + 2))
-    run(
-        kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
-        floats, ints,
-    )  # fmt: skip
-    if parts:
-        merge = _merge_kernel(compute)
-        run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+    memory = _workspaces.borrow()
+    try:
+        ints = memory.take("int64", 4 + 4 * num_seqs + threads * WORKER_INTS)
+        if longest <= MIN_SPLIT and (small or alone):
+            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+            workers = 1 if small else num_threads()
+            parts_at = workers * scratch
+            with launching(workers) as launch:
+                kernel(
+                    q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+                    logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                    memory.take(compute, parts_at), ints, launch, -1, workers,
+                )  # fmt: skip
+        else:
+            workers = _plan_kernel()(
+                seq_lens, q_starts, ranges, capacity, group, k.shape[1], unit, dim + dim_v,
+                window_left, TILE_ROWS if tiles else MAX_ROWS, threads, ints,
+            )  # fmt: skip
+            if workers > 1:
+                workers = min(workers, num_threads())
+            parts_at = workers * scratch
+            parts = int(ints[3 + 2 * num_seqs])
+            floats = memory.take(compute, parts_at + parts * (dim_v + 2))
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                floats, ints,
+            )  # fmt: skip
+            if parts:
+                merge = _merge_kernel(compute)
+                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+    finally:
+        _workspaces.give_back(memory)
+    if result is not out:
+        from_floats(result, out, q_kind)

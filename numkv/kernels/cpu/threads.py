@@ -36,7 +36,7 @@ from numba.np.ufunc import parallel
 
 from numkv.kernels.cpu.simd import thread_launcher
 
-__all__ = ["ON_THREADS", "num_threads", "run", "start", "workers_for"]
+__all__ = ["ON_THREADS", "launching", "num_threads", "run", "start", "workers_for"]
 
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
@@ -53,14 +53,35 @@ SERIAL_ELEMENTS = 1 << 16
 SPINS = 2000
 
 
+class _Turn:
+    """A context whose value is where kernels find threads, the address of the function that shares out calls.
+
+    With the ``workqueue`` layer a lock is held meanwhile. Of the same thread, a call inside another one's Python part
+    may go first: no kernel runs at that moment.
+    """
+
+    def __init__(self, launch: int, locked: bool) -> None:
+        self.launch = launch
+        self._lock = threading.RLock() if locked else None
+
+    def __enter__(self) -> int:
+        if self._lock is not None:
+            self._lock.acquire()
+        return self.launch
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+_ALONE = contextlib.nullcontext(0)
+
+
 class _State:
     """What is known of Numba's threads in this process."""
 
     def __init__(self) -> None:
-        self.launch = (
-            0  # address of the function that shares out calls, once threads have been started
-        )
-        self.turns: Any = contextlib.nullcontext()  # held while a kernel is launched
+        self.turn: _Turn | None = None  # once threads have been started
         self.alone = False  # in a forked child whose parent's threads cannot be had
         self.starting = threading.RLock()
 
@@ -70,17 +91,14 @@ _state = _State()
 
 def start() -> None:
     """Start Numba's threads, unless they have been, and leave the host process as it was."""
-    if _state.launch:
+    if _state.turn is not None:
         return
     with _state.starting:
-        if _state.launch:
+        if _state.turn is not None:
             return
         with _openmp_as_it_was():
             numba.get_num_threads()
-        if numba.threading_layer() == "workqueue":
-            # Of the same thread, a call inside another one's Python part may go first: nothing runs at that moment.
-            _state.turns = threading.RLock()
-        _state.launch = thread_launcher()
+        _state.turn = _Turn(thread_launcher(), numba.threading_layer() == "workqueue")
 
 
 @contextlib.contextmanager
@@ -143,17 +161,18 @@ def workers_for(num_elements: int) -> int:
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
-def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> None:
-    """Run a kernel with so many workers, at most `num_threads`.
-
-    `worker` is what the kernel gets in the place of a worker's number when it is called at first.
-    """
+def launching(workers: int) -> Any:
+    """A context in which a kernel may be called with so many workers; its value is the kernel's `launch`."""
     if workers == 1:
-        kernel(*args, 0, worker, 1)
-        return
+        return _ALONE
     start()
-    with _state.turns:
-        kernel(*args, _state.launch, worker, workers)
+    return _state.turn
+
+
+def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
+    """Run a kernel with so many workers, at most `num_threads`."""
+    with launching(workers) as launch:
+        kernel(*args, launch, 0, workers)
 
 
 def _after_fork() -> None:
@@ -161,8 +180,8 @@ def _after_fork() -> None:
     layer = parallel._threading_layer if parallel._is_initialized else None
     if layer == "omp":
         _state.alone = True
-    if layer == "workqueue" and _state.launch:
-        _state.turns = threading.RLock()
+    if layer == "workqueue" and _state.turn is not None:
+        _state.turn = _Turn(_state.turn.launch, locked=True)
     _state.starting = threading.RLock()
     global_compiler_lock.release()
 
