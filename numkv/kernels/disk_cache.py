@@ -25,6 +25,7 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ SUFFIX = ".kernel"
 
 _MAGIC = b"numkv kernel 1\n"
 _DIGEST = hashlib.sha256().digest_size
+_HOUR = 3600
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Settings of Numba that change the machine code.
 _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX", "DEBUGINFO_DEFAULT")  # fmt: skip
@@ -146,6 +148,11 @@ class KernelCache(_Cache):  # type: ignore[misc]
             found = self._impl.rebuild(target_context, pickle.loads(_read(path)))
         except FileNotFoundError:
             found = None
+        except OSError as error:
+            found = None
+            warn_no_cache(str(error))
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a damaged file leads to
             found = None
             with contextlib.suppress(OSError):
@@ -186,6 +193,10 @@ def _write(path: Path, content: bytes) -> None:
     """Put a file in its place, whole or not at all."""
     head = _MAGIC + source_digest().encode()
     checksum = hashlib.sha256(head + content).digest()
+    for left in path.parent.glob(f"{path.name}.*.tmp"):  # by a process that was killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _HOUR:
+                left.unlink()
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
