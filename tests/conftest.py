@@ -12,7 +12,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import zlib
 from pathlib import Path
 
@@ -38,48 +37,16 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
-# Simulated threads are threads of the system: hand over between them often.
-sys.setswitchinterval(1e-4)
 sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
 
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATED:
+    import simulator
 
-class OneEach(dict):
-    """The shared arrays of a simulated block, by line: the thread that misses one makes it before others look.
-
-    The simulator looks and then makes without a lock, so two threads can go on with an array each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._making = threading.Lock()
-
-    def get(self, line, default=None):
-        """What there is; where there is nothing, the caller sets it next, and others wait for that."""
-        found = super().get(line)
-        if found is None:
-            self._making.acquire()
-            found = super().get(line)
-            if found is not None:
-                self._making.release()
-        return found
-
-    def __setitem__(self, line, array) -> None:
-        super().__setitem__(line, array)
-        self._making.release()
-
-
-if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-    from numba.cuda.simulator.kernelapi import FakeCUDAShared
-
-    def with_one_each(shared, dynshared_size, make=FakeCUDAShared.__init__) -> None:
-        """Make a block's shared memory."""
-        make(shared, dynshared_size)
-        shared._allocations = OneEach()
-
-    FakeCUDAShared.__init__ = with_one_each
+    simulator.install()
 
 
 def pytest_configure(config) -> None:
@@ -147,6 +114,13 @@ def host(target):
     from numkv import targets
 
     return targets.get(target).to_host
+
+
+@pytest.fixture(autouse=True)
+def order_of_threads(request) -> None:
+    """The order in which simulated threads take turns: another in each test, the same in every run of it."""
+    if SIMULATED:
+        simulator.seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
