@@ -49,9 +49,32 @@ if SIMULATED:
     simulator.install()
 
 
+def pytest_addoption(parser) -> None:
+    """Have a run that takes longer and looks further."""
+    parser.addoption(
+        "--nightly", action="store_true",
+        help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
+    )  # fmt: skip
+
+
 def pytest_configure(config) -> None:
-    """Name the tests that reach every plain index of a CPU kernel."""
-    config.addinivalue_line("markers", "boundscheck: run again with NUMBA_BOUNDSCHECK=1")
+    """Choose how hard hypothesis tries, before tests are imported."""
+    import profiles
+
+    profiles.settings.load_profile("nightly" if config.getoption("nightly") else "everyday")
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out what only nightly runs compile."""
+    if not config.getoption("nightly"):
+        config.hook.pytest_deselected(items=[item for item in items if is_nightly(item)])
+        items[:] = [item for item in items if not is_nightly(item)]
+
+
+def is_nightly(item) -> bool:
+    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing."""
+    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 
 
 @pytest.fixture(scope="session", autouse=True)
