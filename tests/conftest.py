@@ -9,10 +9,9 @@ or for the compile tests, which need none).
 import ctypes
 import importlib.util
 import os
-import platform
-import subprocess
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -64,11 +63,40 @@ def pytest_configure(config) -> None:
     profiles.settings.load_profile("nightly" if config.getoption("nightly") else "everyday")
 
 
+# ---------------------------------------------------------------- what runs where
+
+# Files whose tests take long, the longest first, so that at the end both workers have something to do.
+LONGEST = [
+    "test_int4", "test_attention", "test_cache_on_disk", "test_demo", "test_simd_widths", "test_jit", "test_compress",
+    "test_attention_weights", "test_int8", "test_contiguous_layer", "test_warmup", "test_attention_ranges",
+    "test_generated_code", "test_simd_integers", "test_block_pool", "test_multi_sequence_states",
+]  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the options
+def pytest_cmdline_main(config) -> None:
+    """Run the whole suite in two workers, a file in one of them; what one has compiled the other loads from disk."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    part = config.args_source is config.ArgsSource.ARGS or option.keyword or option.usepdb
+    if option.numprocesses is None and not option.tx and not part and (os.cpu_count() or 1) > 1:
+        option.numprocesses = 2
+    if option.numprocesses and option.dist == "no":
+        option.dist, option.loadscopereorder = "loadfile", False
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items) -> None:
-    """Leave out what only nightly runs compile."""
+    """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
     if not config.getoption("nightly"):
         config.hook.pytest_deselected(items=[item for item in items if is_nightly(item)])
         items[:] = [item for item in items if not is_nightly(item)]
+    if hasattr(config, "workerinput"):
+        order = {name: i for i, name in enumerate(LONGEST)}
+        sizes = Counter(item.path for item in items)
+        # Of files that it does not know those with many tests.
+        items.sort(key=lambda item: (order.get(item.path.stem, len(order)), -sizes[item.path]))
 
 
 def is_nightly(item) -> bool:
@@ -77,44 +105,7 @@ def is_nightly(item) -> bool:
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def on_other_cpus(request, tmp_path_factory):
-    """Processes that check attention on other CPUs: started before the first test, if any test asks for them."""
-    import other_cpus
-
-    processes = {}
-    wanted = any(item.path.name == "test_simd_widths.py" for item in request.session.items)
-    if wanted and platform.machine() == "x86_64":
-        processes = {
-            cpu: other_cpus.start(cpu, tmp_path_factory.mktemp(cpu)) for cpu in other_cpus.LANES
-        }
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.communicate()
-
-
-# Tests from which on another process helps to compile.
-MANY = 1000
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_ahead(request):
-    """Where many tests run, a process that compiles kernels for them, on another core if there is one.
-
-    Those of quantised caches first, as the tests come to them last.
-    """
-    if len(request.session.items) < MANY or (os.cpu_count() or 1) < 2:
-        yield
-        return
-    kinds = ["int4", "int8", "bf16", "fp16", "int8/int4", "fp64"]
-    command = [sys.executable, "-m", "numkv", "warmup", "--rotate", "--residual", "--kind", *kinds]
-    process = subprocess.Popen(
-        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    yield
-    process.kill()
-    process.wait()
+# ---------------------------------------------------------------- fixtures
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])
