@@ -79,8 +79,9 @@ def pytest_cmdline_main(config) -> None:
     option = config.option
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
-    part = config.args_source is config.ArgsSource.ARGS or option.keyword or option.usepdb
-    if option.numprocesses is None and not option.tx and not part and (os.cpu_count() or 1) > 1:
+    part = config.args_source is config.ArgsSource.ARGS or option.keyword
+    watched = option.usepdb or option.capture == "no"
+    if option.numprocesses is None and not part and not watched and (os.cpu_count() or 1) > 1:
         option.numprocesses = 2
     if option.numprocesses and option.dist == "no":
         option.dist, option.loadscopereorder = "loadfile", False
