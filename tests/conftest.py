@@ -9,11 +9,9 @@ or for the compile tests, which need none).
 import ctypes
 import importlib.util
 import os
-import platform
-import subprocess
 import sys
-import threading
 import zlib
+from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -38,93 +36,77 @@ def has_gpu() -> bool:
 if "NUMBA_ENABLE_CUDASIM" not in os.environ and not has_gpu():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
-# Simulated threads are threads of the system: hand over between them often.
-sys.setswitchinterval(1e-4)
 sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
 
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATED:
+    import simulator
 
-class OneEach(dict):
-    """The shared arrays of a simulated block, by line: the thread that misses one makes it before others look.
-
-    The simulator looks and then makes without a lock, so two threads can go on with an array each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._making = threading.Lock()
-
-    def get(self, line, default=None):
-        """What there is; where there is nothing, the caller sets it next, and others wait for that."""
-        found = super().get(line)
-        if found is None:
-            self._making.acquire()
-            found = super().get(line)
-            if found is not None:
-                self._making.release()
-        return found
-
-    def __setitem__(self, line, array) -> None:
-        super().__setitem__(line, array)
-        self._making.release()
+    simulator.install()
 
 
-if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-    from numba.cuda.simulator.kernelapi import FakeCUDAShared
-
-    def with_one_each(shared, dynshared_size, make=FakeCUDAShared.__init__) -> None:
-        """Make a block's shared memory."""
-        make(shared, dynshared_size)
-        shared._allocations = OneEach()
-
-    FakeCUDAShared.__init__ = with_one_each
+def pytest_addoption(parser) -> None:
+    """Have a run that takes longer and looks further."""
+    parser.addoption(
+        "--nightly", action="store_true",
+        help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
+    )  # fmt: skip
 
 
 def pytest_configure(config) -> None:
-    """Name the tests that reach every plain index of a CPU kernel."""
-    config.addinivalue_line("markers", "boundscheck: run again with NUMBA_BOUNDSCHECK=1")
+    """Choose how hard hypothesis tries, before tests are imported."""
+    import profiles
+
+    profiles.settings.load_profile("nightly" if config.getoption("nightly") else "everyday")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def on_other_cpus(request, tmp_path_factory):
-    """Processes that check attention on other CPUs: started before the first test, if any test asks for them."""
-    import other_cpus
+# ---------------------------------------------------------------- what runs where
 
-    processes = {}
-    wanted = any(item.path.name == "test_simd_widths.py" for item in request.session.items)
-    if wanted and platform.machine() == "x86_64":
-        processes = {
-            cpu: other_cpus.start(cpu, tmp_path_factory.mktemp(cpu)) for cpu in other_cpus.LANES
-        }
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.communicate()
+# Files whose tests take long, the longest first, so that at the end both workers have something to do.
+LONGEST = [
+    "test_int4", "test_attention", "test_cache_on_disk", "test_demo", "test_simd_widths", "test_jit", "test_compress",
+    "test_attention_weights", "test_int8", "test_contiguous_layer", "test_warmup", "test_attention_ranges",
+    "test_generated_code", "test_simd_integers", "test_block_pool", "test_multi_sequence_states",
+]  # fmt: skip
 
 
-# Tests from which on another process helps to compile.
-MANY = 1000
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_ahead(request):
-    """Where many tests run, a process that compiles kernels for them, on another core if there is one.
-
-    Those of quantised caches first, as the tests come to them last.
-    """
-    if len(request.session.items) < MANY or (os.cpu_count() or 1) < 2:
-        yield
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the options
+def pytest_cmdline_main(config) -> None:
+    """Run the whole suite in two workers, a file in one of them; what one has compiled the other loads from disk."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
-    kinds = ["int4", "int8", "bf16", "fp16", "int8/int4", "fp64"]
-    command = [sys.executable, "-m", "numkv", "warmup", "--rotate", "--residual", "--kind", *kinds]
-    process = subprocess.Popen(
-        command, cwd=TESTS.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    yield
-    process.kill()
-    process.wait()
+    part = config.args_source is config.ArgsSource.ARGS or option.keyword
+    watched = option.usepdb or option.capture == "no"
+    if option.numprocesses is None and not part and not watched and (os.cpu_count() or 1) > 1:
+        option.numprocesses = 2
+    if option.numprocesses and option.dist == "no":
+        option.dist, option.loadscopereorder = "loadfile", False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
+    if not config.getoption("nightly"):
+        config.hook.pytest_deselected(items=[item for item in items if is_nightly(item)])
+        items[:] = [item for item in items if not is_nightly(item)]
+    if hasattr(config, "workerinput"):
+        order = {name: i for i, name in enumerate(LONGEST)}
+        sizes = Counter(item.path for item in items)
+        # Of files that it does not know those with many tests.
+        items.sort(key=lambda item: (order.get(item.path.stem, len(order)), -sizes[item.path]))
+
+
+def is_nightly(item) -> bool:
+    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing."""
+    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
+
+
+# ---------------------------------------------------------------- fixtures
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])
@@ -147,6 +129,13 @@ def host(target):
     from numkv import targets
 
     return targets.get(target).to_host
+
+
+@pytest.fixture(autouse=True)
+def order_of_threads(request) -> None:
+    """The order in which simulated threads take turns: another in each test, the same in every run of it."""
+    if SIMULATED:
+        simulator.seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

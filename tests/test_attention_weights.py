@@ -1,9 +1,12 @@
 """Attention weights by token, against softmax rows in float64: as a function, and as methods of layers and caches."""
 
+from itertools import product
+
 import naive
 import numpy as np
 import problems
 import pytest
+from kinds import attending
 from messages import about
 from problems import Shape
 
@@ -87,8 +90,9 @@ def test_as_the_softmax_says(target, to, host, rng, shape, kind):
     assert_weights(*function(problem, to, host, kind), kind)
 
 
-@pytest.mark.parametrize("q_kind", naive.DTYPES)
-@pytest.mark.parametrize("kind", ["fp16", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "q_kind"), attending(product(["fp16", "int8"], naive.DTYPES), "kq")
+)
 def test_queries_of_any_kind(target, to, host, rng, q_kind, kind):
     problem = problems.make(rng, SHAPES[2], "fp32" if kind == "int8" else kind, q_kind)
     assert_weights(*function(problem, to, host, kind), kind)

@@ -205,7 +205,10 @@ def test_objects_refuse_arrays_of_the_other_target(where):
     assert layer.seq_len == 0
 
 
-@pytest.mark.parametrize("thing", [None, 3, 2.5, "rows", [[1.0] * 4] * 2, object()], ids=repr)
+THINGS = [None, 3, 2.5, "rows", [[1.0] * 4] * 2, object()]
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: type(thing).__name__)
 def test_things_that_are_no_arrays(thing):
     cache = numkv.KVCache(1, 2, 4)
     with pytest.raises((numkv.NumkvError, TypeError), match=about("k")):

@@ -5,10 +5,10 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numba import njit
+from profiles import machine
 
 import numkv
 from numkv.block_pool import BlockPool, BlocksRemoved, BlocksStored, MissReason, PoolStats
@@ -962,10 +962,7 @@ class PoolModel(RuleBasedStateMachine):
         assert stats.pinned == sum(map(bool, model.pins.values()))
 
 
-TestPoolModel = PoolModel.TestCase
-TestPoolModel.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=50, derandomize=True, database=None
-)
+TestPoolModel = machine(PoolModel)
 
 
 def test_a_long_random_walk(rng):

@@ -90,7 +90,6 @@ def edited(path: Path, old: str, new: str):
 @pytest.mark.parametrize("name", ["kernels/cpu/append.py", "kernels/cpu/simd.py", "rows/rope.py"])
 def test_an_edit_of_any_source_compiles_again(workplace, name):
     warm = run(workplace)
-    assert run(workplace)["misses"] == 0
     with (workplace / "numkv" / name).open("a") as file:
         file.write("\n# edited\n")
     again = run(workplace)

@@ -3,19 +3,13 @@
 import naive
 import numpy as np
 import problems
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from profiles import machine
 
 import numkv
 
-QUIET = settings(
-    deadline=None,
-    max_examples=40,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 KINDS = st.sampled_from(list(naive.DTYPES))
 
 
@@ -44,7 +38,6 @@ def shapes(draw):
     window_left=st.integers(-1, 40),
     seed=st.integers(0, 2**32 - 1),
 )
-@QUIET
 def test_attention(shape, kind, window_left, seed):
     if max(shape.seq_lens) + shape.spare == 0:
         return
@@ -57,7 +50,6 @@ def test_attention(shape, kind, window_left, seed):
     kind=KINDS,
     data=st.data(),
 )
-@QUIET
 def test_append(sizes, kind, data):
     batch, heads, new_len, l_max, d_k, d_v = sizes
     near = st.integers(-8, 8) | st.integers(-(2**63), 2**63 - 1)
@@ -77,7 +69,7 @@ def test_append(sizes, kind, data):
     bits=st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=8),
     kind=st.sampled_from(["fp16", "bf16"]),
 )
-@settings(QUIET, max_examples=200)
+@settings(max_examples=200)
 def test_rounding(bits, kind):
     """Any float32 is stored as its nearest 16-bit neighbour, ties to even."""
     rows = np.array(bits, np.uint32).view(np.float32).reshape(2, 4)
@@ -173,5 +165,4 @@ class CacheModel(RuleBasedStateMachine):
                 assert v[:, 0, 0].tolist() == rows[layer]
 
 
-TestCacheModel = CacheModel.TestCase
-TestCacheModel.settings = settings(QUIET, max_examples=30, stateful_step_count=30)
+TestCacheModel = machine(CacheModel)

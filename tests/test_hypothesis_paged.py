@@ -4,20 +4,14 @@ import naive
 import numpy as np
 import paged_problems
 import problems
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from profiles import machine
 
 import numkv
 from numkv.paging import slot_mapping
 
-QUIET = settings(
-    deadline=None,
-    max_examples=40,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 KINDS = st.sampled_from(["fp32", "fp16", "bf16", "int8"])
 
 
@@ -43,7 +37,6 @@ def shapes(draw):
 
 
 @given(shapes(), KINDS, st.integers(1, 20), st.integers(-1, 40), st.integers(0, 2**32 - 1))
-@QUIET
 def test_attention(shape, kind, block_size, window_left, seed):
     rng = np.random.default_rng(seed)
     problem = paged_problems.make(rng, shape, kind, block_size=block_size)
@@ -55,7 +48,6 @@ def test_attention(shape, kind, block_size, window_left, seed):
     kind=KINDS,
     data=st.data(),
 )
-@QUIET
 def test_append(sizes, kind, data):
     """Any distinct slots and any number of skipped rows."""
     blocks, heads, size, dim = sizes
@@ -92,7 +84,7 @@ def test_append(sizes, kind, data):
     rows=st.lists(st.floats(-65504, 65504, width=32), min_size=1, max_size=40),
     exponent=st.integers(-34, 0),
 )
-@settings(QUIET, max_examples=200)
+@settings(max_examples=200)
 def test_no_element_is_off_by_more_than_half_a_scale(rows, exponent):
     """Of any row whose largest element is at least 1e-30."""
     x = (np.array(rows) * 10.0**exponent).astype(np.float32)
@@ -181,5 +173,4 @@ class LayersModel(RuleBasedStateMachine):
             assert flat[slots, 1].tolist() == [-x for x in rows]
 
 
-TestLayersModel = LayersModel.TestCase
-TestLayersModel.settings = settings(QUIET, max_examples=20, stateful_step_count=25)
+TestLayersModel = machine(LayersModel)

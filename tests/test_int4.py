@@ -8,6 +8,7 @@ import numpy as np
 import paged_problems
 import pytest
 import tolerances
+from kinds import attending
 from messages import about
 from numba import njit
 from problems import Shape
@@ -279,7 +280,7 @@ def test_growth_copy_and_truncate(target, to, host, rng):
             assert np.array_equal(naive.words(scale), naive.words(naive.int4_quantise(v[:33])[1]))
 
 
-@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4"), ("int4", "fp16")])
+@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4"), ("int4", "bf16")])
 def test_a_fused_write_quantises_what_it_would_have_written(target, to, host, rng, kinds):
     heads, dim = 2, 34
     cos, sin = (to(x) for x in naive.rope_tables(16, dim))
@@ -299,7 +300,7 @@ def test_a_fused_write_quantises_what_it_would_have_written(target, to, host, rn
     for which, kind in zip("kv", kinds, strict=True):
         got = naive.gather(host(getattr(layers[0], which)), table, [3])
         plain = naive.gather(host(getattr(layers[1], which)), table, [3])
-        if kind == "fp16":
+        if kind == "bf16":
             assert np.array_equal(got, naive.round_to(plain, kind))
             continue
         codes, scale = naive.quantise(plain, kind)
@@ -443,7 +444,11 @@ shapes = pytest.mark.parametrize(
     indirect=["target"],
     ids=str,
 )
-KINDS = [("int4", "int4"), ("int8", "int4"), ("int4", "bf16"), ("fp64", "int4")]
+KINDS = [
+    (k_kind, v_kind, q_kind)
+    for k_kind, v_kind in [("int4", "int4"), ("int8", "int4"), ("int4", "bf16"), ("fp64", "int4")]
+    for q_kind in naive.DTYPES
+]
 
 
 @pytest.mark.boundscheck
@@ -453,11 +458,10 @@ def test_every_shape(target, to, host, rng, shape, block_size):
     paged_problems.make(rng, shape, "int4", block_size=block_size).check(to, host)
 
 
-@pytest.mark.parametrize("q_kind", list(naive.DTYPES))
-@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-def test_kinds_apart(target, to, host, rng, kinds, q_kind):
+@pytest.mark.parametrize(("k_kind", "v_kind", "q_kind"), attending(KINDS, "kvq"))
+def test_kinds_apart(target, to, host, rng, k_kind, v_kind, q_kind):
     shape = Shape(4, 2, 34, (11, 3), new=(2, 1), head_dim_v=40)
-    problem = paged_problems.make(rng, shape, kinds[0], q_kind, v_kind=kinds[1], block_size=4)
+    problem = paged_problems.make(rng, shape, k_kind, q_kind, v_kind=v_kind, block_size=4)
     options = {"window_left": 6, "logits_soft_cap": 3.0}
     problem.check(to, host, **options, sinks=rng.standard_normal(4).astype(F32))
 

@@ -10,16 +10,16 @@ import naive
 import naive_cells
 import numpy as np
 from cell_problems import Pair, plus, plus_one
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from profiles import machine
 
 import numkv
 
 F32 = np.float32
 HEADS, Q_HEADS, DIM, DIM_V = 2, 4, 4, 3
 LAYERS = 3
-KINDS = [(kind, kind) for kind in (*naive.DTYPES, "int8")] + [("fp16", "int8"), ("int8", "fp32")]
+KINDS = [(kind, kind) for kind in (*naive.DTYPES, "int8")] + [("fp32", "int8"), ("int8", "fp16")]
 IDS = [0, 1, 2, 10**12]
 FAR = 96  # positions stay below
 
@@ -265,15 +265,6 @@ class CacheModel(RuleBasedStateMachine):
             self.pair.cache.close()
 
 
-def run(machine, max_examples, steps):
-    case = machine.TestCase
-    case.settings = settings(
-        deadline=None, max_examples=max_examples, stateful_step_count=steps, derandomize=True,
-        database=None, suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    return case
-
-
 class CausalModel(CacheModel):
     variants = ["causal"]
 
@@ -294,8 +285,8 @@ class CudaModel(CacheModel):
     target, most = "cuda", 3
 
 
-TestCausal = run(CausalModel, 25, 25)
-TestSliding = run(SlidingModel, 40, 25)
-TestChunked = run(ChunkedModel, 25, 25)
-TestWrapper = run(WrapperModel, 40, 25)
-TestCuda = run(CudaModel, 3, 5)
+TestCausal = machine(CausalModel)
+TestSliding = machine(SlidingModel)
+TestChunked = machine(ChunkedModel)
+TestWrapper = machine(WrapperModel)
+TestCuda = machine(CudaModel, share=0.4)

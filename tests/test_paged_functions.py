@@ -1,12 +1,14 @@
 """Paged pools of the caller's own: append, fused write, decode and prefill, batched."""
 
 from dataclasses import replace
+from itertools import product
 
 import naive
 import numba
 import numpy as np
 import paged_problems
 import pytest
+from kinds import attending
 from messages import about
 from problems import Shape
 
@@ -64,8 +66,7 @@ def test_every_shape(target, to, host, rng, shape, block_size, kind):
 
 
 @both_targets([SMALL[0], SMALL[2]], [SMALL[0]])
-@pytest.mark.parametrize("q_kind", list(naive.DTYPES))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "q_kind"), attending(product(KINDS, naive.DTYPES), "kq"))
 def test_every_dtype_of_q(target, to, host, rng, shape, block_size, kind, q_kind):
     paged_problems.make(rng, shape, kind, q_kind, block_size=block_size).check(to, host)
 
@@ -92,10 +93,12 @@ def test_options(target, to, host, rng, shape, block_size, kind, options):
     paged_problems.make(rng, shape, kind, block_size=block_size).check(to, host, **options)
 
 
+APART = [("int8", "fp16"), ("int8", "bf16"), ("fp32", "int8")]
+
+
 @both_targets([DECODE[1]], [SMALL[3]])
-@pytest.mark.parametrize("kinds", [("int8", "bf16"), ("fp32", "int8")], ids=str)
-def test_k_and_v_kinds_apart(target, to, host, rng, shape, block_size, kinds):
-    k_kind, v_kind = kinds
+@pytest.mark.parametrize(("k_kind", "v_kind"), attending(APART, "kv"))
+def test_k_and_v_kinds_apart(target, to, host, rng, shape, block_size, k_kind, v_kind):
     problem = paged_problems.make(rng, shape, k_kind, v_kind=v_kind, block_size=block_size)
     problem.check(to, host, window_left=6)
 

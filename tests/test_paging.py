@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from messages import about
 
 import numkv
 from numkv.paging import block_table_to_csr, csr_to_block_table, slot_mapping
 
-QUIET = settings(deadline=None, max_examples=100, derandomize=True, database=None)
 TABLES = [  # block table, lengths, block size; indptr, indices, last page lengths
     ([[7, 2], [5, -1]], [17, 3], 16, [0, 2, 3], [7, 2, 5], [1, 3]),
     ([[4, 9, 1]], [3], 1, [0, 3], [4, 9, 1], [1]),
@@ -77,7 +76,6 @@ def tables(draw):
 
 
 @given(tables())
-@QUIET
 def test_round_trips(drawn):
     size, lens, table, new = drawn
     csr = block_table_to_csr(table, lens, size)
@@ -91,7 +89,6 @@ def test_round_trips(drawn):
 
 
 @given(tables())
-@QUIET
 def test_slots_are_where_tokens_lie(drawn):
     size, lens, table, new = drawn
     want = [

@@ -7,13 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import numkv
 from numkv.prefix import block_digests, root_digest, token_ids
 
-QUIET = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 ZEROS = bytes(32)
 KEYS = st.dictionaries(
     st.text(max_size=3),
@@ -155,7 +154,6 @@ def test_extra_keys_in_the_middle_of_a_chain():
     b=st.lists(st.integers(0, 2), max_size=12),
     block_size=st.integers(1, 4),
 )
-@QUIET
 def test_blocks_have_one_name_exactly_when_their_prefixes_are_equal(a, b, block_size):
     names_a, names_b = (as_bytes(block_digests(x, block_size)) for x in (a, b))
     for i, name_a in enumerate(names_a):
@@ -195,7 +193,6 @@ def test_extra_keys_never_collide():
 
 
 @given(a=KEYS, b=KEYS)
-@QUIET
 def test_extra_keys_have_one_name_exactly_when_they_are_equal(a, b):
     assert (root_digest(4, a) == root_digest(4, b)) == (a == b)
     assert root_digest(4, dict(reversed(a.items()))) == root_digest(4, a)

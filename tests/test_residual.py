@@ -6,7 +6,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from messages import about
 
@@ -765,10 +765,6 @@ STEPS = st.lists(
 @given(
     steps=STEPS, window=st.integers(0, 5), sinks=st.integers(0, 4), rotate=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
-)  # fmt: skip
-@settings(
-    deadline=None, max_examples=60, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 def test_any_order_of_calls(steps, window, sinks, rotate, seed):
     rng = np.random.default_rng(seed)

@@ -3,12 +3,15 @@
 Bounds are relative L2 errors of each output row, from values as stored (``tolerances.py``).
 """
 
+import itertools
+
 import naive
 import numba
 import numpy as np
 import problems
 import pytest
 import tolerances
+from kinds import attending
 from problems import Shape
 
 import numkv
@@ -79,8 +82,7 @@ def test_every_shape(target, to, host, rng, shape, kind):
 
 
 @pytest.mark.parametrize("shape", [SMALL[0], SMALL[2]], ids=str)
-@pytest.mark.parametrize("q_kind", KINDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "q_kind"), attending(itertools.product(KINDS, KINDS), "kq"))
 def test_every_dtype_of_q(to, host, rng, shape, kind, q_kind):
     """Outputs have q's dtype; float64 anywhere means float64 sums."""
     problems.make(rng, shape, kind, q_kind).check(to, host)

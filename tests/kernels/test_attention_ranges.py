@@ -10,6 +10,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from kinds import attending
 from paged_problems import GARBAGE
 
 from numkv import kinds, targets
@@ -215,14 +216,14 @@ def test_every_shape(target, to, host, rng, shape):
 KINDS = [
     ("fp16", "fp16", "fp16"), ("bf16", "bf16", "bf16"), ("fp32", "int8", "int8"),
     ("bf16", "int8", "fp16"), ("fp16", "fp32", "int8"), ("fp64", "fp64", "fp64"),
-    ("fp64", "int8", "bf16"), ("fp32", "fp64", "fp32"),
+    ("fp64", "int8", "int8"), ("fp64", "int8", "bf16"), ("fp32", "fp64", "fp32"),
 ]  # fmt: skip
 
 
 @both_targets([LARGE[0], SMALL[1], LARGE[3]], [SMALL[1], SMALL[3], SPLIT[1]])
-@pytest.mark.parametrize("found", KINDS, ids="-".join)
-def test_every_kind(target, to, host, rng, shape, found):
-    make(rng, shape, *found).check(target, to, host)
+@pytest.mark.parametrize(("q_kind", "k_kind", "v_kind"), attending(KINDS, "qkv"))
+def test_every_kind(target, to, host, rng, shape, q_kind, k_kind, v_kind):
+    make(rng, shape, q_kind, k_kind, v_kind).check(target, to, host)
 
 
 @both_targets([LARGE[0], LARGE[2], SMALL[2]], [SMALL[1], SMALL[2], SPLIT[0]])

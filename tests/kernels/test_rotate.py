@@ -6,6 +6,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from kinds import converting
 
 from numkv import targets
 
@@ -62,7 +63,7 @@ def test_against_the_matrix(target, rng, dim):
 
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize(("kind", "out_kind"), [*itertools.product(KINDS, KINDS)])
+@pytest.mark.parametrize(("kind", "out_kind"), converting(itertools.product(KINDS, KINDS)))
 def test_every_kind_to_every_kind(target, rng, kind, out_kind, inverse):
     dim = 24
     signs = some_signs(rng, dim)

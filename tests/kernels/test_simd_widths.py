@@ -1,8 +1,7 @@
 """Attention on CPUs with narrower vectors: Numba is told of another CPU, in a process of its own.
 
 Vectors of 256 bits take INT8 as integers and INT4 as floats; those of 128 bits know no half floats and no products of
-16-bit integers. The processes start when the first of all tests does (`conftest.py`): most of their time goes to the
-compiler, and another core can do that meanwhile.
+16-bit integers. Most of the processes' time goes to the compiler, so they run at the same time.
 """
 
 import os
@@ -11,9 +10,20 @@ import other_cpus
 import pytest
 
 
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    """A process for each CPU, all of them running; of one cache, which knows the CPU that it compiles for."""
+    folder = tmp_path_factory.mktemp("other_cpus")
+    started = {cpu: other_cpus.start(cpu, folder) for cpu in other_cpus.LANES}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("cpu", other_cpus.LANES)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 CPUs")
-def test_other_cpus(on_other_cpus, cpu):
-    printed, errors = on_other_cpus[cpu].communicate()
-    assert on_other_cpus[cpu].returncode == 0, errors
+def test_other_cpus(processes, cpu):
+    printed, errors = processes[cpu].communicate()
+    assert processes[cpu].returncode == 0, errors
     assert printed.strip() == "right"

@@ -1,0 +1,46 @@
+"""Kinds that tests put together: each combination is a kernel of its own, and attention takes seconds to compile.
+
+Every kind is stored, read and attended to by itself in every run, on every target. Of the kinds of K, of V and of
+queries that may meet beside that, the lists below name those that the CPU compiles in every run. The others have the
+marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the simulator compiles nothing.
+"""
+
+import naive
+import pytest
+
+FLOATS = list(naive.DTYPES)
+STORED = [*FLOATS, *naive.CODES]
+
+#: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds, floats of two sizes.
+APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "fp32")]
+#: Kinds of both that meet queries in float64.
+IN_FLOAT64 = ["fp64", "fp32", "int8", "int4"]
+#: From where to where rows are rotated, beside those that keep their kind.
+CONVERSIONS = [
+    ("fp32", "fp64"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"),
+]  # fmt: skip
+
+
+def attending(rows, order):
+    """Parameters of a test that attends.
+
+    `order` says what the values of a row are: K's kind (k), V's (v; K's if there is none) and the queries' (q; fp32).
+    """
+    params = []
+    for row in rows:
+        kinds = {"q": "fp32"} | dict(zip(order, row, strict=True))
+        k, v, q = kinds["k"], kinds.get("v", kinds["k"]), kinds["q"]
+        wide = "fp64" in (k, v, q)
+        params.append(
+            _param(row, k in IN_FLOAT64 or not wide if k == v else (k, v) in APART and not wide)
+        )
+    return params
+
+
+def converting(rows):
+    """Parameters of a test that turns rows of one kind into another."""
+    return [_param(row, row[0] == row[1] or row in CONVERSIONS) for row in rows]
+
+
+def _param(row, always):
+    return pytest.param(*row, marks=[] if always else pytest.mark.nightly)
