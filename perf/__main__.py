@@ -1,6 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
-Writes a Markdown report and a picture. ``python -m perf install`` does another thing: see perf/README.md.
+Writes a Markdown report and a picture. ``python -m perf install``, ``neighbour`` and ``threads`` do other things:
+see perf/README.md.
 """
 
 import argparse
@@ -25,7 +26,7 @@ PREFILL_KINDS = ("fp32", "bf16")
 #: What the race is compared on with each library alone: a shape and a kind.
 CHECKED = "C/bf16,C/int8,P/fp32"
 #: Modules of other commands.
-COMMANDS = {"install": "envs"}
+COMMANDS = {"install": "envs", "neighbour": "neighbour", "threads": "python_threads"}
 
 
 def _some_of(names):

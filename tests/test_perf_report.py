@@ -12,7 +12,7 @@ import pytest
 
 import numkv
 from perf import __main__ as program
-from perf import envs, fairness, race, report, worker, workers
+from perf import envs, fairness, neighbour, python_threads, race, report, worker, workers
 from perf.peers import CannotRun, Contestant, numkv_, numpy_, refuse, stacked
 from perf.shapes import (
     COLD,
@@ -405,6 +405,59 @@ def test_commands(monkeypatch):
         with pytest.raises(SystemExit) as error:
             program.main([name, "x"])
         assert error.value.code is True
+
+
+def moments(**times):
+    state = {"libgomp.so.1": [1, 255]}
+    return {
+        name: {"times": dict(zip(neighbour.CALLS, of, strict=False)), "openmp": state}
+        for name, of in times.items()
+    }
+
+
+def test_what_neighbours_suffer():
+    alone = {
+        "torch alone": [moments(after=(0.1, 0.2), set=(0.1, 0.2))] * 2,
+        "NumPy alone": [
+            {"after": {"times": {"NumPy product": t}, "openmp": {}}} for t in (0.3, 0.6)
+        ],
+    }
+    slow = moments(before=(0.1, 0.2, 0.3), after=(0.1, 0.2, 0.3), set=(0.5, 0.2, 0.3))
+    results = {("omp", "numkv, threads, torch"): [slow] * 2, ("tbb", "x"): ["no tbb"] * 2}
+    rows = neighbour.imports_table(results, alone).splitlines()
+    assert "| 500.0 (5.00) | 200.0 (1.00) | 300.0 (0.75) |" in rows[-2]
+    assert "libgomp.so.1: nested 1, levels 255" in rows[-2]
+    assert "does not run: no tbb" in rows[-1]
+    factor, call, where = neighbour.worst(results, alone)
+    assert (factor, call) == (5, "torch attention")
+    assert "set_num_threads" in where
+
+
+def test_rounds_of_cases():
+    counts = {"a": iter(range(9)), "b": iter(range(9))}
+    cases = {name: (lambda of=of: next(of)) for name, of in counts.items()}
+    said = []
+    assert neighbour.in_rounds(cases, 3, said.append) == {"a": [0, 1, 2], "b": [0, 1, 2]}
+    assert len(said) == 3
+
+
+def test_openmp_is_read_from_the_process():
+    for nested, levels in neighbour.openmp().values():
+        assert nested in (0, 1)
+        assert levels >= 0
+
+
+def test_calls_are_made_long_enough(monkeypatch):
+    monkeypatch.setattr(python_threads, "_time", lambda call: call())
+    assert python_threads.long_enough(lambda amount: lambda: amount * 1e-4) == 16
+
+
+def test_calls_in_threads():
+    called = []
+    ratio, one = python_threads.gain([lambda: called.append(1), lambda: called.append(2)], 1e-4, 3)
+    assert ratio > 0
+    assert one > 0
+    assert called.count(1) == called.count(2) > 3
 
 
 # ------------------------------------------------------------------ rows, layers, bytes
