@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from perf import fairness, report
+from perf.load import MOST, Load
 from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
 from perf.race import ROUNDS, race
 from perf.shapes import COLD, MOST_LAYERS, PREFILL, SHAPES, causal_flops, labelled, problem_of
@@ -105,8 +106,11 @@ class Problems:
         }
 
 
-def measure(libraries, letter, kind, seconds, probe, rng, flops=0):
-    """Race all that there are for this kind of the problem that the libraries have: a `report.Line`."""
+def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):
+    """Race all that there are for this kind of the problem that the libraries have: a `report.Line`.
+
+    `own` are further processes that are not other load on the machine.
+    """
     rows, contestants = [], {}
     for library in libraries:
         try:
@@ -121,8 +125,9 @@ def measure(libraries, letter, kind, seconds, probe, rng, flops=0):
                 contestants[row.name], row.error, row.bytes = made, made.error, made.bytes
             rows.append(row)
     line = report.Line(letter, kind, rows)
+    load = Load([*own, *(library.pid for library in libraries)])
     result = race(contestants, seconds, probe, rng)
-    line.probes = result.probes
+    line.probes, line.others = result.probes, load.of_others()
     for row in rows:
         row.reason = row.reason or result.lost.get(row.name, "")
     for row in line.ran:
@@ -159,6 +164,10 @@ def show(line):
         print(
             f"  {row.name:52} {row.seconds * 1e6:10.1f} us  {rate}  "
             f"{report.number(row.ratio):>7} of numkv's time  error {row.error:.1e}"
+        )
+    if (line.others or 0) > MOST:
+        print(
+            f"  OTHER PROCESSES USED {line.others:.0%} OF THE CORES: repeat it on a quiet machine"
         )
     sys.stdout.flush()
 
@@ -250,7 +259,14 @@ def run(options, problems):
                 continue
             flops = causal_flops(PREFILL[letter]) if is_prefill else 0
             line = measure(
-                there, letter, kind, options.seconds, lambda: probe.ask("probe"), rng, flops
+                there,
+                letter,
+                kind,
+                options.seconds,
+                lambda: probe.ask("probe"),
+                rng,
+                flops,
+                [probe.pid],
             )
             line.rows += [report.Row(name, "", reason=why) for name, why in lost.items()]
             (prefill if is_prefill else decode).append(line)
@@ -289,6 +305,8 @@ def run(options, problems):
             picture = path.with_suffix(".svg").name
     write(picture)
     print(f"\nwritten: {path}")
+    if any((x.others or 0) > MOST for x in decode + prefill + compared):
+        print("OTHER PROCESSES USED THE CORES TOO: do not quote these figures", file=sys.stderr)
     unfair = [one for one in compared if not one.fair]
     if unfair:
         print("THE RACE IS NOT FAIR, see above: do not quote its figures", file=sys.stderr)

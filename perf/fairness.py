@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from perf.load import Load
 from perf.peers import CannotRun
 from perf.race import FEWEST_ROUNDS, race
 from perf.workers import Died, Missing
@@ -32,6 +33,7 @@ class Compared:
     in_race: dict[int, float] = field(default_factory=dict)
     alone: dict[int, float] = field(default_factory=dict)
     reason: str = ""  # why there is no comparison
+    others: float = 0.0  # the share of the cores that other processes used, at most
 
     @property
     def name(self):
@@ -86,6 +88,14 @@ class Check:
             say(f"  after round {n + 1}, race / alone: {', '.join(ratios)}")
         return list(self.found.values())
 
+    def _race(self, libraries, contestants, probe, whose):
+        """A race, and what others used of the machine meanwhile."""
+        load = Load(x.pid for x in libraries)
+        result = race(contestants, self.seconds, probe, self.rng, FEWEST_ROUNDS)
+        for compared in whose:
+            compared.others = max(compared.others, load.of_others() or 0.0)
+        return result
+
     def _all_together(self, n):
         """A race as the report's: all forms of all libraries."""
         libraries, contestants = {}, {}
@@ -102,9 +112,9 @@ class Check:
                 for form, x in made.items():
                     if not isinstance(x, str):
                         contestants[f"{peer} {form}"] = x
-            result = race(
-                contestants, self.seconds, lambda: probe.ask("probe"), self.rng, FEWEST_ROUNDS
-            )
+            everybody = (probe, *libraries.values())
+            asked = lambda: probe.ask("probe")  # noqa: E731
+            result = self._race(everybody, contestants, asked, self.found.values())
         finally:
             for worker in (probe, *libraries.values()):
                 worker.close()
@@ -123,7 +133,7 @@ class Check:
                 library = self.start(peer)
                 library.problem(**self.problem)
                 one = library.only(self.kind, compared.form)
-                result = race({"": one}, self.seconds, lambda: 1.0, self.rng, FEWEST_ROUNDS)
+                result = self._race([library], {"": one}, lambda: 1.0, [compared])
                 if result.lost:
                     raise Died(result.lost[""])
                 compared.alone[n] = result.seconds("")

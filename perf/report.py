@@ -5,6 +5,7 @@ import textwrap
 from dataclasses import dataclass, field
 from statistics import median
 
+from perf import load
 from perf.fairness import TOLERANCE
 from perf.peers import CONTIGUOUS, OURS
 from perf.shapes import labelled
@@ -38,6 +39,7 @@ class Line:
     kind: str
     rows: list[Row]
     probes: list[float] = field(default_factory=list)  # bytes a second
+    others: float | None = None  # the share of the cores that other processes used
 
     @property
     def ran(self):
@@ -173,23 +175,27 @@ def fairness_table(compared):
         "µs alone",
         "race / alone",
         "verdict",
+        "cores used by others",
     ]
     rows = []
     for x in compared:
         times = [median(of.values()) if of else None for of in (x.in_race, x.alone)]
         cells = ["–" if t is None else f"{t * 1e6:,.0f}" for t in times]
-        rows.append([labelled(x.shape), x.kind, x.name, *cells, number(x.ratio), x.verdict])
-    return table(header, rows, range(3, 6))
+        others = f"{x.others:.0%}"
+        rows.append([labelled(x.shape), x.kind, x.name, *cells, number(x.ratio), x.verdict, others])
+    return table(header, rows, (3, 4, 5, 7))
 
 
 def probe_table(lines):
-    """The probes around the rounds: median, lowest and highest."""
+    """The probes around the rounds: median, lowest and highest. And what others used of the machine."""
     rows = []
     for line in lines:
         rates = [x / 1e9 for x in line.probes]
         cells = (median(rates), min(rates), max(rates))
-        rows.append([labelled(line.shape), line.kind, *(f"{x:.1f}" for x in cells)])
-    return table(["shape", "kind", "GB/s, median", "lowest", "highest"], rows, range(2, 5))
+        others = "–" if line.others is None else f"{line.others:.0%}"
+        rows.append([labelled(line.shape), line.kind, *(f"{x:.1f}" for x in cells), others])
+    header = ["shape", "kind", "GB/s, median", "lowest", "highest", "cores used by others"]
+    return table(header, rows, range(2, 6))
 
 
 def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=None):
@@ -205,13 +211,19 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=No
         parts.append(
             "**The race was not fair to all, see the last section but one: do not quote it.**"
         )
+    most = max([0, *(x.others or 0 for x in (*decode, *prefill, *compared))])
+    if most > load.MOST:
+        parts.append(
+            f"**Other processes used up to {most:.0%} of the cores meanwhile: do not quote it.**"
+        )
     if decode:
         parts += [
             "## Decode attention",
             wrap(
                 f"Shapes are (batch, q heads, kv heads, head dim, context): {named(decode)}. Bytes are those of "
                 "K and V in the contestant's own format, scales included; the share is of the read bandwidth probed "
-                "before and after each round. Shares and ratios are medians over rounds, times medians over calls. "
+                "before and after each round by passes straight through 256 MB; who asks for memory ahead of time can "
+                "be a little faster than that. Shares and ratios are medians over rounds, times medians over calls. "
                 "The error is the relative L2 error against float64 on the unrounded rows."
             ),
         ]
@@ -240,7 +252,7 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=No
             ),
             fairness_table(compared),
         ]
-    parts += ["## Read bandwidth around the rounds", probe_table(decode + prefill)]
+    parts += ["## Read bandwidth around the rounds, and other load", probe_table(decode + prefill)]
     return "\n\n".join(parts) + "\n"
 
 

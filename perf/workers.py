@@ -65,6 +65,10 @@ class Worker:
         self.name, self.versions = hello["name"], hello["versions"]
 
     @property
+    def pid(self):
+        return self._process.pid
+
+    @property
     def alive(self):
         return self._process.poll() is None
 
@@ -131,6 +135,10 @@ class Library:
         self.worker = Worker(*self._start)
         self.name, self.versions = self.worker.name, self.worker.versions
         self._problem = None
+
+    @property
+    def pid(self):
+        return self.worker.pid
 
     def problem(self, **problem):
         """The problem that the next contestants get."""

@@ -12,7 +12,7 @@ import pytest
 
 import numkv
 from perf import __main__ as program
-from perf import envs, fairness, neighbour, python_threads, race, report, worker, workers
+from perf import envs, fairness, load, neighbour, python_threads, race, report, worker, workers
 from perf.peers import CannotRun, Contestant, numkv_, numpy_, refuse, stacked
 from perf.shapes import (
     COLD,
@@ -310,7 +310,7 @@ def test_verdicts(in_race, alone, verdict):
 class FakeLibrary:
     """A library whose calls take longer while another is there."""
 
-    there = 0
+    there = pid = 0
     costs = {"torch": (0.01, 0.02), "numpy": (0.03, 0.03), "numkv": (0.005, 0.005)}  # alone, not
 
     def __init__(self, peer):
@@ -340,13 +340,15 @@ class FakeLibrary:
 @pytest.fixture
 def fakes(monkeypatch):
     monkeypatch.setattr(FakeLibrary, "there", 0)
-    probe = SimpleNamespace(ask=lambda _: 5e9, close=lambda: None, versions="2 threads")
+    probe = SimpleNamespace(ask=lambda _: 5e9, close=lambda: None, versions="2 threads", pid=0)
     monkeypatch.setattr(program, "Library", FakeLibrary)
-    monkeypatch.setattr(program, "load", lambda names: load(names, FakeLibrary))
+    monkeypatch.setattr(program, "load", lambda names: load_libraries(names, FakeLibrary))
     monkeypatch.setattr(program, "Worker", lambda module: probe)
+    for module in (program, fairness):
+        monkeypatch.setattr(module, "Load", lambda pids: SimpleNamespace(of_others=lambda: 0.02))
 
 
-load = program.load
+load_libraries = program.load
 
 
 def test_check(fakes, rng):
@@ -388,12 +390,42 @@ def test_the_whole_program(fakes, tmp_path, capsys, monkeypatch):
     argv = [*common, "--peers", "numpy", "--check", "F/fp32,A/fp32"]
     status, text = reports()
     assert status == 0
-    assert "| F: 1 sequence, 512 tokens | fp32 | Numpy | 30,000 | 30,000 | 1.00 | fair |" in text
+    assert (
+        "| F: 1 sequence, 512 tokens | fp32 | Numpy | 30,000 | 30,000 | 1.00 | fair | 2% |" in text
+    )
     assert "do not quote" not in text
 
     argv = [*common, "--peers", "numpy", "--check", "none"]
     assert reports()[0] == 0
     assert "was not checked" in capsys.readouterr().err
+
+
+def test_load_of_others(tmp_path, monkeypatch):
+    now = SimpleNamespace(clock=0.0, machine=100.0, own=7.0)
+    watched = load.Load(
+        [1], lambda: now.clock, lambda: now.machine, lambda pid: now.own if pid == 1 else 0.0
+    )
+    monkeypatch.setattr(load, "cores", lambda: 2)
+    now.clock, now.machine, now.own = 10.0, 115.0, 17.0  # 15 of 20 s busy, 10 of them our own
+    assert watched.of_others() == 0.25
+    now.machine = None
+    assert watched.of_others() is None
+
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 10 20 5000 300 1 2 4 50 0\ncpu0 1 1 1 1\n")
+    ticks = load.os.sysconf("SC_CLK_TCK")
+    assert load._machine(stat) == (100 + 10 + 20 + 1 + 2 + 4) / ticks
+    assert load._machine(tmp_path / "none") is None
+    assert load._process(2**30) == 0
+
+
+def test_a_busy_machine_is_reported():
+    busy = lines()
+    busy[0].others = 0.3
+    text = report.document("T", [], {"A": TINY, "B": TINY}, busy, [])
+    assert "Other processes used up to 30% of the cores meanwhile: do not quote it." in text
+    assert "| 52.0 | 30% |" in text
+    assert "do not quote" not in report.document("T", [], {"A": TINY, "B": TINY}, lines(), [])
 
 
 # ------------------------------------------------------------------ other commands
@@ -530,7 +562,7 @@ def test_what_cannot_run_says_why(decode, rng):
     made = {form: commands.make("fp32", form)["reason"] for form in commands.forms("fp32")}
     assert made == {"x": "RuntimeError: no such kernel", "y": "why"}
 
-    library = SimpleNamespace(name="Peer", peer="peer", contestants=lambda kind: made)
+    library = SimpleNamespace(name="Peer", peer="peer", pid=0, contestants=lambda kind: made)
     line = program.measure([library], "F", "fp32", 0.01, lambda: 1.0, rng)
     assert [(r.name, r.reason) for r in line.rows] == [
         ("Peer x", "RuntimeError: no such kernel"),
@@ -637,7 +669,7 @@ def test_summary_and_probes():
         "| B: 8 sequences, 4k tokens | 0.80 | – |",
     ]
     row = report.probe_table(lines()).splitlines()[2]
-    assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 |"
+    assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | – |"
 
 
 def test_shapes_have_words():
@@ -662,8 +694,8 @@ def test_fairness_table():
     rows = report.fairness_table(some).splitlines()[2:]
     of = "| C: no grouping, 4k tokens | bf16 | PyTorch SDPA |"
     assert rows == [
-        f"{of} 1,500,000 | 1,000,000 | 1.50 | UNFAIR: slower in the race |",
-        f"{of} – | – | – | not compared:  |",
+        f"{of} 1,500,000 | 1,000,000 | 1.50 | UNFAIR: slower in the race | 0% |",
+        f"{of} – | – | – | not compared:  | 0% |",
     ]
 
 
