@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perf import fairness, report
+from perf import envs, fairness, report
 from perf.load import MOST, Load
 from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
 from perf.race import ROUNDS, race
@@ -82,7 +82,7 @@ def load(names, start=Library):
         try:
             found[name] = start(name)
         except (Died, Missing, OSError) as error:
-            missing[name] = str(error)
+            missing[name] = envs.explained(name, str(error))
     return found, missing
 
 

@@ -47,6 +47,12 @@ def python_of(peer):
     return str(python)
 
 
+def explained(peer, reason):
+    """Why a library is missing, and where the log of its installation is."""
+    log = ENVS / f"{peer}.log"
+    return f"{reason}; see perf/.envs/{log.name}" if log.exists() else reason
+
+
 def _fresh(place):
     venv.create(place, clear=True, with_pip=True)
 

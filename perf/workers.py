@@ -30,14 +30,13 @@ class Missing(Exception):
     """A library cannot be imported; the message says why."""
 
 
-def environment(python_threads):
-    """What every worker finds in its environment, in the race and alone."""
-    count = str(python_threads)
+def environment(count):
+    """What every process finds in its environment, in the race and alone: so many threads."""
     names = (
         "NUMKV_PERF_THREADS", "NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS",
     )  # fmt: skip
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, **dict.fromkeys(names, count), "PYTHONPATH": path}
+    return {**os.environ, **dict.fromkeys(names, str(count)), "PYTHONPATH": path}
 
 
 class Worker:

@@ -238,6 +238,8 @@ def test_libraries_that_are_missing(monkeypatch, tmp_path):
     assert found == {}
     assert "perf.peers.gone_" in missing["gone"]
     assert missing["vllm"] == "not installed: `python -m perf install vllm`"
+    (tmp_path / "vllm.log").touch()
+    assert envs.explained("vllm", "why") == "why; see perf/.envs/vllm.log"
 
 
 def test_workers_need_neither_numba_nor_numkv():
@@ -338,7 +340,8 @@ class FakeLibrary:
 
 
 @pytest.fixture
-def fakes(monkeypatch):
+def fakes(monkeypatch, tmp_path):
+    monkeypatch.setattr(envs, "ENVS", tmp_path)
     monkeypatch.setattr(FakeLibrary, "there", 0)
     probe = SimpleNamespace(ask=lambda _: 5e9, close=lambda: None, versions="2 threads", pid=0)
     monkeypatch.setattr(program, "Library", FakeLibrary)
@@ -382,7 +385,7 @@ def test_the_whole_program(fakes, tmp_path, capsys, monkeypatch):
     argv = [*common, "--peers", "torch,vllm", "--check", "F/fp32"]
     status, text = reports()
     assert status == 1
-    assert "vllm (No module named 'x')" in text
+    assert "vllm (No module named 'x')" in text.replace("\n", " ")
     assert "UNFAIR: slower in the race" in text
     assert "do not quote" in text
     assert "THE RACE IS NOT FAIR" in capsys.readouterr().err
