@@ -3,7 +3,7 @@
 ``python -m perf neighbour`` times PyTorch's attention, PyTorch's matrix product and NumPy's in fresh processes: alone,
 before numkv has started its threads and after, for each order of imports and each of Numba's threading layers, also
 once the program has called `torch.set_num_threads`, after which PyTorch's products inside its attention no longer
-keep to one thread by themselves; and a decode of numkv's and PyTorch's product under three ways for OpenMP threads to
+keep to one thread by themselves; and a decode of numkv's and PyTorch's product under several ways for OpenMP threads to
 wait, with other processes on all cores and without. All cases have a turn in each round, and factors are formed
 within a round.
 """
@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from perf.load import MOST, Load, of_children
 from perf.peers import cores
 from perf.report import number, table
 from perf.workers import ROOT, environment
@@ -35,8 +36,12 @@ ORDERS = {
 ALONE = {"torch alone": ("torch", "after", "set"), "NumPy alone": ("after",)}
 MOMENTS = {"before": "not yet", "after": "yes", "set": "yes, torch.set_num_threads"}
 CALLS = ("torch attention", "torch product", "NumPy product")
+#: Environments. As they come, PyTorch's threads spin as libgomp has it, 300,000 turns; numkv's as numkv sets them up.
+AS_THEY_COME = "as they come"
 WAITING = {
-    "default": {},
+    AS_THEY_COME: {},
+    "GOMP_SPINCOUNT=300000": {"GOMP_SPINCOUNT": "300000"},
+    "OMP_WAIT_POLICY=active": {"OMP_WAIT_POLICY": "active"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
     "GOMP_SPINCOUNT=2000": {"GOMP_SPINCOUNT": "2000"},
 }
@@ -263,13 +268,13 @@ def waiting(rounds, seconds, say):
         for call, load in itertools.product(calls, loads):
             found = results[how, call, load]
             if all(isinstance(x, float) for x in found):
-                cells.append(_cell(found, results["default", call, load]))
+                cells.append(_cell(found, results[AS_THEY_COME, call, load]))
             else:
                 cells.append(str(next(x for x in found if not isinstance(x, float))))
         rows.append(cells)
     header = ["OpenMP threads wait"]
     header += [
-        f"{call}, {'busy' if load else 'idle'}, ms (/ default)"
+        f"{call}, {'busy' if load else 'idle'}, ms (/ first row)"
         for call, load in itertools.product(calls, loads)
     ]
     print(table(header, rows, range(1, 5)))
@@ -288,7 +293,11 @@ def main(argv):
     for name, part in PARTS.items():
         if options.part in (None, name):
             print(f"\n{name}\n", flush=True)
+            load = Load([], process=of_children)
             part(options.rounds, options.seconds, lambda x: print(x, file=sys.stderr, flush=True))
+            others = load.of_others() or 0.0
+            warning = ": REPEAT IT ON A QUIET MACHINE" if others > MOST else ""
+            print(f"\nother processes used {others:.0%} of the cores{warning}", flush=True)
     return 0
 
 

@@ -7,13 +7,13 @@ A hash that Python computes outside its lock shows what the machine's cores give
 
 import argparse
 import hashlib
-import os
 import subprocess
 import sys
 import threading
 import time
 from statistics import median
 
+from perf.load import Load, of_children
 from perf.peers import FLOATS
 from perf.report import table
 from perf.workers import ROOT, environment
@@ -110,8 +110,10 @@ def main(argv):
     parser.add_argument("--seconds", type=float, default=0.3, help="of calls in a round (0.3)")
     options = parser.parse_args(argv)
     command = [sys.executable, "-m", "perf.python_threads", *map(str, vars(options).values())]
-    env = {**os.environ, **environment(1)}
-    return subprocess.run(command, env=env, cwd=ROOT).returncode
+    load = Load([], process=of_children)
+    status = subprocess.run(command, env=environment(1), cwd=ROOT).returncode
+    print(f"\nother processes used {load.of_others() or 0.0:.0%} of the cores")
+    return status
 
 
 if __name__ == "__main__":

@@ -420,6 +420,7 @@ def test_load_of_others(tmp_path, monkeypatch):
     assert load._machine(stat) == (100 + 10 + 20 + 1 + 2 + 4) / ticks
     assert load._machine(tmp_path / "none") is None
     assert load._process(2**30) == 0
+    assert load.of_children() >= 0
 
 
 def test_a_busy_machine_is_reported():
