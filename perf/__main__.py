@@ -1,29 +1,33 @@
-"""``python -m perf``: numkv beside other libraries and the machine's own read bandwidth, in one process.
+"""``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
-Writes a Markdown report and a picture.
+Writes a Markdown report and a picture. ``python -m perf install``, ``neighbour`` and ``threads`` do other things:
+see perf/README.md.
 """
 
 import argparse
 import datetime
 import importlib
 import itertools
-import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
 
-import llvmlite
-import numba
 import numpy as np
 
-from numkv.kinds import kinds
-from perf import bandwidth, report
-from perf.peers import LARGEST_ERROR, PEERS, CannotRun, numkv_
+from perf import envs, fairness, report
+from perf.load import MOST, Load
+from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
 from perf.race import ROUNDS, race
-from perf.shapes import COLD, MOST_LAYERS, PREFILL, SHAPES, Decode, Prefill
+from perf.shapes import COLD, MOST_LAYERS, PREFILL, SHAPES, causal_flops, labelled, problem_of
+from perf.workers import Died, Library, Missing, Worker
 
-KINDS = [k.name for k in kinds() if k.name in LARGEST_ERROR]
+KINDS = list(LARGEST_ERROR)
 PREFILL_KINDS = ("fp32", "bf16")
+#: What the race is compared on with each library alone: a shape and a kind.
+CHECKED = "C/bf16,C/int8,P/fp32"
+#: Modules of other commands.
+COMMANDS = {"install": "envs", "neighbour": "neighbour", "threads": "python_threads"}
 
 
 def _some_of(names):
@@ -38,6 +42,17 @@ def _some_of(names):
     return {"type": parsed, "default": names, "metavar": ",".join(names)}
 
 
+def _places(text):
+    if text == "none":
+        return []
+    places = [tuple(x.split("/")) for x in text.split(",")]
+    if not all(len(x) == 2 and x[0] in SHAPES | PREFILL and x[1] in KINDS for x in places):
+        raise argparse.ArgumentTypeError(
+            f"expected shapes and kinds as {CHECKED}, or none, got {text!r}"
+        )
+    return places
+
+
 def parse(argv=None):
     """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
@@ -49,64 +64,94 @@ def parse(argv=None):
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="for each contestant, shape and kind (2)"
     )
+    parser.add_argument(
+        "--check",
+        type=_places,
+        default=_places(CHECKED),
+        metavar=CHECKED,
+        help="where to compare the race with each library alone, of what is raced; or none",
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
 
 
-def load(names):
-    """The peers' modules, and why some are missing."""
-    found, missing = [], {}
+def load(names, start=Library):
+    """The libraries' processes by name, and why some are missing."""
+    found, missing = {}, {}
     for name in names:
         try:
-            found.append(importlib.import_module(f"perf.peers.{PEERS[name]}"))
-        except ImportError as error:
-            missing[name] = str(error)
+            found[name] = start(name)
+        except (Died, Missing, OSError) as error:
+            missing[name] = envs.explained(name, str(error))
     return found, missing
 
 
-def reason_of(error):
-    """One line that says what went wrong."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = said[-1] if said else "no message"
-    return text if isinstance(error, CannotRun) else f"{type(error).__name__}: {text[:200]}"
+class Problems:
+    """What is asked of the workers: a shape's rows by seed, and a file with the right result."""
+
+    def __init__(self, folder, seed=0):
+        self.folder, self.seed = Path(folder), seed
+
+    def __getitem__(self, letter):
+        is_prefill = letter in PREFILL
+        shape = (SHAPES | PREFILL)[letter]
+        file = self.folder / f"{letter}.npy"
+        if not file.exists():
+            np.save(file, problem_of(shape, is_prefill, self.seed).expected)
+        return {
+            "shape": list(shape),
+            "prefill": is_prefill,
+            "seed": self.seed,
+            "expected": str(file),
+        }
 
 
-def checked(make, problem, kind):
-    """A contestant and its error; `CannotRun` if the result of its first or last layer is wrong."""
-    contestant = make(problem)
-    for layer in {0, contestant.layers - 1}:
-        error = problem.error(contestant.floats(contestant.run(layer)))
-        if not error <= LARGEST_ERROR[kind]:
-            raise CannotRun(f"wrong result, its relative error is {error:.1e}")
-    return contestant, error
+def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):
+    """Race all that there are for this kind of the problem that the libraries have: a `report.Line`.
 
-
-def measure(libraries, letter, kind, problem, seconds, rng):
-    """Check all that there are for this kind of problem, then race them: a `report.Line`."""
+    `own` are further processes that are not other load on the machine.
+    """
     rows, contestants = [], {}
-    what = "prefill" if isinstance(problem, Prefill) else "decode"
     for library in libraries:
-        for form, make in getattr(library, what)(kind).items():
-            row = report.Row(library.NAME, form, flops=problem.flops)
-            try:
-                contestants[row.name], row.error = checked(make, problem, kind)
-            except Exception as error:  # whatever a library throws, the report says it
-                row.reason = reason_of(error)
+        try:
+            forms = library.contestants(kind)
+        except (Died, Missing) as error:
+            forms = {"": str(error)}
+        for form, made in forms.items():
+            row = report.Row(library.name, form, flops=flops, peer=library.peer)
+            if isinstance(made, str):
+                row.reason = made
+            else:
+                contestants[row.name], row.error, row.bytes = made, made.error, made.bytes
             rows.append(row)
     line = report.Line(letter, kind, rows)
-    result = race(contestants, seconds, lambda: bandwidth.read() * 1e9, rng)
-    line.probes = result.probes
+    load = Load([*own, *(library.pid for library in libraries)])
+    result = race(contestants, seconds, probe, rng)
+    line.probes, line.others = result.probes, load.of_others()
+    for row in rows:
+        row.reason = row.reason or result.lost.get(row.name, "")
     for row in line.ran:
-        row.bytes = contestants[row.name].bytes
         row.seconds = result.seconds(row.name)
         row.share = result.share(row.name, row.bytes)
         row.ratio = result.ratio(row.name, line.ours.name) if line.ours else None
     return line
 
 
+def give(libraries, problem):
+    """Tell all libraries the problem; those that die of it are left out, and the reasons returned."""
+    there, lost = [], {}
+    for library in libraries:
+        try:
+            library.problem(**problem)
+            there.append(library)
+        except (Died, Missing) as error:
+            lost[library.peer] = str(error)
+    return there, lost
+
+
 def show(line):
     """Print a line as soon as it is there."""
-    print(f"\n{line.shape} {line.kind}")
+    print(f"\n{labelled(line.shape)}, {line.kind}")
     for row in line.rows:
         if row.reason:
             print(f"  {row.name:52} does not run: {row.reason}")
@@ -119,6 +164,10 @@ def show(line):
         print(
             f"  {row.name:52} {row.seconds * 1e6:10.1f} us  {rate}  "
             f"{report.number(row.ratio):>7} of numkv's time  error {row.error:.1e}"
+        )
+    if (line.others or 0) > MOST:
+        print(
+            f"  OTHER PROCESSES USED {line.others:.0%} OF THE CORES: repeat it on a quiet machine"
         )
     sys.stdout.flush()
 
@@ -138,18 +187,17 @@ def unused(path):
     return next(x for x in itertools.chain([path], names) if not x.exists())
 
 
-def told(options, libraries, missing):
+def told(options, libraries, missing, probe):
     """Paragraphs: on what, with which versions, how, and who is missing."""
-    versions = [library.versions() for library in libraries]
-    versions += [f"{x.__name__} {x.__version__}" for x in (np, numba, llvmlite)]
+    versions = ", ".join(library.versions for library in libraries)
     paragraphs = [
-        f"{cpu()} ({llvmlite.binding.get_host_cpu_name()} to LLVM), {os.cpu_count()} cores, {platform.system()}; "
-        f"Python {platform.python_version()}, {', '.join(versions)}. "
-        f"{numba.get_num_threads()} threads for each; Numba's threading layer is {numba.threading_layer()}.",
-        f"`python -m perf --seconds {options.seconds:g}`: turns in random order, {ROUNDS} rounds in one process, where "
-        "slow contestants sit rounds out; each goes through as many separate layers as make "
-        f"{COLD >> 20} MB, at most {MOST_LAYERS}. Results were compared with float64 before. ONNX Runtime and OpenVINO "
-        "append the newest row in the operation itself.",
+        f"{cpu()}, {cores()} cores, {platform.system()}; Python {platform.python_version()}, NumPy {np.__version__}, "
+        f"{versions}. {threads()} threads for each. Read bandwidth: {probe.versions}.",
+        f"`python -m perf --seconds {options.seconds:g}`: each library in a process of its own, of which one runs at a "
+        f"time while the others sleep; turns in random order, {ROUNDS} rounds, where slow contestants sit rounds out; "
+        f"each goes through as many separate layers as make {COLD >> 20} MB, at most {MOST_LAYERS}. Results were "
+        "compared with float64 before. ONNX Runtime and OpenVINO append the newest row in the operation itself; vLLM's "
+        "8-bit caches are fp8, llama.cpp's q8_0 and q4_0.",
     ]
     if missing:
         reasons = "; ".join(f"{name} ({why})" for name, why in missing.items())
@@ -157,49 +205,114 @@ def told(options, libraries, missing):
     return paragraphs
 
 
+def to_compare(line):
+    """What the check compares: the fastest form of each library in a line, numkv's contiguous one, by peer."""
+    rows = [*line.best_of_each.values()]
+    if line.ours:
+        rows = [line.ours, *(row for row in rows if row.peer != OURS)]
+    return {
+        row.peer: fairness.Compared(line.shape, line.kind, row.library, row.form) for row in rows
+    }
+
+
 def main(argv=None):
     """Do what the options say; the report is written after every line, the picture at the end."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(f"perf.{COMMANDS[argv[0]]}")
+        sys.exit(command.main(argv[1:]))
     options = parse(argv)
-    bandwidth.read()  # Numba starts its threads, before it could take another library's runtime
-    peers, missing = load(options.peers)
-    libraries = [numkv_, *peers]
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(run(options, Problems(folder)))
+
+
+def run(options, problems):
+    """The race and the check; the exit status."""
+    found, missing = load([OURS, *options.peers])
     for name, why in missing.items():
         print(f"{name} is not there: {why}", file=sys.stderr)
-    paragraphs = told(options, libraries, missing)
+    probe = Worker("perf.bandwidth")
+    libraries = list(found.values())
+    paragraphs = told(options, libraries, missing, probe)
 
     today = datetime.date.today().isoformat()
     options.out.mkdir(parents=True, exist_ok=True)
-    path = unused(options.out / f"{today}-{report.slug(cpu())}-{os.cpu_count()}-cores-peers.md")
-    title = f"{today}: numkv beside others, {os.cpu_count()} cores of {cpu()}"
-    decode, prefill = [], []
+    path = unused(options.out / f"{today}-{report.slug(cpu())}-{cores()}-cores-peers.md")
+    title = f"{today}: numkv beside others, {cores()} cores of {cpu()}"
+    decode, prefill, compared = [], [], []
 
     def write(picture=None):
         decode.sort(key=lambda line: (KINDS.index(line.kind), line.shape))
-        shapes = SHAPES | PREFILL
-        text = report.document(title, paragraphs, shapes, decode, prefill, picture)
+        text = report.document(
+            title, paragraphs, SHAPES | PREFILL, decode, prefill, compared, picture
+        )
         path.write_text(text, encoding="utf-8")
 
     rng = np.random.default_rng(0)
     for letter in options.shapes:
         is_prefill = letter in PREFILL
-        problem = Prefill(PREFILL[letter], rng) if is_prefill else Decode(SHAPES[letter], rng)
+        there, lost = give(libraries, problems[letter])
+        for name, why in lost.items():
+            print(f"{name} does not run on {letter}: {why}", file=sys.stderr)
         for kind in options.kinds:
             if is_prefill and kind not in PREFILL_KINDS:
                 continue
-            line = measure(libraries, letter, kind, problem, options.seconds, rng)
+            flops = causal_flops(PREFILL[letter]) if is_prefill else 0
+            line = measure(
+                there,
+                letter,
+                kind,
+                options.seconds,
+                lambda: probe.ask("probe"),
+                rng,
+                flops,
+                [probe.pid],
+            )
+            line.rows += [report.Row(name, "", reason=why) for name, why in lost.items()]
             (prefill if is_prefill else decode).append(line)
             show(line)
             write()
+    for worker in (probe, *libraries):
+        worker.close()
     if not decode + prefill:
         sys.exit(f"nothing to measure: prefill runs in {' and '.join(PREFILL_KINDS)}")
+
+    for line in decode + prefill:
+        if (line.shape, line.kind) in options.check:
+            print(f"\nthe race beside each alone: {labelled(line.shape)}, {line.kind}")
+            check = fairness.Check(
+                line.kind,
+                to_compare(line),
+                problems[line.shape],
+                Library,
+                lambda: Worker("perf.bandwidth"),
+                options.seconds / 2,
+                rng,
+            )
+            compared += check.run()
+            write()
+    for one in compared:
+        ratio = report.number(one.ratio)
+        print(f"  {one.shape} {one.kind:5} {one.name:52} {ratio:>5}  {one.verdict}")
+
+    picture = None
     if decode:
         try:
             report.draw(decode, path.with_suffix(".svg"))
         except ImportError as error:
             print(f"no picture: {error}", file=sys.stderr)
         else:
-            write(path.with_suffix(".svg").name)
+            picture = path.with_suffix(".svg").name
+    write(picture)
     print(f"\nwritten: {path}")
+    if any((x.others or 0) > MOST for x in decode + prefill + compared):
+        print("OTHER PROCESSES USED THE CORES TOO: do not quote these figures", file=sys.stderr)
+    unfair = [one for one in compared if not one.fair]
+    if unfair:
+        print("THE RACE IS NOT FAIR, see above: do not quote its figures", file=sys.stderr)
+    elif not compared:
+        print("the race was not checked: no line of --check was raced", file=sys.stderr)
+    return int(bool(unfair))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,14 @@ import time
 import numba
 import numpy as np
 
+NAME = "read bandwidth"
 SIZE = 256 << 20  # bytes: far more than any cache
+
+
+def versions():
+    """What is measured, for `perf.worker`: here the threads that measure."""
+    read()
+    return f"{numba.get_num_threads()} threads, Numba's threading layer {numba.threading_layer()}"
 
 
 @numba.njit(parallel=True, fastmath=True)

@@ -5,27 +5,27 @@ in random order, and probes the machine before and after; shares and ratios are 
 over the rounds counts.
 """
 
-import gc
 import itertools
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
+
+from perf.workers import Died
 
 ROUNDS = 20
 FEWEST_ROUNDS = 5
-#: Seconds of calls before those that count, in each turn: the threads of the one before fall asleep, one's own wake up.
-SETTLE = 0.03
 
 
 @dataclass
 class Race:
     """What was measured: per contestant and round the times of its calls (none where it sat out), and the probes.
 
-    ``probes[r]`` and ``probes[r + 1]`` are bytes a second right before and after round r.
+    ``probes[r]`` and ``probes[r + 1]`` are bytes a second right before and after round r. `lost` says who could not
+    finish, and why.
     """
 
     calls: dict[str, list[list[float]]]
     probes: list[float]
+    lost: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, name):
         """Median time of a call."""
@@ -51,41 +51,25 @@ def takes_part(n, spent, seconds, rounds=ROUNDS):
     return n % (rounds // FEWEST_ROUNDS) == 0 or spent <= seconds * (n + 1) / rounds
 
 
-def race(contestants, seconds, probe, rng, rounds=ROUNDS, clock=time.perf_counter):
-    """Race contestants, a dict by name, each for about so many seconds; `probe` gives bytes a second."""
-    calls = {name: [] for name in contestants}
-    layer = {name: itertools.cycle(range(c.layers)) for name, c in contestants.items()}
+def race(contestants, seconds, probe, rng, rounds=ROUNDS):
+    """Race contestants, a dict by name, each for about so many seconds; `probe` gives bytes a second.
+
+    ``contestant.turn(seconds)`` gives the times of its calls, or raises `Died`: then the race goes on without it.
+    """
+    result = Race({name: [] for name in contestants}, [probe()])
     spent = dict.fromkeys(contestants, 0.0)
-    probes = [probe()]
-    gc.collect()
-    gc.disable()
-    try:
-        for n in range(rounds):
-            for times in calls.values():
-                times.append([])
-            for name in rng.permutation(list(contestants)):
-                if takes_part(n, spent[name], seconds, rounds):
-                    times = _turn(contestants[name].run, layer[name], seconds / rounds, clock)
-                    calls[name][-1] += times
-                    spent[name] += sum(times)
-            probes.append(probe())
-    finally:
-        gc.enable()
-    return Race(calls, probes)
-
-
-def _turn(run, layer, seconds, clock):
-    """Times of one call after another, until `seconds` are over."""
-    start = clock()
-    while True:
-        run(next(layer))
-        if clock() - start >= min(SETTLE, seconds):
-            break
-    times, start = [], clock()
-    while True:
-        before = clock()
-        run(next(layer))
-        now = clock()
-        times.append(now - before)
-        if now - start >= seconds:
-            return times
+    for n in range(rounds):
+        for times in result.calls.values():
+            times.append([])
+        for name in rng.permutation(list(contestants)):
+            if name in result.lost or not takes_part(n, spent[name], seconds, rounds):
+                continue
+            try:
+                times = contestants[name].turn(seconds / rounds)
+            except Died as error:
+                result.lost[name] = str(error)
+                continue
+            result.calls[name][-1] += times
+            spent[name] += sum(times)
+        result.probes.append(probe())
+    return result

@@ -5,7 +5,10 @@ import textwrap
 from dataclasses import dataclass, field
 from statistics import median
 
-from perf.peers import numkv_
+from perf import load
+from perf.fairness import TOLERANCE
+from perf.peers import CONTIGUOUS, OURS
+from perf.shapes import labelled
 
 
 @dataclass
@@ -21,6 +24,7 @@ class Row:
     error: float = 0.0  # relative L2, against float64 on the unrounded rows
     bytes: int = 0
     flops: int = 0
+    peer: str = ""  # the library's name on the command line
 
     @property
     def name(self):
@@ -35,6 +39,7 @@ class Line:
     kind: str
     rows: list[Row]
     probes: list[float] = field(default_factory=list)  # bytes a second
+    others: float | None = None  # the share of the cores that other processes used
 
     @property
     def ran(self):
@@ -43,14 +48,22 @@ class Line:
     @property
     def ours(self):
         """numkv's contiguous row, or None."""
-        is_ours = lambda r: (r.library, r.form) == (numkv_.NAME, numkv_.CONTIGUOUS)  # noqa: E731
+        is_ours = lambda r: (r.library, r.form) == (OURS, CONTIGUOUS)  # noqa: E731
         return next(filter(is_ours, self.ran), None)
+
+    @property
+    def best_of_each(self):
+        """The fastest form of each library, by its name."""
+        best = {}
+        for row in sorted(self.ran, key=lambda r: (r.ratio or 0, r.seconds)):
+            best.setdefault(row.library, row)
+        return best
 
     @property
     def best_peer(self):
         """The fastest of the others, or None."""
-        peers = [row for row in self.ran if row.library != numkv_.NAME]
-        return min(peers, key=lambda r: (r.ratio or 0, r.seconds), default=None)
+        peers = (row for name, row in self.best_of_each.items() if name != OURS)
+        return next(peers, None)
 
 
 def table(header, rows, right=()):
@@ -83,7 +96,7 @@ def decode_table(lines):
     header = ["shape", "contestant", "µs", "MB", "GB/s", "share", "time / numkv", "error"]
     rows = [
         [
-            line.shape,
+            labelled(line.shape),
             row.name,
             f"{row.seconds * 1e6:,.0f}",
             f"{row.bytes / 1e6:.1f}",
@@ -124,7 +137,7 @@ def summary_table(lines):
     by_place = {(line.shape, line.kind): line for line in lines}
     rows = []
     for shape in dict.fromkeys(line.shape for line in lines):
-        cells = [shape]
+        cells = [labelled(shape)]
         for kind in kinds:
             line = by_place.get((shape, kind))
             ours, best = (line.ours, line.best_peer) if line else (None, None)
@@ -135,32 +148,82 @@ def summary_table(lines):
     return table(header, rows, range(1, len(header)))
 
 
+def best_forms_table(lines):
+    """By library and kind: the form that was the fastest, and on which shapes, with its time / that of numkv."""
+    found = {}
+    for line in lines:
+        for library, row in line.best_of_each.items():
+            if library != OURS and (row.form or row.ratio):
+                forms = found.setdefault((library, line.kind), {})
+                forms.setdefault(row.form or "its only form", []).append(
+                    f"{line.shape} {number(row.ratio)}"
+                )
+    rows = [
+        [library, kind, "; ".join(f"{form}: {', '.join(on)}" for form, on in forms.items())]
+        for (library, kind), forms in sorted(found.items(), key=lambda x: x[0][0])
+    ]
+    return table(["library", "kind", "fastest form: shape and time / numkv"], rows)
+
+
+def fairness_table(compared):
+    """The race beside each library alone."""
+    header = [
+        "shape",
+        "kind",
+        "contestant",
+        "µs in the race",
+        "µs alone",
+        "race / alone",
+        "verdict",
+        "cores used by others",
+    ]
+    rows = []
+    for x in compared:
+        times = [median(of.values()) if of else None for of in (x.in_race, x.alone)]
+        cells = ["–" if t is None else f"{t * 1e6:,.0f}" for t in times]
+        others = f"{x.others:.0%}"
+        rows.append([labelled(x.shape), x.kind, x.name, *cells, number(x.ratio), x.verdict, others])
+    return table(header, rows, (3, 4, 5, 7))
+
+
 def probe_table(lines):
-    """The probes around the rounds: median, lowest and highest."""
+    """The probes around the rounds: median, lowest and highest. And what others used of the machine."""
     rows = []
     for line in lines:
         rates = [x / 1e9 for x in line.probes]
         cells = (median(rates), min(rates), max(rates))
-        rows.append([line.shape, line.kind, *(f"{x:.1f}" for x in cells)])
-    return table(["shape", "kind", "GB/s, median", "lowest", "highest"], rows, range(2, 5))
+        others = "–" if line.others is None else f"{line.others:.0%}"
+        rows.append([labelled(line.shape), line.kind, *(f"{x:.1f}" for x in cells), others])
+    header = ["shape", "kind", "GB/s, median", "lowest", "highest", "cores used by others"]
+    return table(header, rows, range(2, 6))
 
 
-def document(title, paragraphs, shapes, decode, prefill, picture=None):
+def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=None):
     """The whole report; `paragraphs` say on what and how, `shapes` has the shapes by letter."""
     wrap = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False).fill
 
     def named(lines):
         letters = dict.fromkeys(line.shape for line in lines)
-        return ", ".join(f"{x} {tuple(shapes[x])}" for x in letters)
+        return ", ".join(f"{labelled(x)} {tuple(shapes[x])}" for x in letters)
 
     parts = [f"# {title}", *map(wrap, paragraphs)]
+    if any(not x.fair for x in compared):
+        parts.append(
+            "**The race was not fair to all, see the last section but one: do not quote it.**"
+        )
+    most = max([0, *(x.others or 0 for x in (*decode, *prefill, *compared))])
+    if most > load.MOST:
+        parts.append(
+            f"**Other processes used up to {most:.0%} of the cores meanwhile: do not quote it.**"
+        )
     if decode:
         parts += [
             "## Decode attention",
             wrap(
                 f"Shapes are (batch, q heads, kv heads, head dim, context): {named(decode)}. Bytes are those of "
                 "K and V in the contestant's own format, scales included; the share is of the read bandwidth probed "
-                "before and after each round. Shares and ratios are medians over rounds, times medians over calls. "
+                "before and after each round by passes straight through 256 MB; who asks for memory ahead of time can "
+                "be a little faster than that. Shares and ratios are medians over rounds, times medians over calls. "
                 "The error is the relative L2 error against float64 on the unrounded rows."
             ),
         ]
@@ -178,7 +241,18 @@ def document(title, paragraphs, shapes, decode, prefill, picture=None):
             ),
             prefill_table(prefill),
         ]
-    parts += ["## Read bandwidth around the rounds", probe_table(decode + prefill)]
+    parts += ["## The fastest form of each library", best_forms_table(decode + prefill)]
+    if compared:
+        parts += [
+            "## The race beside each library alone",
+            wrap(
+                "The fastest form of each library in a race as above, and alone in a fresh process while no other of "
+                "the race was there, in turns; medians over rounds. It is fair if the two are within "
+                f"{TOLERANCE:.0%} of each other."
+            ),
+            fairness_table(compared),
+        ]
+    parts += ["## Read bandwidth around the rounds, and other load", probe_table(decode + prefill)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -199,7 +273,7 @@ def draw(lines, path):
     kinds = list(dict.fromkeys(line.kind for line in lines))
     colours = {kind: _COLOURS[n % len(_COLOURS)] for n, kind in enumerate(kinds)}
     width = 0.8 / len(kinds)
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
     shares, speeds = figure.subplots(2, 1)
     for kind, colour in colours.items():
         shares.bar(0, 0, color=colour, label=kind)
@@ -221,7 +295,7 @@ def draw(lines, path):
     speeds.set_ylabel("times as fast as the best peer")
     speeds.set_xlabel("shape")
     for axes in (shares, speeds):
-        axes.set_xticks(range(len(shapes)), shapes)
+        axes.set_xticks(range(len(shapes)), [labelled(x).replace(", ", ",\n") for x in shapes])
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)

@@ -29,10 +29,31 @@ SHAPES = {
 }
 PREFILL = {"P": Shape(1, 32, 8, 128, 2048)}
 
+#: What stands beside the letters in tables and pictures.
+WORDS = {
+    "A": "1 sequence, 32k tokens",
+    "B": "8 sequences, 4k tokens",
+    "C": "no grouping, 4k tokens",
+    "D": "32 sequences, 1k tokens",
+    "E": "small heads, 32k tokens",
+    "F": "1 sequence, 512 tokens",
+    "P": "prompt, 2k tokens",
+}
+
+
+def labelled(letter):
+    """A shape's letter and its words."""
+    return f"{letter}: {WORDS[letter]}" if letter in WORDS else letter
+
 
 def cold_layers(size):
     """How many layers of `size` bytes to cycle through, so that each comes from memory."""
     return max(1, min(MOST_LAYERS, -(-COLD // size)))
+
+
+def causal_flops(shape):
+    """Multiplications and additions of the two products of a prompt, where a query sees a key."""
+    return 4 * shape.q_heads * shape.dim * shape.length * (shape.length + 1) // 2
 
 
 def attend(q, k, v, causal=False):
@@ -73,6 +94,10 @@ class Decode:
         every = zip(self.q[:, :, None], self.k, self.v, strict=True)
         return np.stack([attend(*one) for one in every])[:, :, 0]
 
+    def forget_layers(self):
+        """Give back what contestants share; see `perf.peers.float_layers`."""
+        self.__dict__.pop("_float_layers", None)
+
     def error(self, result):
         """Relative L2 error of a result against float64 on the unrounded rows."""
         if result.shape != self.expected.shape:
@@ -93,6 +118,9 @@ class Prefill(Decode):
 
     @property
     def flops(self):
-        """Multiplications and additions of the two products, where a query sees a key."""
-        s = self.shape
-        return 4 * s.q_heads * s.dim * s.length * (s.length + 1) // 2
+        return causal_flops(self.shape)
+
+
+def problem_of(shape, prefill, seed):
+    """A problem whose rows follow from the seed, the same in every process."""
+    return (Prefill if prefill else Decode)(shape, np.random.default_rng(seed))

@@ -1,4 +1,7 @@
-"""Whoever runs beside numkv: one module for each library, all with the same names in it.
+"""Whoever runs in the race: one module for each library, all with the same names in it.
+
+Each runs in a process of its own (`perf.worker`), and some with an interpreter of their own (`perf.envs`), where
+neither Numba nor numkv is installed: so nothing here needs more than NumPy and ml_dtypes.
 
 `NAME` is the library and ``versions()`` says what is measured. ``decode(kind)`` and ``prefill(kind)`` are dicts from
 the form that runs to a function that takes a problem (`perf.shapes`) and makes a `Contestant`, or raises
@@ -9,23 +12,31 @@ does not change the work. Everything but the attention itself (conversion, quant
 when it is made.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
-import numba
 import numpy as np
 
 from perf.shapes import cold_layers
 
-#: Module of each peer, in the order of the report. They are imported when they are asked for.
-PEERS = {
+#: Module of each library, in the order of the report. They are imported where they run.
+MODULES = {
+    "numkv": "numkv_",
     "torch": "torch_",
     "onnxruntime": "onnxruntime_",
     "openvino": "openvino_",
+    "vllm": "vllm_",
+    "llama.cpp": "llama_cpp_",
     "numpy": "numpy_",
 }
+PEERS = [name for name in MODULES if name != "numkv"]
+
+#: numkv's own module, name, and the form that others are compared with.
+OURS = "numkv"
+CONTIGUOUS = ""
 
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
@@ -43,17 +54,26 @@ class Contestant:
 
     `run` takes a layer's number and computes its attention; `floats` turns what it returned into an array shaped as
     the problem's `expected`; `bytes` is what K and V of one layer take in this format, scales included.
+    `largest_error` stands for that of the kind, where the format or the arithmetic is known to be coarser.
     """
 
     run: Callable[[int], Any]
     floats: Callable[[Any], np.ndarray]
     layers: int
     bytes: int
+    largest_error: float | None = None
+
+
+def cores():
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads():
-    """The threads that every contestant gets: as many as Numba has."""
-    return numba.get_num_threads()
+    """The threads that every contestant gets: the race says how many."""
+    return int(os.environ.get("NUMKV_PERF_THREADS", 0)) or cores()
 
 
 def refuse(reason):

@@ -3,19 +3,21 @@
 import subprocess
 from pathlib import Path
 
+import llvmlite
+import numba
 import numpy as np
 
 import numkv
-from perf.peers import FLOATS, Contestant, float_layers, layers_of, nbytes
+from perf.peers import CONTIGUOUS, FLOATS, OURS, Contestant, float_layers, layers_of, nbytes
 
-NAME = "numkv"
-CONTIGUOUS = ""
+NAME = OURS
 BLOCK_SIZE = 16
 
 
 def versions():
     at = _commit()
-    return f"numkv {numkv.__version__}" + (f" (commit {at})" if at else "")
+    of_numkv = f"numkv {numkv.__version__}" + (f" (commit {at})" if at else "")
+    return f"{of_numkv} with Numba {numba.__version__}, llvmlite {llvmlite.__version__}"
 
 
 def _commit():
