@@ -109,7 +109,10 @@ def test_compact_paged_cache(measure, rng, kind):
     cache.check()
 
     def run():
-        cache.commit(cache.reserve([seq], 1))
+        step = cache.reserve([seq], 1)
+        for layer in range(layers):
+            step.append(layer, rows[:1], rows[:1])
+        cache.commit(step)
         cache.compact(seq, keep)
 
     measure(run, layers * traffic.compact(TOKENS - 1, HEADS, DIM, kind), "copy")
