@@ -1,5 +1,6 @@
 """Numkv leaves its host process as it was: nested OpenMP regions, numbers of threads, the environment."""
 
+import shutil
 import sys
 
 import processes
@@ -63,6 +64,40 @@ def test_settings_of_the_host_stay():
     assert found[0] == found[1]
     assert found[0]["max_active_levels"] == 3
     assert found[0]["max_threads"] == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Numba's OpenMP layer is another one here")
+def test_another_openmp_that_all_can_see_is_as_it_was(tmp_path):
+    """PyTorch brings its own and shows it to all modules: Numba's layer then starts that one."""
+    system = processes.run(
+        """
+        from numba.np.ufunc import omppool
+        from pathlib import Path
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        print(json.dumps(next(x.split()[-1] for x in lines if "libgomp" in x)))
+        """
+    )
+    other = shutil.copy(system, tmp_path / "libgomp-of-another.so.1")
+    found = processes.run(
+        f"""
+        import ctypes
+        other = ctypes.CDLL({str(other)!r}, ctypes.RTLD_GLOBAL)
+        other.omp_set_max_active_levels(2)
+        other.omp_set_num_threads(3)
+        def state():
+            return [other.omp_get_nested(), other.omp_get_max_active_levels(), other.omp_get_max_threads()]
+        before = state()
+        import numkv
+        decode(problem(6000, 4, 64))
+        import numba
+        print(json.dumps([before, state(), numba.threading_layer()]))
+        """,
+        common=processes.COMMON.replace("import numkv\n", ""),
+        NUMBA_THREADING_LAYER="omp",
+    )
+    assert found[0] == found[1]
+    assert found[1][1:] == [2, 3]
+    assert found[2] == "omp"
 
 
 @pytest.mark.parametrize("layer", processes.LAYERS)

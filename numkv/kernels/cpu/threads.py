@@ -104,34 +104,39 @@ def start() -> None:
 @contextlib.contextmanager
 def _openmp_as_it_was() -> Iterator[None]:
     """Put back what the start of Numba's OpenMP layer changes: nested regions, and the number of threads of a team."""
-    openmp = _openmp()
-    if openmp is None:
-        yield
-        return
-    nested, levels, threads = (
-        openmp.omp_get_nested(), openmp.omp_get_max_active_levels(), openmp.omp_get_max_threads(),
-    )  # fmt: skip
+    settings = [
+        (getattr(library, f"omp_get_{get}"), getattr(library, f"omp_set_{put}"))
+        for library in _openmps()
+        for get, put in _SETTINGS
+    ]
+    before = [get() for get, _ in settings]
     try:
         yield
     finally:
-        if openmp.omp_get_nested() != nested:
-            openmp.omp_set_nested(nested)
-        openmp.omp_set_max_active_levels(levels)
-        openmp.omp_set_num_threads(threads)
+        for (get, put), value in zip(settings, before, strict=True):
+            if get() != value:
+                put(value)
 
 
-def _openmp() -> Any:
-    """The OpenMP that Numba's layer brings with it, or None where Numba will not start it or has done so already."""
+# How settings are read and written, in the order in which they are put back: allowing nested regions sets levels.
+_SETTINGS = (
+    ("nested", "nested"), ("max_active_levels", "max_active_levels"), ("max_threads", "num_threads"),
+)  # fmt: skip
+
+
+def _openmps() -> list[Any]:
+    """The OpenMP libraries that Numba may start; none if it does not start one, or has done so already."""
     chosen = str(numba.config.THREADING_LAYER).lower()
     if parallel._is_initialized or chosen in ("tbb", "workqueue"):
-        return None
+        return []
     try:
         with _short_waits():
             from numba.np.ufunc import omppool
     except ImportError:
-        return None
-    library = ctypes.CDLL(omppool.__file__)  # finds what the module is linked with
-    return library if hasattr(library, "omp_get_max_active_levels") else None
+        return []
+    # The one that the layer is linked with, or one that another module has made visible to all, as PyTorch does.
+    libraries = [ctypes.CDLL(omppool.__file__), ctypes.CDLL(None)]
+    return [library for library in libraries if hasattr(library, "omp_set_max_active_levels")]
 
 
 @contextlib.contextmanager
