@@ -40,17 +40,19 @@ class Paged:
         call = numkv.paged_decode_attention if decode else numkv.paged_prefill_attention
         return call(*arrays, **scales, **options)
 
-    def expect(self, **options):
-        """What the oracle says: out and lse, over rows gathered from the pools."""
+    def expect(self, *, unsigned=False, **options):
+        """What the oracle says: out and lse, over rows gathered from the pools; V's may lose their signs."""
         p, values = self.problem, []
         for pool, scale in ((self.k_pool, self.k_scale), (self.v_pool, self.v_scale)):
             rows = naive.gather(pool, self.block_table, p.seq_lens)
             if scale is not None:
                 rows = naive.dequantise(rows, naive.gather(scale, self.block_table, p.seq_lens))
             values.append(rows)
-        return naive.attention(p.q, *values, p.seq_lens, p.cu_seqlens_q, **options)
+        k, v = values
+        v = np.abs(v) if unsigned else v
+        return naive.attention(p.q, k, v, p.seq_lens, p.cu_seqlens_q, **options)
 
-    def check(self, to, host, **options):
+    def check(self, to, host, *, may_cancel=False, **options):
         """Run and compare output and lse; returns the output."""
         p = self.problem
         out, lse = (host(x) for x in self.run(to, return_lse=True, **options))
@@ -58,7 +60,8 @@ class Paged:
         assert out.dtype == naive.DTYPES[p.q_kind]
         assert lse.dtype == np.float32
         bound = tolerances.attention(p.kind, p.q_kind)
-        tolerances.assert_rows_close(out, want, bound)
+        summed = self.expect(unsigned=True, **options)[0] if may_cancel else None
+        tolerances.assert_rows_close(out, want, bound, summed)
         tolerances.assert_lse_close(lse, want_lse, max(bound, tolerances.LSE))
         return out
 

@@ -42,7 +42,7 @@ def test_attention(shape, kind, window_left, seed):
     if max(shape.seq_lens) + shape.spare == 0:
         return
     problem = problems.make(np.random.default_rng(seed), shape, kind)
-    problem.check(lambda x: x, lambda x: x, window_left=window_left)
+    problem.check(lambda x: x, lambda x: x, window_left=window_left, may_cancel=True)
 
 
 @given(

@@ -40,7 +40,7 @@ def shapes(draw):
 def test_attention(shape, kind, block_size, window_left, seed):
     rng = np.random.default_rng(seed)
     problem = paged_problems.make(rng, shape, kind, block_size=block_size)
-    problem.check(same, same, window_left=window_left)
+    problem.check(same, same, window_left=window_left, may_cancel=True)
 
 
 @given(
