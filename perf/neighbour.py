@@ -43,6 +43,7 @@ WAITING = {
     "GOMP_SPINCOUNT=300000": {"GOMP_SPINCOUNT": "300000"},
     "OMP_WAIT_POLICY=active": {"OMP_WAIT_POLICY": "active"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+    "GOMP_SPINCOUNT=20000": {"GOMP_SPINCOUNT": "20000"},
     "GOMP_SPINCOUNT=2000": {"GOMP_SPINCOUNT": "2000"},
 }
 #: Slower than this by the presence of numkv's threads is worth a word.
