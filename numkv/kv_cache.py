@@ -115,9 +115,8 @@ class KVCache:
         self._rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
         self._struct: Any = None
-        self._current = np.ones(
-            1, np.int64
-        )  # whether the buffers that .jit has are the cache's own
+        # Whether the buffers that .jit has are the cache's own.
+        self._current = np.ones(1, np.int64)
         self._pool = self._make_pool(0 if self._bound is None else self._bound)
         self._residual = Residual.make(
             self._pool, layers, residual_window, num_sink_tokens, self._bound

@@ -37,7 +37,7 @@ class Workspace:
         self.nbytes = 0
 
     def take(self, dtype: str, size: int) -> Any:
-        """A flat array of at least `size` elements, with whatever they hold: always the same memory, as it grows."""
+        """A flat array of at least `size` elements, with whatever they hold: the same memory until it has to grow."""
         have = self._arrays.get(dtype)
         if have is None or have.size < size:
             have = self._arrays[dtype] = self._make(size, dtype)

@@ -10,7 +10,7 @@ The threads are Numba's. Five things that Numba leaves open are settled here:
 
 - With OpenMP, Numba's start switches nested regions on and sets the number of threads, for the whole thread that asked.
   PyTorch may share that OpenMP, and its matrix products then open a team inside a team. `start` puts both back.
-- GNU OpenMP's threads wait for each other in a busy loop of up to 300,000 turns, 16 ms on some processors. If another
+- GNU OpenMP's threads wait for each other in a busy loop of up to 300,000 turns, which take milliseconds. If another
   program has one of the cores meanwhile, the one it keeps from running is the one that is waited for. Where numkv is
   the first to load that OpenMP, its threads sleep after `SPINS` turns, unless the user chose otherwise.
 - The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
@@ -48,9 +48,9 @@ ON_THREADS = (types.int64, types.int64, types.int64)
 SERIAL_ELEMENTS = 1 << 16
 
 
-#: Turns of the loop in which GNU OpenMP's threads wait before they sleep: 0.2 ms on an Intel Xeon, longer than the gap
-#: between the calls of two layers (threads that sleep there cost a call of 0.1 ms another 0.07), and far shorter than
-#: what the scheduler gives to another program. `python -m perf neighbour` compares.
+#: Turns of the loop in which GNU OpenMP's threads wait before they sleep: more than the gap between the calls of two
+#: layers takes (2,000 are less, which short calls pay for: shape F of `python -m perf`), and far less than what the
+#: scheduler gives to another program (`python -m perf neighbour`).
 SPINS = 20_000
 
 
