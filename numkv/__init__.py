@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from numkv import _moved
 from numkv._version import __version__
-from numkv.append_plan import (
-    AppendArgs,
-    AppendDescriptor,
-    AppendPlan,
-    AppendSku,
-    PrecisionGuarantee,
-    append,
-)
-from numkv.attention import decode_attention, merge_states, prefill_attention
-from numkv.cell_cache import (
+from numkv.attention.contiguous import decode_attention, merge_states, prefill_attention
+from numkv.attention.mass import attention_weights
+from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
+from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.kv_cache import KVCache
+from numkv.caches.multi.cell_cache import (
     Batch,
     CacheConfig,
     CausalCache,
     ChunkedCache,
     SlidingWindowCache,
 )
-from numkv.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor
-from numkv.encoder_cache import EncoderCache
+from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.wrapper import WrapperCache
+from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
+from numkv.caches.paged_layer import PagedLayer, PagedPool
+from numkv.compaction.eviction import AttentionTally
+from numkv.compaction.key_shift import rope_shift
+from numkv.compile_ahead import warmup
+from numkv.compression.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor
 from numkv.errors import (
     CacheFull,
     DimensionMismatch,
@@ -29,23 +32,17 @@ from numkv.errors import (
     NumkvError,
     UnsupportedDType,
 )
-from numkv.eviction import AttentionTally
 from numkv.kinds import Kind, kind
-from numkv.kv_cache import KVCache
-from numkv.layers import ContiguousLayer
-from numkv.paged import PagedLayer, PagedPool
-from numkv.paged_cache import PagedKVCache, PagedStats, Step, SwappedSequence
-from numkv.paged_functions import (
-    paged_append,
-    paged_decode_attention,
-    paged_prefill_attention,
-    paged_write,
+from numkv.writing.append_plan import (
+    AppendArgs,
+    AppendDescriptor,
+    AppendPlan,
+    AppendSku,
+    PrecisionGuarantee,
+    append,
 )
-from numkv.projection import QKMode
-from numkv.rope_shift import rope_shift
-from numkv.warmup import warmup
-from numkv.weights import attention_weights
-from numkv.wrapper_cache import WrapperCache
+from numkv.writing.fused_write import QKMode
+from numkv.writing.paged import paged_append, paged_write
 
 __all__ = [
     "AppendArgs",
@@ -94,3 +91,9 @@ __all__ = [
     "rope_shift",
     "warmup",
 ]
+
+_moved.install()
+
+
+def __getattr__(name: str) -> object:
+    return _moved.moved(name)

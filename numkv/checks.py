@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.targets import Array, Target
+from numkv.targets.base import Array, Target
 
 __all__ = [
     "Shape",

@@ -241,3 +241,10 @@ def kind_of_dtype(dtype: Any) -> Kind | None:
     Kind or None
     """
     return _BY_DTYPE.get(dtype)
+
+
+def kinds_of(
+    both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
+) -> tuple[Kind, Kind]:
+    """The kinds of K and of V from the three arguments that every object takes."""
+    return kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)

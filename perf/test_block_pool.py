@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from numkv.block_pool import BlockPool
-from numkv.prefix import block_digests
+from numkv.blocks.pool import BlockPool
+from numkv.blocks.prefix import block_digests
 
 SIZE = 16
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv import cell_cache
+from numkv.caches.multi import cell_cache
 
 CELLS = 32768
 STEPS = 128  # that a cache has room for before it goes back to where it was

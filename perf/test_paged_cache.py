@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.prefix import block_digests
+from numkv.blocks.prefix import block_digests
 
 SIZE = 16
 WINDOWS = {"full": None, "sliding": [-1, 128] * 2}

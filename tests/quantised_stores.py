@@ -4,7 +4,7 @@ import naive
 import numpy as np
 
 import numkv
-from numkv.paging import slot_mapping
+from numkv.blocks.tables import slot_mapping
 
 SCALES = {"int8": np.dtype(np.float32), "int4": naive.DTYPES["bf16"]}
 TABLE = np.array([[3, 0, 4, 1]], np.int32)  # of the functional form; block 2 belongs to others

@@ -10,13 +10,13 @@ import test_demo
 from test_cli import cells, run, tiny  # noqa: F401  (the fixture)
 
 import numkv
-from numkv import rotation
 from numkv.cli import main, picture
 from numkv.demo import accuracy
 from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import CompressedCache, CompressorChoice, parse_cache
 from numkv.demo.evaluate import Document, evaluate
 from numkv.demo.model import Model
+from numkv.storage import Rotation
 
 
 def attention(k, v, q):
@@ -82,7 +82,7 @@ def test_per_row_attention():
     hadamard = np.ones((1, 1))
     while len(hadamard) < 128:
         hadamard = np.kron(hadamard, [[1.0, 1.0], [1.0, -1.0]])
-    turn = np.diag(rotation.Rotation(128).signs.astype(np.float64)) @ hadamard / math.sqrt(128)
+    turn = np.diag(Rotation(128).signs.astype(np.float64)) @ hadamard / math.sqrt(128)
     k, v, q = rows.k @ turn, rows.v @ turn, rows.q @ turn
     expected = attention(rounded(k), rounded(v), q) @ turn.T
     np.testing.assert_allclose(accuracy.per_row_attention(rows, True), expected, atol=1e-6)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv import QKMode, at_once
+from numkv import QKMode
 from numkv.errors import CacheFull, DimensionMismatch, NonFiniteInput, NotSupported
-from numkv.projection import Projection
+from numkv.writing import fast_path
+from numkv.writing.fused_write import Projection
 
 HEADS, DIM, SIZE = 2, 32, 4
 F32 = np.float32
@@ -56,10 +57,10 @@ def contiguous(rng, dtype=F32):
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "int8", "int4"])
 def test_ordinary_calls_go_at_once(rng, kind):
     made = paged(rng, kind)
-    assert at_once.paged_append(**made, look=True)
+    assert fast_path.paged_append(**made, look=True)
     assert made["k_pool"][1, :, 1].any()
     assert not made["k_pool"][[0, 2]].any()
-    assert at_once.append(**contiguous(rng, np.float16))
+    assert fast_path.append(**contiguous(rng, np.float16))
 
 
 BAD_PAGED = {
@@ -93,7 +94,7 @@ BAD_PAGED = {
 def test_what_is_unusual_is_left_alone(rng, what):
     made = paged(rng, "int8")
     made |= BAD_PAGED[what](made)
-    assert not at_once.paged_append(**made, look=True)
+    assert not fast_path.paged_append(**made, look=True)
     for name in ("k_pool", "v_pool", "k_scale", "v_scale"):
         assert made[name] is None or not made[name].any()
 
@@ -119,7 +120,7 @@ def test_what_is_unusual_is_left_alone_in_contiguous_caches(rng, what):
     made = contiguous(rng)
     made |= BAD_CONTIGUOUS[what](made)
     before = [made[name].copy() for name in ("k_cache", "v_cache")]
-    assert not at_once.append(**made)
+    assert not fast_path.append(**made)
     assert all(map(np.array_equal, before, (made["k_cache"], made["v_cache"])))
 
 
@@ -131,14 +132,14 @@ def test_rows_outside_are_skipped(rng, offset):
     for t in range(2):
         if 0 <= offset + t < 6:
             expected[:, :, offset + t] = made["k_new"][:, :, t]
-    assert at_once.append(**made)
+    assert fast_path.append(**made)
     assert np.array_equal(made["k_cache"], expected)
 
 
 def test_rows_of_the_cache_itself(rng):
     """Rows are copied one after another, as by a plan."""
     results = []
-    for run in (at_once.append, lambda **a: _plan(a)):
+    for run in (fast_path.append, lambda **a: _plan(a)):
         made = contiguous(np.random.default_rng(1))
         made |= {"k_new": made["k_cache"][:, :, :3], "v_new": made["v_cache"][:, :, 2:5]}
         made["cache_offsets"][0] = 1
@@ -156,7 +157,7 @@ def _plan(made):
 def test_bits_of_nan_are_copied(rng):
     made = contiguous(rng)
     made["k_new"].view(np.uint32)[:] = 0x7FA12345  # a signalling one
-    assert at_once.append(**made)
+    assert fast_path.append(**made)
     assert np.all(made["k_cache"].view(np.uint32)[:, :, 3:5] == 0x7FA12345)
 
 
@@ -165,7 +166,7 @@ def test_strided_tokens_and_a_batch_of_slots(rng):
     made = paged(rng, "fp16")
     new = rng.standard_normal((HEADS, 8, DIM)).astype(F32).transpose(1, 0, 2)[::-2]
     made |= {"k": new[:3], "v": new[1:4], "slot_mapping": np.array([7, -1, 0], np.int32)}
-    assert at_once.paged_append(**made, look=True)
+    assert fast_path.paged_append(**made, look=True)
     for name, x in (("k_pool", made["k"]), ("v_pool", made["v"])):
         expected = np.zeros_like(made[name])
         expected[1, :, 3], expected[0, :, 0] = x[0], x[2]
@@ -248,7 +249,7 @@ def fused(rng, kind, dtype=F32, tokens=1, by_slot=False):
         "pool": pool, "qkv": rng.standard_normal((tokens, (Q_HEADS + 2 * HEADS) * DIM)).astype(dtype),
         "num_q_heads": Q_HEADS, "cos": cos, "sin": sin, "qk_mode": QKMode.NORM_HALF_SPLIT,
         "q_weight": weight, "k_weight": weight, "eps": 1e-6,
-        "q_out": np.zeros((tokens, Q_HEADS, DIM), dtype), "angles": at_once.NOT_BY_SLOT, "first": 2,
+        "q_out": np.zeros((tokens, Q_HEADS, DIM), dtype), "angles": fast_path.NOT_BY_SLOT, "first": 2,
         "places": np.array([2, 0, 1], np.int32), "start": SIZE - 1, "room": 4, "look": True,
     }  # fmt: skip
     if by_slot:
@@ -267,7 +268,7 @@ def generally(made):
         pool, m["qkv"], m["num_q_heads"], m["cos"], m["sin"], m["qk_mode"], m["q_weight"], m["k_weight"],
         m["eps"], m["q_out"],
     )  # fmt: skip
-    if m["angles"] is at_once.NOT_BY_SLOT:
+    if m["angles"] is fast_path.NOT_BY_SLOT:
         p.write(pool, m["places"], m["start"], m["first"])
     else:
         p.scatter(pool, m["places"], m["angles"])
@@ -287,7 +288,7 @@ def test_ordinary_writes_go_at_once(kind, dtype, by_slot):
             if general:
                 q = generally(made)
             else:
-                tokens, q = at_once.pool_write(**made)
+                tokens, q = fast_path.pool_write(**made)
                 assert tokens == 2
                 assert q is made["q_out"]
             results.append([q, *buffers(made["pool"])])
@@ -341,7 +342,7 @@ BAD_FUSED = {
 def test_unusual_writes_are_left_alone(rng, what):
     made = fused(rng, "int8")
     made |= BAD_FUSED[what](made)
-    assert at_once.pool_write(**made)[0] == -1
+    assert fast_path.pool_write(**made)[0] == -1
     written = [*buffers(made["pool"]), np.zeros(1) if made["q_out"] is None else made["q_out"]]
     assert not any(x.any() for x in written)
 
@@ -352,16 +353,16 @@ def test_unusual_writes_are_left_alone(rng, what):
 )  # fmt: skip
 def test_slots_and_positions_outside_are_left_alone(rng, bad):
     made = fused(rng, "int8", by_slot=True) | bad
-    assert at_once.pool_write(**made)[0] == -1
+    assert fast_path.pool_write(**made)[0] == -1
     assert not any(x.any() for x in [*buffers(made["pool"]), made["q_out"]])
 
 
 def test_nan_in_q_is_no_obstacle(rng):
     made = fused(rng, "int8")
     made["qkv"][0, 0] = np.nan
-    assert at_once.pool_write(**made)[0] == 1
+    assert fast_path.pool_write(**made)[0] == 1
     made = fused(rng, "int8", by_slot=True) | {"places": np.array([-1])}
-    assert at_once.pool_write(**made)[0] == 1
+    assert fast_path.pool_write(**made)[0] == 1
     assert made["q_out"].any()
     assert not made["pool"].k.any()
 

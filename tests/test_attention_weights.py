@@ -12,7 +12,7 @@ from problems import Shape
 
 import numkv
 from numkv import targets
-from numkv.rotation import Rotation
+from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
 KINDS = [*naive.DTYPES, "int8"]

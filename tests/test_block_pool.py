@@ -11,9 +11,9 @@ from numba import njit
 from profiles import machine
 
 import numkv
-from numkv.block_pool import BlockPool, BlocksRemoved, BlocksStored, MissReason, PoolStats
-from numkv.kernels import blocks
-from numkv.prefix import block_digests
+from numkv.blocks import compiled
+from numkv.blocks.pool import BlockPool, BlocksRemoved, BlocksStored, MissReason, PoolStats
+from numkv.blocks.prefix import block_digests
 
 SIZE = 2  # tokens in a block
 
@@ -559,11 +559,11 @@ CORRUPTIONS = {
     "a list that lost its beginning": (corrupt("_state", NEXT, 8), 8, "head of the free list"),
     "a list that lost its end": (corrupt("_state", PREV, 9), 9, "head of the evictable list"),
     "a used block with a link": (corrupt("_state", NEXT, 0), 5, "block 0"),
-    "a counter of free blocks": (corrupt("_counters", blocks.FREE), 0, "`free` is 0"),
-    "a counter of evictable blocks": (corrupt("_counters", blocks.EVICTABLE), 7, "`evictable`"),
-    "a counter of used blocks": (corrupt("_counters", blocks.USED), 7, "`used` is 7"),
-    "a counter of cached blocks": (corrupt("_counters", blocks.HOLDING), 7, "`cached`"),
-    "a counter of pinned blocks": (corrupt("_counters", blocks.PINNED), 7, "`pinned`"),
+    "a counter of free blocks": (corrupt("_counters", compiled.FREE), 0, "`free` is 0"),
+    "a counter of evictable blocks": (corrupt("_counters", compiled.EVICTABLE), 7, "`evictable`"),
+    "a counter of used blocks": (corrupt("_counters", compiled.USED), 7, "`used` is 7"),
+    "a counter of cached blocks": (corrupt("_counters", compiled.HOLDING), 7, "`cached`"),
+    "a counter of pinned blocks": (corrupt("_counters", compiled.PINNED), 7, "`pinned`"),
     "another name": (corrupt("_digests", 1), 12345, "does not lead to block 1"),
     "an empty table": (corrupt("_table", slice(None)), -1, "wrong number"),
     "a full table": (corrupt("_table", slice(None)), 1, "wrong number"),
@@ -633,7 +633,7 @@ def test_a_listener_that_fails_changes_nothing(caplog):
         raise RuntimeError("not now")
 
     pool = BlockPool(2, SIZE, on_event=listener)
-    with caplog.at_level(logging.ERROR, "numkv.block_pool"):
+    with caplog.at_level(logging.ERROR, "numkv.blocks.pool"):
         ids, names, tokens = cached(pool, 2)
         pool.release(ids)
         assert pool.allocate(1).tolist() == [1]

@@ -18,7 +18,7 @@ SETUP = """
 import json
 import numpy as np
 import numkv
-from numkv.kernels import kernel
+from numkv.kernels import builder
 rows = np.full((1, 2, 4), 1.0, np.float32)
 cache = numkv.KVCache(1, 2, 4, kind="bf16")
 cache.append(0, rows, rows)
@@ -36,7 +36,7 @@ weight, table = np.ones(4, np.float32), np.ones((4, 2), np.float32)
 layer.write(np.ones((1, 24), np.float32), num_q_heads=2, cos=table, sin=table, qk_mode=1,
             q_norm_weight=weight, k_norm_weight=weight)
 """
-REPORT = "print(json.dumps(kernel.cache_stats() | {'result': result}))"
+REPORT = "print(json.dumps(builder.cache_stats() | {'result': result}))"
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from numkv.codebook import edges_between, levels_for, mean_magnitude
-from numkv.haar import haar, stream
+from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
+from numkv.compression.haar import haar, stream
 
 DIMS = [2, 3, 4, 5, 8, 64, 128, 513]
 

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import numkv
+from numkv.caches.paged.files import load_sequences, save_sequences
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
-from numkv.files import load_sequences, save_sequences
 
 HEADS, DIM, BLOCK = 2, 8, 4
 
@@ -212,7 +212,7 @@ def test_prefixes_found_and_missed_are_counted():
     cache.remove(start(prompt))
     stats = cache.stats().pool
     assert (stats.lookups, stats.hits, stats.misses) == (1, 0, 4)
-    assert cache.blocks.miss_reason is numkv.block_pool.MissReason.ABSENT
+    assert cache.blocks.miss_reason is numkv.blocks.pool.MissReason.ABSENT
     for _ in range(3):
         cache.remove(start(prompt))
     stats = cache.stats().pool

@@ -11,9 +11,9 @@ import numba
 import pytest
 from numba import types
 
-from numkv.kernels import disk_cache, kernel
+from numkv.kernels import builder, disk_cache
 
-PACKAGE = Path(kernel.__file__).resolve().parents[2]
+PACKAGE = Path(builder.__file__).resolve().parents[2]
 
 
 def make_add(amount):
@@ -31,17 +31,19 @@ def plain(x):
 def folder(tmp_path, monkeypatch):
     """A folder of the test's own for kernels."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernel, "_stats", {"hits": 0, "misses": 0})
+    monkeypatch.setattr(builder, "_stats", {"hits": 0, "misses": 0})
     disk_cache._warn.cache_clear()
     return tmp_path
 
 
 def build(amount=3, **options):
     """Build a kernel; says "hit" or "miss"."""
-    before = kernel.cache_stats()
-    built = kernel.build(make_add, (types.int64,), args=(amount,), label=f"add {amount}", **options)
+    before = builder.cache_stats()
+    built = builder.build(
+        make_add, (types.int64,), args=(amount,), label=f"add {amount}", **options
+    )
     assert built(4) == 4 + amount
-    after = kernel.cache_stats()
+    after = builder.cache_stats()
     return next(name for name in ("hits", "misses") if after[name] > before[name])
 
 
@@ -160,8 +162,8 @@ def test_what_makes_another_kernel_makes_another_file(folder, monkeypatch):
         lambda: build(4),
         lambda: build(True),
         lambda: build(3, fastmath={"contract"}),
-        lambda: kernel.build(make_add, (types.float64,), args=(3,), label="of floats"),
-        lambda: kernel.build(plain, (types.int64,), label="without a factory"),
+        lambda: builder.build(make_add, (types.float64,), args=(3,), label="of floats"),
+        lambda: builder.build(plain, (types.int64,), label="without a factory"),
     ]
     for count, one in enumerate(builds, 1):
         one()
@@ -173,9 +175,9 @@ def test_what_makes_another_kernel_makes_another_file(folder, monkeypatch):
 
 def test_a_closure_is_not_built_without_its_factory(folder):
     with pytest.raises(TypeError, match="expected the factory and its args"):
-        kernel.build(make_add(3), (types.int64,), label="closure")
+        builder.build(make_add(3), (types.int64,), label="closure")
     with pytest.raises(TypeError, match="expected strings and numbers"):
-        kernel.build(make_add, (types.int64,), args=(2.5,), label="closure")
+        builder.build(make_add, (types.int64,), args=(2.5,), label="closure")
     assert files(folder) == []
 
 
@@ -184,7 +186,7 @@ import json, sys
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, register_jitable
-from numkv.kernels import kernel
+from numkv.kernels import builder
 
 def make_square(kind):
     @intrinsic
@@ -202,9 +204,9 @@ def make_square(kind):
 
     return square
 
-found = [kernel.build(make_square, (types.int64,), args=(kind,), label=kind)(5)
+found = [builder.build(make_square, (types.int64,), args=(kind,), label=kind)(5)
          for kind in ("exact", "other")]
-print(json.dumps([found, kernel.cache_stats()]))
+print(json.dumps([found, builder.cache_stats()]))
 """
 
 
@@ -249,7 +251,7 @@ def test_labels_and_identities_are_one_to_one(monkeypatch):
             assert seen.setdefault(path, label) == label
             return super().load_overload(sig, target_context)
 
-    monkeypatch.setattr(kernel, "KernelCache", Watched)
+    monkeypatch.setattr(builder, "KernelCache", Watched)
     from numkv.kernels.cpu import append, copy
 
     with warnings.catch_warnings():

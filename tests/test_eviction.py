@@ -7,7 +7,7 @@ import tolerances
 from messages import about
 
 import numkv
-from numkv import eviction
+from numkv.compaction import eviction
 
 F32 = np.float32
 

@@ -81,7 +81,7 @@ def test_a_fork_waits_for_the_compiler(tmp_path):
         import warnings
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         from numba import types
-        from numkv.kernels import kernel
+        from numkv.kernels import builder
         started = threading.Event()
 
         def slowly(x):
@@ -100,7 +100,7 @@ def test_a_fork_waits_for_the_compiler(tmp_path):
         if not pid:
             signal.alarm(20)
             warnings.simplefilter("ignore")  # a script's function is not kept on disk
-            os._exit(kernel.build(slowly, (types.int64,), label="slowly")(7))
+            os._exit(builder.build(slowly, (types.int64,), label="slowly")(7))
         thread.join()
         print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
         """,

@@ -5,7 +5,6 @@ import functools
 import math
 import platform
 import re
-import sys
 import tracemalloc
 
 import assembly
@@ -14,10 +13,9 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.kernels.cpu import simd, threads
 
 # The package has a function of the same name.
-attention = sys.modules["numkv.kernels.cpu.attention"]
+from numkv.kernels.cpu import attention, simd, threads
 
 on_x86 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from profiles import machine
 
 import numkv
-from numkv.paging import slot_mapping
+from numkv.blocks.tables import slot_mapping
 
 KINDS = st.sampled_from(["fp32", "fp16", "bf16", "int8"])
 

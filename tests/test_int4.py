@@ -16,7 +16,7 @@ from quantised_stores import Stores, token_major
 
 import numkv
 from numkv import targets
-from numkv.files import load_sequences, save_sequences
+from numkv.caches.paged.files import load_sequences, save_sequences
 
 F32, BF16 = np.float32, naive.DTYPES["bf16"]
 SOURCES = ["fp32", "fp16", "bf16"]

@@ -1,6 +1,8 @@
-"""Imports point downward: objects -> kernels -> rows, as docs/architecture.md says."""
+"""Imports point down the ladder of rooms that docs/architecture.md draws."""
 
 import ast
+import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -9,8 +11,23 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "numkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# Rows 0, kernels 2, objects 4, the package and what is built on it 5; leaves lie between.
-LEAVES = {"errors": 1, "kinds": 1, "_version": 1, "targets": 3, "targets_cuda": 3, "checks": 3}
+# What a room may import: itself, and what stands in a line above its own. Rooms in one line know nothing of each other.
+LADDER = [
+    ["rows", "errors", "_version", "_moved"],
+    ["kinds", "kernels"],
+    ["targets"],
+    ["checks"],
+    ["blocks", "cells", "storage", "compression"],
+    ["compaction"],
+    ["attention", "writing"],
+    ["caches"],
+    ["compile_ahead"],
+    [""],  # the package itself
+    ["demo"],
+    ["cli"],
+    ["__main__"],
+]
+HEIGHT = {room: height for height, line in enumerate(LADDER) for room in line}
 FOREIGN = {  # what the rows may import beside each other, and the core beside itself
     "rows": {"__future__", "math", "numpy", "numba"},
     "core": {"numpy", "numba", "ml_dtypes", "safetensors", "llvmlite", "numba_cuda"},
@@ -48,14 +65,9 @@ def _is_module(base: str, name: str) -> bool:
     return base.split(".")[0] == "numkv" and (place.with_suffix(".py").exists() or place.is_dir())
 
 
-def layer_of(module: str) -> int:
-    """The height of a module; it may import what is not above it."""
-    parts = module.split(".")[1:]
-    if not parts or parts[0] in ("cli", "demo", "__main__"):
-        return 5
-    if parts[0] in LEAVES:
-        return LEAVES[parts[0]]
-    return {"rows": 0, "kernels": 2}.get(parts[0], 4)
+def room_of(module: str) -> str:
+    """The folder or top-level file of a module."""
+    return module.split(".")[1] if "." in module else ""
 
 
 def name_of(path: Path) -> str:
@@ -64,10 +76,30 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-    own = layer_of(name_of(path))
-    above = {m for m in modules_of(path) if m.split(".")[0] == "numkv" and layer_of(m) > own}
-    assert not above
+def test_imports_point_down_the_ladder(path):
+    own = room_of(name_of(path))
+    rooms = {room_of(m) for m in modules_of(path) if m.split(".")[0] == "numkv"} - {own}
+    assert not {room for room in rooms if HEIGHT[room] >= HEIGHT[own]}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Within a room too: imports at the top of modules make no circle."""
+    names = {name_of(path): path for path in FILES}
+    arrows = {name: modules_of(path, False) & names.keys() - {name} for name, path in names.items()}
+    while leaves := {name for name, after in arrows.items() if not after & arrows.keys()}:
+        arrows = {name: after for name, after in arrows.items() if name not in leaves}
+    assert not arrows
+
+
+def test_no_function_shadows_its_module():
+    """What a package exports never hides a module of the same name."""
+    for path in PACKAGE.rglob("__init__.py"):
+        package = importlib.import_module(name_of(path))
+        inside = {p.stem for p in path.parent.iterdir() if p.suffix == ".py" or p.is_dir()} - {
+            "__init__"
+        }
+        hidden = {name for name in inside if not inspect.ismodule(getattr(package, name, inspect))}
+        assert not hidden, path
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("rows/*.py")), ids=lambda p: p.name)
@@ -97,15 +129,16 @@ def test_llvm_is_written_in_few_files_only():
         path.name
         for path in FILES
         if any(m.split(".")[0] == "llvmlite" for m in modules_of(path))
-        and layer_of(name_of(path)) < 5
+        and HEIGHT[room_of(name_of(path))] < HEIGHT[""]
     }
     assert with_llvm <= {"simd.py", "simd_codes.py", "simd_integers.py", "simd_tiles.py"}
 
 
-def test_the_layers_are_told_apart():
+def test_the_ladder_tells_rooms_apart():
     """The check above can fail: rows may not reach up."""
-    assert layer_of("numkv.rows.rope") < layer_of("numkv.errors") < layer_of("numkv.kernels.cpu")
-    assert layer_of("numkv.kernels.cpu.append") < layer_of("numkv.kv_cache") < layer_of("numkv.cli")
+    assert HEIGHT["rows"] < HEIGHT["kernels"] < HEIGHT["storage"] < HEIGHT["caches"]
+    assert room_of("numkv.kernels.cpu.append") == "kernels"
+    assert room_of("numkv") == ""
     assert "numpy" in modules_of(TESTS / "naive.py")
 
 

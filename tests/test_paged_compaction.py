@@ -12,8 +12,8 @@ import tolerances
 from messages import about
 
 import numkv
-from numkv.files import load_sequences, save_sequences
-from numkv.rotation import Rotation
+from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
 HEADS, Q_HEADS, DIM, TOKENS = 2, 4, 8, 11

@@ -13,7 +13,7 @@ from messages import about
 from problems import Shape
 
 import numkv
-from numkv.paging import slot_mapping
+from numkv.blocks.tables import slot_mapping
 
 F32, I32, I64 = np.float32, np.int32, np.int64
 KINDS = [*naive.DTYPES, "int8"]

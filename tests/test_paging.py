@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from messages import about
 
 import numkv
-from numkv.paging import block_table_to_csr, csr_to_block_table, slot_mapping
+from numkv.blocks.tables import block_table_to_csr, csr_to_block_table, slot_mapping
 
 TABLES = [  # block table, lengths, block size; indptr, indices, last page lengths
     ([[7, 2], [5, -1]], [17, 3], 16, [0, 2, 3], [7, 2, 5], [1, 3]),

@@ -25,7 +25,7 @@ def file_of(function) -> str:
 
 
 def test_there_are_operations():
-    assert {"append_rows", "attention", "copy_rows", "merge", "write_rows"} <= set(NAMES)
+    assert {"append_rows", "attend", "copy_rows", "merge_states", "write_rows"} <= set(NAMES)
 
 
 def test_the_same_operations():

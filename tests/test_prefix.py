@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import numkv
-from numkv.prefix import block_digests, root_digest, token_ids
+from numkv.blocks.prefix import block_digests, root_digest, token_ids
 
 ZEROS = bytes(32)
 KEYS = st.dictionaries(

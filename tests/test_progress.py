@@ -10,7 +10,7 @@ import pytest
 from numba import types
 
 from numkv.cli.output import KernelProgress
-from numkv.kernels import kernel
+from numkv.kernels import builder
 
 LINE = "numkv: compiling something\n"
 
@@ -30,17 +30,17 @@ def compile_(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("NUMKV_PROGRESS", raising=False)
-    monkeypatch.setattr(kernel, "_stats", dict(kernel._stats))
+    monkeypatch.setattr(builder, "_stats", dict(builder._stats))
 
     def add(x):
         return x + 1
 
     def compile_(stderr):
-        before = kernel.cache_stats()
+        before = builder.cache_stats()
         with contextlib.redirect_stderr(stderr):
-            built = kernel.build(add, (types.int64,), label="something")
+            built = builder.build(add, (types.int64,), label="something")
         assert built(2) == 3
-        return kernel.cache_stats()["misses"] > before["misses"]
+        return builder.cache_stats()["misses"] > before["misses"]
 
     return compile_
 
@@ -66,10 +66,10 @@ def test_a_terminal_is_told_before_and_only_if_something_is_compiled(compile_, t
 
 
 def test_how_to_be_rid_of_the_lines_is_told_once(compile_, terminal):
-    kernel._explain.cache_clear()
+    builder._explain.cache_clear()
     compile_(terminal)
     with contextlib.redirect_stderr(terminal):
-        kernel.tell("something else")
+        builder.tell("something else")
     first, explained, *rest = terminal.getvalue().splitlines()
     assert first + "\n" == LINE
     assert "NUMKV_PROGRESS=0" in explained
@@ -134,8 +134,8 @@ def test_no_folder_for_kernels_is_told_too(compile_, terminal, monkeypatch):
     def no_folder(*args):
         raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(kernel, "KernelCache", no_folder)
-    monkeypatch.setattr(kernel, "warn_no_cache", lambda reason: None)
+    monkeypatch.setattr(builder, "KernelCache", no_folder)
+    monkeypatch.setattr(builder, "warn_no_cache", lambda reason: None)
     for _ in range(2):
         assert compile_(terminal)
     assert terminal.getvalue().count(LINE) == 2

@@ -163,7 +163,7 @@ def test_scratch_memory_is_lent_to_one_call_at_a_time():
 
 
 def test_scratch_memory_of_a_large_call_is_freed(rng):
-    attention = importlib.import_module("numkv.kernels.cpu.attention")  # a function has its name
+    attention = importlib.import_module("numkv.kernels.cpu.attention")
     q, k, v = (
         rng.standard_normal(shape, dtype=np.float32)
         for shape in ((1, 8192, 64), *[(1, 1, 8, 64)] * 2)

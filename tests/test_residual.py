@@ -12,7 +12,7 @@ from messages import about
 
 import numkv
 from numkv import targets
-from numkv.rotation import Rotation
+from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
 HEADS = 2

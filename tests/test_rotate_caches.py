@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 import numkv
 from numkv import targets
-from numkv.files import load_sequences, save_sequences
-from numkv.rotation import Rotation
+from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
 HEADS, DIM, TOKENS = 2, 8, 7
@@ -472,7 +472,7 @@ def test_a_function_sees_keys_as_they_were_put(target, to, host, rng):
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
 def test_compaction(target, to, host, rng, monkeypatch, make, kind):
     """With a shift as if the kept tokens alone had been written; without one the stored bits move."""
-    monkeypatch.setattr(importlib.import_module("numkv.rope_shift"), "_AT_ONCE", 3)
+    monkeypatch.setattr(importlib.import_module("numkv.compaction.key_shift"), "_AT_ONCE", 3)
     raw, v = rows(rng)
     keep = [0, 3, 4, 5, 6]  # four that move by as much
     k = roped(raw, range(TOKENS)).astype(F32)

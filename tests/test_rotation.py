@@ -10,7 +10,7 @@ from messages import about
 
 import numkv
 from numkv import targets
-from numkv.rotation import Rotation
+from numkv.storage.hadamard import Rotation
 
 
 def test_signs_are_pinned():

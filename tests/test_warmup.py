@@ -7,11 +7,11 @@ import numpy as np
 
 import numkv
 from numkv.cli import main
-from numkv.kernels.kernel import cache_stats
+from numkv.kernels.builder import cache_stats
 
 CHECK = """
 import numpy as np, numkv
-from numkv.kernels.kernel import cache_stats
+from numkv.kernels.builder import cache_stats
 layer = numkv.PagedLayer(4, 3, 2, 48, kind="fp16")
 layer.append(*np.ones((2, 5, 2, 48), np.float32))
 layer.decode_attention(np.ones((5, 6, 48), np.float16))

@@ -19,7 +19,7 @@ from numkv import QKMode, targets
 from numkv.demo.batch import PREFILL_CHUNK
 from numkv.demo.cache import CacheFactory
 from numkv.demo.config import ModelConfig
-from numkv.rotation import Rotation
+from numkv.storage.hadamard import Rotation
 
 __all__ = [
     "HEAD_DIM",

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 import numkv
+from numkv.caches.layer import Layer
 from numkv.demo.config import ModelConfig
-from numkv.layers import Layer
 
 __all__ = ["Cache", "CacheChoice", "CacheFactory", "LayerCache", "Sharing", "Step"]
 

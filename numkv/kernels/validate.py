@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numkv.kernels.kernel import array, build
+from numkv.kernels.builder import array, build
 
 __all__ = ["check_lengths", "first_bad_blocks", "first_outside", "last_of_each"]
 

@@ -1,16 +1,15 @@
 """Which memory attention asks for ahead of time: seen neither in results nor, on a noisy machine, in times."""
 
-import sys
-
 import numba
 import numpy as np
 import pytest
 
 import numkv.attention  # noqa: F401
-from numkv.kernels.cpu.simd import NEVER, TILE, address_of
 
 # The package has a function of the same name.
-attention = sys.modules["numkv.kernels.cpu.attention"]
+from numkv.kernels.cpu import attention
+from numkv.kernels.cpu.simd import NEVER, TILE, address_of
+
 LINE = 64
 
 

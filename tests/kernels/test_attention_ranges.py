@@ -14,8 +14,8 @@ from kinds import attending
 from paged_problems import GARBAGE
 
 from numkv import kinds, targets
-from numkv.attention import attend
-from numkv.pool import Pool
+from numkv.attention.attend import attend
+from numkv.storage.pool import Pool
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 Everything else that attends in bf16 and INT8 runs through the unit too, where there is one.
 """
 
-import sys
-
 import naive
 import numba
 import numpy as np
@@ -14,10 +12,10 @@ import tolerances
 from problems import Shape
 
 import numkv
-from numkv.kernels.cpu.simd_tiles import has_tiles
 
 # The package has a function of the same name.
-attention = sys.modules["numkv.kernels.cpu.attention"]
+from numkv.kernels.cpu import attention
+from numkv.kernels.cpu.simd_tiles import has_tiles
 
 pytestmark = pytest.mark.skipif(
     not has_tiles(), reason="this CPU has no matrix unit, or may not use it"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from numkv.kernels.cpu.append import append_rows, copy_rows, scatter_rows
-from numkv.kernels.cpu.attention import attention
+from numkv.kernels.cpu.attention import attend
 from numkv.kernels.cpu.compress import attend_codes, decode_rows, encode_rows, score_codes
 from numkv.kernels.cpu.copy import copy_blocks, copy_tokens
 from numkv.kernels.cpu.finite import first_non_finite
-from numkv.kernels.cpu.merge import merge
-from numkv.kernels.cpu.rotate import rotate_rows
+from numkv.kernels.cpu.hadamard import rotate_rows
+from numkv.kernels.cpu.mass import attention_weights
+from numkv.kernels.cpu.merge import merge_states
 from numkv.kernels.cpu.shift import shift_rows
-from numkv.kernels.cpu.weights import attention_weights
 from numkv.kernels.cpu.write import scatter_write, write_rows
 
 __all__ = [
     "append_rows",
+    "attend",
     "attend_codes",
-    "attention",
     "attention_weights",
     "copy_blocks",
     "copy_rows",
@@ -24,7 +24,7 @@ __all__ = [
     "decode_rows",
     "encode_rows",
     "first_non_finite",
-    "merge",
+    "merge_states",
     "rotate_rows",
     "scatter_rows",
     "scatter_write",

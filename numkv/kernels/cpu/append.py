@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import store_int4

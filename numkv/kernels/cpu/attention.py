@@ -26,6 +26,7 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
+from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.simd import (
@@ -76,12 +77,11 @@ from numkv.kernels.cpu.simd_tiles import (
     weigh_rows,
 )
 from numkv.kernels.cpu.threads import ON_THREADS, launching, num_threads, run
-from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.kernels.scratch import Workspaces
 from numkv.rows.int4 import GROUP
 from numkv.rows.softmax import finish, power_of_2
 
-__all__ = ["attention"]
+__all__ = ["attend"]
 
 # Query rows of an item. Many enough that a K tile, read once, is used often; few enough to stay in L1 and L2.
 MAX_ROWS = 64
@@ -913,7 +913,7 @@ _WORD_OF = {"fp32": "float32", "fp64": "float64"}
 _NAMES = {np.dtype(name): name for name in ("float32", "float64")}
 
 
-def attention(
+def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip

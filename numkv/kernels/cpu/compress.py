@@ -1,8 +1,8 @@
 """Vectors as codes of a few bits, on the CPU: encode, decode, scores and attention on the codes.
 
 A vector x of norm n is turned by its head's rotation, ``z = R x / n``. Each coordinate of z is replaced by the nearest
-level of a codebook that fits such coordinates (`numkv.codebook`), which gives c, and what is stored are the numbers of
-these levels and one scale::
+level of a codebook that fits such coordinates (`numkv.compression.codebook`), which gives c, and what is stored are the
+numbers of these levels and one scale::
 
     scale = n (z . c) / (c . c)        x is taken for  scale R^T c
 
@@ -27,10 +27,10 @@ import numpy as np
 from numba import types
 from numba.extending import register_jitable
 
+from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
 from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
-from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
 from numkv.rows.softmax import power_of_2

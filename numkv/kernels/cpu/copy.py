@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from numkv.kernels.builder import array, build
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import array, build
 
 __all__ = ["copy_blocks", "copy_tokens"]
 

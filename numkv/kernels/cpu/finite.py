@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import WORDS, array, build
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numkv.kernels.kernel import WORDS, array, build
+from numkv.kernels.builder import WORDS, array, build
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
-__all__ = ["merge"]
+__all__ = ["merge_states"]
 
 
 def make_merge(KIND, COMPUTE):
@@ -51,7 +51,7 @@ def _merge(kind: str) -> Any:
     return build(make_merge, signature, args=(kind, compute), label=f"merge, {kind}")
 
 
-def merge(o_a, lse_a, o_b, lse_b, kind, out, lse):
+def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
     """Merge two partial results.
 
     Parameters

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import row_of
-from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, load_int4, store_int4
 from numkv.rows.rope import pair_of, rotate_pair

@@ -4,7 +4,7 @@ Row ``i`` of `qkv` is all q heads, then all k heads, then all v heads. Heads of 
 asked; q goes to `q_out`, k and v to the slots of positions ``start + i``.
 
 The kernel itself can look at its arguments first: what one token costs is the call, and a look from Python costs more
-than the token. `numkv.at_once` asks for that.
+than the token. `numkv.writing.fast_path` asks for that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numba import types
 from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
+from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import is_aligned, on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.kernel import SCALES, WORDS, array, build
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4

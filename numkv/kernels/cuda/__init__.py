@@ -11,20 +11,20 @@ from importlib import import_module
 from typing import Any
 
 from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
-from numkv.kernels.cuda.attention import attention
+from numkv.kernels.cuda.attention import attend
 from numkv.kernels.cuda.compress import attend_codes, decode_rows, encode_rows, score_codes
 from numkv.kernels.cuda.copy import copy_blocks, copy_tokens
 from numkv.kernels.cuda.finite import first_non_finite
-from numkv.kernels.cuda.merge import merge
-from numkv.kernels.cuda.rotate import rotate_rows
+from numkv.kernels.cuda.hadamard import rotate_rows
+from numkv.kernels.cuda.mass import attention_weights
+from numkv.kernels.cuda.merge import merge_states
 from numkv.kernels.cuda.shift import shift_rows
-from numkv.kernels.cuda.weights import attention_weights
 from numkv.kernels.cuda.write import scatter_write, write_rows
 
 __all__ = [
     "append_rows",
+    "attend",
     "attend_codes",
-    "attention",
     "attention_weights",
     "copy_blocks",
     "copy_rows",
@@ -32,7 +32,7 @@ __all__ = [
     "decode_rows",
     "encode_rows",
     "first_non_finite",
-    "merge",
+    "merge_states",
     "rotate_rows",
     "scatter_rows",
     "scatter_write",
@@ -57,7 +57,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         Types of its arguments.
     """
     for name in (
-        "append", "attention", "compress", "convert", "copy", "finite", "merge", "rotate",
+        "append", "attend", "compress", "convert", "copy", "finite", "merge_states", "rotate",
         "shift", "splits", "weights", "write",
     ):  # fmt: skip
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group

@@ -37,6 +37,7 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import (
     THREADS,
     WIDTH,
@@ -62,11 +63,10 @@ from numkv.kernels.cuda.splits import (
     tile_of,
     visible,
 )  # fmt: skip
-from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
-__all__ = ["attention"]
+__all__ = ["attend"]
 
 # Query rows of an item, as many as the group has or as registers allow, and for each choice how many blocks shall fit
 # on a multiprocessor. With fewer registers than that leaves (102, 128 and 170), the loops would spill.
@@ -498,7 +498,7 @@ def _attention(
     return jit(kernel, ROW_CHOICES[rows] - (compute == "float64"))
 
 
-def attention(
+def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip

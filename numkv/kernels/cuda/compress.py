@@ -25,6 +25,7 @@ from numba import cuda, types
 from numba.extending import register_jitable
 
 from numkv.errors import NotSupported
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import (
     LANES,
     SIMULATED,
@@ -35,7 +36,6 @@ from numkv.kernels.cuda.simd import (
     launch,
     natural,
 )  # fmt: skip
-from numkv.kernels.kernel import WORDS
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
 

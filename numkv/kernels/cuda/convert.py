@@ -1,4 +1,4 @@
-"""Quantised rows to floats, on CUDA: what `numkv.targets_cuda.CudaTarget.dequantise` needs."""
+"""Quantised rows to floats, on CUDA: what `numkv.targets.cuda.CudaTarget.dequantise` needs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.int4 import int4_value
 
 __all__ = ["dequantise"]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import WORDS
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import WORDS
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
-__all__ = ["merge"]
+__all__ = ["merge_states"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 
@@ -51,7 +51,7 @@ def _compute(kind: str) -> str:
     return "float64" if kind == "fp64" else "float32"
 
 
-def merge(o_a, lse_a, o_b, lse_b, kind, out, lse):
+def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
     """Merge two partial results.
 
     Parameters

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch, loader, natural
-from numkv.kernels.kernel import SCALES, WORDS
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, int4_value, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale

@@ -20,7 +20,7 @@ from numba import cuda, types
 from numba.core import cgutils, config
 from numba.extending import register_jitable
 
-from numkv.kernels.kernel import tell
+from numkv.kernels.builder import tell
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 

@@ -13,8 +13,8 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
+from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.kernel import WORDS
 from numkv.kernels.scratch import Workspaces
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
@@ -214,7 +214,7 @@ def merge_splits(
     capacity : int
         Tokens that a row of the block table can say the places of.
     seq_lens, q_starts, ranges, window_left, sinks, out, lse
-        See `numkv.kernels.cuda.attention.attention`.
+        See `numkv.kernels.cuda.attention.attend`.
     """
     launch(
         _merge_splits(q_kind, sinks.dtype.name), parts.shape[0] * parts.shape[1], THREADS,

@@ -1,0 +1,199 @@
+"""The one way into attention: what every function and every method ends in, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.checks import check_array, check_writable
+from numkv.errors import DimensionMismatch
+from numkv.kernels import validate as values
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+
+__all__ = [
+    "attend",
+    "check_group",
+    "check_lengths",
+    "check_options",
+    "check_queries",
+    "no_ranges",
+    "too_many_queries",
+]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def attend(
+    pool: Pool,
+    block_table: Array,
+    q: Array,
+    seq_lens: Array,
+    q_starts: Array,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    ranges: Array | None = None,
+    by_slot: bool = False,
+) -> Any:
+    """Attend with checked queries over a pool; what every attention function and method ends in.
+
+    Parameters
+    ----------
+    pool : Pool
+        K and V; where they are rotated, queries are rotated too and the output is turned back.
+    block_table : int32 array (num_seqs, max_blocks)
+        Blocks of each sequence, or with `by_slot` the slots of its tokens.
+    q : array (num_tokens, num_q_heads, head_dim)
+        Queries, checked.
+    seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
+        Lengths, and where each sequence's queries start, checked.
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        See `decode_attention`.
+    ranges : int64 array (num_tokens, 2), optional
+        Tokens ``[low, high)`` that each query sees, counted along its sequence's row of `block_table`, in place of
+        causality and `seq_lens`; an empty range gives 0 and -inf. With ranges, `window_left` is -1.
+    by_slot : bool
+        Whether `block_table` holds a slot, ``block * block_size + offset``, for each token instead of a block for
+        every `block_size` tokens.
+
+    Returns
+    -------
+    array or tuple of array
+        The output, and the lse if asked for.
+    """
+    target = pool.target
+    num_tokens, num_q_heads, head_dim = q.shape
+    out_dtype = q.dtype
+    q_kind = kind_of_dtype(out_dtype)
+    assert q_kind is not None
+    k_kind, v_kind = pool.k_kind, pool.v_kind
+    names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
+    compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
+    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    if logits_soft_cap != 0 or window_left != -1:
+        check_options(logits_soft_cap, window_left)
+    if ranges is None:
+        ranges = no_ranges(target.name)
+    if sinks is None:
+        sinks = _no_sinks(target.name, compute)
+    else:
+        sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
+    out_shape = (num_tokens, num_q_heads, pool.head_dim_v)
+    if out is None:
+        out = target.empty(out_shape, out_dtype)
+    else:
+        out = check_array(target, "out", out, (out_dtype,), out_shape)
+        check_writable("out", out)
+    # Over rotated values the result is rotated too, and is not rounded before it has been turned back.
+    result = out
+    if pool.v_rotation is not None and out_dtype != compute:
+        result = target.empty(out_shape, compute)
+    if pool.k_rotation is not None:
+        q, q_kind = pool.k_rotation.forward(target, q, compute), kind_of_dtype(compute)
+        assert q_kind is not None
+    lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    target.ops.attend(
+        target.words(q), q_kind.name, pool.k, k_kind.name, pool.k_scale, pool.v,
+        v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
+        scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
+    )  # fmt: skip
+    if pool.v_rotation is not None:
+        pool.v_rotation.backward(target, result, out_dtype, out)
+    return (out, lse) if return_lse else out
+
+
+def check_options(logits_soft_cap: float, window_left: int) -> None:
+    """Check the values of options that are numbers."""
+    if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
+        raise ValueError(
+            f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
+        )
+    if window_left < -1:
+        raise ValueError(
+            f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
+        )
+
+
+@functools.cache
+def no_ranges(target: str) -> Array:
+    """Ranges for queries that have none."""
+    return targets.get(target).empty((0, 2), np.int64)
+
+
+@functools.cache
+def _no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
+    return targets.get(target).empty((0,), dtype)
+
+
+def check_group(num_q_heads: int, num_kv_heads: int) -> None:
+    """Refuse q heads that cannot be shared out over the kv heads."""
+    if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        raise DimensionMismatch(
+            f"`q`: expected a number of q heads that is a multiple of num_kv_heads={num_kv_heads}, "
+            f"got {num_q_heads}",
+            expected=num_kv_heads,
+            actual=num_q_heads,
+        )
+
+
+def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
+    """Check the queries of a decode or prefill."""
+    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.name == "cpu" else ()
+    if (  # nothing to say about most, which takes a quarter of the time
+        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize and q.flags.aligned
+        and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
+    ):  # fmt: skip
+        return q
+    q = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
+    check_group(q.shape[1], num_kv_heads)
+    return q
+
+
+def check_lengths(
+    target: Target, seq_lens: Array, q_starts: Array, num_tokens: int, capacity: int,
+    *, validate: bool, decode: bool,
+) -> None:  # fmt: skip
+    """Check the values of lengths and query starts, where that is free or asked for."""
+    if target.name != "cpu":
+        if not validate:
+            return
+        seq_lens = target.to_host(seq_lens).astype(np.int64)
+        q_starts = target.to_host(q_starts).astype(np.int64)
+    elif decode and len(seq_lens) == 1 and 0 <= seq_lens[0] <= capacity:
+        return  # of one, that is faster than a call of compiled code
+    found, b = values.check_lengths(seq_lens, q_starts, num_tokens, capacity, decode)
+    if found == values.FINE:
+        return
+    if found == values.BAD_LENGTH:
+        raise IndexError(
+            f"`seq_lens`: expected lengths in [0, {capacity}], got {seq_lens[b]} for sequence {b}"
+        )
+    if found == values.BAD_STARTS:
+        raise DimensionMismatch(
+            "`cu_seqlens_q`: expected prefix sums that start with 0, never fall and end with "
+            f"num_tokens={num_tokens}, got {np.asarray(q_starts).tolist()}",
+            expected=num_tokens,
+            actual=int(q_starts[-1]),
+        )
+    queries = int(q_starts[b + 1] - q_starts[b])
+    raise too_many_queries(queries, int(seq_lens[b]), f" of sequence {b}")
+
+
+def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMismatch:
+    """The error for more queries than tokens: each query is one of the cached tokens."""
+    return DimensionMismatch(
+        f"`q`: expected at most as many queries as cached tokens{where}, {length}, got {queries}; "
+        "append the queries' own tokens first",
+        expected=length,
+        actual=queries,
+    )

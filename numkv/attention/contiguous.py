@@ -1,0 +1,232 @@
+"""Attention over contiguous caches: decode, ragged prefill, and the merge of partial results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.checks import check_array, check_integers
+from numkv.errors import DimensionMismatch
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_block_each, one_query_each
+from numkv.targets.base import Array, Target
+
+__all__ = [
+    "decode_attention",
+    "merge_states",
+    "prefill_attention",
+]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _contiguous_pool(target: Target, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
+    """Check the buffers of a contiguous cache."""
+    shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
+    return stored_pool(target, ("k", "v"), k, v, scales, shape)
+
+
+def decode_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    seq_lens: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool = False,
+) -> Any:
+    """Attend with one query per sequence over a contiguous cache.
+
+    Parameters
+    ----------
+    q : array (num_seqs, num_q_heads, head_dim)
+        The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
+        kv head ``h // (num_q_heads // num_kv_heads)``.
+    k : array (num_seqs, num_kv_heads, capacity, head_dim)
+        Cached keys, of any float kind, or int8 or int4 codes (two to a byte). Slots past a sequence's length are never
+        read.
+    v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
+        Cached values.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Tokens in the cache, the query's own included. An empty sequence gives 0 and -inf.
+    sm_scale : float, optional
+        What scores are multiplied by; ``1 / sqrt(head_dim)`` if None.
+    logits_soft_cap : float
+        Scores become ``cap * tanh(score / cap)``, after scaling; 0 for no cap.
+    window_left : int
+        Earlier tokens that a query sees beside its own; -1 for all of them.
+    sinks : array (num_q_heads,), optional
+        Extra scores that join the denominator only.
+    return_lse : bool
+        Whether to return the log of the sum of exponentials too.
+    out : array (num_seqs, num_q_heads, head_dim_v), optional
+        Takes the output; of q's dtype.
+    k_scale, v_scale : array, optional
+        Scales of codes: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
+        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``. None for float kinds.
+    validate : bool
+        On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
+
+    Returns
+    -------
+    out : array (num_seqs, num_q_heads, head_dim_v)
+        In q's dtype; accumulated in float32, in float64 where the cache or q is.
+    lse : float32 array (num_seqs, num_q_heads)
+        Natural log; only with `return_lse`.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, NotSupported
+        If an array has another shape, dtype, layout or target.
+    IndexError
+        If a length is negative or above the capacity.
+
+    Notes
+    -----
+    The result for a sequence does not depend on the batch or on the number of threads.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> k = np.ones((1, 2, 16, 8), np.float32)
+    >>> v = np.arange(16, dtype=np.float32)[:, None] + np.zeros((1, 2, 16, 8), np.float32)
+    >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
+    np.float32(1.0)
+    """
+    target = targets.of(k)
+    pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
+    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
+    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_seqs")
+    if q.shape[0] != num_seqs:
+        raise DimensionMismatch(
+            f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}",
+            expected=num_seqs,
+            actual=q.shape[0],
+        )
+    lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
+    starts = one_query_each(target.name, num_seqs)
+    check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
+    return attend(
+        pool, one_block_each(target.name, num_seqs), q, lens, starts, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+        return_lse=return_lse, out=out,
+    )  # fmt: skip
+
+
+def prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool = False,
+) -> Any:
+    """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
+
+    A sequence with T queries and length n has query i at position ``n - T + i``; it sees that position and
+    earlier ones.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        The queries of all sequences, one after another.
+    k, v : array (num_seqs, num_kv_heads, capacity, head_dim)
+        See `decode_attention`.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
+        Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate
+        See `decode_attention`.
+
+    Returns
+    -------
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        In q's dtype.
+    lse : float32 array (num_tokens, num_q_heads)
+        Natural log; only with `return_lse`.
+
+    Raises
+    ------
+    DimensionMismatch
+        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+    UnsupportedDType, NotSupported, IndexError
+        See `decode_attention`.
+    """
+    target = targets.of(k)
+    pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
+    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
+    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_tokens")
+    lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
+    starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    starts = target.index(starts, np.int64)
+    check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
+    return attend(
+        pool, one_block_each(target.name, num_seqs), q, lens, starts, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+        return_lse=return_lse, out=out,
+    )  # fmt: skip
+
+
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Array]:
+    """Merge two attention results over disjoint parts of the same KV range.
+
+    Parameters
+    ----------
+    o_a, o_b : array (num_tokens, num_q_heads, head_dim_v)
+        Outputs over the two parts.
+    lse_a, lse_b : float32 array (num_tokens, num_q_heads)
+        Their natural logs of sums of exponentials.
+
+    Returns
+    -------
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        What attention over both parts gives. Rows that saw nothing in either part are 0.
+    lse : float32 array (num_tokens, num_q_heads)
+        Its log of the sum of exponentials.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, NotSupported
+        If an array has another shape, dtype, layout or target.
+
+    Notes
+    -----
+    A sink belongs into one of the parts only. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024), but with
+    natural logs.
+    """
+    target = targets.of(o_a)
+    shape = ("num_tokens", "num_q_heads", "head_dim_v")
+    o_a = check_array(target, "o_a", o_a, FLOAT_DTYPES, shape)
+    o_b = check_array(target, "o_b", o_b, (o_a.dtype,), tuple(o_a.shape))
+    lse_a = check_array(target, "lse_a", lse_a, (_FLOAT32,), tuple(o_a.shape[:2]))
+    lse_b = check_array(target, "lse_b", lse_b, (_FLOAT32,), tuple(o_a.shape[:2]))
+    out = target.empty(tuple(o_a.shape), o_a.dtype)
+    lse = target.empty(tuple(o_a.shape[:2]), _FLOAT32)
+    o_kind = kind_of_dtype(o_a.dtype)
+    assert o_kind is not None
+    target.ops.merge_states(
+        target.words(o_a), lse_a, target.words(o_b), lse_b, o_kind.name, target.words(out), lse
+    )
+    return out, lse

@@ -1,0 +1,187 @@
+"""Attention weights by token: what methods that drop the least used tokens go by; see `numkv.compaction.eviction`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.attention.attend import (
+    attend,
+    check_lengths,
+    check_options,
+    check_queries,
+    no_ranges,
+)
+from numkv.checks import check_array, check_integers
+from numkv.errors import DimensionMismatch
+from numkv.kinds import kind, kind_of_dtype
+from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_block_each, one_query_each
+from numkv.targets.base import Array
+
+__all__ = ["attention_weights", "weigh"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def weigh(
+    pool: Pool,
+    block_table: Array,
+    q: Array,
+    seq_lens: Array,
+    q_starts: Array,
+    columns: int,
+    *,
+    lse: Any = None,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    ranges: Array | None = None,
+    by_slot: bool = False,
+) -> Array:
+    """Sum up what checked queries give to each token; what every ``attention_weights`` ends in.
+
+    Parameters
+    ----------
+    pool : Pool
+        K and V.
+    block_table : int32 array (num_seqs, max_blocks)
+        Blocks of each sequence, or with `by_slot` the slots of its tokens.
+    q : array (num_tokens, num_q_heads, head_dim)
+        Queries, checked.
+    seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
+        Lengths, and where each sequence's queries start, checked.
+    columns : int
+        Tokens of each sequence that are shown.
+    lse, sm_scale, logits_soft_cap, window_left
+        See `attention_weights`.
+    ranges, by_slot
+        See `numkv.attention.attend.attend`; ranges end within `seq_lens`.
+
+    Returns
+    -------
+    float32 array (num_seqs, num_kv_heads, columns)
+    """
+    target = pool.target
+    num_tokens, num_q_heads, head_dim = (int(n) for n in q.shape)
+    check_options(logits_soft_cap, window_left)
+    if lse is None:
+        _, lse = attend(
+            pool, block_table, q, seq_lens, q_starts, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, return_lse=True,
+            ranges=ranges, by_slot=by_slot,
+        )  # fmt: skip
+    else:
+        lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
+    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
+    if pool.k_rotation is not None:
+        q = pool.k_rotation.forward(target, q)
+    q_kind = kind_of_dtype(q.dtype)
+    assert q_kind is not None
+    keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
+    if k_kind.group_size and target.name != "cpu":
+        # The CUDA kernel reads no groups: it gets a copy of the pool in float32.
+        num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
+        flat = (num_blocks * heads, block_size)
+        keys = target.dequantise(
+            k_kind,
+            keys.reshape((*flat, words)),
+            k_scale.reshape((*flat, int(k_scale.shape[3]))),
+        ).reshape((num_blocks, heads, block_size, head_dim))
+        k_kind, k_scale = kind("fp32"), target.empty((0, 0, 0), _FLOAT32)
+    if ranges is None:
+        ranges = no_ranges(target.name)
+    target.ops.attention_weights(
+        target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
+        q_starts, ranges, int(by_slot), lse, scale, float(logits_soft_cap), int(window_left), weights,
+    )  # fmt: skip
+    return weights
+
+
+def attention_weights(
+    q: Any,
+    k: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any = None,
+    *,
+    lse: Any = None,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    k_scale: Any = None,
+    validate: bool = False,
+) -> Array:
+    """How much attention each token of a contiguous cache gets from given queries.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        The newest tokens' queries of all sequences, one after another; fp16, bf16, fp32 or fp64.
+    k : array (num_seqs, num_kv_heads, capacity, head_dim)
+        Cached keys, of any float kind, or int8 codes. Slots past a sequence's length are never read.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
+        Where each sequence's queries start, as in `numkv.prefill_attention`; None: each has one.
+    lse : float32 array (num_tokens, num_q_heads), optional
+        What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs an
+        attention over the keys; needed if there are sinks, which take their share without being a token.
+    sm_scale, logits_soft_cap, window_left
+        See `numkv.decode_attention`.
+    k_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
+        Scales of int8 storage; None for float kinds.
+    validate : bool
+        On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
+        always checked.
+
+    Returns
+    -------
+    float32 array (num_seqs, num_kv_heads, capacity)
+        Softmax weights, summed over the queries and the q heads of each group; 0 for tokens that no query sees and past
+        the length. Without sinks a sequence's weights of a kv head add up to its queries times the group.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+        See `numkv.prefill_attention`.
+
+    Notes
+    -----
+    Computed in float32, whatever the kinds. Attention itself does not keep these weights: the keys are read once more.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> k = np.zeros((1, 2, 16, 8), np.float32)
+    >>> numkv.attention_weights(np.ones((1, 4, 8), np.float32), k, [4])[0, 0, :5]
+    array([0.5, 0.5, 0.5, 0.5, 0. ], dtype=float32)
+    """
+    target = targets.of(k)
+    shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
+    pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)
+    num_seqs, num_kv_heads, capacity, head_dim = (int(n) for n in pool.k.shape)
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens")
+    num_tokens, decode = int(q.shape[0]), cu_seqlens_q is None
+    lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
+    if decode:
+        if num_tokens != num_seqs:
+            raise DimensionMismatch(
+                f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got "
+                f"{num_tokens}; pass cu_seqlens_q for other numbers",
+                expected=num_seqs,
+                actual=num_tokens,
+            )
+        starts = one_query_each(target.name, num_seqs)
+    else:
+        starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+        starts = target.index(starts, np.int64)
+    check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
+    return weigh(
+        pool, one_block_each(target.name, num_seqs), q, lens, starts, capacity, lse=lse,
+        sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""Attention over a caller's own paged pools, batched over sequences: decode and ragged prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.checks import check_array, check_integers
+from numkv.kernels import validate as values
+from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_query_each
+from numkv.targets.base import Array, Target
+
+__all__ = ["paged_decode_attention", "paged_prefill_attention"]
+
+_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
+_NAMES = ("k_pool", "v_pool")
+_INT32 = (np.dtype(np.int32),)
+
+
+def _check_batch(
+    target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
+    *, validate: bool, decode: bool,
+) -> Array:  # fmt: skip
+    """The lengths as kernels take them; their values and the table's are checked where that is free or asked for."""
+    num_seqs = int(table.shape[0])
+    lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
+    num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
+    capacity = int(table.shape[1]) * block_size
+    check_lengths(target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode)
+    if target.name == "cpu" or validate:
+        on_host, lens_on_host = target.to_host(table), target.to_host(lens).astype(np.int64)
+        b = values.first_bad_blocks(on_host, lens_on_host, block_size, num_blocks)
+        if b >= 0:
+            used = on_host[b, : -(-int(lens_on_host[b]) // block_size)].tolist()
+            raise IndexError(
+                f"`block_table`: expected blocks in [0, {num_blocks}) up to each length, got {used} "
+                f"for sequence {b}"
+            )
+    return lens
+
+
+def paged_decode_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool = False,
+) -> Any:
+    """Attend with one query per sequence over paged pools.
+
+    Parameters
+    ----------
+    q : array (num_seqs, num_q_heads, head_dim)
+        The newest token's query of each sequence.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pools of a float dtype, or of codes: int8, or uint8 for int4 (two to a byte).
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical block of each logical block; entries past a sequence's length are never read.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Tokens in the cache, the query's own included.
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        See `numkv.decode_attention`.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+    validate : bool
+        On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
+
+    Returns
+    -------
+    out : array (num_seqs, num_q_heads, head_dim_v)
+        In q's dtype.
+    lse : float32 array (num_seqs, num_q_heads)
+        Natural log of the sum of exponentials; only with `return_lse`.
+
+    Raises
+    ------
+    IndexError
+        If a length is more than the table has room for, or a block is not in the pool.
+    DimensionMismatch, UnsupportedDType, NotSupported, ValueError
+        See `numkv.decode_attention`.
+    """
+    target = targets.of(k_pool)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
+    num_seqs = int(q.shape[0])
+    starts = one_query_each(target.name, num_seqs)
+    table = check_array(target, "block_table", block_table, _INT32, (num_seqs, "max_blocks"))
+    lens = _check_batch(
+        target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
+    )
+    return attend(
+        pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
+    )  # fmt: skip
+
+
+def paged_prefill_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_table: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float = 0.0,
+    window_left: int = -1,
+    sinks: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool = False,
+) -> Any:
+    """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        The queries of all sequences, one after another.
+    k_pool, v_pool, block_table, seq_lens
+        See `paged_decode_attention`.
+    cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
+        Prefix sums of the numbers of queries.
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        See `numkv.decode_attention`.
+    k_scale, v_scale, validate
+        See `paged_decode_attention`.
+
+    Returns
+    -------
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        In q's dtype.
+    lse : float32 array (num_tokens, num_q_heads)
+        Natural log of the sum of exponentials; only with `return_lse`.
+
+    Raises
+    ------
+    DimensionMismatch
+        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+    IndexError, UnsupportedDType, NotSupported, ValueError
+        See `paged_decode_attention`.
+    """
+    target = targets.of(k_pool)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+    table = check_array(target, "block_table", block_table, _INT32, ("num_seqs", "max_blocks"))
+    starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
+    starts = target.index(starts, np.int64)
+    lens = _check_batch(
+        target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
+    )
+    return attend(
+        pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
+    )  # fmt: skip

@@ -1,0 +1,21 @@
+"""Blocks of a paged cache as numbers: who refers to them, which prefix they hold, and the tables of a sequence."""
+
+from __future__ import annotations
+
+from numkv.blocks.pool import BlockPool, BlocksRemoved, BlocksStored, MissReason, PoolStats
+from numkv.blocks.prefix import block_digests, root_digest, token_ids
+from numkv.blocks.tables import block_table_to_csr, csr_to_block_table, slot_mapping
+
+__all__ = [
+    "BlockPool",
+    "BlocksRemoved",
+    "BlocksStored",
+    "MissReason",
+    "PoolStats",
+    "block_digests",
+    "block_table_to_csr",
+    "csr_to_block_table",
+    "root_digest",
+    "slot_mapping",
+    "token_ids",
+]

@@ -1,0 +1,224 @@
+"""Names for cached prefixes: a chain of sha256 digests over token ids, the same in every process and on every machine.
+
+Each full block of a prompt is named by a digest of its own token ids and of its parent's digest, so that a block's
+name stands for the whole prefix up to its end. A partial last block has no name. What else decides the K and V of
+a prompt (an adapter, a salt that keeps tenants apart, the content behind placeholder tokens) goes in as tagged extra
+keys.
+
+Byte format, version 1
+----------------------
+All integers are little-endian; ``||`` joins bytes. A *link* is 32 bytes: the parent's digest, or 32 zero bytes.
+
+- The root of a chain: ``sha256(link || "K" || "numkv" || version u32 || block_size u32 || keys)``.
+- ``keys``: for each extra key, in the order of the tags' UTF-8 bytes,
+  ``len(tag) u32 || tag || type || len(value) u32 || value``, where type is ``"i"`` (value: the decimal digits of an
+  integer), ``"s"`` (UTF-8 of a string) or ``"b"`` (bytes). Lengths and types keep any two sets of keys apart.
+- A block: ``sha256(link || "T" || its block_size token ids as int32)``; the first block's link is the root.
+- Extra keys in the middle of a chain (an image that begins at a block) are a root whose link is the digest before it.
+
+"K" and "T" keep the two kinds of message apart whatever the token ids are. Another format gets another version.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.checks import check_size
+from numkv.errors import DimensionMismatch, UnsupportedDType
+
+__all__ = ["DIGEST_SIZE", "FORMAT_VERSION", "block_digests", "root_digest", "token_ids"]
+
+#: Version of the byte format; it is part of every root.
+FORMAT_VERSION = 1
+
+#: Bytes in a digest.
+DIGEST_SIZE = 32
+
+_NO_PARENT = bytes(DIGEST_SIZE)
+
+
+def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
+    """Token ids as int32, checked.
+
+    Parameters
+    ----------
+    tokens : array-like of int
+        Ids in ``[0, 2**31)``, of any integer dtype and shape.
+    name : str
+        What errors call it.
+
+    Returns
+    -------
+    int32 array
+        C-contiguous; `tokens` itself where it is one already.
+
+    Raises
+    ------
+    UnsupportedDType
+        They are not integers.
+    ValueError
+        An id is out of range.
+    """
+    x = np.asarray(tokens)
+    if x.size == 0 and not isinstance(tokens, np.ndarray):
+        x = x.astype(np.int32)  # an empty list has no dtype of its own
+    if x.dtype.kind not in "iu":
+        raise UnsupportedDType(f"`{name}`: expected integers, got {x.dtype}; pass token ids")
+    if x.size:
+        least = int(x.min())
+        most = 0 if x.dtype == np.int32 else int(x.max())
+        if least < 0 or most >= 2**31:
+            wrong = least if least < 0 else most
+            raise ValueError(f"`{name}`: expected ids in [0, 2**31), got {wrong}")
+    return np.require(x, np.int32, ["C", "A"])
+
+
+def _packed(extra: Mapping[str, int | str | bytes]) -> bytes:
+    """Extra keys in the byte format."""
+    parts = []
+    for tag, value in extra.items():
+        if not isinstance(tag, str):
+            raise TypeError(f"`extra`: expected strings as tags, got {tag!r}")
+        if isinstance(value, str):
+            kind, packed = b"s", value.encode()
+        elif isinstance(value, (bytes, bytearray, memoryview)):
+            kind, packed = b"b", bytes(value)
+        else:
+            try:
+                if isinstance(value, (bool, np.bool_)):  # True would be the key 1
+                    raise TypeError
+                kind, packed = b"i", b"%d" % operator.index(value)
+            except TypeError:
+                raise TypeError(
+                    f"`extra`: expected int, str or bytes under {tag!r}, got {type(value).__name__}"
+                ) from None
+        name = tag.encode()
+        size = len(name).to_bytes(4, "little"), len(packed).to_bytes(4, "little")
+        parts.append((name, b"".join((size[0], name, kind, size[1], packed))))
+    return b"".join(packed for _, packed in sorted(parts))
+
+
+def _link(parent: Any) -> bytes:
+    """A parent digest as bytes."""
+    if parent is None:
+        return _NO_PARENT
+    if isinstance(parent, np.ndarray):
+        if parent.dtype != np.uint8 or parent.shape != (DIGEST_SIZE,):
+            raise DimensionMismatch(
+                f"`parent`: expected uint8 ({DIGEST_SIZE},), got {parent.dtype} {parent.shape}; "
+                "pass one row of block_digests",
+                expected=(DIGEST_SIZE,),
+                actual=parent.shape,
+            )
+        return parent.tobytes()
+    if not isinstance(parent, bytes):
+        raise TypeError(f"`parent`: expected bytes or a uint8 array, got {type(parent).__name__}")
+    if len(parent) != DIGEST_SIZE:
+        raise DimensionMismatch(
+            f"`parent`: expected {DIGEST_SIZE} bytes, got {len(parent)}; pass a sha256 digest",
+            expected=DIGEST_SIZE,
+            actual=len(parent),
+        )
+    return parent
+
+
+def root_digest(
+    block_size: int,
+    extra: Mapping[str, int | str | bytes] | None = None,
+    *,
+    parent: bytes | NDArray[np.uint8] | None = None,
+) -> bytes:
+    """What a chain of blocks begins with: format, block size and extra keys.
+
+    Parameters
+    ----------
+    block_size : int
+        Tokens in a block.
+    extra : mapping of str to int, str or bytes, optional
+        Extra keys by tag, such as ``{"adapter": 7, "salt": b"tenant a"}``; their order does not matter.
+    parent : bytes or uint8 array (32,), optional
+        The digest that the extra keys come after; by default they come first.
+
+    Returns
+    -------
+    bytes
+        32 of them.
+    """
+    block_size = check_size("block_size", block_size, 1)
+    header = FORMAT_VERSION.to_bytes(4, "little") + block_size.to_bytes(4, "little")
+    return sha256(_link(parent) + b"Knumkv" + header + _packed(extra or {})).digest()
+
+
+def block_digests(
+    tokens: Any,
+    block_size: int,
+    extra: Mapping[str, int | str | bytes] | None = None,
+    *,
+    parent: bytes | NDArray[np.uint8] | None = None,
+) -> NDArray[np.uint8]:
+    """Names of the full blocks of a prompt.
+
+    Parameters
+    ----------
+    tokens : array-like of int (num_tokens,)
+        Token ids in ``[0, 2**31)``.
+    block_size : int
+        Tokens in a block.
+    extra : mapping of str to int, str or bytes, optional
+        Extra keys by tag; prompts with different ones share nothing. With `parent` they apply from here on.
+    parent : bytes or uint8 array (32,), optional
+        Digest of the block before `tokens`, to go on with a chain; by default `tokens` is the beginning.
+
+    Returns
+    -------
+    uint8 array (num_tokens // block_size, 32)
+        One digest per full block.
+
+    Raises
+    ------
+    UnsupportedDType, ValueError
+        See `token_ids`.
+    DimensionMismatch
+        `tokens` is not one-dimensional, `block_size` is not positive or `parent` is not 32 bytes.
+    TypeError
+        An extra key is not a string, or its value no int, str or bytes.
+
+    Examples
+    --------
+    >>> from numkv.blocks import block_digests
+    >>> block_digests(range(40), 16).shape
+    (2, 32)
+    """
+    block_size = check_size("block_size", block_size, 1)
+    ids = token_ids(tokens)
+    if ids.ndim != 1:
+        raise DimensionMismatch(
+            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
+            expected=("num_tokens",),
+            actual=ids.shape,
+        )
+    if parent is None or extra:
+        link = root_digest(block_size, extra, parent=parent)
+    else:
+        link = _link(parent)
+    num_blocks = len(ids) // block_size
+    if num_blocks == 0:
+        return np.empty((0, DIGEST_SIZE), np.uint8)
+    width = 4 * block_size
+    messages = np.empty((num_blocks, 1 + width), np.uint8)
+    messages[:, 0] = ord("T")
+    whole = ids[: num_blocks * block_size].astype("<i4", copy=False)
+    messages[:, 1:] = whole.view(np.uint8).reshape(num_blocks, width)
+    # One bytes object per block, cut up by NumPy: the loop then has nothing to do but hash.
+    digests = []
+    for message in messages.reshape(-1).view(f"V{1 + width}").tolist():
+        link = sha256(link + message).digest()
+        digests.append(link)
+    joined = np.frombuffer(bytearray().join(digests), np.uint8)
+    return joined.reshape(num_blocks, DIGEST_SIZE)

@@ -1,0 +1,112 @@
+"""`ContiguousLayer`: the K and V of one sequence in one layer, in one buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numkv import targets
+from numkv.caches.layer import Layer
+from numkv.checks import check_size
+from numkv.errors import DimensionMismatch
+from numkv.kinds import Kind, kinds_of
+from numkv.storage.pool import Pool
+
+__all__ = ["ContiguousLayer"]
+
+
+class ContiguousLayer(Layer):
+    """One sequence's K and V in one layer, in one contiguous buffer.
+
+    Parameters
+    ----------
+    capacity : int
+        Tokens that it can hold; the buffers are allocated once.
+    num_kv_heads : int
+        Kv heads.
+    head_dim : int
+        Elements of a K or V row.
+    kind : str or Kind
+        Storage kind.
+    target : {"cpu", "cuda"}
+        Where the buffers are and the kernels run.
+    k_kind, v_kind : str or Kind, optional
+        Storage kinds of K and of V where they shall differ from `kind`.
+    rotate : bool
+        Whether rows are rotated before they are stored, so that large elements do less harm to a quantised row: random
+        signs, then a Hadamard transform, undone in all that is read. See `numkv.storage.hadamard`.
+    residual_window : int
+        Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
+    num_sink_tokens : int
+        First tokens that are kept so too.
+
+    Raises
+    ------
+    NotSupported
+        If tokens are to be kept in full precision beside a kind that quantises nothing.
+    DimensionMismatch, UnsupportedDType
+        If a size is too small, or there is no such kind.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> layer = numkv.ContiguousLayer(capacity=64, num_kv_heads=2, head_dim=16, kind="fp16")
+    >>> rows = np.ones((3, 2, 16), np.float32)
+    >>> layer.append(rows, rows)
+    >>> layer.decode_attention(np.ones((1, 8, 16), np.float32)).shape
+    (1, 8, 16)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: str | Kind = "fp16",
+        target: str = "cpu",
+        k_kind: str | Kind | None = None,
+        v_kind: str | Kind | None = None,
+        rotate: bool = False,
+        residual_window: int = 0,
+        num_sink_tokens: int = 0,
+    ) -> None:
+        place = targets.get(target)
+        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        size = check_size("capacity", capacity)
+        heads = check_size("num_kv_heads", num_kv_heads, 1)
+        dim = check_size("head_dim", head_dim, 1)
+        if size > np.iinfo(np.int32).max:
+            raise DimensionMismatch(
+                f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
+                actual=size,
+            )
+        pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v, rotate)
+        table = np.zeros(1, np.int32)
+        super().__init__(pool, table, size, residual_window, num_sink_tokens)
+
+    @property
+    def is_paged(self) -> bool:
+        """False: there is one block, the buffer."""
+        return False
+
+    @property
+    def block_size(self) -> int:
+        """0, as there are no blocks."""
+        return 0
+
+    @property
+    def block_table(self) -> None:
+        """None, as there are no blocks."""
+        return None
+
+    @property
+    def block_indices(self) -> list[int]:
+        """Empty, as there are no blocks."""
+        return []
+
+    def __repr__(self) -> str:
+        return (
+            f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"kind={self._kinds_and_residual()}, target={self.target})"
+        )

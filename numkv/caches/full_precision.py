@@ -1,0 +1,498 @@
+"""Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
+
+Most of what quantisation loses is lost on tokens that get much attention: the newest, and the first, which models use
+as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
+`num_sink_tokens`, the numbers of such tokens:
+
+- They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
+  and attended to as such: attention over the two pools is merged.
+- A token that leaves the window is quantised then, once, from the row that was appended; its codes are those that a
+  cache without a window has.
+- Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be fewer
+  full-precision tokens than asked for, for a while.
+
+Liu et al., "KIVI" (arXiv:2402.02750), section 3.3: the full-precision residual of recent tokens. Xiao et al.,
+"Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3: the first tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.attention.attend import attend, check_options
+from numkv.attention.mass import weigh
+from numkv.checks import check_array, check_size, check_writable
+from numkv.compaction.key_shift import RopeShift
+from numkv.compaction.moves import groups_of
+from numkv.errors import NotSupported
+from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+
+__all__ = ["Residual"]
+
+Ints = NDArray[np.int64]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class Residual:
+    """The full-precision tokens of a cache of one sequence, and which they are.
+
+    Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
+    pool, where every position has its slot, whether it is used or not. Rows are float32, also where one of K and V is a
+    16-bit kind and rounds them when they leave; beside fp64 they are float64.
+
+    Make one with `make`, which checks arguments.
+
+    Parameters
+    ----------
+    pool : Pool
+        The quantised pool: what rows are like, and where.
+    num_layers : int
+        Layers.
+    window, num_sinks : int
+        Recent tokens and first tokens that are kept in full precision.
+    capacity : int or None
+        Tokens that a layer can ever have, if that is known: no more slots than that are made.
+    """
+
+    # A layer has one block: slots for the first tokens, then a ring for the recent ones, where position p has place
+    # p % ring. The window holds no more positions than the ring has places, so no two of them meet.
+
+    def __init__(
+        self, pool: Pool, num_layers: int, window: int, num_sinks: int, capacity: int | None
+    ) -> None:
+        self.window, self.num_sinks = window, num_sinks
+        self._first = num_sinks if capacity is None else min(num_sinks, capacity)
+        self._ring = window if capacity is None else min(window, capacity)
+        self._size = self._first + self._ring
+        self._pool = _float_pool(pool, num_layers, self._size)
+        self._sinks = np.zeros(num_layers, np.int64)
+        self._end = np.zeros(num_layers, np.int64)
+
+    @classmethod
+    def make(
+        cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
+        capacity: int | None,
+    ) -> Residual | None:  # fmt: skip
+        """Check a cache's arguments; None where they ask for nothing."""
+        window = check_size("residual_window", residual_window)
+        num_sinks = check_size("num_sink_tokens", num_sink_tokens)
+        if window == 0 and num_sinks == 0:
+            return None
+        if not (pool.k_kind.has_scales or pool.v_kind.has_scales):
+            name, n = ("residual_window", window) if window else ("num_sink_tokens", num_sinks)
+            raise NotSupported(
+                f"`{name}`: expected 0 for storage in {pool.k_kind}"
+                f"{'' if pool.k_kind is pool.v_kind else f'/{pool.v_kind}'}, which quantises nothing, "
+                f"got {n}; leave it out, or choose int8 or int4"
+            )
+        return cls(pool, num_layers, window, num_sinks, capacity)
+
+    # -- what it is
+
+    def __str__(self) -> str:
+        return f"residual_window={self.window}, num_sink_tokens={self.num_sinks}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full-precision rows."""
+        return self._pool.nbytes
+
+    def quantised(self, layer: int, length: int) -> tuple[int, int]:
+        """The positions ``[sinks, end)`` that are quantised, of a layer of `length` tokens."""
+        sinks = min(int(self._sinks[layer]), length)
+        return sinks, max(sinks, min(int(self._end[layer]), length))
+
+    def copy(self) -> Residual:
+        """A deep copy that shares no memory."""
+        new = object.__new__(Residual)
+        new.__dict__.update(self.__dict__)
+        layers = len(self._sinks)
+        new._pool = self._pool.like(layers)
+        ids = self._pool.target.index(np.arange(layers), np.int32)
+        self._pool.copy_blocks(ids, new._pool, ids)
+        new._sinks, new._end = self._sinks.copy(), self._end.copy()
+        return new
+
+    def _slots(self, layers: Any, positions: Ints, sinks: Any) -> Ints:
+        """Where tokens lie that are here, of layers that have so many first tokens."""
+        recent = self._first + positions % max(1, self._ring)
+        slots: Ints = np.asarray(layers) * self._size + np.where(
+            positions < sinks, positions, recent
+        )
+        return slots
+
+    # -- writing
+
+    def append(
+        self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int
+    ) -> None:
+        """Take checked rows of new tokens, and quantise those that are or get too old.
+
+        Parameters
+        ----------
+        pool : Pool
+            The quantised pool.
+        layer : int
+            Which layer.
+        k, v : array (num_tokens, num_kv_heads, head_dim)
+            Rows, checked.
+        block_table : int32 array (max_blocks,)
+            The sequence's blocks in `pool`, with room for the new tokens.
+        start : int
+            Position of the first new token.
+        """
+        tokens = int(k.shape[0])
+        length = start + tokens
+        sinks, end = self.quantised(layer, start)
+        if sinks == start:  # nothing but first tokens so far
+            sinks = max(sinks, min(self._first, length))
+        first_kept = max(end, sinks, length - self._ring)
+        for a, b in self._runs(end, min(first_kept, start)):
+            place = self._first + a % self._ring
+            leaving = np.s_[layer, :, place : place + b - a]
+            old_k, old_v = (
+                self._pool.target.token_major(self._pool.values(x)[leaving]) for x in "kv"
+            )
+            pool.append(old_k, old_v, block_table, a)
+        direct = max(start, sinks)
+        if direct < first_kept:
+            part = slice(direct - start, first_kept - start)
+            pool.append(k[part], v[part], block_table, direct)
+        positions = np.arange(start, length)
+        slots = self._slots(layer, positions, sinks)
+        slots[(positions >= sinks) & (positions < first_kept)] = -1
+        if np.any(slots >= 0):
+            self._pool.scatter(k, v, self._pool.target.index(slots, np.int64))
+        self._sinks[layer], self._end[layer] = sinks, first_kept
+
+    def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Recent positions ``[begin, end)`` in parts that lie one after another."""
+        runs = []
+        while begin < end:
+            stop = min(end, begin + self._ring - begin % self._ring)
+            runs.append((begin, stop))
+            begin = stop
+        return runs
+
+    def aside(self, tokens: int) -> Pool:
+        """A block of float rows for new tokens, which `append` then takes: see `rows_of`."""
+        return _float_pool(self._pool, 1, max(1, tokens))
+
+    def rows_of(self, block: Pool, tokens: int) -> tuple[Array, Array]:
+        """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
+        target = block.target
+        k, v = (target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
+        return k, v
+
+    def truncate(self, layer: int, length: int) -> None:
+        """Drop a layer's tokens from position `length` on; quantised ones before it stay quantised."""
+        self._sinks[layer], self._end[layer] = self.quantised(layer, length)
+
+    # -- compaction
+
+    def is_quantised(self, tokens: Ints) -> NDArray[np.bool_]:
+        """Whether tokens ``(num_layers, n)`` are in the quantised pool."""
+        found: NDArray[np.bool_] = (tokens >= self._sinks[:, None]) & (tokens < self._end[:, None])
+        return found
+
+    def plan_moves(self, kept: Ints, shift: RopeShift | None) -> list[Callable[[], object]]:
+        """Check that the tokens kept here can move to the front, and return what moves them.
+
+        Quantised tokens stay quantised, also where they become the first ones; then the cache has fewer full-precision
+        first tokens than it was asked for. Where none of those kept are quantised, the first ones of them become first
+        tokens.
+
+        Parameters
+        ----------
+        kept : int64 array (num_layers, n)
+            Tokens that are kept, which rise.
+        shift : RopeShift or None
+            What turns their keys, checked.
+
+        Returns
+        -------
+        list of callable
+            What there is to do, in this order; none of it fails.
+        """
+        layers, n = kept.shape
+        target = self._pool.target
+        quantised = self.is_quantised(kept)
+        coded = quantised.sum(axis=1)
+        first = (kept < self._sinks[:, None]).sum(axis=1)
+        sinks = np.where(coded > 0, first, min(self._first, n))
+        layer, new = np.nonzero(~quantised)
+        old = kept[layer, new]
+        source, to = (
+            self._slots(layer, tokens, s[layer]) for tokens, s in ((old, self._sinks), (new, sinks))
+        )
+        pool = self._pool
+        moves: list[Callable[[], object]] = []
+        if not np.array_equal(source, to):
+            # In a ring, tokens can change places; in another pool none is in another's way.
+            pool = pool.like(layers)
+            here, there = target.index(source, np.int64), target.index(to, np.int64)
+
+            def copy() -> None:
+                for rows, into in ((self._pool.k, pool.k), (self._pool.v, pool.v)):
+                    target.ops.copy_tokens(rows, here, into, there)
+
+            moves.append(copy)
+        if shift is not None:
+            for part in groups_of(new - old):
+                offset = int((new - old)[part[0]])
+                if offset:
+                    moves.append(shift.plan(pool, target.index(to[part], np.int64), offset))
+
+        def commit() -> None:
+            self._pool, self._sinks, self._end = pool, sinks, sinks + coded
+
+        return [*moves, commit]
+
+    # -- reading
+
+    def overlay(self, pool: Pool, which: str, layer: int, rows: Array, length: int) -> Array:
+        """Rows of a contiguous layer with the full-precision ones in their places.
+
+        Parameters
+        ----------
+        pool : Pool
+            The cache's pool: a block for each layer.
+        which : {"k", "v"}
+            Keys or values.
+        layer : int
+            Which layer.
+        rows : array (num_kv_heads, length, head_dim)
+            Its rows: a copy in float32 where they are quantised, which is changed; else a view, which is not.
+        length : int
+            Its tokens.
+
+        Returns
+        -------
+        array (num_kv_heads, length, head_dim)
+            Float32, of fp64 float64.
+        """
+        target = pool.target
+        floats, own = (self._pool.k, pool.k_kind) if which == "k" else (self._pool.v, pool.v_kind)
+        if not own.has_scales:
+            rows = _converted(target, rows, target.empty(tuple(rows.shape), own.compute))
+        if not length:
+            return rows
+        begin, end = self.quantised(layer, length)
+        kept = self._kept(begin, end, length)
+        slots = target.index(self._slots(layer, kept, begin), np.int64)
+        mixed = rows.reshape((1, *rows.shape))
+        target.ops.copy_tokens(floats, slots, mixed, target.index(kept, np.int64))
+        return rows
+
+    @staticmethod
+    def _kept(begin: int, end: int, length: int) -> Ints:
+        """The positions that are not in ``[begin, end)``."""
+        return np.concatenate([np.arange(begin), np.arange(end, length)])
+
+    # -- attention
+
+    def attend(
+        self,
+        pool: Pool,
+        block_table: Array,
+        layer: int,
+        q: Array,
+        length: int,
+        *,
+        sm_scale: float | None,
+        logits_soft_cap: float,
+        window_left: int,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with checked queries of a layer's last tokens over both pools.
+
+        The two results are merged by their logs of sums of exponentials, in float32 (float64 for a float64 q), and
+        rounded to q's dtype once.
+
+        Parameters
+        ----------
+        pool : Pool
+            The quantised pool.
+        block_table : int32 array (1, max_blocks)
+            The sequence's blocks in it.
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries, checked.
+        length : int
+            Tokens of the layer.
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        array or tuple of array
+            The output, and the lse if asked for.
+        """
+        target = pool.target
+        tokens = int(q.shape[0])
+        check_options(logits_soft_cap, window_left)
+        lens = target.index(np.array([length]), np.int64)
+        starts = target.index(np.array([0, tokens]), np.int64)
+        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+        ends: dict[str, Any] = {"return_lse": return_lse, "out": out}
+        if not tokens or not length:
+            return attend(pool, block_table, q, lens, starts, sinks=sinks, **options, **ends)
+        # What queries see, and which part of it is where: floats are counted along the list of those that there are.
+        high = length - tokens + 1 + np.arange(tokens)
+        low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
+        seen = np.stack([low, high], axis=1)
+        begin, end = self.quantised(layer, length)
+        coded = seen.clip(begin, end)
+        plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
+        slots = self._slots(layer, self._kept(begin, end, length), begin)
+
+        def of_codes(q: Array, **more: Any) -> Any:
+            ranges = target.index(coded, np.int64)
+            return attend(pool, block_table, q, lens, starts, ranges=ranges, **options, **more)
+
+        def of_floats(q: Array, **more: Any) -> Any:
+            table = target.index(slots[None, :], np.int32)
+            return attend(
+                self._pool, table, q, lens, starts, ranges=target.index(plain, np.int64),
+                by_slot=True, **options, **more,
+            )  # fmt: skip
+
+        if not np.any(coded[:, 0] < coded[:, 1]):
+            return of_floats(q, sinks=sinks, **ends)
+        if not np.any(plain[:, 0] < plain[:, 1]):
+            return of_codes(q, sinks=sinks, **ends)
+        q_kind = kind_of_dtype(q.dtype)
+        assert q_kind is not None
+        shape = (tokens, int(q.shape[1]), pool.head_dim_v)
+        if out is None:
+            out = target.empty(shape, q.dtype)
+        else:
+            out = check_array(target, "out", out, (q.dtype,), shape)
+            check_writable("out", out)
+        exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
+        wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
+        o_a, lse_a = of_floats(wide, sinks=sinks, return_lse=True)
+        o_b, lse_b = of_codes(wide, return_lse=True)
+        merged = out if exact is q_kind else target.empty(shape, exact.dtype)
+        lse = target.empty(shape[:2], _FLOAT32)
+        words = target.words
+        target.ops.merge_states(
+            words(o_a), lse_a, words(o_b), lse_b, exact.name, words(merged), lse
+        )
+        if merged is not out:
+            _converted(target, merged, out)
+        return (out, lse) if return_lse else out
+
+    def weigh(
+        self,
+        pool: Pool,
+        block_table: Array,
+        layer: int,
+        q: Array,
+        length: int,
+        *,
+        lse: Any,
+        sm_scale: float | None,
+        logits_soft_cap: float,
+        window_left: int,
+    ) -> Array:
+        """Sum up what checked queries of a layer's last tokens give to each token.
+
+        Parameters
+        ----------
+        pool, block_table, layer, q, length
+            See `attend`.
+        lse, sm_scale, logits_soft_cap, window_left
+            See `numkv.attention_weights`.
+
+        Returns
+        -------
+        float32 array (1, num_kv_heads, length)
+        """
+        target, own = pool.target, self._pool
+        tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
+        options: dict[str, Any] = {
+            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
+        }  # fmt: skip
+        check_options(logits_soft_cap, window_left)
+        if lse is None:
+            _, lse = self.attend(pool, block_table, layer, q, length, return_lse=True, **options)
+        else:
+            lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, num_q_heads))
+
+        def of(pool: Pool, table: Array, tokens: int, length: int, columns: int) -> Array:
+            """Weights of the first columns, of the last queries over a sequence that ends with them."""
+            last = slice(int(q.shape[0]) - tokens, int(q.shape[0]))
+            return weigh(
+                pool, table, q[last], target.index(np.array([length]), np.int64),
+                target.index(np.array([0, tokens]), np.int64), columns, lse=lse[last], **options,
+            )  # fmt: skip
+
+        def put(columns: Array, positions: Ints) -> None:
+            places = target.index(np.arange(len(positions)), np.int64)
+            target.ops.copy_tokens(columns, places, weights, target.index(positions, np.int64))
+
+        # With the lse known, every token's weight stands for itself: those of tokens that are not quantised are what
+        # their unused slots give, and then replaced.
+        weights = of(pool, block_table, tokens, length, length)
+        begin, end = self.quantised(layer, length)
+        if begin:
+            # The list is as long as the sequence, as kernels look some tokens further than they are asked for.
+            table = np.full((1, -(-length // self._size)), layer)
+            first = of(own, target.index(table, np.int32), tokens, length, begin)
+            put(first, np.arange(begin))
+        if end < length:
+            recent = np.arange(end, length)
+            block = self.aside(len(recent))
+            slots = target.index(self._slots(layer, recent, begin), np.int64)
+            places = target.index(np.arange(len(recent)), np.int64)
+            target.ops.copy_tokens(own.k, slots, block.k, places)
+            table = target.index(np.zeros((1, 1)), np.int32)
+            seeing = min(tokens, len(recent))  # queries further back are older than all of these
+            put(of(block, table, seeing, len(recent), len(recent)), recent)
+        return weights
+
+
+def _float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
+    """Blocks for rows like a pool's, as they are before they are quantised."""
+    shape = (num_blocks, int(pool.k.shape[1]), block_size)
+    k_kind, v_kind = _float_kind(pool.k_kind), _float_kind(pool.v_kind)
+    return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, k_kind, v_kind)
+
+
+def _float_kind(of: Kind) -> Kind:
+    """What rows are kept in before they are stored in a kind: what is computed with, which takes any of its rows."""
+    found = kind_of_dtype(of.compute)
+    assert found is not None
+    return found
+
+
+def _converted(target: Target, x: Array, to: Array) -> Array:
+    """Put an array ``(num_tokens, num_heads, head_dim)`` of floats into one of another dtype."""
+    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
+    assert source is not None
+    assert dest is not None
+    tokens, heads, dim = (int(n) for n in to.shape)
+    rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
+    table = target.index(np.arange(tokens), np.int32)
+    no_scale = target.empty((0, 0, 0), _FLOAT32)
+    target.ops.append_rows(target.words(x), source.name, rows, dest.name, no_scale, table, 0)
+    return to
+
+
+def no_jit(residual: Residual) -> str:
+    """What is wrong with asking for ``.jit`` where tokens are kept in full precision."""
+    return (
+        f"`jit`: expected a cache without full-precision tokens, got {residual}; they lie outside of the "
+        "buffers that compiled code would see"
+    )

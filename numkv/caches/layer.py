@@ -1,0 +1,534 @@
+"""Layers: the K and V of one sequence in one layer, written and attended to in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.attention.attend import attend, check_queries, too_many_queries
+from numkv.attention.mass import weigh
+from numkv.caches.full_precision import Residual, no_jit
+from numkv.checks import check_index, check_kept
+from numkv.compaction.key_shift import RopeShift
+from numkv.compaction.moves import plan_moves
+from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.kinds import Kind
+from numkv.storage import jit_views
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_block_each, one_length, one_sequence
+from numkv.targets.base import Array
+from numkv.writing import fast_path
+from numkv.writing.fused_write import Projection, QKMode
+
+__all__ = ["Layer"]
+
+
+class Layer:
+    """What contiguous and paged layers have in common: a block table over buffers, and a length."""
+
+    def __init__(
+        self, pool: Pool, block_table: np.ndarray[Any, Any], capacity: int,
+        residual_window: int = 0, num_sink_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self._target = pool.target
+        self._pool = pool
+        self._table = block_table  # int32 (max_blocks,), on the host
+        self._capacity = capacity
+        self._context_lens = np.zeros(1, np.int32)  # the length, shared with .jit
+        self._device_table: Array = None
+        self._struct: Any = None
+        self._residual = Residual.make(pool, 1, residual_window, num_sink_tokens, capacity)
+
+    # -- what it is
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K, and of V unless `v_kind` differs."""
+        return self._pool.k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._pool.v_kind
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pool.rotate
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._target.name
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return int(self._pool.k.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a row."""
+        return self._pool.head_dim
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the layer can hold."""
+        return self._capacity
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
+
+        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        """
+        return self._length()
+
+    @seq_len.setter
+    def seq_len(self, length: int) -> None:
+        self._context_lens[0] = self._check_length(length)
+
+    def _length(self) -> int:
+        """The length, which others may have written to `context_lens`: checked against the memory that there is."""
+        length, most = int(self._context_lens[0]), self._room_taken()
+        if not 0 <= length <= most:
+            raise NumkvError(
+                f"`context_lens`: expected a length in [0, {most}], the tokens that the layer has memory for, "
+                f"got {length}; write a right one, or set `seq_len`"
+            )
+        if self._struct is not None:
+            self._check_table()
+        return length
+
+    def _check_table(self) -> None:
+        """See that compiled code has left the block table alone."""
+
+    def _check_length(self, length: int) -> int:
+        """Check a length that is set, and drop full-precision tokens beyond it."""
+        length = check_index("seq_len", length, self._capacity, inclusive=True)
+        if self._residual is not None:
+            if length > self.seq_len:
+                raise NotSupported(
+                    f"`seq_len`: expected at most {self.seq_len}, the tokens of a layer that keeps "
+                    f"some in full precision, got {length}; append their rows"
+                )
+            self._residual.truncate(0, length)
+        return length
+
+    def __len__(self) -> int:
+        return self.seq_len
+
+    @property
+    def k(self) -> Array:
+        """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
+
+        A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
+        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
+        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.hadamard.Rotation` turns them back.
+        """
+        return self._pool.values("k")
+
+    @property
+    def v(self) -> Array:
+        """The V buffer, like `k`."""
+        return self._pool.values("v")
+
+    @property
+    def k_scale(self) -> Array:
+        """Scales of K; of float kinds an empty array.
+
+        Of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        """
+        return self._pool.scales("k")
+
+    @property
+    def v_scale(self) -> Array:
+        """Scales of V, like `k_scale`."""
+        return self._pool.scales("v")
+
+    @property
+    def context_lens(self) -> np.ndarray[Any, Any]:
+        """The length as an int32 array of one element, shared with `jit`.
+
+        A length written here is checked when the layer is used next: it must stay in ``[0, capacity]``, and within the
+        blocks that a paged layer has.
+        """
+        return self._context_lens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers, scales and full-precision tokens included."""
+        return self._pool.nbytes + (0 if self._residual is None else self._residual.nbytes)
+
+    @property
+    def residual_window(self) -> int:
+        """Newest tokens that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.window
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that are kept in full precision."""
+        return 0 if self._residual is None else self._residual.num_sinks
+
+    @property
+    def quantised_tokens(self) -> range:
+        """Positions of the tokens that are quantised: all of a quantised kind, but for those in full precision."""
+        if self._residual is not None:
+            return range(*self._residual.quantised(0, self.seq_len))
+        return range(self.seq_len if self.kind.has_scales or self.v_kind.has_scales else 0)
+
+    def _kinds_and_residual(self) -> str:
+        """What a ``repr`` says of storage."""
+        kinds = str(self.kind) + ("" if self.kind is self.v_kind else f"/{self.v_kind}")
+        if self.rotate:
+            kinds += ", rotate=True"
+        if self._residual is None:
+            return kinds
+        return f"{kinds}, {self._residual}"
+
+    @property
+    def jit(self) -> Any:
+        """The jitclass instance over this layer's memory, for your own ``@njit`` functions.
+
+        Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rows as they are stored:
+        rotated. A layer that keeps tokens in full precision has none (`NotSupported`): the buffers are not all of it.
+        """
+        if self._residual is not None:
+            raise NotSupported(no_jit(self._residual))
+        if self._struct is None:
+            if self._target.name == "cpu":
+                make = jit_views.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
+                pool = self._pool
+                self._struct = make(
+                    pool.k, pool.v, pool.k_scale, pool.v_scale, self._table, self._context_lens
+                )
+            else:
+                self._struct = jit_views.host_struct("int32")(self._table, self._context_lens)
+        return self._struct
+
+    # -- writing
+
+    def _check_room(self, tokens: int) -> int:
+        start = self.seq_len
+        if start + tokens > self._capacity:
+            raise CacheFull(
+                f"expected room for {tokens} more tokens, got {self._capacity - start} of "
+                f"capacity {self._capacity}; truncate, or make the layer larger"
+            )
+        return start
+
+    def _take_room(self, length: int) -> None:
+        """Get hold of the memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
+
+    def _room_taken(self) -> int:
+        """Tokens that the memory that the layer has hold of is for."""
+        return self._capacity
+
+    def _block_table(self) -> Array:
+        """The block table on the target, ``(1, max_blocks)``."""
+        if self._device_table is None:
+            self._device_table = self._target.index(self._table[None, :], np.int32)
+        return self._device_table
+
+    def _block_row(self) -> Array:
+        """The block table on the target, ``(max_blocks,)``."""
+        return self._table if self._target.name == "cpu" else self._block_table()[0]
+
+    def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
+        """Append ready rows: no norm, no RoPE.
+
+        Parameters
+        ----------
+        k, v : array (num_tokens, num_kv_heads, head_dim)
+            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
+            fp32, fp16 or bf16.
+        check_finite : bool
+            Whether rows that are to be quantised are looked at first.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all of them; nothing is written.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity; nothing is written.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            If an array has another shape, dtype, layout or target.
+        """
+        if self._residual is None:
+            start = self._length()
+            room = self._room_taken() - start
+            tokens = fast_path.pool_append(self._pool, k, v, self._table, start, room, check_finite)
+            if tokens >= 0:
+                self._context_lens[0] = start + tokens
+                return
+        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
+        start = self._check_room(k.shape[0])
+        self._take_room(start + k.shape[0])
+        self._store(k, v, start)
+        self._context_lens[0] = start + k.shape[0]
+
+    def _store(self, k: Array, v: Array, start: int) -> None:
+        """Write checked rows, for which there is room."""
+        table = self._block_row()
+        if self._residual is None:
+            self._pool.append(k, v, table, start)
+        else:
+            self._residual.append(self._pool, 0, k, v, table, start)
+
+    def write(
+        self,
+        qkv: Any,
+        *,
+        num_q_heads: int,
+        cos: Any = None,
+        sin: Any = None,
+        qk_mode: QKMode | int,
+        q_norm_weight: Any = None,
+        k_norm_weight: Any = None,
+        eps: float = 1e-6,
+        pos_offset: int | None = None,
+        q_out: Any = None,
+        check_finite: bool = True,
+    ) -> Array:
+        """Split fused projections, normalise and rotate q and k, and write K and V, in one pass.
+
+        Parameters
+        ----------
+        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+            All q heads, then all k heads, then all v heads of each token; any float dtype.
+        num_q_heads : int
+            Q heads in `qkv`.
+        cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
+            Tables of the rotation, a row per position. With ``rotary_dim < head_dim`` the first dims are
+            rotated. None is fine for ``QKMode.COPY``.
+        qk_mode : QKMode or int
+            What happens to q and k.
+        q_norm_weight, k_norm_weight : array (head_dim,), optional
+            Weights of the RMS norm; needed by the modes that normalise.
+        eps : float
+            Added to the mean square, inside the root.
+        pos_offset : int, optional
+            Row of `cos` and `sin` for the first token; `seq_len` if None. Where K and V go is always `seq_len`.
+        q_out : array (num_tokens, num_q_heads, head_dim), optional
+            Takes q; of qkv's dtype.
+        check_finite : bool
+            Whether projections that are to be quantised are looked at first: k, v or both.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim)
+            q, ready for `decode_attention`, in qkv's dtype.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all tokens; nothing is written.
+        NonFiniteInput
+            If projections to be quantised hold NaN or infinity, at ``.index`` of `qkv`; nothing is written.
+        IndexError
+            If `cos` and `sin` have no row for a position.
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError
+            If an argument is missing, or has another shape, dtype, layout, value or target.
+        """
+        pool = self._pool
+        if self._residual is None:
+            start = self._length()
+            tokens, q = fast_path.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
+                self._room_taken() - start, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                self._context_lens[0] = start + tokens
+                return q
+        p = Projection.check(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )
+        tokens = p.num_tokens
+        start = self._check_room(tokens)
+        first = start if pos_offset is None else int(pos_offset)
+        p.check_positions(first)
+        if check_finite:
+            p.check_finite(pool)
+        self._take_room(start + tokens)
+        table, place, apart = self._block_row(), start, self._residual
+        if apart is not None:  # rows unrounded, which then go the way of `append`
+            pool, place = apart.aside(tokens), 0
+            table = one_block_each(self._target.name, 1)[0]
+        p.write(pool, table, place, first)
+        if apart is not None:
+            self._store(*apart.rows_of(pool, tokens), start)
+        self._context_lens[0] = start + tokens
+        return p.q_out
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on.
+
+        Parameters
+        ----------
+        length : int
+            New length, at most `seq_len`.
+
+        Raises
+        ------
+        IndexError
+            If `length` is negative or above `seq_len`.
+        """
+        self._context_lens[0] = check_index("length", length, self.seq_len, inclusive=True)
+        if self._residual is not None:
+            self._residual.truncate(0, self.seq_len)
+
+    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+        """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
+
+        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
+        positions; quantised ones are quantised once more.
+
+        Parameters
+        ----------
+        keep : array-like of int (n,)
+            Tokens to keep, in order, on the host; see `numkv.compaction.eviction` for what chooses them.
+        shift : RopeShift, optional
+            What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
+            rotation, and for methods that go on counting positions from those that tokens had.
+
+        Raises
+        ------
+        IndexError
+            If there is no such token, or the shift's tables are too short.
+        ValueError
+            If indices do not rise.
+        DimensionMismatch, UnsupportedDType, TypeError
+            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+
+        Notes
+        -----
+        Nothing has changed after an error. The next token's position is ``seq_len`` with a shift, and one after the
+        last token's without.
+        """
+        kept = check_kept("keep", keep, self.seq_len)
+        new = np.arange(len(kept))
+        moved = kept != new
+        if self._residual is not None:
+            moved &= self._residual.is_quantised(kept[None])[0]
+        old, new = kept[moved], new[moved]
+        moves = plan_moves(self._pool, shift, self._slots(old), self._slots(new), new - old)
+        if self._residual is not None:
+            moves += self._residual.plan_moves(kept[None], shift)
+        for move in moves:
+            move()
+        self.truncate(len(kept))
+
+    def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where tokens lie, on the host."""
+        size = max(1, int(self._pool.k.shape[2]))
+        slots: NDArray[np.int64] = self._table[tokens // size].astype(np.int64) * size
+        return slots + tokens % size
+
+    # -- attention
+
+    def decode_attention(
+        self,
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with the newest tokens' queries: each sees itself and earlier positions.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` cached positions.
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim)
+            In q's dtype. One query on an empty layer gives 0 (and -inf).
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than cached tokens, or a shape does not fit.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        target = self._target
+        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), self.seq_len
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        if self._residual is not None:
+            return self._residual.attend(
+                self._pool, self._block_table(), 0, q, length, sm_scale=sm_scale,
+                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
+        lens = one_length(target.name, length)
+        starts = one_sequence(target.name, tokens)
+        return attend(
+            self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
+            return_lse=return_lse, out=out,
+        )  # fmt: skip
+
+    def attention_weights(
+        self,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+    ) -> Array:
+        """How much attention each token gets from the newest tokens' queries.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the last `num_tokens` cached positions.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap, window_left
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, seq_len)
+            Sums over the queries and the q heads of a group; see `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than cached tokens, or a shape does not fit.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        target = self._target
+        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), self.seq_len
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        options: dict[str, Any] = {
+            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
+            "window_left": window_left,
+        }  # fmt: skip
+        if self._residual is not None:
+            weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
+        else:
+            lens = one_length(target.name, length)
+            starts = one_sequence(target.name, tokens)
+            weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
+        return weights.reshape((self.num_kv_heads, length))

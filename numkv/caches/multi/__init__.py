@@ -1,0 +1,1 @@
+"""Caches of many sequences in shared cells: causal, sliding window, chunked, encoder, wrapper."""

@@ -1,0 +1,1 @@
+"""`PagedKVCache`: all layers of many sequences in shared blocks, by steps."""

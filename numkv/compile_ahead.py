@@ -1,0 +1,134 @@
+"""Compile ahead of time: fill the disk cache with the kernels that a program will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from numkv.attention.contiguous import merge_states
+from numkv.attention.paged import paged_decode_attention
+from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.paged_layer import PagedLayer
+from numkv.kernels.builder import cache_stats
+from numkv.kinds import Kind, kind
+from numkv.storage.pool import source_dtypes
+from numkv.targets import get
+from numkv.writing.fused_write import QKMode
+from numkv.writing.paged import paged_append
+
+__all__ = ["warmup"]
+
+Kinds = str | Kind | tuple[str | Kind, str | Kind]
+
+
+def warmup(
+    kinds: Iterable[Kinds] = ("fp16",),
+    *,
+    dtypes: Iterable[str | Kind] = ("fp32",),
+    target: str = "cpu",
+    rotate: bool = False,
+    residual: bool = False,
+) -> dict[str, int]:
+    """Load or compile the kernels that write to caches of some kinds and attend to them.
+
+    Kernels serve every head dim, group and block size, so kinds are all that there is to say.
+
+    Parameters
+    ----------
+    kinds : iterable of str, Kind or pair of them
+        Storage kinds; a pair is the kind of K and that of V.
+    dtypes : iterable of str or Kind
+        Float kinds that new rows and queries come in, beside the cache's own.
+    target : str
+        Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
+    rotate : bool
+        Whether also those of caches with ``rotate=True``.
+    residual : bool
+        Whether also those of quantised caches with `residual_window` or `num_sink_tokens`.
+
+    Returns
+    -------
+    dict
+        Kernels that this call loaded from the disk (``"hits"``) and compiled (``"misses"``).
+
+    Raises
+    ------
+    UnsupportedDType
+        If there is no such kind.
+    NotSupported
+        If the target cannot be had here.
+
+    Examples
+    --------
+    >>> import numkv
+    >>> sorted(numkv.warmup(["fp16"]))
+    ['hits', 'misses']
+    """
+    before = cache_stats()
+    sources = [kind(name) for name in dtypes]
+    for choice in kinds:
+        k_kind, v_kind = choice if isinstance(choice, tuple) else (choice, choice)
+        of_k, of_v = kind(k_kind), kind(v_kind)
+        options: list[dict[str, Any]] = [{}]
+        if rotate:
+            options.append({"rotate": True})
+        if residual and (of_k.has_scales or of_v.has_scales):
+            options.append({"rotate": rotate, "residual_window": 1})
+        for more in options:
+            _run(of_k, of_v, sources, target, more)
+    after = cache_stats()
+    return {name: after[name] - before[name] for name in after}
+
+
+def _run(
+    k_kind: Kind, v_kind: Kind, sources: list[Kind], target: str, options: dict[str, Any]
+) -> None:
+    """Call every operation once, on one token; on two where one of them leaves the window."""
+    place = get(target)
+    dim = 32
+    kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target, **options}
+    table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
+    accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
+    own = [k_kind] if k_kind is v_kind and not k_kind.has_scales else []
+    for source in dict.fromkeys([*own, *sources]):
+        if source.dtype not in accepted:
+            continue
+        rows = place.asarray(np.ones((1, 1, dim), source.dtype))
+        qkv = place.asarray(np.ones((1, 3 * dim), source.dtype))
+        paged = PagedLayer(2, 2, 1, dim, **kinds)
+        for layer in (ContiguousLayer(4, 1, dim, **kinds), paged):
+            layer.append(rows, rows)
+            for mode in QKMode:
+                tables = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
+                layer.truncate(1)
+                q = layer.write(
+                    qkv, num_q_heads=1, qk_mode=mode, q_norm_weight=weight, k_norm_weight=weight,
+                    **tables,
+                )  # fmt: skip
+            layer.decode_attention(q)
+            if layer.residual_window:
+                two = place.asarray(np.ones((2, 1, dim), source.dtype))
+                layer.append(two, two)  # one of which never is in the window
+        scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
+        if v_kind.has_scales:
+            scales["v_scale"] = paged.v_scale
+        slots = place.asarray(np.zeros(1, np.int64))
+        paged_append(rows, rows, paged.k, paged.v, slots, **scales)
+        # What large calls take, and those with K and V of two kinds.
+        pool = paged.pool.pool
+        checked = pool.check_rows(rows, rows, check_finite=True)
+        pool.append(*checked, place.index(paged.block_table, np.int32), 0)
+        pool.scatter(*checked, slots)
+        # Several sequences with long tables are planned apart, on the CPU, and the splits of long ones merged.
+        two, blocks = (
+            place.asarray(np.ones((2, 1, dim), source.dtype)),
+            np.zeros((2, 1024), np.int32),
+        )
+        lens = np.array([1, 2048 if target == "cpu" else 1])
+        paged_decode_attention(
+            two, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), **scales
+        )
+        lse = place.asarray(np.zeros((1, 1), np.float32))
+        merge_states(rows, lse, rows, lse)

@@ -1,0 +1,1 @@
+"""Compressed heads: rotated unit vectors as packed codes of a codebook."""

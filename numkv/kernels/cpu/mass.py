@@ -1,0 +1,203 @@
+"""How much attention each cached token gets, on the CPU.
+
+For token j and kv head g of a sequence, over its query rows (token t at position ``p = seq_len - T + t``, q head h of
+g's group) that see j, those with ``p - window_left <= j <= p``::
+
+    weight[g, j] = sum over t, h of exp(soft_cap(sm_scale * q[t, h] . k[slot(j), g]) - lse[t, h])
+
+Where queries have ranges of tokens, as in attention, those say what a query sees.
+The log of the sum of exponentials comes from attention, so one pass over K does, and tokens are independent of each
+other: a unit of work is a chunk of one sequence's tokens, for one kv head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import register_jitable
+
+from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.convert import to_floats
+from numkv.kernels.cpu.simd import on_threads, row_of
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.rows.address import slot_of
+from numkv.rows.store import row_load
+
+__all__ = ["attention_weights"]
+
+# Tokens that are scored at once: a few vectors of them.
+TILE = 32
+# Tokens of a unit of work.
+CHUNK = 512
+# Multiply-adds below which one thread does it all.
+SERIAL_WORK = 1_000_000
+
+
+@register_jitable
+def _score(x, tile, scores):
+    """Dot products of a row with the rows of a tile, ``tile[d * TILE + i]``; four dims at a time."""
+    for i in range(TILE):
+        scores[i] = np.float32(0)
+    for d in range(0, len(x), 4):
+        x0, x1, x2, x3 = x[d], x[d + 1], x[d + 2], x[d + 3]
+        a, b = tile[d * TILE : (d + 1) * TILE], tile[(d + 1) * TILE : (d + 2) * TILE]
+        c, e = tile[(d + 2) * TILE : (d + 3) * TILE], tile[(d + 3) * TILE : (d + 4) * TILE]
+        for i in range(TILE):
+            scores[i] += (x0 * a[i] + x1 * b[i]) + (x2 * c[i] + x3 * e[i])
+
+
+@register_jitable
+def _seen(ranges, row, position, window_left):
+    """Tokens ``[low, high)`` that a query sees: its range, or, without any, itself and what its window covers."""
+    if len(ranges) > 0:
+        return ranges[row, 0], ranges[row, 1]
+    low = max(np.int64(0), position - window_left) if window_left >= 0 else np.int64(0)
+    return low, position + 1
+
+
+def make_attention_weights(K_KIND):
+    """The kernel for a kind of K."""
+    load_row, load = row_load(K_KIND)
+    QUANTISED, GROUPS = K_KIND == "int8", K_KIND == "int4"
+
+    def kernel(
+        q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
+        window_left, weights, launch, worker, workers,
+    ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        num_kv_heads, block_size = k.shape[1], np.int64(k.shape[2])
+        dim, group = q.shape[2], q.shape[1] // num_kv_heads
+        padded = (dim + 3) // 4 * 4
+        columns = weights.shape[2]
+        chunks = (columns + CHUNK - 1) // CHUNK
+        for item in range(worker, len(seq_lens) * num_kv_heads * chunks, workers):
+            chunk, g = item % chunks, item // chunks % num_kv_heads
+            b = item // chunks // num_kv_heads
+            length, first_row = seq_lens[b], q_starts[b]
+            tokens = q_starts[b + 1] - first_row
+            position = length - tokens  # of the first query
+            # All tokens that some query sees are in [begin, end).
+            begin, end = np.int64(0), length
+            if window_left >= 0:
+                begin = max(begin, position - window_left)
+            if len(ranges) > 0:
+                begin, end = length, np.int64(0)
+                for r in range(first_row, first_row + tokens):
+                    if ranges[r, 0] < ranges[r, 1]:
+                        begin, end = min(begin, ranges[r, 0]), max(end, ranges[r, 1])
+                end = min(end, length)
+            row, x = np.empty(dim, np.float32), np.zeros(padded, np.float32)
+            tile = np.zeros(padded * TILE, np.float32)
+            scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+            for start in range(chunk * CHUNK, min(columns, (chunk + 1) * CHUNK), TILE):
+                low, high = max(begin, start), min(end, start + TILE)
+                totals[:] = np.float32(0)
+                if low < high and tokens > 0:
+                    for j in range(low, high):
+                        if by_slot:
+                            slot = np.int64(block_table[b, j])
+                        else:
+                            slot = slot_of(block_table[b], j, block_size)
+                        block, place = slot // block_size, slot % block_size
+                        scale = np.float32(0)
+                        if QUANTISED:
+                            scale = k_scale[block, g, place]
+                        words = row_of(k, (np.int64(block), np.int64(g), np.int64(place)))
+                        if GROUPS:
+                            groups = row_of(
+                                k_scale, (np.int64(block), np.int64(g), np.int64(place))
+                            )
+                            load_row(words, groups, row, load)
+                        else:
+                            load_row(words, scale, row, load)
+                        for d in range(dim):
+                            tile[d * TILE + j - start] = row[d]
+                    # Without ranges, those before see nothing of the tile.
+                    t0 = np.int64(0) if len(ranges) > 0 else max(np.int64(0), low - position)
+                    for t in range(t0, tokens):
+                        first, last = _seen(ranges, first_row + t, position + t, window_left)
+                        first, last = max(first, low), min(last, high)
+                        if first >= last:
+                            continue
+                        for h in range(g * group, (g + 1) * group):
+                            for d in range(dim):
+                                x[d] = np.float32(sm_scale) * q[first_row + t, h, d]
+                            _score(x, tile, scores)
+                            of_row = lse[first_row + t, h]
+                            for i in range(first - start, last - start):
+                                score = scores[i]
+                                if soft_cap > 0:
+                                    cap = np.float32(soft_cap)
+                                    score = cap * np.float32(math.tanh(score / cap))
+                                totals[i] += np.float32(math.exp(score - of_row))
+                for i in range(min(TILE, columns - start)):
+                    weights[b, g, start + i] = totals[i]
+
+    return kernel
+
+
+@functools.cache
+def _attention_weights(k_kind: str) -> Any:
+    f32, index = types.float32, array(types.int64, 1)
+    signature = (
+        array(f32, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(types.int32, 2), index, index,
+        array(types.int64, 2), types.int64, array(f32, 2), types.float64, types.float64, types.int64,
+        array(f32, 3, out=True), *ON_THREADS,
+    )  # fmt: skip
+    label = f"attention_weights, {k_kind}"
+    return build(make_attention_weights, signature, args=(k_kind,), label=label)
+
+
+def attention_weights(
+    q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
+    logits_soft_cap, window_left, weights,
+):  # fmt: skip
+    """Sum up the attention that each cached token gets; in float32, whatever the kinds.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        Query rows of all sequences, in the words of `q_kind`.
+    q_kind : str
+        Their kind.
+    k : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pool of keys, in the words of `k_kind`.
+    k_kind : str
+        Their kind.
+    k_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries of tokens that no query sees are never looked up, but for tokens between two ranges.
+    seq_lens : int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    q_starts : int64 array (num_seqs + 1,)
+        Where each sequence's queries start.
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the window
+        say it.
+    by_slot : int
+        Whether `block_table` holds slots.
+    lse : float32 array (num_tokens, num_q_heads)
+        Log of each query row's sum of exponentials.
+    sm_scale, logits_soft_cap : float
+        Scale of the scores; their cap, or 0.
+    window_left : int
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
+    weights : float32 array (num_seqs, num_kv_heads, columns)
+        Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
+    """
+    if q_kind != "fp32":
+        q = to_floats(q, q_kind, "float32")
+    work = q.size * weights.shape[2]
+    workers = 1 if work < SERIAL_WORK else num_threads()
+    run(
+        _attention_weights(k_kind), workers, q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot,
+        lse, sm_scale, logits_soft_cap, window_left, weights,
+    )  # fmt: skip

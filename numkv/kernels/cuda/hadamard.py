@@ -1,0 +1,117 @@
+"""Rotate rows by random signs and a Hadamard transform, on CUDA; see `numkv.kernels.cpu.hadamard`.
+
+A warp takes a row, which lies in shared memory as floats while its stages follow each other in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.rows.convert import codec
+from numkv.rows.hadamard import block_length, butterfly, lower_of
+
+__all__ = ["rotate_rows"]
+
+ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
+SHARED_BYTES = 48 * 1024  # what every device lends a block
+
+
+def make_rotate_rows(SRC, DST):
+    """The kernel that takes rows of kind `SRC` and gives rows of kind `DST`, both float kinds."""
+    COMPUTE = "float64" if "fp64" in (SRC, DST) else "float32"
+    F = np.float64 if COMPUTE == "float64" else np.float32
+    SHARED = getattr(types, COMPUTE)
+    load, _ = codec(SRC, COMPUTE)
+    _, store = codec(DST, COMPUTE)
+
+    def kernel(x, signs, inverse, out):
+        num_tokens, num_heads, dim = x.shape
+        block = block_length(dim)
+        scale = F(1) / F(math.sqrt(F(block)))
+        values = cuda.shared.array(0, SHARED)
+        lane, mine, at_once = cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockDim.y
+        row_at = mine * dim
+        rows = num_tokens * num_heads
+        # All threads go round equally often, as they wait for each other inside.
+        for first in range(
+            np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
+        ):  # fmt: skip
+            row = first + mine
+            t, h = row // num_heads, row % num_heads
+            here = row < rows
+            if here:
+                for d in range(lane, dim, LANES):
+                    value = load(x[t, h, d]) * scale
+                    values[row_at + d] = value if inverse else value * F(signs[d])
+            stride = np.int64(1)
+            while stride < block:
+                cuda.syncthreads()
+                if here:
+                    for i in range(lane, dim // 2, LANES):
+                        low = row_at + lower_of(np.int64(i), stride)
+                        high = low + stride
+                        values[low], values[high] = butterfly(values[low], values[high])
+                stride *= np.int64(2)
+            cuda.syncthreads()
+            # A thread ends with the elements that it starts the next row with, so nobody needs to wait.
+            if here:
+                for d in range(lane, dim, LANES):
+                    value = values[row_at + d]
+                    out[t, h, d] = store(value * F(signs[d]) if inverse else value)
+
+    return kernel
+
+
+@functools.cache
+def _rotate_rows(src: str, dst: str) -> Any:
+    return jit(make_rotate_rows(src, dst), 8)
+
+
+def rotate_rows(x, x_kind, signs, inverse, out, out_kind):
+    """Rotate rows, or turn rotated rows back.
+
+    Parameters
+    ----------
+    x : array (num_tokens, num_heads, head_dim)
+        Rows, in the words of `x_kind`; one row as floats fits 48 KiB.
+    x_kind : str
+        Their float kind.
+    signs : float32 array (head_dim,)
+        1 or -1 for each element.
+    inverse : bool
+        Whether to turn back.
+    out : array (num_tokens, num_heads, head_dim)
+        Takes the rows, in the words of `out_kind`; it may be `x` itself. The arithmetic is float32, or float64 where
+        either kind is fp64, and is rounded into `out_kind` once (from float64 to 16 bits by way of float32).
+    out_kind : str
+        Its float kind.
+    """
+    if not x.size:
+        return
+    row_bytes = x.shape[2] * (8 if "fp64" in (x_kind, out_kind) else 4)
+    at_once = max(1, min(ROWS, SHARED_BYTES // row_bytes))
+    launch(
+        _rotate_rows(x_kind, out_kind), ceil_div(x.shape[0] * x.shape[1], at_once), (LANES, at_once),
+        x, signs, bool(inverse), out, shared_bytes=at_once * row_bytes,
+    )  # fmt: skip
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    for src, dst in (
+        ("fp64", "fp64"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"),
+        ("fp32", "bf16"), ("fp64", "bf16"),
+    ):  # fmt: skip
+        signature = (
+            types.Array(WORDS[src], 3, "A"), c_array(types.float32, 1), types.boolean,
+            c_array(WORDS[dst], 3),
+        )  # fmt: skip
+        yield f"rotate_rows[{src} to {dst}]", make_rotate_rows(src, dst), signature

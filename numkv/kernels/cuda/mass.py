@@ -1,0 +1,192 @@
+"""How much attention each cached token gets, on CUDA; what is computed is on top of `numkv.kernels.cpu.mass`.
+
+A thread takes a token, for one kv head, and a few query rows at a time: every element of the key serves them all, and
+threads have nothing to tell each other. Tokens whose block lies outside the pool get 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+
+from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda.simd import (
+    THREADS,
+    WIDTH,
+    aligned,
+    c_array,
+    ceil_div,
+    jit,
+    launch,
+    reader,
+)  # fmt: skip
+from numkv.rows.convert import codec
+
+__all__ = ["attention_weights"]
+
+# Query rows that a thread takes at once.
+AT_ONCE = 4
+
+
+@register_jitable
+def _sees(ranges, row, j):
+    """Whether token `j` is in a query's range."""
+    return ranges[row, 0] <= j and j < ranges[row, 1]
+
+
+def make_attention_weights(Q_KIND, K_KIND, WIDE):
+    """The kernel for a kind of q and a kind of K; `WIDE` says whether K rows are read 16 bytes at a time."""
+    STEP = WIDTH[K_KIND]
+    QUANTISED = K_KIND == "int8"
+    read = reader(K_KIND, "float32", STEP, WIDE)
+    load, _ = codec(Q_KIND)
+
+    def kernel(
+        q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
+        window_left, weights,
+    ):  # fmt: skip
+        num_blocks, num_kv_heads, block_size = k.shape[0], k.shape[1], np.int64(k.shape[2])
+        dim, group = q.shape[2], q.shape[1] // num_kv_heads
+        columns = np.int64(weights.shape[2])
+        pieces = (columns + THREADS - 1) // THREADS
+        x = cuda.local.array(STEP, np.float32)
+        sums = cuda.local.array(AT_ONCE, np.float32)
+        for item in range(
+            np.int64(cuda.blockIdx.x), seq_lens.shape[0] * num_kv_heads * pieces,
+            np.int64(cuda.gridDim.x),
+        ):  # fmt: skip
+            piece, g = item % pieces, item // pieces % num_kv_heads
+            b = item // pieces // num_kv_heads
+            j = piece * THREADS + cuda.threadIdx.x
+            if j >= columns:
+                continue
+            length, first_row = np.int64(seq_lens[b]), np.int64(q_starts[b])
+            tokens = np.int64(q_starts[b + 1]) - first_row
+            position = length - tokens  # of the first query
+            # Queries [low, high) see this token; with ranges, the first and the last of these do.
+            low, high = max(np.int64(0), j - position), tokens
+            if window_left >= 0:
+                high = min(high, j + window_left - position + 1)
+            if j >= length or first_row < 0 or first_row + tokens > q.shape[0]:
+                low, high = np.int64(0), np.int64(0)
+            elif ranges.shape[0] > 0:
+                low, high = np.int64(0), tokens
+                while low < high and not _sees(ranges, first_row + low, j):
+                    low += 1
+                while low < high and not _sees(ranges, first_row + high - 1, j):
+                    high -= 1
+            block, place = np.int64(-1), j % block_size
+            if low < high and by_slot:
+                if j < block_table.shape[1]:
+                    slot = np.int64(block_table[b, j])
+                    block, place = slot // block_size, slot % block_size
+            elif low < high and j // block_size < block_table.shape[1]:
+                block = np.int64(block_table[b, j // block_size])
+            total = np.float32(0)
+            if block >= 0 and block < num_blocks:
+                scale = np.float32(sm_scale)
+                if QUANTISED:
+                    scale *= k_scale[block, g, place]
+                for r0 in range(low * group, high * group, AT_ONCE):
+                    for i in range(AT_ONCE):
+                        sums[i] = np.float32(0)
+                    for chunk in range((dim + STEP - 1) // STEP):
+                        read(k, k_scale, block, g, place, chunk, x, 0)
+                        for i in range(AT_ONCE):
+                            r = min(r0 + i, high * group - 1)
+                            row = q[first_row + r // group, g * group + r % group]
+                            for n in range(STEP):
+                                d = chunk * STEP + n
+                                if WIDE or d < dim:
+                                    sums[i] += load(row[d]) * x[n]
+                    for i in range(AT_ONCE):
+                        r = r0 + i
+                        if r < high * group and (
+                            ranges.shape[0] == 0 or _sees(ranges, first_row + r // group, j)
+                        ):
+                            score = scale * sums[i]
+                            if soft_cap > 0:
+                                cap = np.float32(soft_cap)
+                                score = cap * np.float32(math.tanh(score / cap))
+                            of_row = lse[first_row + r // group, g * group + r % group]
+                            total += np.float32(math.exp(score - of_row))
+            weights[b, g, j] = total
+
+    return kernel
+
+
+@functools.cache
+def _attention_weights(q_kind: str, k_kind: str, wide: bool) -> Any:
+    return jit(make_attention_weights(q_kind, k_kind, wide), 4)
+
+
+def attention_weights(
+    q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
+    logits_soft_cap, window_left, weights,
+):  # fmt: skip
+    """Sum up the attention that each cached token gets; in float32, whatever the kinds.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        Query rows of all sequences, in the words of `q_kind`.
+    q_kind : str
+        Their kind.
+    k : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pool of keys, in the words of `k_kind`.
+    k_kind : str
+        Their kind.
+    k_scale : float32 array (num_blocks, num_kv_heads, block_size)
+        Scales of a quantised pool; of a float pool an empty array.
+    block_table : int32 array (num_seqs, max_blocks)
+        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
+        Entries of tokens that no query sees are never looked up.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Tokens in the cache, the queries' own included.
+    q_starts : int32 or int64 array (num_seqs + 1,)
+        Where each sequence's queries start.
+    ranges : int64 array (num_tokens, 2) or (0, 2)
+        Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the window
+        say it.
+    by_slot : int
+        Whether `block_table` holds slots.
+    lse : float32 array (num_tokens, num_q_heads)
+        Log of each query row's sum of exponentials.
+    sm_scale, logits_soft_cap : float
+        Scale of the scores; their cap, or 0.
+    window_left : int
+        Earlier tokens that a query sees; -1 for all, and with `ranges`.
+    weights : float32 array (num_seqs, num_kv_heads, columns)
+        Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
+    """
+    num_seqs, num_kv_heads, columns = weights.shape
+    kernel = _attention_weights(q_kind, k_kind, aligned(k, k_kind, WIDTH[k_kind]))
+    launch(
+        kernel, num_seqs * num_kv_heads * ceil_div(columns, THREADS), THREADS, q, k, k_scale,
+        block_table, seq_lens, q_starts, ranges, by_slot, lse, float(sm_scale), float(logits_soft_cap),
+        window_left, weights,
+    )  # fmt: skip
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    f32 = types.float32
+    for q_kind, k_kind, wide, index in (
+        ("fp64", "fp64", True, types.int64), ("fp32", "fp32", False, types.int32),
+        ("fp16", "fp16", True, types.int64), ("bf16", "bf16", True, types.int32),
+        ("fp32", "int8", True, types.int64), ("bf16", "int8", False, types.int64),
+    ):  # fmt: skip
+        signature = (
+            c_array(WORDS[q_kind], 3), c_array(WORDS[k_kind], 4), c_array(f32, 3),
+            c_array(types.int32, 2), c_array(index, 1), c_array(index, 1),
+            c_array(types.int64, 2), types.int64, c_array(f32, 2), types.float64, types.float64,
+            types.int64, c_array(f32, 3),
+        )  # fmt: skip
+        name = f"attention_weights[q {q_kind}, K {k_kind}{', wide' if wide else ''}]"
+        yield name, make_attention_weights(q_kind, k_kind, wide), signature

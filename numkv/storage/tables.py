@@ -1,0 +1,36 @@
+"""Tables and lengths that are the same in every call, made once for each target."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from numkv import targets
+from numkv.targets.base import Array
+
+__all__ = ["one_block_each", "one_length", "one_query_each", "one_sequence"]
+
+
+@functools.lru_cache(maxsize=64)
+def one_block_each(target: str, num_seqs: int) -> Array:
+    """The block table of a contiguous cache: sequence b has block b."""
+    return targets.get(target).index(np.arange(num_seqs)[:, None], np.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def one_query_each(target: str, num_seqs: int) -> Array:
+    """Where queries start when each sequence has one."""
+    return targets.get(target).index(np.arange(num_seqs + 1), np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def one_sequence(target: str, num_tokens: int) -> Array:
+    """Where queries start, and end, when all are of one sequence."""
+    return targets.get(target).index(np.array([0, num_tokens]), np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def one_length(target: str, length: int) -> Array:
+    """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
+    return targets.get(target).index(np.array([length]), np.int64)

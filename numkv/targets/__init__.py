@@ -1,0 +1,70 @@
+"""Where arrays live and kernels run: ``"cpu"`` and ``"cuda"``.
+
+A target takes arrays in (`Target.asarray`), allocates them, brings them back to the host, and gives the view that its
+kernels work on (`Target.words`). Objects hold a target and never ask which one it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from numkv.targets.base import Array, Target
+from numkv.targets.cpu import CpuTarget
+
+__all__ = ["Array", "CpuTarget", "Target", "get", "of"]
+
+
+@functools.cache
+def get(name: str) -> Target:
+    """The target of a name.
+
+    Parameters
+    ----------
+    name : {"cpu", "cuda"}
+        Where to compute. ``"cuda"`` needs an NVIDIA GPU and the ``cuda`` extra, or ``NUMBA_ENABLE_CUDASIM=1``.
+
+    Returns
+    -------
+    Target
+
+    Raises
+    ------
+    ValueError
+        If there is no such target.
+    NotSupported
+        If ``"cuda"`` is asked for where there is no CUDA.
+    """
+    if name == "cpu":
+        return CpuTarget()
+    if name == "cuda":
+        from numkv.targets.cuda import CudaTarget
+
+        cuda: Target = CudaTarget()
+        return cuda
+    raise ValueError(f'target: expected "cpu" or "cuda", got {name!r}')
+
+
+def of(x: Any) -> Target:
+    """The target that an array is on.
+
+    Parameters
+    ----------
+    x : object
+        An array, or what hands one over.
+
+    Returns
+    -------
+    Target
+        CUDA for device arrays, else the CPU, whose checks say what is wrong with anything that is no array at all.
+    """
+    if isinstance(x, np.ndarray):
+        return get("cpu")
+    if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
+        return get("cuda")
+    device = getattr(x, "__dlpack_device__", None)
+    if device is not None and device()[0] == 2:  # kDLCUDA
+        return get("cuda")
+    return get("cpu")

@@ -1,0 +1,75 @@
+"""What a target is: the protocol that every place to compute follows, and the types of arrays."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from numkv.kinds import Kind
+
+__all__ = ["HALVES", "Array", "Target"]
+
+Array = Any  # a NumPy array, or a device array of the CUDA target
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = frozenset((BF16, np.dtype(np.float16)))
+
+
+class Target(Protocol):
+    """What objects and functions need of a place to compute."""
+
+    name: str
+
+    @property
+    def ops(self) -> ModuleType:
+        """The target's operations: see `numkv.kernels`."""
+
+    def asarray(self, x: Any, name: str = "array") -> Array:
+        """`x` as an array of this target, without a copy where it is already here.
+
+        Parameters
+        ----------
+        x : object
+            An array of this target or one that hands its memory over; on CUDA also a NumPy array, which is copied.
+        name : str
+            What errors call it.
+        """
+
+    def accept(self, x: Any, name: str) -> Array:
+        """`x` as an array of this target, without a copy, or an error that names it."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array whose elements are undefined."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array of zeros."""
+
+    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+        """`x` as a NumPy array; a copy on CUDA."""
+
+    def words(self, x: Array) -> Array:
+        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words: the inverse of `words`."""
+
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+
+    def token_major(self, x: Array) -> Array:
+        """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
+
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+
+    def index(self, x: Any, dtype: Any) -> Array:
+        """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
+
+    def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """A small float argument (norm weights, sinks) as an array of this target, of `dtype` and `shape`."""

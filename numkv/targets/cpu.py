@@ -1,0 +1,142 @@
+"""The CPU target: NumPy arrays in host memory."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.kernels import on
+from numkv.kernels.cpu.memory import aligned
+from numkv.kinds import Kind
+from numkv.targets.base import BF16, HALVES, Array
+
+__all__ = ["CpuTarget"]
+
+_ops = functools.cache(on)  # to look a module up takes half a microsecond
+
+
+class CpuTarget:
+    """Arrays in host memory: NumPy arrays."""
+
+    name = "cpu"
+
+    @property
+    def ops(self) -> ModuleType:
+        """The CPU's operations."""
+        return _ops("cpu")
+
+    def asarray(self, x: Any, name: str = "array") -> Array:
+        """`x` as a NumPy array; a list or a scalar is converted, anything else is taken without a copy."""
+        if isinstance(x, (list, tuple, int, float)):
+            return np.asarray(x)
+        return self.accept(x, name)
+
+    def accept(self, x: Any, name: str) -> Array:
+        """`x` as a NumPy array, without a copy.
+
+        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; a bfloat16 torch tensor too,
+        which neither of the two can hand over as such.
+        """
+        if type(x) is np.ndarray:
+            return x
+        if isinstance(x, np.ndarray):
+            return x.view(np.ndarray)
+        if getattr(x, "__cuda_ndarray__", False):  # the simulator's would even pass for host arrays
+            raise NotSupported(
+                f"`{name}`: expected an array in host memory, got one on the CUDA device; "
+                'bring it to the host first, or use target="cuda"'
+            )
+        if type(x).__module__.partition(".")[0] == "torch":
+            return self._from_torch(x, name)
+        if hasattr(x, "__array_interface__"):
+            return np.asarray(x)
+        if hasattr(x, "__dlpack__"):
+            try:
+                return np.from_dlpack(x)
+            except (BufferError, RuntimeError, TypeError) as error:
+                raise NotSupported(
+                    f"`{name}`: expected an array in host memory, got {type(x).__name__}, which "
+                    f"NumPy cannot take without a copy ({error}); bring it to the host first"
+                ) from error
+        raise UnsupportedDType(
+            f"`{name}`: expected a NumPy array (or an object with __array_interface__ or "
+            f"__dlpack__), got {type(x).__name__}; convert it with numpy.asarray"
+        )
+
+    @staticmethod
+    def _from_torch(x: Any, name: str) -> Array:
+        if x.device.type != "cpu":
+            raise NotSupported(
+                f"`{name}`: expected an array in host memory, got a tensor on {x.device}; "
+                'move it with .cpu(), or use target="cuda"'
+            )
+        x = x.detach()
+        if str(x.dtype) == "torch.bfloat16":
+            import torch
+
+            return x.view(torch.uint16).numpy().view(BF16)
+        return x.numpy()
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array whose elements are undefined."""
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array of zeros, for buffers; the system gives its memory when it is first touched."""
+        return aligned(np.zeros, shape, dtype)
+
+    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+        """`x` itself."""
+        return x  # type: ignore[no-any-return]
+
+    def words(self, x: Array) -> Array:
+        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+        return x.view(np.uint16) if x.dtype in HALVES else x
+
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words."""
+        return words.view(dtype)
+
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+        from numkv.kernels.cpu.convert import dequantise
+
+        heads, tokens, words = codes.shape
+        out = np.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
+        return out
+
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        return x[:, None, :]
+
+    def token_major(self, x: Array) -> Array:
+        """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
+        return x.transpose(1, 0, 2)
+
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        return x.transpose(0, 2, 1)
+
+    def index(self, x: Any, dtype: Any) -> Array:
+        """A host integer array as a NumPy array of `dtype`; a copy only where the dtype differs."""
+        return np.asarray(x, dtype)
+
+    def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """A small float argument as a NumPy array of `dtype` and `shape`; converted if it has another float dtype."""
+        x = self.asarray(x, name)
+        if x.dtype.kind != "f" and x.dtype != BF16:
+            raise UnsupportedDType(
+                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; convert it to a float dtype"
+            )
+        if x.shape != shape:
+            raise DimensionMismatch(
+                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; pass an array of this shape",
+                expected=shape,
+                actual=x.shape,
+            )
+        return np.require(x, dtype, "A")

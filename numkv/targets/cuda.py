@@ -1,0 +1,239 @@
+"""The CUDA target: arrays in the memory of an NVIDIA GPU, or in Numba's simulator of one.
+
+Besides `numkv.kernels.cuda` the only module that imports ``numba.cuda``; `numkv.targets.get` imports it when the target
+is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numba.core import config
+
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.kernels import on
+from numkv.kinds import Kind
+from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.cpu import CpuTarget
+
+__all__ = ["CudaTarget"]
+
+_REMEDY = (
+    'install an NVIDIA driver and `pip install "numkv[cuda]"`, or set NUMBA_ENABLE_CUDASIM=1 '
+    "before Python starts for Numba's simulator"
+)
+
+
+def _load_cuda() -> Any:
+    """``numba.cuda``, or an error that says what is missing."""
+    simulated = bool(config.ENABLE_CUDASIM)
+    if not simulated and importlib.util.find_spec("numba_cuda") is None:
+        raise NotSupported(f'target "cuda" needs the package numba-cuda; {_REMEDY}')
+    try:
+        from numba import cuda
+    except ImportError as error:
+        raise NotSupported(f'target "cuda" does not load ({error}); {_REMEDY}') from error
+    if not cuda.is_available():
+        reason = " ".join(str(cuda.cuda_error() or "no device").split())
+        raise NotSupported(f'target "cuda": there is no usable GPU ({reason}); {_REMEDY}')
+    return cuda
+
+
+class CudaTarget:
+    """Arrays in device memory: Numba's device arrays, which carry ``__cuda_array_interface__``.
+
+    Raises
+    ------
+    NotSupported
+        If there is neither a GPU nor the simulator.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self._cuda = _load_cuda()
+        self._simulated = bool(config.ENABLE_CUDASIM)
+
+    @property
+    def ops(self) -> ModuleType:
+        """CUDA's operations."""
+        return on("cuda")
+
+    # -- taking arrays in
+
+    def asarray(self, x: Any, name: str = "array") -> Array:
+        """`x` as a device array: copied where it is in host memory, else taken as it is.
+
+        Parameters
+        ----------
+        x : object
+            A list, a NumPy array or anything that `accept` takes.
+        name : str
+            What errors call it.
+        """
+        if self._on_host(x):
+            x = CpuTarget().asarray(x, name)
+            return self._cuda.to_device(np.ascontiguousarray(x).reshape(x.shape))
+        return self.accept(x, name)
+
+    def accept(self, x: Any, name: str) -> Array:
+        """`x` as a device array, without a copy.
+
+        Takes Numba's device arrays, and whatever has ``__cuda_array_interface__`` or hands device memory over by
+        ``__dlpack__``. What is still being written on another stream is waited for if ``__cuda_array_interface__``
+        names the stream.
+        """
+        if getattr(x, "__cuda_ndarray__", False):
+            return x
+        if self._on_host(x):
+            what = "a NumPy array" if isinstance(x, np.ndarray) else f"a host {type(x).__name__}"
+            raise NotSupported(
+                f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
+                f'numkv.targets.get("cuda").asarray({name})'
+            )
+        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # no typestr names bfloat16
+            import torch
+
+            return self._cuda.as_cuda_array(x.detach().view(torch.int16)).view(BF16)
+        interface = getattr(x, "__cuda_array_interface__", None)
+        if interface is not None and interface["typestr"][1] != "V":
+            return self._cuda.as_cuda_array(x)
+        if hasattr(x, "__dlpack__"):
+            return self._from_dlpack(x, name)
+        raise UnsupportedDType(
+            f"`{name}`: expected an array on the CUDA device (an object with "
+            f"__cuda_array_interface__ or __dlpack__), got {type(x).__name__}; make one with "
+            f'numkv.targets.get("cuda").asarray({name})'
+        )
+
+    @staticmethod
+    def _on_host(x: Any) -> bool:
+        """Whether `x` is, or hands over, host memory."""
+        if getattr(x, "__cuda_ndarray__", False):
+            return False
+        if isinstance(x, (np.ndarray, np.generic, list, tuple, int, float)):
+            return True
+        if hasattr(x, "__dlpack_device__"):
+            return bool(int(x.__dlpack_device__()[0]) == 1)  # kDLCPU
+        return hasattr(x, "__array_interface__") and not hasattr(x, "__cuda_array_interface__")
+
+    def _from_dlpack(self, x: Any, name: str) -> Array:
+        if self._simulated:
+            raise NotSupported(f"`{name}`: the simulator takes no device memory by DLPack")
+        from cuda.core.utils import StridedMemoryView
+
+        try:
+            view = StridedMemoryView.from_dlpack(x, stream_ptr=0)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise NotSupported(
+                f"`{name}`: {type(x).__name__} does not hand its memory over by DLPack ({error})"
+            ) from error
+        dtype = np.dtype(view.dtype)
+        strides = view.strides  # in elements; None if contiguous
+        description = {
+            "shape": tuple(view.shape),
+            "strides": None if strides is None else tuple(n * dtype.itemsize for n in strides),
+            "data": (view.ptr, view.readonly),
+            "typestr": "<u2" if dtype == BF16 else dtype.str,
+            "version": 3,
+        }
+        array = self._cuda.from_cuda_array_interface(description, owner=view)
+        return array.view(BF16) if dtype == BF16 else array
+
+    # -- making arrays
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new device array whose elements are undefined."""
+        return self._cuda.device_array(tuple(shape), np.dtype(dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new device array of zeros."""
+        array = self.empty(shape, dtype)
+        if self._simulated:
+            array[...] = 0
+        elif array.size:
+            from numba.cuda.cudadrv.driver import device_memset
+
+            device_memset(array, 0, array.nbytes)
+        return array
+
+    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+        """A copy of `x` as a NumPy array; waits for the device."""
+        if isinstance(x, np.ndarray):
+            return x
+        return self.accept(x, "array").copy_to_host()  # type: ignore[no-any-return]
+
+    # -- views
+
+    def words(self, x: Array) -> Array:
+        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+        return x.view(np.uint16) if x.dtype in HALVES else x
+
+    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+        """The array that a user sees of float words: the inverse of `words`."""
+        return words.view(dtype) if dtype in HALVES else words
+
+    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+        """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
+        from numkv.kernels.cuda.convert import dequantise
+
+        heads, tokens, words = codes.shape
+        out = self.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        dequantise(codes, kind.name, scale, out)
+        return out
+
+    def one_head(self, x: Array) -> Array:
+        """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
+        tokens, width = x.shape
+        if self._simulated:
+            return x.reshape((tokens, 1, width))
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        by_token, by_element = x.strides
+        return DeviceNDArray(  # its own reshape is for contiguous arrays
+            (tokens, 1, width), (by_token, by_token, by_element), x.dtype, x.stream, x.gpu_data
+        )
+
+    def token_major(self, x: Array) -> Array:
+        """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
+        return self._transposed(x, (1, 0, 2))
+
+    def dim_major(self, x: Array) -> Array:
+        """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
+        return self._transposed(x, (0, 2, 1))
+
+    def _transposed(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """A view of an array of three axes, in another order."""
+        if self._simulated:
+            return x.transpose(axes)
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        shape, strides = (tuple(sizes[i] for i in axes) for sizes in (x.shape, x.strides))
+        # Its own transpose is for two axes.
+        return DeviceNDArray(shape, strides, x.dtype, x.stream, x.gpu_data)
+
+    # -- small arguments
+
+    def index(self, x: Any, dtype: Any) -> Array:
+        """Integers as a device array: a NumPy array is copied as `dtype`; kernels take device arrays of any width."""
+        if isinstance(x, np.ndarray):
+            return self._cuda.to_device(np.ascontiguousarray(x, dtype).reshape(x.shape))
+        return x
+
+    def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """A small float argument as a device array of `dtype` and `shape`; converted on the host if it must be."""
+        x = self.accept(x, name)
+        if x.dtype.kind != "f" and x.dtype != BF16:
+            raise UnsupportedDType(f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}")
+        if tuple(x.shape) != shape:
+            raise DimensionMismatch(
+                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {tuple(x.shape)}",
+                expected=shape,
+                actual=tuple(x.shape),
+            )
+        if x.dtype == dtype:
+            return x
+        return self._cuda.to_device(self.to_host(x).astype(dtype))

@@ -1,0 +1,335 @@
+"""`AppendPlan`: copy new K and V rows into a batch of contiguous caches at an offset per sequence.
+
+::
+
+    k_cache[b, h, cache_offsets[b] + l, :] = k_new[b, h, l, :]        and the same for v
+
+A plan is chosen once for a descriptor and run many times; `append` is the one-shot form. A row whose place lies
+outside ``[0, max_cache_len)``, on either side, is skipped without a word: this rule belongs to the plan (and
+to `append`), and to nothing else in numkv.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.checks import check_array, check_writable
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.targets.base import Target
+from numkv.writing import fast_path
+
+__all__ = [
+    "AppendArgs",
+    "AppendDescriptor",
+    "AppendPlan",
+    "AppendSku",
+    "PrecisionGuarantee",
+    "append",
+]
+
+_EXTENTS = ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v")
+_INT64 = (np.dtype(np.int64),)
+
+
+@dataclass(frozen=True)
+class AppendDescriptor:
+    """The problem that a plan is for.
+
+    Attributes
+    ----------
+    batch_size, num_heads : int
+        Sequences, and heads of the cache (kv heads, with grouped queries).
+    new_len : int
+        New rows of each sequence.
+    max_cache_len : int
+        Rows of the cache.
+    d_k, d_v : int
+        Elements of a K row and of a V row.
+    dtype : dtype-like or Kind
+        Element type: fp32, fp64, fp16 or bf16.
+    """
+
+    batch_size: int
+    num_heads: int
+    new_len: int
+    max_cache_len: int
+    d_k: int
+    d_v: int
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class AppendArgs:
+    """The arrays of one run.
+
+    Attributes
+    ----------
+    k_new, v_new : array (batch_size, num_heads, new_len, d_k), (…, d_v)
+        New rows.
+    k_cache, v_cache : array (batch_size, num_heads, max_cache_len, d_k), (…, d_v)
+        Written in place.
+    cache_offsets : int64 array (batch_size,)
+        Row that each sequence's first new row goes to. Not changed: the caller adds `new_len` afterwards.
+    """
+
+    k_new: Any
+    v_new: Any
+    k_cache: Any
+    v_cache: Any
+    cache_offsets: Any
+
+
+@dataclass(frozen=True)
+class PrecisionGuarantee:
+    """What a plan promises about its numbers.
+
+    Attributes
+    ----------
+    math_precision, accumulator : str
+        Both the element type: nothing is computed.
+    bit_stable_on_same_hardware, deterministic, bit_exact : bool
+        All true; NaN payloads are copied too.
+    """
+
+    math_precision: str
+    accumulator: str
+    bit_stable_on_same_hardware: bool = True
+    deterministic: bool = True
+    bit_exact: bool = True
+
+
+@dataclass(frozen=True)
+class AppendSku:
+    """Which kernel a plan runs.
+
+    Attributes
+    ----------
+    category, operation : str
+        ``"attention"``, ``"kv_cache_append"``.
+    element : str
+        Name of the element kind.
+    target : str
+        Name of the target.
+    precision : PrecisionGuarantee
+        What the kernel promises.
+    """
+
+    category: str
+    operation: str
+    element: str
+    target: str
+    precision: PrecisionGuarantee
+
+
+def _element(dtype: Any) -> Kind:
+    """The float kind of what a descriptor calls its dtype."""
+    try:
+        found: Kind | None = kind(dtype)
+    except UnsupportedDType:
+        try:
+            found = kind_of_dtype(np.dtype(dtype))
+        except TypeError:
+            found = None
+    if found is None or found.has_scales:
+        raise UnsupportedDType(
+            f"`dtype`: expected fp64, fp32, fp16 or bf16, got {dtype!r}; quantised rows are appended "
+            "by the layers"
+        )
+    return found
+
+
+class AppendPlan:
+    """A checked and chosen append; make one with `select`.
+
+    Attributes
+    ----------
+    descriptor : AppendDescriptor
+        The problem.
+    """
+
+    def __init__(self, descriptor: AppendDescriptor, element: Kind, target: Target) -> None:
+        self.descriptor = descriptor
+        self._element = element
+        self._target = target
+
+    @classmethod
+    def select(
+        cls, descriptor: AppendDescriptor, *, target: str = "cpu", preference: Any = None
+    ) -> Self:
+        """Choose the kernel for a problem.
+
+        Parameters
+        ----------
+        descriptor : AppendDescriptor
+            The problem. Extents may be 0.
+        target : {"cpu", "cuda"}
+            Where to run.
+        preference : object, optional
+            Ignored: there is one kernel for each problem.
+
+        Returns
+        -------
+        AppendPlan
+
+        Raises
+        ------
+        DimensionMismatch
+            If an extent is negative.
+        UnsupportedDType
+            If the dtype is not one of the four floats.
+        """
+        for name in _EXTENTS:
+            extent = operator.index(getattr(descriptor, name))
+            if extent < 0:
+                raise DimensionMismatch(
+                    f"`{name}`: expected an extent of at least 0, got {extent}",
+                    expected=0,
+                    actual=extent,
+                )
+        return cls(descriptor, _element(descriptor.dtype), targets.get(target))
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of scratch memory that `run` needs: 0."""
+        return 0
+
+    @property
+    def precision_guarantee(self) -> PrecisionGuarantee:
+        """What the plan promises about its numbers."""
+        return PrecisionGuarantee(self._element.name, self._element.name)
+
+    @property
+    def sku(self) -> AppendSku:
+        """Which kernel the plan runs."""
+        return AppendSku(
+            "attention",
+            "kv_cache_append",
+            self._element.name,
+            self._target.name,
+            self.precision_guarantee,
+        )
+
+    def can_implement(self, args: AppendArgs) -> None:
+        """Check the arrays of a run.
+
+        Parameters
+        ----------
+        args : AppendArgs
+            The arrays.
+
+        Raises
+        ------
+        DimensionMismatch
+            If a shape is not the descriptor's.
+        UnsupportedDType
+            If an element type is not the descriptor's, or the offsets are not int64.
+        NotSupported
+            If an array's last axis is strided, a cache is read-only, or an array is on another target.
+        """
+        self._check(args)
+
+    def _check(self, args: AppendArgs) -> AppendArgs:
+        d, target = self.descriptor, self._target
+        rows = (d.batch_size, d.num_heads, d.new_len)
+        cache = (d.batch_size, d.num_heads, d.max_cache_len)
+        shapes = {
+            "k_new": (*rows, d.d_k),
+            "v_new": (*rows, d.d_v),
+            "k_cache": (*cache, d.d_k),
+            "v_cache": (*cache, d.d_v),
+            "cache_offsets": (d.batch_size,),
+        }
+        arrays = {name: target.accept(getattr(args, name), name) for name in shapes}
+        # Shapes of all arrays come before anything else about any of them.
+        for name, shape in shapes.items():
+            if tuple(arrays[name].shape) != shape:
+                check_array(target, name, arrays[name], (arrays[name].dtype,), shape)
+        for name, shape in shapes.items():
+            dtypes = _INT64 if name == "cache_offsets" else (self._element.dtype,)
+            check_array(target, name, arrays[name], dtypes, shape)
+        for name in ("k_cache", "v_cache"):
+            check_writable(name, arrays[name])
+        return AppendArgs(**arrays)
+
+    def run(self, args: AppendArgs, *, stream: Any = None, workspace: Any = None) -> None:
+        """Copy the new rows; those that would land outside the cache are skipped.
+
+        Parameters
+        ----------
+        args : AppendArgs
+            The arrays; checked as by `can_implement`.
+        stream : object, optional
+            CUDA stream to run on. None on the CPU.
+        workspace : object, optional
+            Ignored: none is needed.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported
+            See `can_implement`; nothing is written.
+        """
+        if stream is not None and self._target.name == "cpu":
+            raise NotSupported("`stream`: expected None on the CPU target, got a stream")
+        args = self._check(args)
+        d, target = self.descriptor, self._target
+        if 0 in (d.batch_size, d.num_heads, d.new_len, d.max_cache_len):
+            return
+        for new, cache, dim in (
+            (args.k_new, args.k_cache, d.d_k),
+            (args.v_new, args.v_cache, d.d_v),
+        ):
+            if dim:
+                target.ops.copy_rows(
+                    target.words(new), target.words(cache), args.cache_offsets, stream
+                )
+
+    def __repr__(self) -> str:
+        return f"AppendPlan({self.descriptor!r}, target={self._target.name})"
+
+
+def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
+    """Copy new rows into caches at an offset per sequence: `AppendPlan` in one call.
+
+    Rows that would land outside ``[0, max_cache_len)`` are skipped without a word. Extents and dtype come from the
+    arrays.
+
+    Parameters
+    ----------
+    k_new : array (batch_size, num_heads, new_len, d_k)
+        New keys: fp32, fp64, fp16 or bf16.
+    v_new : array (batch_size, num_heads, new_len, d_v)
+        New values.
+    k_cache : array (batch_size, num_heads, max_cache_len, d_k)
+        Written in place.
+    v_cache : array (batch_size, num_heads, max_cache_len, d_v)
+        Written in place.
+    cache_offsets : int64 array (batch_size,)
+        Row of each sequence that its first new row goes to.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, NotSupported
+        If an array has another shape, dtype, layout or target; nothing is written.
+    """
+    if fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
+        return
+    target = targets.of(k_cache)
+    shape = ("batch_size", "num_heads", "max_cache_len", "d")
+    k = target.accept(k_cache, "k_cache")
+    v = target.accept(v_cache, "v_cache")
+    new = target.accept(k_new, "k_new")
+    for name, x in (("k_cache", k), ("v_cache", v), ("k_new", new)):
+        if len(x.shape) != 4:
+            check_array(target, name, x, (x.dtype,), shape)
+    batch_size, num_heads, max_cache_len, d_k = k.shape
+    descriptor = AppendDescriptor(
+        batch_size, num_heads, new.shape[2], max_cache_len, d_k, v.shape[3], k.dtype
+    )
+    plan = AppendPlan.select(descriptor, target=target.name)
+    plan.run(AppendArgs(k_new, v_new, k_cache, v_cache, cache_offsets))

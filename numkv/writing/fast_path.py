@@ -1,0 +1,268 @@
+"""The short way for small appends and writes on the CPU: one compiled function checks and writes K and V.
+
+Each function here does a call that is as most calls are: few rows, in NumPy arrays, and K of the same dtypes as V. Of
+anything else it writes nothing and says so, and the general way then does it, or says what is wrong with it. Size comes
+first, so that who appends long prompts only compiles nothing for single tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from numkv.kernels.cpu.at_once import copy_both, store_both
+from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
+from numkv.kernels.cpu.write import LOOK, LOOK_FOR_NAN, writer
+from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
+from numkv.kinds import kind as named
+from numkv.storage.pool import Pool, source_dtypes
+from numkv.writing.fused_write import QKMode
+
+__all__ = ["append", "paged_append", "pool_append", "pool_write"]
+
+_INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint16)
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_NO_SCALE = np.empty((0, 0, 0), np.float32)
+
+_STORED = {(kind.word if kind.has_scales else kind.dtype): kind for kind in kinds()}
+
+
+@functools.cache
+def _by_slot(
+    rows: np.dtype[Any], pool: np.dtype[Any]
+) -> tuple[Any, np.dtype[Any] | None, bool, bool] | None:
+    """What puts rows of a dtype into slots of a caller's pools of another.
+
+    Beside it the dtype of scales, or None, and whether rows and pools are viewed as 16-bit words.
+    """
+    kind = _STORED.get(pool)
+    if kind is None or rows not in source_dtypes(kind):
+        return None
+    scales = kind.scale_dtype if kind.has_scales else None
+    store = store_both(_float_name(rows), kind.name, True)
+    return store, scales, rows.itemsize == 2, pool.itemsize == 2
+
+
+@functools.cache
+def _by_table(rows: np.dtype[Any], pool: str) -> Any:
+    """What puts rows of a dtype into pools of a kind by a block table, or None."""
+    if rows not in source_dtypes(named(pool)):
+        return None
+    return store_both(_float_name(rows), pool, False)
+
+
+@functools.cache
+def _float_name(dtype: np.dtype[Any]) -> str | None:
+    """Name of the float kind of a dtype, or None."""
+    found = kind_of_dtype(dtype)
+    return None if found is None else found.name
+
+
+def as_int64(x: Any) -> Any:
+    """An int32 array as int64, and anything else as it is."""
+    return x.astype(_INT64) if type(x) is np.ndarray and x.dtype == _INT32 else x
+
+
+def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> bool:
+    """Do a small `numkv.append`, or return False."""
+    if not (
+        type(k_new) is type(v_new) is type(k_cache) is type(v_cache) is type(cache_offsets) is np.ndarray
+    ):  # fmt: skip
+        return False
+    if k_new.size >= SERIAL_ELEMENTS or v_new.size >= SERIAL_ELEMENTS:
+        return False
+    dtype = k_cache.dtype
+    if not (k_new.dtype == v_new.dtype == v_cache.dtype == dtype and cache_offsets.dtype == _INT64):
+        return False
+    name = _float_name(dtype)
+    if name is None:
+        return False
+    if dtype.itemsize == 2:
+        k_new, v_new = k_new.view(_UINT16), v_new.view(_UINT16)
+        k_cache, v_cache = k_cache.view(_UINT16), v_cache.view(_UINT16)
+    try:
+        done: bool = copy_both(name)(k_new, v_new, k_cache, v_cache, cache_offsets)
+    except TypeError:  # another rank, read-only or unaligned
+        return False
+    return done
+
+
+def paged_append(
+    k: Any, v: Any, k_pool: Any, v_pool: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, look: bool
+) -> bool:  # fmt: skip
+    """Do a small `numkv.paged_append`, or return False."""
+    if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
+        return False
+    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
+        return False
+    of_rows, of_pool = k.dtype, k_pool.dtype
+    found = _by_slot(of_rows, of_pool)
+    if found is None or v.dtype != of_rows or v_pool.dtype != of_pool:
+        return False
+    store, scales, half_rows, half_pools = found
+    if scales is None:
+        if k_scale is not None or v_scale is not None:
+            return False
+        k_scale = v_scale = _NO_SCALE
+    else:
+        if not (type(k_scale) is type(v_scale) is np.ndarray):
+            return False
+        if not (k_scale.dtype == scales and v_scale.dtype == scales):
+            return False
+        if scales is not _FLOAT32:
+            k_scale, v_scale = k_scale.view(_UINT16), v_scale.view(_UINT16)
+    if half_rows:
+        k, v = k.view(_UINT16), v.view(_UINT16)
+    if half_pools:
+        k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
+    slots = as_int64(slot_mapping)
+    try:
+        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, bool(look))
+    except TypeError:  # another rank or dtype, read-only or unaligned
+        return False
+    return done >= 0
+
+
+def pool_append(
+    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: bool
+) -> int:
+    """Append a few rows of one sequence to a pool, or write nothing and return -1.
+
+    Parameters
+    ----------
+    pool : Pool
+        Where they go.
+    k, v : object
+        What a caller passed as rows ``(num_tokens, num_kv_heads, head_dim)``, not checked.
+    block_table : int32 array (max_blocks,)
+        The sequence's blocks, on the host.
+    start, room : int
+        Position of the first new token, and how many there is room for.
+    look : bool
+        Whether rows that are to be quantised are searched for NaN and infinity first.
+
+    Returns
+    -------
+    int
+        Tokens appended, or -1.
+    """
+    if not (type(k) is type(v) is type(pool.k) is np.ndarray):
+        return -1
+    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
+        return -1
+    kind, dtype = pool.k_kind, k.dtype
+    if kind is not pool.v_kind or pool.k_rotation is not None or v.dtype != dtype:
+        return -1
+    store = _by_table(dtype, kind.name)
+    if store is None:
+        return -1
+    if dtype.itemsize == 2:
+        k, v = k.view(_UINT16), v.view(_UINT16)
+    try:
+        tokens: int = store(
+            k, v, pool.k, pool.v, pool.k_scale, pool.v_scale, block_table, start, room, bool(look)
+        )
+    except TypeError:  # another rank, or unaligned
+        return -1
+    return tokens
+
+
+# By `QKMode`: whether q and k are normalised, whether rotated, and whether pairs are neighbours.
+_MODES = {
+    int(mode): (mode.normalises, mode is not QKMode.COPY, mode.interleaved) for mode in QKMode
+}
+_NO_TABLE = np.empty((0, 0), np.float32)
+_NO_WEIGHT = {dtype: np.empty(0, dtype) for dtype in (_FLOAT32, _FLOAT64)}
+NOT_BY_SLOT = np.empty(0, np.int64)
+
+
+@functools.cache
+def _writer(
+    qkv: np.dtype[Any], k_kind: str, v_kind: str, table: np.dtype[Any], by_slot: bool
+) -> tuple[Any, bool, Any] | None:
+    """What writes projections of a dtype into pools of two kinds, with angles in tables of a dtype.
+
+    Beside it whether projections are viewed as 16-bit words, and what stands in for norm weights.
+    """
+    kind = kind_of_dtype(qkv)
+    if qkv not in FLOAT_DTYPES or kind is None or table not in (_FLOAT32, _FLOAT64):
+        return None
+    compute = _FLOAT64 if "fp64" in (kind.name, k_kind, v_kind) else _FLOAT32
+    kernel = writer(kind.name, k_kind, v_kind, compute, table, by_slot)
+    return kernel, qkv.itemsize == 2, _NO_WEIGHT[compute]
+
+
+def pool_write(
+    pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
+    eps: Any, q_out: Any, angles: np.ndarray[Any, Any], first: int, places: np.ndarray[Any, Any], start: int,
+    room: int, look: bool,
+) -> tuple[int, Any]:  # fmt: skip
+    """Do the fused write of a few tokens, or write nothing and return -1.
+
+    Parameters
+    ----------
+    pool : Pool
+        Where K and V go.
+    qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out : object
+        What a caller passed to `numkv.ContiguousLayer.write`, not checked.
+    angles : int64 array (num_tokens,)
+        Row of the tables for each token, or `NOT_BY_SLOT` for one sequence's.
+    first : int
+        Row of the tables for that sequence's first token.
+    places : int64 array (num_tokens,) or int32 array (max_blocks,)
+        Slots, or the sequence's blocks, on the host.
+    start, room : int
+        Position of that sequence's first new token, and how many there is room for.
+    look : bool
+        Whether projections that are to be quantised are searched for NaN and infinity first.
+
+    Returns
+    -------
+    tokens : int
+        Tokens written, or -1.
+    q_out : array (num_tokens, num_q_heads, head_dim)
+        Has taken q, in qkv's dtype.
+    """
+    if not (type(qkv) is type(pool.k) is np.ndarray and type(num_q_heads) is int):
+        return -1, None
+    if qkv.ndim != 2 or qkv.size >= SERIAL_ELEMENTS or pool.k_rotation is not None:
+        return -1, None
+    try:
+        normalise, rotate, interleaved = _MODES[qk_mode]
+    except (KeyError, TypeError):
+        return -1, None
+    if not rotate:
+        cos = sin = _NO_TABLE
+    elif not (type(cos) is type(sin) is np.ndarray and cos.dtype == sin.dtype):
+        return -1, None
+    dtype = qkv.dtype
+    found = _writer(dtype, pool.k_kind.name, pool.v_kind.name, cos.dtype, angles is not NOT_BY_SLOT)
+    if found is None:
+        return -1, None
+    write, halves, no_weight = found
+    if not normalise:
+        q_weight = k_weight = no_weight
+    elif not (type(q_weight) is type(k_weight) is np.ndarray):
+        return -1, None
+    if q_out is None:
+        if num_q_heads < 0:
+            return -1, None
+        q_out = np.empty((len(qkv), num_q_heads, pool.head_dim), dtype)
+    elif (
+        type(q_out) is not np.ndarray or q_out.dtype != dtype or q_out.shape[1:2] != (num_q_heads,)
+    ):
+        return -1, None
+    words = q_out
+    if halves:
+        qkv, words = qkv.view(_UINT16), q_out.view(_UINT16)
+    try:
+        tokens: int = write(
+            qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first, words,
+            pool.k, pool.k_scale, pool.v, pool.v_scale, places, start, room,
+            LOOK_FOR_NAN if look else LOOK, 0, 0, 1,
+        )  # fmt: skip
+    except TypeError:  # another rank or dtype, read-only or unaligned
+        return -1, None
+    return tokens, q_out

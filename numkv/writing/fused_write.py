@@ -1,0 +1,252 @@
+"""`Projection`: the checked arguments of a fused write (split, q/k norm, RoPE, write), and that write, to any pool."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.checks import check_array, check_size, check_writable
+from numkv.errors import DimensionMismatch
+from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
+from numkv.storage.pool import Pool, refuse_non_finite
+from numkv.storage.tables import one_block_each
+from numkv.targets.base import Array, Target
+
+__all__ = ["Projection", "QKMode"]
+
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class QKMode(enum.IntEnum):
+    """What happens to q and k on their way into the cache; v is always copied."""
+
+    COPY = 0
+    """Nothing."""
+    NORM_HALF_SPLIT = 1
+    """RMS norm, then RoPE on the pairs (i, i + rotary_dim / 2): Qwen3."""
+    HALF_SPLIT = 2
+    """RoPE on the pairs (i, i + rotary_dim / 2): Llama and Mistral in Hugging Face checkpoints."""
+    INTERLEAVED = 3
+    """RoPE on the pairs (2i, 2i + 1): Llama in GGUF files."""
+    NORM_INTERLEAVED = 4
+    """RMS norm, then RoPE on the pairs (2i, 2i + 1)."""
+
+    @property
+    def normalises(self) -> bool:
+        """Whether q and k are normalised."""
+        return self is QKMode.NORM_HALF_SPLIT or self is QKMode.NORM_INTERLEAVED
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether pairs are neighbours."""
+        return self is QKMode.INTERLEAVED or self is QKMode.NORM_INTERLEAVED
+
+
+@functools.cache
+def _empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    return targets.get(target).empty(shape, dtype)
+
+
+@dataclass(slots=True)  # a frozen one takes a microsecond longer to make
+class Projection:
+    """Checked projections, and what is to happen to them.
+
+    Attributes
+    ----------
+    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        The projections.
+    kind : Kind
+        Their float kind.
+    mode : QKMode
+        What happens to q and k.
+    cos, sin : array (num_positions, rotary_dim / 2)
+        Tables; empty where nothing is rotated.
+    q_weight, k_weight : array (head_dim,)
+        Norm weights in the computing dtype; empty where nothing is normalised.
+    eps : float
+        Added to the mean square.
+    q_out : array (num_tokens, num_q_heads, head_dim)
+        Takes q.
+    """
+
+    qkv: Array
+    kind: Kind
+    mode: QKMode
+    cos: Array
+    sin: Array
+    q_weight: Array
+    k_weight: Array
+    eps: float
+    q_out: Array
+
+    @classmethod
+    def check(
+        cls, pool: Pool, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int,
+        q_norm_weight: Any, k_norm_weight: Any, eps: float, q_out: Any,
+    ) -> Self:  # fmt: skip
+        """Check the arguments of a fused write; see `numkv.ContiguousLayer.write`."""
+        target = pool.target
+        mode = qk_mode if type(qk_mode) is QKMode else QKMode(qk_mode)
+        heads = check_size("num_q_heads", num_q_heads)
+        kv_heads, dim = int(pool.k.shape[1]), pool.head_dim
+        if pool.head_dim_v != dim:
+            raise DimensionMismatch(
+                f"`qkv`: expected a cache whose V rows are as wide as its K rows, {dim}, got {pool.head_dim_v}; "
+                "split the projections yourself, and append K and V",
+                expected=dim,
+                actual=pool.head_dim_v,
+            )
+        width = (heads + 2 * kv_heads) * dim
+        qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
+        kind = kind_of_dtype(qkv.dtype)
+        assert kind is not None
+        names = (kind.name, pool.k_kind.name, pool.v_kind.name)
+        compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
+        if mode is QKMode.COPY:
+            cos = sin = _empty(target.name, (0, 0), _FLOAT32)
+        else:
+            cos, sin = _check_tables(target, cos, sin, mode, dim)
+        q_weight = k_weight = _empty(target.name, (0,), compute)
+        if mode.normalises:
+            weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
+            for name, weight in weights.items():
+                if weight is None:
+                    raise DimensionMismatch(
+                        f"`{name}`: expected {compute} ({dim},) for qk_mode {mode}, got None; "
+                        "pass the model's weights",
+                        expected=(dim,),
+                    )
+                weights[name] = target.reals(name, weight, compute, (dim,))
+            q_weight, k_weight = weights.values()
+        shape = (int(qkv.shape[0]), heads, dim)
+        if q_out is None:
+            q_out = target.empty(shape, qkv.dtype)
+        else:
+            q_out = check_array(target, "q_out", q_out, (qkv.dtype,), shape)
+            check_writable("q_out", q_out)
+        return cls(qkv, kind, mode, cos, sin, q_weight, k_weight, float(eps), q_out)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        return int(self.qkv.shape[0])
+
+    @property
+    def rotates(self) -> bool:
+        """Whether q and k are rotated."""
+        return self.mode is not QKMode.COPY
+
+    def check_positions(self, first: int) -> None:
+        """Refuse positions, from `first` on, for which the tables have no row."""
+        if not self.rotates or 0 <= first <= self.cos.shape[0] - self.num_tokens:
+            return
+        if self.num_tokens:
+            raise IndexError(
+                f"`cos`: expected a row for each of the positions [{first}, {first + self.num_tokens}), "
+                f"got {self.cos.shape[0]} rows; make the tables longer"
+            )
+
+    def check_finite(self, pool: Pool) -> None:
+        """Refuse NaN and infinity in those of k and v that the pool quantises; q may hold anything."""
+        if not (pool.k_kind.has_scales or pool.v_kind.has_scales):
+            return
+        kinds = [kind for kind in (pool.k_kind, pool.v_kind) if kind.has_scales]
+        # They lie side by side, so one look is enough for both.
+        k_first = int(self.q_out.shape[1]) * pool.head_dim
+        v_first = k_first + int(pool.k.shape[1]) * pool.head_dim
+        first = k_first if pool.k_kind.has_scales else v_first
+        stop = int(self.qkv.shape[1]) if pool.v_kind.has_scales else v_first
+        refuse_non_finite(pool.target, "qkv", self.qkv[:, first:stop], kinds, first)
+
+    def write(self, pool: Pool, block_table: Array, start: int, first: int) -> None:
+        """Write one sequence's new tokens, and q to `q_out`.
+
+        Parameters
+        ----------
+        pool : Pool
+            What the arguments were checked for.
+        block_table : int32 array (max_blocks,)
+            The sequence's blocks.
+        start : int
+            Position of the first new token.
+        first : int
+            Row of `cos` and `sin` for it.
+        """
+        ops = pool.target.ops
+        if not pool.rotate:
+            self._run(ops.write_rows, first, pool, block_table, start)
+        elif self.num_tokens:
+            aside = self._aside(pool)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
+            pool.append(*_rows_of(aside), block_table, start)
+
+    def scatter(self, pool: Pool, slot_mapping: Array, positions: Array) -> None:
+        """Write the new tokens of many sequences, and q to `q_out`.
+
+        Parameters
+        ----------
+        pool : Pool
+            What the arguments were checked for.
+        slot_mapping : int64 array (num_tokens,)
+            Where each token goes; -1 leaves its K and V out.
+        positions : int64 array (num_tokens,)
+            Row of `cos` and `sin` for each.
+        """
+        ops, target = pool.target.ops, pool.target
+        if not pool.rotate:
+            self._run(ops.scatter_write, positions, pool, slot_mapping)
+        elif self.num_tokens:
+            aside = self._aside(pool)
+            slots = target.index(np.arange(self.num_tokens), np.int64)
+            self._run(ops.scatter_write, positions, aside, slots)
+            pool.scatter(*_rows_of(aside), slot_mapping)
+
+    def _run(self, write: Any, angles: Any, pool: Pool, *places: Any) -> None:
+        words = pool.target.words
+        write(
+            words(self.qkv), self.kind.name, self.cos, self.sin, self.mode.normalises, self.rotates,
+            self.mode.interleaved, self.q_weight, self.k_weight, self.eps, angles,
+            words(self.q_out), pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name,
+            pool.v_scale, *places,
+        )  # fmt: skip
+
+    def _aside(self, pool: Pool) -> Pool:
+        """One block for the new tokens, in which nothing is rounded before it is rotated."""
+        kind = kind_of_dtype(self.q_weight.dtype)
+        assert kind is not None
+        shape = (1, int(pool.k.shape[1]), self.num_tokens)
+        return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, kind, kind)
+
+
+def _rows_of(block: Pool) -> tuple[Array, Array]:
+    """K and V of a pool of one block, by token."""
+    k, v = (block.target.token_major(block.rows(which, 0, slice(None))) for which in "kv")
+    return k, v
+
+
+def _check_tables(
+    target: Target, cos: Any, sin: Any, mode: QKMode, head_dim: int
+) -> tuple[Array, Array]:
+    if cos is None or sin is None:
+        name = "cos" if cos is None else "sin"
+        raise DimensionMismatch(
+            f"`{name}`: expected float32 (num_positions, rotary_dim / 2) for qk_mode "
+            f"{mode}, got None; pass the model's table",
+            expected=("num_positions", "rotary_dim / 2"),
+        )
+    shape = ("num_positions", "rotary_dim / 2")
+    cos = check_array(target, "cos", cos, (_FLOAT32, _FLOAT64), shape)
+    sin = check_array(target, "sin", sin, (cos.dtype,), tuple(cos.shape))
+    if 2 * cos.shape[1] > head_dim:
+        raise DimensionMismatch(
+            f"`cos`: expected at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[1]}; "
+            "pass rotary_dim / 2 columns",
+            expected=head_dim // 2,
+            actual=int(cos.shape[1]),
+        )
+    return cos, sin

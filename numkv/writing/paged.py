@@ -1,0 +1,199 @@
+"""Writes into a caller's own paged pools, batched over sequences: append and the fused write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.checks import check_integers, check_writable
+from numkv.errors import DimensionMismatch
+from numkv.kernels import validate as values
+from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+from numkv.writing import fast_path
+from numkv.writing.fused_write import Projection, QKMode
+
+__all__ = ["paged_append", "paged_write"]
+
+_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
+_NAMES = ("k_pool", "v_pool")
+
+
+def _check_slots(
+    target: Target, pool: Pool, slot_mapping: Any, num_tokens: int, validate: bool
+) -> Array:
+    """Slots as the kernels take them, in range or -1; where rows share one, the last row's alone."""
+    slots = target.index(
+        check_integers(target, "slot_mapping", slot_mapping, (num_tokens,)), np.int64
+    )
+    num_slots = int(pool.k.shape[0]) * int(pool.k.shape[2])
+    if target.name == "cpu" or validate:
+        on_host = target.to_host(slots).astype(np.int64, copy=False)
+        bad = values.first_outside(on_host, -1, num_slots)
+        if bad >= 0:
+            raise IndexError(
+                f"`slot_mapping`: expected slots in [0, {num_slots}), or -1 to skip a row, got "
+                f"{on_host[bad]} for row {bad}"
+            )
+        kept = values.last_of_each(on_host)
+        if kept is not on_host:
+            slots = target.index(kept, np.int64)
+    return slots
+
+
+def _check_writable(pool: Pool) -> None:
+    for name, x in (("k_pool", pool.k), ("v_pool", pool.v), ("k_scale", pool.k_scale),
+                    ("v_scale", pool.v_scale)):  # fmt: skip
+        check_writable(name, x)
+
+
+def paged_append(
+    k: Any,
+    v: Any,
+    k_pool: Any,
+    v_pool: Any,
+    slot_mapping: Any,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    check_finite: bool = True,
+    validate: bool = False,
+) -> None:
+    """Put ready rows into slots of paged pools.
+
+    Parameters
+    ----------
+    k, v : array (num_tokens, num_kv_heads, head_dim)
+        New rows of any number of sequences, in the pool's own dtype or in float32; for int8 and int4 pools in fp32,
+        fp16 or bf16.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
+    slot_mapping : int32 or int64 array (num_tokens,)
+        ``block * block_size + offset`` of each row; -1 skips it. See
+        `numkv.blocks.tables.slot_mapping`. Where rows share a slot the last one wins, on any number of threads; on CUDA
+        with `validate` only, else any of them may.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+    check_finite : bool
+        Whether rows that are to be quantised are looked at first.
+    validate : bool
+        On CUDA, check the slots too, which waits for the device; else a slot outside the pool is skipped there. On
+        the CPU they are always checked.
+
+    Raises
+    ------
+    IndexError
+        If a slot is neither -1 nor in the pool; nothing is written.
+    NonFiniteInput
+        If rows to be quantised hold NaN or infinity; nothing is written.
+    DimensionMismatch, UnsupportedDType, NotSupported
+        If an array has another shape, dtype, layout or target.
+    """
+    if fast_path.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
+        return
+    target = targets.of(k_pool)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    _check_writable(pool)
+    k, v = pool.check_rows(k, v, check_finite=check_finite)
+    slots = _check_slots(target, pool, slot_mapping, int(k.shape[0]), validate)
+    pool.scatter(k, v, slots)
+
+
+def paged_write(
+    qkv: Any,
+    k_pool: Any,
+    v_pool: Any,
+    slot_mapping: Any,
+    *,
+    num_q_heads: int,
+    positions: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    qk_mode: QKMode | int,
+    q_norm_weight: Any = None,
+    k_norm_weight: Any = None,
+    eps: float = 1e-6,
+    q_out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    check_finite: bool = True,
+    validate: bool = False,
+) -> Array:
+    """Split fused projections, normalise and rotate q and k, and write K and V into slots, in one pass.
+
+    Parameters
+    ----------
+    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        Projections of any number of sequences; any float dtype.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
+    slot_mapping : int32 or int64 array (num_tokens,)
+        ``block * block_size + offset`` of each token; -1 leaves its K and V out.
+    num_q_heads : int
+        Q heads in `qkv`.
+    positions : int32 or int64 array (num_tokens,), optional
+        Row of `cos` and `sin` for each token; needed where q and k are rotated.
+    cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        See `numkv.ContiguousLayer.write`.
+    k_scale, v_scale : array, optional
+        Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+    check_finite, validate : bool
+        See `paged_append`; `validate` covers `positions` too.
+
+    Returns
+    -------
+    array (num_tokens, num_q_heads, head_dim)
+        q, in qkv's dtype.
+
+    Raises
+    ------
+    IndexError
+        If a slot is neither -1 nor in the pool, or a position has no row in the tables; nothing is written.
+    NonFiniteInput
+        If projections to be quantised hold NaN or infinity; nothing is written.
+    DimensionMismatch, UnsupportedDType, NotSupported, ValueError
+        If an argument is missing, or has another shape, dtype, layout, value or target.
+    """
+    target = targets.of(k_pool)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    if type(slot_mapping) is np.ndarray and (positions is None) == (qk_mode == QKMode.COPY):
+        slots, rows = (fast_path.as_int64(x) for x in (slot_mapping, positions))
+        tokens, q = fast_path.pool_write(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+            slots if positions is None else rows, 0, slots, 0, 0, check_finite,
+        )  # fmt: skip
+        if tokens >= 0:
+            return q
+    _check_writable(pool)
+    p = Projection.check(
+        pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+    )
+    slots = _check_slots(target, pool, slot_mapping, p.num_tokens, validate)
+    if p.rotates:
+        if positions is None:
+            raise DimensionMismatch(
+                f"`positions`: expected int32 or int64 ({p.num_tokens},) for qk_mode {p.mode}, got None",
+                expected=(p.num_tokens,),
+            )
+        positions = target.index(
+            check_integers(target, "positions", positions, (p.num_tokens,)), np.int64
+        )
+        if target.name == "cpu" or validate:
+            on_host = target.to_host(positions).astype(np.int64, copy=False)
+            bad = values.first_outside(on_host, 0, int(p.cos.shape[0]))
+            if bad >= 0:
+                raise IndexError(
+                    f"`positions`: expected rows of cos and sin, [0, {p.cos.shape[0]}), got "
+                    f"{on_host[bad]} for token {bad}"
+                )
+    else:
+        positions = slots  # looked at by no one
+    if check_finite:
+        p.check_finite(pool)
+    p.scatter(pool, slots, positions)
+    return p.q_out
