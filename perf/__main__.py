@@ -1,7 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
-Writes a Markdown report and a picture. ``python -m perf install``, ``neighbour`` and ``threads`` do other things:
-see perf/README.md.
+Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
+``install``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
 """
 
 import argparse
@@ -19,15 +19,28 @@ from perf import envs, fairness, report
 from perf.load import MOST, Load
 from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
 from perf.race import ROUNDS, race
-from perf.shapes import COLD, MOST_LAYERS, PREFILL, SHAPES, causal_flops, labelled, problem_of
+from perf.shapes import (
+    COLD,
+    MOST_LAYERS,
+    PREFILL,
+    PREFILL_KINDS,
+    SHAPES,
+    Problems,
+    causal_flops,
+    labelled,
+)
 from perf.workers import Died, Library, Missing, Worker
 
 KINDS = list(LARGEST_ERROR)
-PREFILL_KINDS = ("fp32", "bf16")
 #: What the race is compared on with each library alone: a shape and a kind.
 CHECKED = "C/bf16,C/int8,P/fp32"
 #: Modules of other commands.
-COMMANDS = {"install": "envs", "neighbour": "neighbour", "threads": "python_threads"}
+COMMANDS = {
+    "against": "against",
+    "install": "envs",
+    "neighbour": "neighbour",
+    "threads": "python_threads",
+}
 
 
 def _some_of(names):
@@ -84,26 +97,6 @@ def load(names, start=Library):
         except (Died, Missing, OSError) as error:
             missing[name] = envs.explained(name, str(error))
     return found, missing
-
-
-class Problems:
-    """What is asked of the workers: a shape's rows by seed, and a file with the right result."""
-
-    def __init__(self, folder, seed=0):
-        self.folder, self.seed = Path(folder), seed
-
-    def __getitem__(self, letter):
-        is_prefill = letter in PREFILL
-        shape = (SHAPES | PREFILL)[letter]
-        file = self.folder / f"{letter}.npy"
-        if not file.exists():
-            np.save(file, problem_of(shape, is_prefill, self.seed).expected)
-        return {
-            "shape": list(shape),
-            "prefill": is_prefill,
-            "seed": self.seed,
-            "expected": str(file),
-        }
 
 
 def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):

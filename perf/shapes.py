@@ -1,6 +1,7 @@
 """The shapes that are measured, the rows in them, and the attention over them in float64."""
 
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ SHAPES = {
     "F": Shape(1, 32, 8, 128, 512),
 }
 PREFILL = {"P": Shape(1, 32, 8, 128, 2048)}
+PREFILL_KINDS = ("fp32", "bf16")
 
 #: What stands beside the letters in tables and pictures.
 WORDS = {
@@ -124,3 +126,23 @@ class Prefill(Decode):
 def problem_of(shape, prefill, seed):
     """A problem whose rows follow from the seed, the same in every process."""
     return (Prefill if prefill else Decode)(shape, np.random.default_rng(seed))
+
+
+class Problems:
+    """What is asked of the workers: a shape's rows by seed, and a file with the right result."""
+
+    def __init__(self, folder, seed=0):
+        self.folder, self.seed = Path(folder), seed
+
+    def __getitem__(self, letter):
+        is_prefill = letter in PREFILL
+        shape = (SHAPES | PREFILL)[letter]
+        file = self.folder / f"{letter}.npy"
+        if not file.exists():
+            np.save(file, problem_of(shape, is_prefill, self.seed).expected)
+        return {
+            "shape": list(shape),
+            "prefill": is_prefill,
+            "seed": self.seed,
+            "expected": str(file),
+        }

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from perf.peers import LARGEST_ERROR, CannotRun
+from perf.peers import CALLS, LARGEST_ERROR, CannotRun
 from perf.shapes import Shape, problem_of
 
 #: Calls that do not count precede those that do, for so many seconds and once over all layers: threads wake up, and
@@ -100,7 +100,7 @@ class Commands:
     def make(self, kind, form):
         """Make a contestant and check its result."""
         try:
-            contestant, error = checked(self._forms(kind)[form], self._problem, kind)
+            contestant, error = self._checked(kind, form)
         except Exception as why:  # whatever a library throws, the report says it
             return {"reason": reason_of(why)}
         self._contestants[form] = contestant
@@ -116,7 +116,7 @@ class Commands:
             times, self._next[form] = turn(contestant.run, contestant.layers, first, seconds)
         finally:
             gc.enable()
-        return {"times": times, "awake": fall_asleep()}
+        return {"times": [t / contestant.calls for t in times], "awake": fall_asleep()}
 
     def free(self):
         """Let go of all contestants."""
@@ -132,7 +132,14 @@ class Commands:
         fall_asleep()
         return rate
 
+    def _checked(self, kind, form):
+        """A contestant and its error; one of `CALLS` checks itself."""
+        make = self._forms(kind)[form]
+        return (make(), 0.0) if kind == CALLS else checked(make, self._problem, kind)
+
     def _forms(self, kind):
+        if kind == CALLS:
+            return self._library.CALLS
         what = "prefill" if self._problem.flops else "decode"
         return getattr(self._library, what)(kind)
 

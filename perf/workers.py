@@ -42,7 +42,7 @@ def environment(count):
 class Worker:
     """A process with one library in it; `name` and `versions` are what the library says."""
 
-    def __init__(self, module, python=None, patience=PATIENCE):
+    def __init__(self, module, python=None, patience=PATIENCE, variables=None):
         self.patience = patience
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -50,7 +50,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment(threads()),
+            env=environment(threads()) | (variables or {}),
             cwd=ROOT,
         )
         try:
@@ -126,12 +126,13 @@ class Remote:
 
 
 class Library:
-    """A library in the race: its worker, started again where it died."""
+    """A library in the race: its worker, started again where it died; `variables` are for its environment."""
 
-    def __init__(self, peer, module=None, python=None):
+    def __init__(self, peer, module=None, python=None, variables=None):
         self.peer = peer
-        self._start = module or f"perf.peers.{MODULES[peer]}", python or envs.python_of(peer)
-        self.worker = Worker(*self._start)
+        module, python = module or f"perf.peers.{MODULES[peer]}", python or envs.python_of(peer)
+        self._start = lambda: Worker(module, python, variables=variables)
+        self.worker = self._start()
         self.name, self.versions = self.worker.name, self.worker.versions
         self._problem = None
 
@@ -177,6 +178,8 @@ class Library:
 
     def only(self, kind, form):
         """One contestant; `CannotRun` or `Died` says why not."""
+        if not self.worker.alive:
+            self._again()
         said = self.worker.ask("make", kind=kind, form=form)
         if "reason" in said:
             raise CannotRun(said["reason"])
@@ -184,7 +187,7 @@ class Library:
 
     def _again(self):
         self.worker.close()
-        self.worker = Worker(*self._start)
+        self.worker = self._start()
         if self._problem:
             self.worker.ask("problem", **self._problem)
 

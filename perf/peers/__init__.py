@@ -38,6 +38,9 @@ PEERS = [name for name in MODULES if name != "numkv"]
 OURS = "numkv"
 CONTIGUOUS = ""
 
+#: Stands where a kind does, for what is no attention over a problem: the library's `CALLS`, whose makers take nothing.
+CALLS = "calls"
+
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 #: Relative L2 errors above these are wrong results, not rounding, by bits of an element of the cache.
@@ -54,7 +57,8 @@ class Contestant:
 
     `run` takes a layer's number and computes its attention; `floats` turns what it returned into an array shaped as
     the problem's `expected`; `bytes` is what K and V of one layer take in this format, scales included.
-    `largest_error` stands for that of the kind, where the format or the arithmetic is known to be coarser.
+    `largest_error` stands for that of the kind, where the format or the arithmetic is known to be coarser. `calls` is
+    how many calls `run` makes, where one alone is too short for the clock.
     """
 
     run: Callable[[int], Any]
@@ -62,6 +66,7 @@ class Contestant:
     layers: int
     bytes: int
     largest_error: float | None = None
+    calls: int = 1
 
 
 def cores():
