@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 import numkv
-from numkv import files
+from numkv import caches
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "layouts.md").read_text()
@@ -81,7 +81,7 @@ def test_sections_are_complete(title):
 
 
 def test_names_are_public():
-    functions = set(re.findall(r"\bnumkv\.(\w+)", PAGE)) - {"files"}  # a public module
+    functions = set(re.findall(r"\bnumkv\.(\w+)", PAGE)) - {"caches"}  # a public module
     classes = set(re.findall(r"`([A-Z][a-z]*[A-Z]\w+)", PAGE))
     assert {"kind", "paged_append"} <= functions
     assert {"KVCache", "AppendPlan"} <= classes | functions
@@ -550,7 +550,7 @@ def test_saved_file(tmp_path):
     )  # fmt: skip
     seq = cache.add(extra={"adapter": 7, "salt": b"ab"})
     fill(cache, seq, rows(range(11), 32), range(11))
-    files.save_sequences(tmp_path / "one", [cache.swap_out(seq)])
+    caches.save_sequences(tmp_path / "one", [cache.swap_out(seq)])
     with safe_open(tmp_path / "one", "numpy") as file:
         header = json.loads(file.metadata()["numkv"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -568,4 +568,4 @@ def test_saved_file(tmp_path):
             {"length": 11, "extra": {"adapter": 7, "salt": {"bytes": "6162"}}, "starts": [0, 0]}
         ],
     }
-    assert cache.swap_in(files.load_sequences(tmp_path / "one")[0]) == seq + 1
+    assert cache.swap_in(caches.load_sequences(tmp_path / "one")[0]) == seq + 1
