@@ -137,7 +137,7 @@ def check_integers(
     dtypes : tuple of numpy.dtype
         The integer dtypes it may have.
     """
-    if isinstance(x, (list, tuple)) and target.name == "cpu":
+    if isinstance(x, (list, tuple)) and target.values_on_host:
         x = np.asarray(x) if len(x) else np.zeros(0, dtypes[-1])
     return check_array(target, name, x, dtypes, shape)
 

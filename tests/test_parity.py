@@ -1,8 +1,4 @@
-"""The two targets have the same operations, in files of the same name, with the same parameters.
-
-An operation is what a target's package lists in ``__all__``; files that only help them (vector code,
-conversions, the merge of splits) are each target's own.
-"""
+"""The two targets implement the same operations, in files of the same names."""
 
 import importlib
 import inspect
@@ -10,44 +6,48 @@ from pathlib import Path
 
 import pytest
 
+from numkv.kernels.dispatch import FILES, NAMES, implements, load
+from numkv.kernels.operations import Operations
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {name: importlib.import_module(f"numkv.kernels.{name}") for name in ("cpu", "cuda")}
-NAMES = sorted({name for package in PACKAGES.values() for name in package.__all__})
-
-
-def parameters(function) -> list[tuple]:
-    signature = inspect.signature(function)
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+TARGETS = ("cpu", "cuda")
 
 
 def file_of(function) -> str:
-    return function.__module__.split(".")[-1]
+    return function.__module__.removeprefix("numkv.kernels.").split(".")[1]
 
 
 def test_there_are_operations():
     assert {"append_rows", "attend", "copy_rows", "merge_states", "write_rows"} <= set(NAMES)
 
 
-def test_the_same_operations():
-    assert PACKAGES["cpu"].__all__ == PACKAGES["cuda"].__all__ == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_file_and_the_same_parameters(name):
-    cpu, cuda = (getattr(package, name) for package in PACKAGES.values())
+def test_the_same_file_the_same_parameters_and_one_docstring(name):
+    spec, cpu, cuda = (getattr(x, name) for x in (Operations, load("cpu"), load("cuda")))
     assert file_of(cpu) == file_of(cuda)
-    assert parameters(cpu) == parameters(cuda)
-    assert cpu.__doc__
-    assert cuda.__doc__
+    names = [list(inspect.signature(f).parameters) for f in (spec, cpu, cuda)]
+    assert names[0] == names[1] == names[2]
+    assert cpu.__doc__ == cuda.__doc__ == inspect.getdoc(spec)
+    assert cpu is not cuda
 
 
-@pytest.mark.parametrize("target", PACKAGES)
-def test_a_file_exports_operations(target):
-    """What a file of operations lists is what the package offers, and nothing else."""
-    offered = {name: getattr(PACKAGES[target], name) for name in NAMES}
-    for file in {file_of(function) for function in offered.values()}:
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_operation_is_marked_where_it_is_implemented(target):
+    for file in FILES:
         module = importlib.import_module(f"numkv.kernels.{target}.{file}")
-        assert set(module.__all__) == {n for n, f in offered.items() if file_of(f) == file}
+        assert set(module.__all__) <= set(NAMES), file
+
+
+def test_an_implementation_with_other_parameters_is_refused():
+    with pytest.raises(TypeError, match="merge_states"):
+
+        @implements(Operations.merge_states)
+        def merge_states(o_a, o_b): ...
+
+
+def test_what_nobody_implements_says_so():
+    with pytest.raises(NotImplementedError):
+        Operations.first_non_finite(None, "fp32")
 
 
 @pytest.mark.parametrize("name", ["append", "attention", "write"])

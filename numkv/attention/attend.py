@@ -148,7 +148,7 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
     """Check the queries of a decode or prefill."""
-    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.name == "cpu" else ()
+    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.values_on_host else ()
     if (  # nothing to say about most, which takes a quarter of the time
         len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize and q.flags.aligned
         and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
@@ -164,7 +164,7 @@ def check_lengths(
     *, validate: bool, decode: bool,
 ) -> None:  # fmt: skip
     """Check the values of lengths and query starts, where that is free or asked for."""
-    if target.name != "cpu":
+    if not target.values_on_host:
         if not validate:
             return
         seq_lens = target.to_host(seq_lens).astype(np.int64)

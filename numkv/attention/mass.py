@@ -84,7 +84,7 @@ def weigh(
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
     keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
-    if k_kind.group_size and target.name != "cpu":
+    if k_kind.group_size and not target.values_on_host:
         # The CUDA kernel reads no groups: it gets a copy of the pool in float32.
         num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
         flat = (num_blocks * heads, block_size)

@@ -32,7 +32,7 @@ def _check_batch(
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
     capacity = int(table.shape[1]) * block_size
     check_lengths(target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode)
-    if target.name == "cpu" or validate:
+    if target.values_on_host or validate:
         on_host, lens_on_host = target.to_host(table), target.to_host(lens).astype(np.int64)
         b = values.first_bad_blocks(on_host, lens_on_host, block_size, num_blocks)
         if b >= 0:

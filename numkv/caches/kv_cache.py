@@ -246,7 +246,7 @@ class KVCache:
         if self._residual is not None:
             raise NotSupported(no_jit(self._residual))
         if self._struct is None:
-            if self._target.name == "cpu":
+            if self._target.has_jit_views:
                 make = jit_views.cache_struct(self._k_kind.name, self._v_kind.name)
                 pool = self._pool
                 self._struct = make(

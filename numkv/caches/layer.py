@@ -199,7 +199,7 @@ class Layer:
         if self._residual is not None:
             raise NotSupported(no_jit(self._residual))
         if self._struct is None:
-            if self._target.name == "cpu":
+            if self._target.has_jit_views:
                 make = jit_views.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
                 pool = self._pool
                 self._struct = make(
@@ -235,7 +235,7 @@ class Layer:
 
     def _block_row(self) -> Array:
         """The block table on the target, ``(max_blocks,)``."""
-        return self._table if self._target.name == "cpu" else self._block_table()[0]
+        return self._table if self._target.values_on_host else self._block_table()[0]
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no RoPE.

@@ -7,7 +7,7 @@ later start.
 
 A build is identified by what it is made from: the factory and its arguments, the signature, the options, the processor
 and the versions of Python, NumPy and Numba. That names its file. In the file come a digest of all sources under
-``kernels`` and ``rows`` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
+`_SOURCES` and a checksum, then the machine code as Numba pickles it. A file with another source digest is
 out of date: the kernel is compiled, and the new file takes its place, so the folder does not grow with edits. A file
 that is damaged is reported once, removed, and the kernel compiled. Files are replaced whole, never written in place;
 processes that compile the same kernel at the same time do the work twice, and either file serves.
@@ -43,6 +43,8 @@ __all__ = ["SUFFIX", "KernelCache", "folder_of", "source_digest", "warn_no_cache
 SUFFIX = ".kernel"
 
 _MAGIC = b"numkv kernel 1\n"
+#: Folders of the package that hold kernels and what they are made of.
+_SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
 _HOUR = 3600
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -54,7 +56,7 @@ _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AV
 def source_digest() -> str:
     """Digest of every source file that kernels are made of."""
     digest = hashlib.sha256()
-    for folder in ("kernels", "rows"):
+    for folder in _SOURCES:
         for path in sorted((_PACKAGE / folder).rglob("*.py")):
             digest.update(path.relative_to(_PACKAGE).as_posix().encode())
             digest.update(path.read_bytes())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
+from numkv.arrays import Array
+from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 
 __all__ = ["HALVES", "Array", "Target"]
-
-Array = Any  # a NumPy array, or a device array of the CUDA target
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = frozenset((BF16, np.dtype(np.float16)))
@@ -22,9 +21,15 @@ class Target(Protocol):
     """What objects and functions need of a place to compute."""
 
     name: str
+    #: Whether the host sees the values of arrays without waiting for a device.
+    values_on_host: bool
+    #: Whether compiled host code can take the buffers, by a jitclass.
+    has_jit_views: bool
+    #: Whether operations run on streams that a caller may choose.
+    has_streams: bool
 
     @property
-    def ops(self) -> ModuleType:
+    def ops(self) -> Operations:
         """The target's operations: see `numkv.kernels`."""
 
     def asarray(self, x: Any, name: str = "array") -> Array:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.kernels import on
 from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.dispatch import load
+from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 from numkv.targets.base import BF16, HALVES, Array
 
 __all__ = ["CpuTarget"]
-
-_ops = functools.cache(on)  # to look a module up takes half a microsecond
 
 
 class CpuTarget:
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
+    values_on_host = True
+    has_jit_views = True
+    has_streams = False
 
     @property
-    def ops(self) -> ModuleType:
+    def ops(self) -> Operations:
         """The CPU's operations."""
-        return _ops("cpu")
+        return load("cpu")
 
     def asarray(self, x: Any, name: str = "array") -> Array:
         """`x` as a NumPy array; a list or a scalar is converted, anything else is taken without a copy."""

@@ -7,14 +7,14 @@ is first asked for.
 from __future__ import annotations
 
 import importlib.util
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numba.core import config
 
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.kernels import on
+from numkv.kernels.dispatch import load
+from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 from numkv.targets.base import BF16, HALVES, Array
 from numkv.targets.cpu import CpuTarget
@@ -52,15 +52,18 @@ class CudaTarget:
     """
 
     name = "cuda"
+    values_on_host = False
+    has_jit_views = False
+    has_streams = True
 
     def __init__(self) -> None:
         self._cuda = _load_cuda()
         self._simulated = bool(config.ENABLE_CUDASIM)
 
     @property
-    def ops(self) -> ModuleType:
+    def ops(self) -> Operations:
         """CUDA's operations."""
-        return on("cuda")
+        return load("cuda")
 
     # -- taking arrays in
 

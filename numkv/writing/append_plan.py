@@ -274,7 +274,7 @@ class AppendPlan:
         DimensionMismatch, UnsupportedDType, NotSupported
             See `can_implement`; nothing is written.
         """
-        if stream is not None and self._target.name == "cpu":
+        if stream is not None and not self._target.has_streams:
             raise NotSupported("`stream`: expected None on the CPU target, got a stream")
         args = self._check(args)
         d, target = self.descriptor, self._target

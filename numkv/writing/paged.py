@@ -30,7 +30,7 @@ def _check_slots(
         check_integers(target, "slot_mapping", slot_mapping, (num_tokens,)), np.int64
     )
     num_slots = int(pool.k.shape[0]) * int(pool.k.shape[2])
-    if target.name == "cpu" or validate:
+    if target.values_on_host or validate:
         on_host = target.to_host(slots).astype(np.int64, copy=False)
         bad = values.first_outside(on_host, -1, num_slots)
         if bad >= 0:
@@ -183,7 +183,7 @@ def paged_write(
         positions = target.index(
             check_integers(target, "positions", positions, (p.num_tokens,)), np.int64
         )
-        if target.name == "cpu" or validate:
+        if target.values_on_host or validate:
             on_host = target.to_host(positions).astype(np.int64, copy=False)
             bad = values.first_outside(on_host, 0, int(p.cos.shape[0]))
             if bad >= 0:

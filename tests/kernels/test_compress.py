@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tolerances
 
-from numkv.kernels import on
+from numkv.kernels.dispatch import load
 
 NEAR = 2e-6  # what float32 may get wrong of a coordinate of a unit vector
 
@@ -68,7 +68,7 @@ class Problem:
     """Random vectors, matrices and codebook of a shape, encoded on a target."""
 
     def __init__(self, rng, shape, target, to, host, kind="fp32"):
-        self.shape, self.host, self.to, self.ops = shape, host, to, on(target)
+        self.shape, self.host, self.to, self.ops = shape, host, to, load(target)
         heads, dim, m = shape.heads, shape.dim, shape.projections
         self.rotation = orthogonal(rng, heads, dim).astype(np.float32)
         self.sketch = rng.standard_normal((heads, dim, m)).astype(np.float32)

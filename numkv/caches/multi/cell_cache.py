@@ -616,7 +616,7 @@ class CellCache(MultiSequenceCache):
         self._check_ready()
         pool = self._layer(layer)
         table, lens = np.zeros(1, np.int32), np.array([self.num_cells], np.int32)
-        if self._target.name != "cpu":
+        if not self._target.has_jit_views:
             return jit_views.host_struct("int32")(table, lens)
         make = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
         return make(pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)

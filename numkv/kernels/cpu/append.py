@@ -22,6 +22,8 @@ from numba import types
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import store_int4
@@ -79,50 +81,14 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
 
 
+@implements(Operations.append_rows)
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
-    """Append the rows of one sequence.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_kv_heads, head_dim)
-        New K or V rows, in the words of `rows_kind`.
-    rows_kind : str
-        Their kind.
-    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
-    pool_kind : str
-        Its kind.
-    scale : array
-        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-        groups more; of a float pool an empty array.
-    block_table : int32 array (max_blocks,)
-        The sequence's blocks.
-    start : int
-        Position of the first new token.
-    """
     kernel = _append_rows(rows_kind, pool_kind, False)
     run(kernel, workers_for(rows.size), rows, pool, scale, block_table, start)
 
 
+@implements(Operations.scatter_rows)
 def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
-    """Put each row into its slot.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_kv_heads, head_dim)
-        K or V rows, in the words of `rows_kind`.
-    rows_kind : str
-        Their kind.
-    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
-    pool_kind : str
-        Its kind.
-    scale : array
-        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-        groups more; of a float pool an empty array.
-    slot_mapping : int64 array (num_tokens,)
-        ``block * block_size + offset`` of each row; -1 skips it.
-    """
     kernel = _append_rows(rows_kind, pool_kind, True)
     run(kernel, workers_for(rows.size), rows, pool, scale, slot_mapping, 0)
 
@@ -162,20 +128,8 @@ def _copy_rows(bytes_: int) -> Any:
     return build(make_copy_rows, signature, args=(bytes_,), label=label)
 
 
+@implements(Operations.copy_rows)
 def copy_rows(new, cache, offsets, stream=None):
-    """Copy rows into a cache at an offset per sequence; rows outside the cache are skipped.
-
-    Parameters
-    ----------
-    new : array (batch, num_heads, new_len, head_dim)
-        Rows, in words (int8, uint16, float32 or float64) that are copied bit by bit.
-    cache : array (batch, num_heads, max_cache_len, head_dim)
-        The cache, in the same words.
-    offsets : int64 array (batch,)
-        Row of each sequence that its first new row goes to; any value.
-    stream : None
-        For CUDA, where to run; the CPU has none.
-    """
     bits = f"u{new.dtype.itemsize}"
     kernel = _copy_rows(new.dtype.itemsize)
     run(kernel, workers_for(new.size), new.view(bits), cache.view(bits), offsets)

@@ -31,6 +31,8 @@ from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
 from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
 from numkv.rows.softmax import power_of_2
@@ -382,34 +384,10 @@ def _turned(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tu
     return turned, sketched
 
 
+@implements(Operations.encode_rows)
 def encode_rows(
     rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start
 ):
-    """Encode rows of several heads.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_heads, head_dim)
-        Finite numbers, in the words of `rows_kind`.
-    rows_kind : str
-        Their kind.
-    rotation : float32 array (num_heads, head_dim, head_dim)
-        A row is turned by multiplying it with its head's matrix from the right.
-    edges, levels : float32 array (2 ** bits - 1,), (2 ** bits,)
-        The codebook, in rising order.
-    sketch : float32 array (num_heads, head_dim, projections)
-        Directions in the columns, for turned rows; ``projections`` may be 0.
-    codes : uint8 array (num_heads, capacity, row_bytes)
-        Takes the codes; see `numkv.rows.codes`.
-    scales : float32 array (num_heads, capacity)
-        Takes the scales.
-    signs : uint8 array (num_heads, capacity, sign_bytes)
-        Takes the signs of the sketch.
-    residuals : float32 array (num_heads, capacity)
-        Takes the norms of what the codes leave over; not looked at without a sketch.
-    start : int
-        Where the first token goes.
-    """
     num_tokens, num_heads, dim = rows.shape
     work = num_tokens * num_heads * dim * (dim + sketch.shape[2])
     _run(
@@ -418,48 +396,16 @@ def encode_rows(
     )  # fmt: skip
 
 
+@implements(Operations.decode_rows)
 def decode_rows(codes, scales, begin, levels, back, out):
-    """Turn codes back into rows.
-
-    Parameters
-    ----------
-    codes : uint8 array (num_heads, capacity, row_bytes)
-        Codes.
-    scales : float32 array (num_heads, capacity)
-        Their scales.
-    begin : int
-        First token to decode.
-    levels : float32 array (2 ** bits,)
-        The codebook.
-    back : float32 array (num_heads, head_dim, head_dim)
-        The rotations' transposes.
-    out : float32 array (num_heads, num_tokens, head_dim)
-        Takes the rows.
-    """
     work = out.size * out.shape[2]
     _run(_decode(), work, codes, scales, begin, levels, _bits(levels), back, out)
 
 
+@implements(Operations.score_codes)
 def score_codes(
     q, q_kind, rotation, levels, sketch, codes, scales, signs, residuals, begin, end, sm_scale, out
 ):
-    """Estimate the inner products of queries and encoded keys, on the codes.
-
-    Parameters
-    ----------
-    q : array (num_q_heads, head_dim)
-        One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
-    q_kind : str
-        Their kind.
-    rotation, levels, sketch, codes, scales, signs, residuals
-        See `encode_rows`.
-    begin, end : int
-        The tokens.
-    sm_scale : float
-        What scores are multiplied by.
-    out : float32 array (num_q_heads, end - begin)
-        Takes the scores.
-    """
     dim, projections = sketch.shape[1:]
     turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale)
     _run(
@@ -469,33 +415,11 @@ def score_codes(
     )  # fmt: skip
 
 
+@implements(Operations.attend_codes)
 def attend_codes(
     q, q_kind, rotation, back, levels, sketch, k_codes, k_scales, signs, residuals, v_codes, v_scales,
     begin, end, sm_scale, out,
 ):  # fmt: skip
-    """Attend with queries over encoded keys and values, on the codes.
-
-    Parameters
-    ----------
-    q : array (num_q_heads, head_dim)
-        One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
-    q_kind : str
-        Their kind.
-    rotation, levels, sketch
-        See `encode_rows`.
-    back : float32 array (num_heads, head_dim, head_dim)
-        The rotations' transposes.
-    k_codes, k_scales, signs, residuals
-        Keys; see `encode_rows`.
-    v_codes, v_scales
-        Values, which have no sketch.
-    begin, end : int
-        The tokens, at least one.
-    sm_scale : float
-        What scores are multiplied by.
-    out : float32 array (num_q_heads, head_dim)
-        Takes the result.
-    """
     dim, projections = sketch.shape[1:]
     tokens, num_q_heads = end - begin, len(q)
     turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale * LOG2_E)

@@ -16,20 +16,14 @@ from numba import types
 
 from numkv.kernels.builder import array, build
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 
 __all__ = ["copy_blocks", "copy_tokens"]
 
 
+@implements(Operations.copy_blocks)
 def copy_blocks(source, source_ids, to, to_ids):
-    """Copy blocks.
-
-    Parameters
-    ----------
-    source, to : array (num_blocks, ...)
-        Buffers of the same dtype whose blocks have the same shape; they may be one. K, V or scales.
-    source_ids, to_ids : int32 array (n,)
-        Which blocks, and where they go. No block of `to_ids` is among `source_ids` where the buffers are one.
-    """
     to[to_ids] = source[source_ids]
 
 
@@ -59,17 +53,8 @@ def _copy_tokens(bytes_: int) -> Any:
     )
 
 
+@implements(Operations.copy_tokens)
 def copy_tokens(source, source_slots, to, to_slots):
-    """Copy the rows of tokens, of all heads, pair by pair.
-
-    Parameters
-    ----------
-    source, to : array (num_blocks, num_kv_heads, block_size, head_dim) or (num_blocks, num_kv_heads, block_size)
-        Buffers of the same dtype, heads and head dim; they may be one array. K, V or scales.
-    source_slots, to_slots : int64 array (n,)
-        ``block * block_size + offset`` of each token, and of where it goes; no slot is written to twice. Where the
-        buffers are one, no pair writes to a slot that a later pair reads.
-    """
     if not source.size or not to.size:
         return
     if source.ndim == 3:  # rows of one element

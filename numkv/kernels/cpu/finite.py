@@ -9,6 +9,8 @@ import numpy as np
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
@@ -44,19 +46,6 @@ def _first_non_finite(kind: str) -> Any:
     return build(make_first_non_finite, signature, args=(kind,), label=f"first_non_finite, {kind}")
 
 
+@implements(Operations.first_non_finite)
 def first_non_finite(rows, kind):
-    """Find the first element that is NaN or infinite.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_heads, head_dim)
-        Rows, in the words of `kind`.
-    kind : str
-        Their kind.
-
-    Returns
-    -------
-    int
-        Its flat index, or -1.
-    """
     return int(_first_non_finite(kind)(rows))

@@ -18,6 +18,8 @@ from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterflies
 
@@ -83,24 +85,7 @@ def _rotate_rows(src: str, dst: str) -> Any:
     return build(make_rotate_rows, signature, args=(src, dst), label=f"rotate_rows, {src} to {dst}")
 
 
+@implements(Operations.rotate_rows)
 def rotate_rows(x, x_kind, signs, inverse, out, out_kind):
-    """Rotate rows, or turn rotated rows back.
-
-    Parameters
-    ----------
-    x : array (num_tokens, num_heads, head_dim)
-        Rows, in the words of `x_kind`.
-    x_kind : str
-        Their float kind.
-    signs : float32 array (head_dim,)
-        1 or -1 for each element.
-    inverse : bool
-        Whether to turn back.
-    out : array (num_tokens, num_heads, head_dim)
-        Takes the rows, in the words of `out_kind`; it may be `x` itself. The arithmetic is float32, or float64 where
-        either kind is fp64, and is rounded into `out_kind` once (from float64 to 16 bits by way of float32).
-    out_kind : str
-        Its float kind.
-    """
     if x.size:
         _rotate_rows(x_kind, out_kind)(x, signs, bool(inverse), out)

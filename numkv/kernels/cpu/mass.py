@@ -24,6 +24,8 @@ from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.convert import to_floats
 from numkv.kernels.cpu.simd import on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
 from numkv.rows.store import row_load
 
@@ -154,45 +156,11 @@ def _attention_weights(k_kind: str) -> Any:
     return build(make_attention_weights, signature, args=(k_kind,), label=label)
 
 
+@implements(Operations.attention_weights)
 def attention_weights(
     q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
     logits_soft_cap, window_left, weights,
 ):  # fmt: skip
-    """Sum up the attention that each cached token gets; in float32, whatever the kinds.
-
-    Parameters
-    ----------
-    q : array (num_tokens, num_q_heads, head_dim)
-        Query rows of all sequences, in the words of `q_kind`.
-    q_kind : str
-        Their kind.
-    k : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pool of keys, in the words of `k_kind`.
-    k_kind : str
-        Their kind.
-    k_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
-    block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
-        Entries of tokens that no query sees are never looked up, but for tokens between two ranges.
-    seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
-    q_starts : int64 array (num_seqs + 1,)
-        Where each sequence's queries start.
-    ranges : int64 array (num_tokens, 2) or (0, 2)
-        Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the window
-        say it.
-    by_slot : int
-        Whether `block_table` holds slots.
-    lse : float32 array (num_tokens, num_q_heads)
-        Log of each query row's sum of exponentials.
-    sm_scale, logits_soft_cap : float
-        Scale of the scores; their cap, or 0.
-    window_left : int
-        Earlier tokens that a query sees; -1 for all, and with `ranges`.
-    weights : float32 array (num_seqs, num_kv_heads, columns)
-        Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
-    """
     if q_kind != "fp32":
         q = to_floats(q, q_kind, "float32")
     work = q.size * weights.shape[2]

@@ -16,6 +16,8 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
@@ -51,20 +53,6 @@ def _merge(kind: str) -> Any:
     return build(make_merge, signature, args=(kind, compute), label=f"merge, {kind}")
 
 
+@implements(Operations.merge_states)
 def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
-    """Merge two partial results.
-
-    Parameters
-    ----------
-    o_a, o_b : array (num_tokens, num_q_heads, head_dim_v)
-        Normalised outputs, in the words of `kind`.
-    lse_a, lse_b : float32 array (num_tokens, num_q_heads)
-        Their natural logs of sums of exponentials.
-    kind : str
-        Float kind of the outputs.
-    out : array (num_tokens, num_q_heads, head_dim_v)
-        Takes the merged output, in the words of `kind`.
-    lse : float32 array (num_tokens, num_q_heads)
-        Takes the merged log.
-    """
     _merge(kind)(o_a, lse_a, o_b, lse_b, out, lse)

@@ -14,6 +14,8 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, load_int4, store_int4
 from numkv.rows.rope import pair_of, rotate_pair
@@ -84,26 +86,6 @@ def _shift_rows(kind: str, interleaved: bool) -> Any:
     return build(make_shift_rows, signature, args=(kind, interleaved), label=label)
 
 
+@implements(Operations.shift_rows)
 def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
-    """Rotate the K rows of some slots by the angles of an offset.
-
-    Parameters
-    ----------
-    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Keys, in the words of `kind`; changed in place. They are rotated in float32, in float64 where `kind` is fp64,
-        and rounded or quantised once.
-    kind : str
-        Their kind.
-    scale : array
-        Scales of a quantised pool, which change too: float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words
-        with an axis of groups more. Of a float pool an empty array.
-    slots : int64 array (n,)
-        ``block * block_size + offset`` of each row's token, each slot at most once.
-    offset : int
-        By how many positions the keys move; ``abs(offset)`` is a row of the tables.
-    cos, sin : float32 array (num_positions, rotary_dim / 2)
-        Tables of angles. Elements from ``rotary_dim`` on are not rotated.
-    interleaved : bool
-        Which elements are pairs: 2i and 2i + 1, or i and ``i + rotary_dim / 2``.
-    """
     _shift_rows(kind, bool(interleaved))(pool, scale, slots, offset, cos, sin)

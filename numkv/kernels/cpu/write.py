@@ -20,6 +20,8 @@ from numba.np.numpy_support import from_dtype
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.simd import is_aligned, on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4
@@ -248,42 +250,11 @@ def writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot
 _NO_PLACES = np.empty(0, np.int64)
 
 
+@implements(Operations.write_rows)
 def write_rows(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
     q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
 ):  # fmt: skip
-    """Split, normalise, rotate and write one sequence's new tokens.
-
-    Parameters
-    ----------
-    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
-        Fused projections, in the words of `qkv_kind`.
-    qkv_kind : str
-        Their kind.
-    cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
-        Tables of angles, of one dtype.
-    normalise, rotate, interleaved : bool
-        Whether q and k are normalised; whether they are rotated, and in which pairs.
-    q_weight, k_weight : array (head_dim,)
-        Norm weights in the computing dtype: float64 if qkv is fp64, else float32.
-    eps : float
-        Added to the mean square.
-    first_angle : int
-        Row of `cos` and `sin` for the first token.
-    q_out : array (num_tokens, num_q_heads, head_dim)
-        Takes q, in the words of `qkv_kind`.
-    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Take k and v.
-    k_kind, v_kind : str
-        Their kinds.
-    k_scale, v_scale : array
-        Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an
-        axis of groups more; of float pools empty arrays.
-    block_table : int32 array (max_blocks,)
-        The sequence's blocks.
-    start : int
-        Position of the first new token.
-    """
     kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
     run(
         kernel, workers_for(qkv.size),
@@ -292,23 +263,11 @@ def write_rows(
     )  # fmt: skip
 
 
+@implements(Operations.scatter_write)
 def scatter_write(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
     q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
 ):  # fmt: skip
-    """Split, normalise, rotate and write the new tokens of many sequences.
-
-    Parameters
-    ----------
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
-        See `write_rows`.
-    positions : int64 array (num_tokens,)
-        Row of `cos` and `sin` for each token.
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale
-        See `write_rows`.
-    slot_mapping : int64 array (num_tokens,)
-        ``block * block_size + offset`` of each token; -1 leaves K and V out.
-    """
     kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
     run(
         kernel, workers_for(qkv.size),

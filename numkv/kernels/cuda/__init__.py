@@ -1,4 +1,4 @@
-"""Operations on CUDA: the same as in `numkv.kernels.cpu`, with the same parameters.
+"""Operations on CUDA: see `numkv.kernels.operations`.
 
 Arrays are device arrays. Their values are not known to the host, so a slot or block out of range is skipped where a
 kernel meets it. Integer arrays may be int32 or int64.
@@ -10,36 +10,9 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from numkv.kernels.cuda.append import append_rows, copy_rows, scatter_rows
-from numkv.kernels.cuda.attention import attend
-from numkv.kernels.cuda.compress import attend_codes, decode_rows, encode_rows, score_codes
-from numkv.kernels.cuda.copy import copy_blocks, copy_tokens
-from numkv.kernels.cuda.finite import first_non_finite
-from numkv.kernels.cuda.hadamard import rotate_rows
-from numkv.kernels.cuda.mass import attention_weights
-from numkv.kernels.cuda.merge import merge_states
-from numkv.kernels.cuda.shift import shift_rows
-from numkv.kernels.cuda.write import scatter_write, write_rows
+from numkv.kernels.dispatch import FILES
 
-__all__ = [
-    "append_rows",
-    "attend",
-    "attend_codes",
-    "attention_weights",
-    "copy_blocks",
-    "copy_rows",
-    "copy_tokens",
-    "decode_rows",
-    "encode_rows",
-    "first_non_finite",
-    "merge_states",
-    "rotate_rows",
-    "scatter_rows",
-    "scatter_write",
-    "score_codes",
-    "shift_rows",
-    "write_rows",
-]
+__all__ = ["catalogue"]
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -56,8 +29,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     signature : tuple of numba types
         Types of its arguments.
     """
-    for name in (
-        "append", "attend", "compress", "convert", "copy", "finite", "merge_states", "rotate",
-        "shift", "splits", "weights", "write",
-    ):  # fmt: skip
+    for name in (*FILES, "convert", "splits"):
         yield from import_module(f"numkv.kernels.cuda.{name}").catalogue()

@@ -14,6 +14,8 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
@@ -133,50 +135,14 @@ def _blocks(rows, pool_kind, scale):
     return ceil_div(num_rows, ROWS)
 
 
+@implements(Operations.append_rows)
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
-    """Append the rows of one sequence.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_kv_heads, head_dim)
-        New K or V rows, in the words of `rows_kind`.
-    rows_kind : str
-        Their kind.
-    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
-    pool_kind : str
-        Its kind.
-    scale : array
-        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-        groups more; of a float pool an empty array.
-    block_table : int32 array (max_blocks,)
-        The sequence's blocks.
-    start : int
-        Position of the first new token.
-    """
     kernel, blocks = _append_rows(rows_kind, pool_kind, False), _blocks(rows, pool_kind, scale)
     launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, block_table, start)
 
 
+@implements(Operations.scatter_rows)
 def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
-    """Put each row into its slot.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_kv_heads, head_dim)
-        K or V rows, in the words of `rows_kind`.
-    rows_kind : str
-        Their kind.
-    pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
-    pool_kind : str
-        Its kind.
-    scale : array
-        Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-        groups more; of a float pool an empty array.
-    slot_mapping : int32 or int64 array (num_tokens,)
-        ``block * block_size + offset`` of each row; -1, or any slot outside the pool, skips it.
-    """
     kernel, blocks = _append_rows(rows_kind, pool_kind, True), _blocks(rows, pool_kind, scale)
     launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, slot_mapping, 0)
 
@@ -208,20 +174,8 @@ def _copy_rows(bytes_: int) -> Any:
     return jit(make_copy_rows(bytes_), 8)
 
 
+@implements(Operations.copy_rows)
 def copy_rows(new, cache, offsets, stream=None):
-    """Copy rows into a cache at an offset per sequence; rows outside the cache are skipped.
-
-    Parameters
-    ----------
-    new : array (batch, num_heads, new_len, head_dim)
-        Rows, in words (int8, uint16, float32 or float64) that are copied bit by bit.
-    cache : array (batch, num_heads, max_cache_len, head_dim)
-        The cache, in the same words.
-    offsets : int64 array (batch,)
-        Row of each sequence that its first new row goes to; any value.
-    stream : object, optional
-        Stream to run on; the default stream if None.
-    """
     bits = np.dtype(f"u{new.dtype.itemsize}")  # a float's copy might quieten a NaN
     blocks = ceil_div(new.shape[0] * new.shape[1] * new.shape[2], ROWS)
     kernel = _copy_rows(bits.itemsize)

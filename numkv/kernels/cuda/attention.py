@@ -63,6 +63,8 @@ from numkv.kernels.cuda.splits import (
     tile_of,
     visible,
 )  # fmt: skip
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -498,49 +500,11 @@ def _attention(
     return jit(kernel, ROW_CHOICES[rows] - (compute == "float64"))
 
 
+@implements(Operations.attend)
 def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
-    """Attend over a paged pool.
-
-    Parameters
-    ----------
-    q : array (num_tokens, num_q_heads, head_dim)
-        Query rows of all sequences, in the words of `q_kind`.
-    q_kind : str
-        Their kind.
-    k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pools, in their kinds' words.
-    k_kind, v_kind : str
-        Names of their kinds.
-    k_scale, v_scale : array
-        Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-        groups more; of float pools empty arrays.
-    block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
-        Entries before the first and after the last token that a query of the sequence sees are never looked up.
-    seq_lens : int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included. Not used with `ranges`.
-    q_starts : int64 array (num_seqs + 1,)
-        Where each sequence's queries start.
-    ranges : int64 array (num_tokens, 2) or (0, 2)
-        Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
-        where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
-        none.
-    by_slot : int
-        Whether `block_table` holds slots: 0 or 1.
-    sm_scale, logits_soft_cap : float
-        Scale of the scores; their cap, or 0.
-    window_left : int
-        Earlier tokens that a query sees; -1 for all, and with `ranges`.
-    sinks : array (num_q_heads,) or (0,)
-        Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
-    out : array (num_tokens, num_q_heads, head_dim_v)
-        Result, in the words of `q_kind`.
-    lse : float32 array (num_tokens, num_q_heads)
-        Log of the sum of exponentials.
-    """
     compute = sinks.dtype
     num_tokens, num_q_heads, dim = q.shape
     num_kv_heads, block_size, dim_v = v.shape[1], v.shape[2], out.shape[2]

@@ -14,6 +14,8 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda.simd import LANES, SIMULATED, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 
 __all__ = ["copy_blocks", "copy_tokens"]
 
@@ -45,16 +47,8 @@ def _copy_blocks(bytes_: int) -> Any:
     return jit(make_copy_blocks(bytes_), 8)
 
 
+@implements(Operations.copy_blocks)
 def copy_blocks(source, source_ids, to, to_ids):
-    """Copy blocks.
-
-    Parameters
-    ----------
-    source, to : array (num_blocks, ...)
-        Contiguous buffers of the same dtype whose blocks have the same shape; they may be one. K, V or scales.
-    source_ids, to_ids : int32 array (n,)
-        Which blocks, and where they go. No block of `to_ids` is among `source_ids` where the buffers are one.
-    """
     if 0 in (source.size, to.size, source_ids.size):
         return
     size = source.nbytes // source.shape[0]
@@ -94,20 +88,8 @@ def _copy_tokens(bytes_: int) -> Any:
     return jit(make_copy_tokens(bytes_), 8)
 
 
+@implements(Operations.copy_tokens)
 def copy_tokens(source, source_slots, to, to_slots):
-    """Copy the rows of tokens, of all heads, pair by pair.
-
-    Within one buffer, some thousand tokens at a time go through memory of their own: threads are in no order, so a row
-    could be written over before it is read.
-
-    Parameters
-    ----------
-    source, to : array (num_blocks, num_kv_heads, block_size, head_dim) or (num_blocks, num_kv_heads, block_size)
-        Contiguous buffers of the same dtype, heads and head dim; they may be one array. K, V or scales.
-    source_slots, to_slots : int32 or int64 array (n,)
-        ``block * block_size + offset`` of each token, and of where it goes; no slot is written to twice. Where the
-        buffers are one, no pair writes to a slot that a later pair reads.
-    """
     if 0 in (source.size, to.size, source_slots.size):
         return
     bytes_ = source.dtype.itemsize * (source.shape[3] if len(source.shape) == 4 else 1)

@@ -11,6 +11,8 @@ from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
@@ -44,21 +46,8 @@ def _first_non_finite(kind: str) -> Any:
     return jit(make_first_non_finite(kind), 8)
 
 
+@implements(Operations.first_non_finite)
 def first_non_finite(rows, kind):
-    """Find the first element that is NaN or infinite; waits for the device.
-
-    Parameters
-    ----------
-    rows : array (num_tokens, num_heads, head_dim)
-        Rows, in the words of `kind`.
-    kind : str
-        Their kind.
-
-    Returns
-    -------
-    int
-        Its flat index, or -1.
-    """
     if not rows.size:
         return -1
     found = cuda.to_device(np.array([NOWHERE], np.int64))

@@ -15,6 +15,8 @@ from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.hadamard import block_length, butterfly, lower_of
 
@@ -75,25 +77,8 @@ def _rotate_rows(src: str, dst: str) -> Any:
     return jit(make_rotate_rows(src, dst), 8)
 
 
+@implements(Operations.rotate_rows)
 def rotate_rows(x, x_kind, signs, inverse, out, out_kind):
-    """Rotate rows, or turn rotated rows back.
-
-    Parameters
-    ----------
-    x : array (num_tokens, num_heads, head_dim)
-        Rows, in the words of `x_kind`; one row as floats fits 48 KiB.
-    x_kind : str
-        Their float kind.
-    signs : float32 array (head_dim,)
-        1 or -1 for each element.
-    inverse : bool
-        Whether to turn back.
-    out : array (num_tokens, num_heads, head_dim)
-        Takes the rows, in the words of `out_kind`; it may be `x` itself. The arithmetic is float32, or float64 where
-        either kind is fp64, and is rounded into `out_kind` once (from float64 to 16 bits by way of float32).
-    out_kind : str
-        Its float kind.
-    """
     if not x.size:
         return
     row_bytes = x.shape[2] * (8 if "fp64" in (x_kind, out_kind) else 4)

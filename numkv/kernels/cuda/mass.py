@@ -26,6 +26,8 @@ from numkv.kernels.cuda.simd import (
     launch,
     reader,
 )  # fmt: skip
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 
 __all__ = ["attention_weights"]
@@ -126,45 +128,11 @@ def _attention_weights(q_kind: str, k_kind: str, wide: bool) -> Any:
     return jit(make_attention_weights(q_kind, k_kind, wide), 4)
 
 
+@implements(Operations.attention_weights)
 def attention_weights(
     q, q_kind, k, k_kind, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale,
     logits_soft_cap, window_left, weights,
 ):  # fmt: skip
-    """Sum up the attention that each cached token gets; in float32, whatever the kinds.
-
-    Parameters
-    ----------
-    q : array (num_tokens, num_q_heads, head_dim)
-        Query rows of all sequences, in the words of `q_kind`.
-    q_kind : str
-        Their kind.
-    k : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pool of keys, in the words of `k_kind`.
-    k_kind : str
-        Their kind.
-    k_scale : float32 array (num_blocks, num_kv_heads, block_size)
-        Scales of a quantised pool; of a float pool an empty array.
-    block_table : int32 array (num_seqs, max_blocks)
-        Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size + offset``.
-        Entries of tokens that no query sees are never looked up.
-    seq_lens : int32 or int64 array (num_seqs,)
-        Tokens in the cache, the queries' own included.
-    q_starts : int32 or int64 array (num_seqs + 1,)
-        Where each sequence's queries start.
-    ranges : int64 array (num_tokens, 2) or (0, 2)
-        Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the window
-        say it.
-    by_slot : int
-        Whether `block_table` holds slots.
-    lse : float32 array (num_tokens, num_q_heads)
-        Log of each query row's sum of exponentials.
-    sm_scale, logits_soft_cap : float
-        Scale of the scores; their cap, or 0.
-    window_left : int
-        Earlier tokens that a query sees; -1 for all, and with `ranges`.
-    weights : float32 array (num_seqs, num_kv_heads, columns)
-        Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
-    """
     num_seqs, num_kv_heads, columns = weights.shape
     kernel = _attention_weights(q_kind, k_kind, aligned(k, k_kind, WIDTH[k_kind]))
     launch(

@@ -11,6 +11,8 @@ from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
@@ -51,22 +53,8 @@ def _compute(kind: str) -> str:
     return "float64" if kind == "fp64" else "float32"
 
 
+@implements(Operations.merge_states)
 def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
-    """Merge two partial results.
-
-    Parameters
-    ----------
-    o_a, o_b : array (num_tokens, num_q_heads, head_dim_v)
-        Normalised outputs, in the words of `kind`.
-    lse_a, lse_b : float32 array (num_tokens, num_q_heads)
-        Their natural logs of sums of exponentials.
-    kind : str
-        Kind of the outputs.
-    out : array (num_tokens, num_q_heads, head_dim_v)
-        Takes the merged output; none of the inputs.
-    lse : float32 array (num_tokens, num_q_heads)
-        Takes the merged log; none of the inputs.
-    """
     blocks = ceil_div(out.shape[0] * out.shape[1], ROWS)
     launch(_merge(kind), blocks, (LANES, ROWS), o_a, lse_a, o_b, lse_b, out, lse)
 

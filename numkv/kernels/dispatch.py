@@ -1,0 +1,77 @@
+"""From an operation to the kernels of a target that implement it.
+
+A file of kernels marks a host function by `implements`; `load` gathers what the files of a target implement. These files have
+the same names under every target.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numkv.kernels.operations import Operations
+
+__all__ = ["FILES", "NAMES", "implements", "load"]
+
+Spec = TypeVar("Spec", bound=Callable[..., Any])
+
+#: Files of kernels that every target has.
+FILES = (
+    "append", "attention", "compress", "copy", "finite", "hadamard", "mass", "merge", "shift", "write",
+)  # fmt: skip
+
+#: Names of all operations.
+NAMES = tuple(sorted(name for name in vars(Operations) if not name.startswith("_")))
+
+
+def implements(spec: Spec) -> Callable[[Callable[..., Any]], Spec]:
+    """Mark a target's implementation of an operation: it takes the docstring; parameters are compared.
+
+    Parameters
+    ----------
+    spec : function
+        A method of `Operations`.
+
+    Raises
+    ------
+    TypeError
+        If the parameters are not those of `spec`.
+    """
+    want = _parameters(spec)
+
+    def mark(function: Callable[..., Any]) -> Spec:
+        if _parameters(function) != want:
+            raise TypeError(f"{function.__qualname__}: expected the parameters {want}")
+        function.__doc__ = inspect.getdoc(spec)
+        return function  # type: ignore[return-value]
+
+    return mark
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    found = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.default) for parameter in found]
+
+
+@functools.cache
+def load(target: str) -> Operations:
+    """The operations of a target.
+
+    Parameters
+    ----------
+    target : {"cpu", "cuda"}
+        Name of the target; ``"cuda"`` imports Numba's CUDA target.
+    """
+    found = Operations()
+    for file in FILES:
+        module = importlib.import_module(f"numkv.kernels.{target}.{file}")
+        vars(found).update((name, getattr(module, name)) for name in module.__all__)
+    missing = set(NAMES) ^ vars(found).keys()
+    if missing:
+        raise TypeError(
+            f"numkv.kernels.{target}: expected all operations and no others, differs in {missing}"
+        )
+    return found

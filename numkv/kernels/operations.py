@@ -1,0 +1,573 @@
+"""Operations: what kernels do, the same on every target. Name, parameters and docstring of each are here, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numkv.arrays import Array
+
+__all__ = ["Operations"]
+
+
+class Operations:
+    """The operations of a target; see `numkv.targets.Target.ops`.
+
+    Arrays are the target's own, and hold words: 16-bit floats as ``uint16``, INT4 codes two to a ``uint8``. Arguments
+    have been checked by the caller.
+    """
+
+    @staticmethod
+    def append_rows(
+        rows: Array,
+        rows_kind: str,
+        pool: Array,
+        pool_kind: str,
+        scale: Array,
+        block_table: Array,
+        start: int,
+    ) -> None:
+        """Append the rows of one sequence.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_kv_heads, head_dim)
+            New K or V rows, in the words of `rows_kind`.
+        rows_kind : str
+            Their kind.
+        pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
+        pool_kind : str
+            Its kind.
+        scale : array
+            Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis
+            of groups more; of a float pool an empty array.
+        block_table : int32 array (max_blocks,)
+            The sequence's blocks.
+        start : int
+            Position of the first new token.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_rows(new: Array, cache: Array, offsets: Array, stream: Any = None) -> None:
+        """Copy rows into a cache at an offset per sequence; rows outside the cache are skipped.
+
+        Parameters
+        ----------
+        new : array (batch, num_heads, new_len, head_dim)
+            Rows, in words (int8, uint16, float32 or float64) that are copied bit by bit.
+        cache : array (batch, num_heads, max_cache_len, head_dim)
+            The cache, in the same words.
+        offsets : int64 array (batch,)
+            Row of each sequence that its first new row goes to; any value.
+        stream : object, optional
+            On CUDA the stream to run on; the default stream if None. The CPU has none.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def scatter_rows(
+        rows: Array, rows_kind: str, pool: Array, pool_kind: str, scale: Array, slot_mapping: Array
+    ) -> None:
+        """Put each row into its slot.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_kv_heads, head_dim)
+            K or V rows, in the words of `rows_kind`.
+        rows_kind : str
+            Their kind.
+        pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Where they go, in the words of `pool_kind`; of INT4 ``head_dim / 2`` of them.
+        pool_kind : str
+            Its kind.
+        scale : array
+            Scales of a quantised pool, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis
+            of groups more; of a float pool an empty array.
+        slot_mapping : int64 array (num_tokens,)
+            ``block * block_size + offset`` of each row; -1 skips it, as does, on CUDA, any slot outside the pool.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def attend(
+        q: Array,
+        q_kind: str,
+        k: Array,
+        k_kind: str,
+        k_scale: Array,
+        v: Array,
+        v_kind: str,
+        v_scale: Array,
+        block_table: Array,
+        seq_lens: Array,
+        q_starts: Array,
+        ranges: Array,
+        by_slot: int,
+        sm_scale: float,
+        logits_soft_cap: float,
+        window_left: int,
+        sinks: Array,
+        out: Array,
+        lse: Array,
+    ) -> None:
+        """Attend over a paged pool.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Query rows of all sequences, in the words of `q_kind`.
+        q_kind : str
+            Their kind.
+        k, v : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Pools, in their kinds' words.
+        k_kind, v_kind : str
+            Names of their kinds.
+        k_scale, v_scale : array
+            Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
+            groups more; of float pools empty arrays.
+        block_table : int32 array (num_seqs, max_blocks)
+            Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size +
+            offset``. Entries before the first and after the last token that a query of the sequence sees are never
+            looked up.
+        seq_lens : int64 array (num_seqs,)
+            Tokens in the cache, the queries' own included. Not used with `ranges`.
+        q_starts : int64 array (num_seqs + 1,)
+            Where each sequence's queries start.
+        ranges : int64 array (num_tokens, 2) or (0, 2)
+            Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
+            where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
+            none.
+        by_slot : int
+            Whether `block_table` holds slots: 0 or 1.
+        sm_scale, logits_soft_cap : float
+            Scale of the scores; their cap, or 0.
+        window_left : int
+            Earlier tokens that a query sees; -1 for all, and with `ranges`.
+        sinks : array (num_q_heads,) or (0,)
+            Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            Result, in the words of `q_kind`.
+        lse : float32 array (num_tokens, num_q_heads)
+            Log of the sum of exponentials.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def attend_codes(
+        q: Array,
+        q_kind: str,
+        rotation: Array,
+        back: Array,
+        levels: Array,
+        sketch: Array,
+        k_codes: Array,
+        k_scales: Array,
+        signs: Array,
+        residuals: Array,
+        v_codes: Array,
+        v_scales: Array,
+        begin: int,
+        end: int,
+        sm_scale: float,
+        out: Array,
+    ) -> None:
+        """Attend with queries over encoded keys and values, on the codes.
+
+        Parameters
+        ----------
+        q : array (num_q_heads, head_dim)
+            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
+        q_kind : str
+            Their kind.
+        rotation, levels, sketch
+            See `encode_rows`.
+        back : float32 array (num_heads, head_dim, head_dim)
+            The rotations' transposes.
+        k_codes, k_scales, signs, residuals
+            Keys; see `encode_rows`.
+        v_codes, v_scales
+            Values, which have no sketch.
+        begin, end : int
+            The tokens, at least one.
+        sm_scale : float
+            What scores are multiplied by.
+        out : float32 array (num_q_heads, head_dim)
+            Takes the result.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def decode_rows(
+        codes: Array, scales: Array, begin: int, levels: Array, back: Array, out: Array
+    ) -> None:
+        """Turn codes back into rows.
+
+        Parameters
+        ----------
+        codes : uint8 array (num_heads, capacity, row_bytes)
+            Codes.
+        scales : float32 array (num_heads, capacity)
+            Their scales.
+        begin : int
+            First token to decode.
+        levels : float32 array (2 ** bits,)
+            The codebook.
+        back : float32 array (num_heads, head_dim, head_dim)
+            The rotations' transposes.
+        out : float32 array (num_heads, num_tokens, head_dim)
+            Takes the rows.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def encode_rows(
+        rows: Array,
+        rows_kind: str,
+        rotation: Array,
+        edges: Array,
+        levels: Array,
+        sketch: Array,
+        codes: Array,
+        scales: Array,
+        signs: Array,
+        residuals: Array,
+        start: int,
+    ) -> None:
+        """Encode rows of several heads.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_heads, head_dim)
+            Finite numbers, in the words of `rows_kind`.
+        rows_kind : str
+            Their kind.
+        rotation : float32 array (num_heads, head_dim, head_dim)
+            A row is turned by multiplying it with its head's matrix from the right.
+        edges, levels : float32 array (2 ** bits - 1,), (2 ** bits,)
+            The codebook, in rising order.
+        sketch : float32 array (num_heads, head_dim, projections)
+            Directions in the columns, for turned rows; ``projections`` may be 0.
+        codes : uint8 array (num_heads, capacity, row_bytes)
+            Takes the codes; see `numkv.rows.codes`.
+        scales : float32 array (num_heads, capacity)
+            Takes the scales.
+        signs : uint8 array (num_heads, capacity, sign_bytes)
+            Takes the signs of the sketch.
+        residuals : float32 array (num_heads, capacity)
+            Takes the norms of what the codes leave over; not looked at without a sketch.
+        start : int
+            Where the first token goes.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def score_codes(
+        q: Array,
+        q_kind: str,
+        rotation: Array,
+        levels: Array,
+        sketch: Array,
+        codes: Array,
+        scales: Array,
+        signs: Array,
+        residuals: Array,
+        begin: int,
+        end: int,
+        sm_scale: float,
+        out: Array,
+    ) -> None:
+        """Estimate the inner products of queries and encoded keys, on the codes.
+
+        Parameters
+        ----------
+        q : array (num_q_heads, head_dim)
+            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
+        q_kind : str
+            Their kind.
+        rotation, levels, sketch, codes, scales, signs, residuals
+            See `encode_rows`.
+        begin, end : int
+            The tokens.
+        sm_scale : float
+            What scores are multiplied by.
+        out : float32 array (num_q_heads, end - begin)
+            Takes the scores.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_blocks(source: Array, source_ids: Array, to: Array, to_ids: Array) -> None:
+        """Copy blocks.
+
+        Parameters
+        ----------
+        source, to : array (num_blocks, ...)
+            Buffers of the same dtype whose blocks have the same shape; they may be one. K, V or scales.
+        source_ids, to_ids : int32 array (n,)
+            Which blocks, and where they go. No block of `to_ids` is among `source_ids` where the buffers are one.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_tokens(source: Array, source_slots: Array, to: Array, to_slots: Array) -> None:
+        """Copy the rows of tokens, of all heads, pair by pair.
+
+        Parameters
+        ----------
+        source, to : array (num_blocks, num_kv_heads, block_size, head_dim) or (num_blocks, num_kv_heads, block_size)
+            Buffers of the same dtype, heads and head dim; they may be one array. K, V or scales.
+        source_slots, to_slots : int64 array (n,)
+            ``block * block_size + offset`` of each token, and of where it goes; no slot is written to twice. Where the
+            buffers are one, no pair writes to a slot that a later pair reads.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def first_non_finite(rows: Array, kind: str) -> int:
+        """Find the first element that is NaN or infinite; on CUDA this waits for the device.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_heads, head_dim)
+            Rows, in the words of `kind`.
+        kind : str
+            Their kind.
+
+        Returns
+        -------
+        int
+            Its flat index, or -1.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def rotate_rows(
+        x: Array, x_kind: str, signs: Array, inverse: bool, out: Array, out_kind: str
+    ) -> None:
+        """Rotate rows, or turn rotated rows back.
+
+        Parameters
+        ----------
+        x : array (num_tokens, num_heads, head_dim)
+            Rows, in the words of `x_kind`; on CUDA one row as floats fits 48 KiB.
+        x_kind : str
+            Their float kind.
+        signs : float32 array (head_dim,)
+            1 or -1 for each element.
+        inverse : bool
+            Whether to turn back.
+        out : array (num_tokens, num_heads, head_dim)
+            Takes the rows, in the words of `out_kind`; it may be `x` itself. The arithmetic is float32, or float64
+            where either kind is fp64, and is rounded into `out_kind` once (from float64 to 16 bits by way of float32).
+        out_kind : str
+            Its float kind.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def attention_weights(
+        q: Array,
+        q_kind: str,
+        k: Array,
+        k_kind: str,
+        k_scale: Array,
+        block_table: Array,
+        seq_lens: Array,
+        q_starts: Array,
+        ranges: Array,
+        by_slot: int,
+        lse: Array,
+        sm_scale: float,
+        logits_soft_cap: float,
+        window_left: int,
+        weights: Array,
+    ) -> None:
+        """Sum up the attention that each cached token gets; in float32, whatever the kinds.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Query rows of all sequences, in the words of `q_kind`.
+        q_kind : str
+            Their kind.
+        k : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Pool of keys, in the words of `k_kind`.
+        k_kind : str
+            Their kind.
+        k_scale : float32 array (num_blocks, num_kv_heads, block_size)
+            Scales of a quantised pool; of a float pool an empty array.
+        block_table : int32 array (num_seqs, max_blocks)
+            Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size +
+            offset``. Entries of tokens that no query sees are never looked up, but for tokens between two ranges.
+        seq_lens : int64 array (num_seqs,)
+            Tokens in the cache, the queries' own included.
+        q_starts : int64 array (num_seqs + 1,)
+            Where each sequence's queries start.
+        ranges : int64 array (num_tokens, 2) or (0, 2)
+            Tokens ``[low, high)`` of its sequence that each query sees, below its length; none: causality and the
+            window say it.
+        by_slot : int
+            Whether `block_table` holds slots.
+        lse : float32 array (num_tokens, num_q_heads)
+            Log of each query row's sum of exponentials.
+        sm_scale, logits_soft_cap : float
+            Scale of the scores; their cap, or 0.
+        window_left : int
+            Earlier tokens that a query sees; -1 for all, and with `ranges`.
+        weights : float32 array (num_seqs, num_kv_heads, columns)
+            Result, for the first `columns` tokens of each sequence; 0 for those that no query sees.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def merge_states(
+        o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, kind: str, out: Array, lse: Array
+    ) -> None:
+        """Merge two partial results.
+
+        Parameters
+        ----------
+        o_a, o_b : array (num_tokens, num_q_heads, head_dim_v)
+            Normalised outputs, in the words of `kind`.
+        lse_a, lse_b : float32 array (num_tokens, num_q_heads)
+            Their natural logs of sums of exponentials.
+        kind : str
+            Float kind of the outputs.
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            Takes the merged output, in the words of `kind`.
+        lse : float32 array (num_tokens, num_q_heads)
+            Takes the merged log.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def shift_rows(
+        pool: Array,
+        kind: str,
+        scale: Array,
+        slots: Array,
+        offset: int,
+        cos: Array,
+        sin: Array,
+        interleaved: bool,
+    ) -> None:
+        """Rotate the K rows of some slots by the angles of an offset.
+
+        Parameters
+        ----------
+        pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Keys, in the words of `kind`; changed in place. They are rotated in float32, in float64 where `kind` is
+            fp64, and rounded or quantised once.
+        kind : str
+            Their kind.
+        scale : array
+            Scales of a quantised pool, which change too: float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4
+            words with an axis of groups more. Of a float pool an empty array.
+        slots : int64 array (n,)
+            ``block * block_size + offset`` of each row's token, each slot at most once; on CUDA those outside the pool
+            are skipped.
+        offset : int
+            By how many positions the keys move; ``abs(offset)`` is a row of the tables.
+        cos, sin : float32 array (num_positions, rotary_dim / 2)
+            Tables of angles. Elements from ``rotary_dim`` on are not rotated.
+        interleaved : bool
+            Which elements are pairs: 2i and 2i + 1, or i and ``i + rotary_dim / 2``.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def scatter_write(
+        qkv: Array,
+        qkv_kind: str,
+        cos: Array,
+        sin: Array,
+        normalise: bool,
+        rotate: bool,
+        interleaved: bool,
+        q_weight: Array,
+        k_weight: Array,
+        eps: float,
+        positions: Array,
+        q_out: Array,
+        k_pool: Array,
+        k_kind: str,
+        k_scale: Array,
+        v_pool: Array,
+        v_kind: str,
+        v_scale: Array,
+        slot_mapping: Array,
+    ) -> None:
+        """Split, normalise, rotate and write the new tokens of many sequences.
+
+        Parameters
+        ----------
+        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
+            See `write_rows`.
+        positions : int64 array (num_tokens,)
+            Row of `cos` and `sin` for each token; on CUDA a token with a row outside them is left out altogether. Not
+            read where nothing is rotated.
+        q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale
+            See `write_rows`.
+        slot_mapping : int64 array (num_tokens,)
+            ``block * block_size + offset`` of each token; -1 leaves K and V out, as does, on CUDA, any slot outside
+            the pool.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def write_rows(
+        qkv: Array,
+        qkv_kind: str,
+        cos: Array,
+        sin: Array,
+        normalise: bool,
+        rotate: bool,
+        interleaved: bool,
+        q_weight: Array,
+        k_weight: Array,
+        eps: float,
+        first_angle: int,
+        q_out: Array,
+        k_pool: Array,
+        k_kind: str,
+        k_scale: Array,
+        v_pool: Array,
+        v_kind: str,
+        v_scale: Array,
+        block_table: Array,
+        start: int,
+    ) -> None:
+        """Split, normalise, rotate and write one sequence's new tokens.
+
+        Parameters
+        ----------
+        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+            Fused projections, in the words of `qkv_kind`.
+        qkv_kind : str
+            Their kind.
+        cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
+            Tables of angles, of one dtype.
+        normalise, rotate, interleaved : bool
+            Whether q and k are normalised; whether they are rotated, and in which pairs.
+        q_weight, k_weight : array (head_dim,)
+            Norm weights in the computing dtype: float64 if any of the kinds is fp64, else float32.
+        eps : float
+            Added to the mean square.
+        first_angle : int
+            Row of `cos` and `sin` for the first token.
+        q_out : array (num_tokens, num_q_heads, head_dim)
+            Takes q, in the words of `qkv_kind`.
+        k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+            Take k and v.
+        k_kind, v_kind : str
+            Their kinds.
+        k_scale, v_scale : array
+            Take the scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with
+            an axis of groups more; of float pools empty arrays.
+        block_table : int32 array (max_blocks,)
+            The sequence's blocks.
+        start : int
+            Position of the first new token.
+        """
+        raise NotImplementedError
