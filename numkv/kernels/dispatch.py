@@ -1,7 +1,7 @@
 """From an operation to the kernels of a target that implement it.
 
-A file of kernels marks a host function by `implements`; `load` gathers what the files of a target implement. These files have
-the same names under every target.
+A file of kernels marks a host function by `implements`; `load` gathers what the files of a target implement. The files
+have the same names under every target.
 """
 
 from __future__ import annotations
