@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from numkv.caches.paged.cache import SwappedSequence
+from numkv.caches.paged.swap import SwappedSequence
 from numkv.errors import NotSupported, NumkvError
 
 __all__ = ["FORMAT_VERSION", "load_sequences", "save_sequences"]
