@@ -1,8 +1,8 @@
 """`WrapperCache`: several caches that go through the same passes, for models whose layers differ.
 
-Some layers have a sliding window and others see everything; some attend to an encoder's rows. Each kind of layer has a
-cache of its own, a *child*, and all children take part in every pass. A change is found for all children before the
-first is changed, so that it happens to all of them or to none.
+Some layers have a sliding window, others attend to everything, and some attend to an encoder's rows. Each kind of layer
+has a cache of its own, a *child*, and all children take part in every pass. A change is planned for all children before
+the first is changed, so that it happens to all of them or to none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.multi.cell_cache import CacheConfig, MultiSequenceCache, Setup
+from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
 from numkv.checks import check_index
 from numkv.targets.base import Array
@@ -29,7 +30,7 @@ class WrapperCache(MultiSequenceCache):
     *caches : CausalCache, SlidingWindowCache, ChunkedCache or EncoderCache
         The children, before their `init`. They may have been configured one by one.
     layer_types : sequence of int, optional
-        Which child each layer belongs to. Without it, `set_layer_type` says so for the calls that follow.
+        Which child each layer belongs to. Without it, `set_layer_type` chooses the child for the calls that follow.
 
     Raises
     ------

@@ -63,11 +63,11 @@ class PagedKVCache(StoredSequences):
     head_dim_v : int, optional
         Elements of a V row.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V where they differ from `kind`.
     windows : sequence of int, optional
-        `window_left` of each layer: earlier tokens that it sees, -1 for all.
+        `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
     rotate : bool
-        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
+        Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`.
 
     Attributes
     ----------
@@ -90,21 +90,21 @@ class PagedKVCache(StoredSequences):
     # -- sequences
 
     def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
-        """Add a sequence; with its token ids, take over what the prefix cache has of them.
+        """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
-        At least the last token is left to compute, so that there are logits to go on with.
+        At least the last token is left to compute, as its logits are needed to go on.
 
         Parameters
         ----------
         tokens : array-like of int, optional
-            Ids of the prompt. Only these are looked up; `reserve` and `commit` follow for the rest of them.
+            Ids of the prompt, which are looked up. `reserve` and `commit` the rest of them.
         extra : mapping, optional
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
 
         Returns
         -------
         int
-            The sequence. `cached_len` says how many tokens it has already.
+            The sequence. `cached_len` is the number of tokens that it has already.
 
         Raises
         ------
@@ -114,7 +114,9 @@ class PagedKVCache(StoredSequences):
         ids = token_ids([] if tokens is None else tokens)
         size = self.block_size
         usable = max(0, len(ids) - 1) // size
-        extra = None if extra is None else dict(extra)  # of the caller's objects nothing is kept
+        extra = (
+            None if extra is None else dict(extra)
+        )  # no reference to the caller's object is kept
         names = block_names(self._store, ids[: usable * size], extra)
         blocks, tables = find_prefix(self._store, ids[: usable * size], names)
         for table in tables:
@@ -133,7 +135,7 @@ class PagedKVCache(StoredSequences):
         return seq
 
     def fork(self, seq: int) -> int:
-        """A second sequence with the same tokens; blocks are shared until one of the two writes into them.
+        """Make a second sequence with the same tokens; blocks are shared until one of the two writes to them.
 
         Parameters
         ----------
@@ -155,7 +157,7 @@ class PagedKVCache(StoredSequences):
         return self._insert(state)
 
     def remove(self, seq: int) -> None:
-        """Remove a sequence; blocks whose tokens are known stay findable until they are needed.
+        """Remove a sequence; blocks whose token ids are known can still be found until they are evicted.
 
         Parameters
         ----------
@@ -181,7 +183,7 @@ class PagedKVCache(StoredSequences):
         IndexError
             If `length` is negative or above the sequence's.
         NotSupported
-            If a sliding layer's window has moved past what would be needed again.
+            If a sliding layer's window has moved past tokens that would be visible again.
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
@@ -204,23 +206,23 @@ class PagedKVCache(StoredSequences):
     def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
-        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
-        positions; quantised ones are quantised once more. Blocks that are not needed any more are given back.
+        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
+        positions; quantised ones are quantised once more. Blocks that are not needed any more are released.
 
-        Blocks of other sequences, of forks and pinned ones stay as they are: the sequence gets copies of those whose
-        tokens move. What it holds from the first block on that changed is never findable as a prefix, as it is not what
-        the model makes of these tokens alone; the blocks before stay so. Of blocks that this sequence alone had made
-        findable, as many as there are free blocks for stay so too.
+        Shared and pinned blocks stay as they are: the sequence gets copies of those whose tokens move. From the first
+        changed block on, nothing of the sequence can be found as a prefix any more, as the rows are not what the model
+        computes from these tokens alone; the blocks before stay in the prefix cache. Blocks that only this sequence
+        uses and that are in the prefix cache stay there too, as far as there are free blocks for copies.
 
         Parameters
         ----------
         seq : int
             The sequence.
         keep : array-like of int (n,)
-            Tokens to keep, in order, on the host; see `numkv.compaction.eviction` for what chooses them.
+            Tokens to keep, in order, on the host; `numkv.compaction.eviction` chooses them.
         shift : RopeShift, optional
-            What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
-            rotation, and for methods that go on counting positions from those that tokens had.
+            From `numkv.rope_shift` and the model's tables. Without it keys stay as they are: for models without RoPE,
+            and for methods that go on counting positions from those that tokens had.
 
         Raises
         ------
@@ -229,26 +231,26 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If the sequence has an open step.
         NotSupported
-            If layers have a sliding window, and the newest ``window_left + 1`` tokens of those to keep are not among
-            those whose rows they still hold. The newest ``window_left + 1`` tokens of the sequence always are.
+            If layers have a sliding window and no longer store the rows of the newest ``window_left + 1`` tokens of
+            those to keep. They always store those of the newest ``window_left + 1`` tokens of the sequence.
         IndexError
             If there is no such sequence or token, or the shift's tables are too short.
         ValueError
             If indices do not rise.
         DimensionMismatch, UnsupportedDType, TypeError
-            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+            If `keep` is no row of integers, or the shift rotates more elements than a key has or is no such object.
 
         Notes
         -----
-        Nothing has changed after an error. Windows are counted in tokens that are kept. `Step.positions` go on from
-        the new length, which is right for keys that were turned; without a shift, write ready rows with `Step.append`.
+        Nothing has changed after an error. Windows are counted in kept tokens. `Step.positions` go on from the new
+        length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
         kept = check_kept("keep", keep, state.length)
         compact_sequence(self._store, state, kept, shift)
 
     def pin(self, seq: int) -> NDArray[np.int32]:
-        """Keep the blocks of a sequence that are findable now from ever being evicted, also after it is removed.
+        """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
 
         Parameters
         ----------
@@ -258,7 +260,7 @@ class PagedKVCache(StoredSequences):
         Returns
         -------
         int32 array (n,)
-            The blocks. When the sequence is gone, ``cache.blocks.unpin`` takes them.
+            The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
         """
         ids = self._findable(seq)
         self.blocks.pin(ids)
@@ -266,7 +268,7 @@ class PagedKVCache(StoredSequences):
         return ids
 
     def unpin(self, seq: int) -> None:
-        """Take the last `pin` of a sequence back, whatever has become of the sequence since.
+        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
 
         Parameters
         ----------
@@ -291,7 +293,7 @@ class PagedKVCache(StoredSequences):
     # -- steps
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
-        """Take room for new tokens of some sequences, all or nothing.
+        """Allocate room for new tokens of some sequences, all or nothing.
 
         Parameters
         ----------
@@ -303,12 +305,12 @@ class PagedKVCache(StoredSequences):
         Returns
         -------
         Step
-            What to write them with; `commit` or `rollback` ends it.
+            Writes and attends; `commit` or `rollback` ends it.
 
         Raises
         ------
         CacheFull
-            If there are not enough blocks; nothing is taken.
+            If there are not enough blocks; nothing is allocated.
         IndexError
             If there is no such sequence, or a number is negative.
         NumkvError
@@ -356,13 +358,13 @@ class PagedKVCache(StoredSequences):
         table = state.tables[group]
         copies = False
         if n and state.length % self.block_size:
-            # Others may use the block, or find it by what it held before a truncation.
+            # Others may use the block, or find it by what it stored before a truncation.
             last = table[-1:]
             copies = bool(self.blocks.ref_count(last)[0] > 1 or self.blocks.is_cached(last)[0])
         return max(0, self._store.blocks_for(state.length + n) - len(table)) + copies, copies
 
     def commit(self, step: Step, accepted: Any = None, *, token_ids: Any = None) -> None:
-        """End a step: its tokens, or the first of them, belong to their sequences now.
+        """End a step: its tokens, or the first of them, become part of their sequences.
 
         Parameters
         ----------
@@ -371,12 +373,12 @@ class PagedKVCache(StoredSequences):
         accepted : int array (num_seqs,), optional
             How many of its tokens each sequence keeps; all if None. The others are rolled back.
         token_ids : array-like of int (num_tokens,), optional
-            Ids of the step's tokens, accepted or not, which make full blocks findable by other sequences.
+            Ids of the step's tokens, accepted or not. Other sequences can then find full blocks of them.
 
         Raises
         ------
         NumkvError
-            If the step has ended already, or tokens are accepted and a layer has not got their rows.
+            If the step has ended already, or tokens are accepted and a layer has no rows of them.
         IndexError
             If more tokens are accepted than there are.
         DimensionMismatch
@@ -414,7 +416,7 @@ class PagedKVCache(StoredSequences):
             release_behind_window(self._store, state)
 
     def rollback(self, step: Step) -> None:
-        """End a step as if it had not been.
+        """End a step without keeping any of its tokens.
 
         Parameters
         ----------
@@ -447,12 +449,12 @@ class PagedKVCache(StoredSequences):
         Returns
         -------
         SwappedSequence
-            What `swap_in` of this or another cache takes.
+            For `swap_in` of this or another cache.
         """
         return copy_out(self._store, self._idle(seq))
 
     def swap_in(self, swapped: SwappedSequence) -> int:
-        """Bring a swapped sequence into the cache as a new one.
+        """Copy a swapped sequence into the cache as a new one.
 
         Parameters
         ----------

@@ -21,7 +21,7 @@ __all__ = ["Step"]
 
 
 class Step:
-    """New tokens of some sequences, with room for them in every layer; made by `PagedKVCache.reserve`.
+    """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Step:
 
     @property
     def unwritten_layers(self) -> list[int]:
-        """Layers that have no rows of the new tokens so far; none if there are no new tokens."""
+        """Layers without rows of the new tokens so far; none if there are no new tokens."""
         missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
         return missing
 
@@ -91,7 +91,7 @@ class Step:
         k, v : array (num_tokens, num_kv_heads, head_dim)
             Rows of all sequences, one after another.
         check_finite : bool
-            Whether rows that are to be quantised are looked at first.
+            Whether rows to be quantised are checked for NaN and infinity first.
 
         Raises
         ------
@@ -119,7 +119,7 @@ class Step:
         q_out: Any = None,
         check_finite: bool = True,
     ) -> Array:
-        """Split, normalise, rotate and write the new tokens' projections, in one pass.
+        """Split and normalise the new tokens' projections, apply RoPE, and write K and V, in one pass.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class Step:
         return_lse: bool = False,
         out: Any = None,
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and what is before it, within the layer's window.
+        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
 
         Parameters
         ----------
@@ -233,8 +233,8 @@ class Step:
         Returns
         -------
         float32 array (num_seqs, num_kv_heads, longest)
-            Sums over each sequence's queries and the q heads of a group, for its tokens with the new ones; 0 past its
-            last, and where the layer's window does not reach. See `numkv.attention_weights`.
+            Sums over each sequence's queries and the q heads of a GQA group, for its tokens, the new ones included;
+            0 past its last token and outside the layer's window. See `numkv.attention_weights`.
 
         Raises
         ------

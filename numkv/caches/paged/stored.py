@@ -25,7 +25,7 @@ __all__ = ["PagedStats", "StoredSequences"]
 
 @dataclass(frozen=True)
 class PagedStats:
-    """What a cache is like now.
+    """Counts of a cache at one moment.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class PagedStats:
     unused_slots : int
         Slots in the sequences' last blocks, in full-attention groups, that hold no token.
     pool : PoolStats
-        Blocks, and what has happened to them.
+        Counts of blocks, and of what has happened to them.
     """
 
     num_seqs: int
@@ -107,7 +107,7 @@ class StoredSequences:
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers that share a block table."""
+        """Layer groups: each shares a block table."""
         return len(self._groups)
 
     @property
@@ -127,12 +127,12 @@ class StoredSequences:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached prefixes included."""
+        """Blocks that can be allocated, cached prefixes included."""
         return self.blocks.num_free
 
     @property
     def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
+        """Whether a Hadamard rotation is applied to rows before they are stored."""
         return self._pools[0].rotate
 
     @property
@@ -156,7 +156,7 @@ class StoredSequences:
         Returns
         -------
         int
-            Earlier tokens that it sees; -1 for all.
+            Earlier tokens that a query attends to; -1 for all.
         """
         return self._store.window_of(check_index("layer", layer, self.num_layers))
 
@@ -230,7 +230,7 @@ class StoredSequences:
         return_lse: bool = False,
         out: Any = None,
     ) -> Any:
-        """Attend with the newest committed token's query of any of the sequences.
+        """Attend with the query of the newest committed token of any sequences.
 
         Parameters
         ----------
@@ -309,7 +309,7 @@ class StoredSequences:
         Raises
         ------
         NotSupported
-            If a query would see what the layer's window has let go of: beyond the newest, ask the step.
+            If a query attends to tokens whose blocks were released behind the layer's window: ask the step instead.
         DimensionMismatch
             If there are more queries than tokens, or a shape does not fit.
         UnsupportedDType, IndexError, ValueError
@@ -339,7 +339,7 @@ class StoredSequences:
     # -- accounting
 
     def stats(self) -> PagedStats:
-        """What the cache is like now.
+        """Counts of the cache at this moment.
 
         Returns
         -------
@@ -351,12 +351,12 @@ class StoredSequences:
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
 
     def check(self) -> None:
-        """Prove the accounting: every block is referenced by as many table entries as its count says.
+        """Prove the accounting: the reference count of every block is the number of table entries that name it.
 
         Raises
         ------
         NumkvError
-            If something does not add up.
+            If counts and tables disagree.
         """
         self.blocks.check()
         entries = [t[t >= 0] for s in self._sequences.values() for t in s.tables]

@@ -18,7 +18,7 @@ __all__ = ["SwappedSequence", "check_swapped", "copy_in", "copy_out"]
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence in host memory, apart from any cache.
+    """A sequence in host memory, independent of any cache.
 
     Attributes
     ----------
@@ -29,13 +29,13 @@ class SwappedSequence:
     extra : mapping or None
         What else the content depends on.
     geometry : tuple
-        What a cache must be like to take it: sizes, kinds, windows, and the seed of its rotation or None.
+        What a cache must agree with to take it: sizes, kinds, windows, and the seed of its rotation or None.
     logical : list of int64 array
-        Which blocks of each group's table are there.
+        Which blocks of each group's table are stored.
     buffers : list of tuple of array
         K, V and their scales, of each layer of a group.
     starts : tuple of int
-        First token of each group that there are rows of, where compaction moved it into a block; empty for 0.
+        First token of each group that has rows, where a compaction moved it into a block; empty for 0.
     """
 
     length: int
