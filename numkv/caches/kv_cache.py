@@ -10,6 +10,7 @@ import numpy as np
 from numkv import targets
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.caches.full_precision import Residual, no_jit
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
@@ -725,18 +726,12 @@ class KVCache:
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
+        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
         if self._residual is not None:
-            result = self._residual.attend(
-                self._pool, table, layer, q, length, sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-                return_lse=return_lse, out=out,
-            )  # fmt: skip
+            result = self._residual.attend(self._pool, table, layer, q, length, options)
         else:
-            result = attend(
-                self._pool, table, q, one_length(target.name, length),
-                one_sequence(target.name, tokens), sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-                window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
-            )  # fmt: skip
+            lens = one_length(target.name, length)
+            result = attend(self._pool, table, q, lens, one_sequence(target.name, tokens), options)
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
@@ -793,16 +788,13 @@ class KVCache:
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         table = one_block_each(target.name, self.num_layers)[layer : layer + 1]
-        options: dict[str, Any] = {
-            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
-            "window_left": window_left,
-        }  # fmt: skip
+        options = check_options(sm_scale, logits_soft_cap, window_left)
         if self._residual is not None:
-            weights = self._residual.weigh(self._pool, table, layer, q, length, **options)
+            weights = self._residual.weigh(self._pool, table, layer, q, length, options, lse)
         else:
             lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
-            weights = weigh(self._pool, table, q, lens, starts, length, **options)
+            weights = weigh(self._pool, table, q, lens, starts, length, options, lse=lse)
         return weights.reshape((self._heads, length))
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.caches.full_precision import Residual, no_jit
 from numkv.checks import check_index, check_kept
 from numkv.compaction.key_shift import RopeShift
@@ -469,19 +470,12 @@ class Layer:
         tokens, length = int(q.shape[0]), self.seq_len
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
+        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        table = self._block_table()
         if self._residual is not None:
-            return self._residual.attend(
-                self._pool, self._block_table(), 0, q, length, sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-                return_lse=return_lse, out=out,
-            )  # fmt: skip
+            return self._residual.attend(self._pool, table, 0, q, length, options)
         lens = one_length(target.name, length)
-        starts = one_sequence(target.name, tokens)
-        return attend(
-            self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        return attend(self._pool, table, q, lens, one_sequence(target.name, tokens), options)
 
     def attention_weights(
         self,
@@ -521,14 +515,11 @@ class Layer:
         tokens, length = int(q.shape[0]), self.seq_len
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
-        options: dict[str, Any] = {
-            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
-            "window_left": window_left,
-        }  # fmt: skip
+        options, table = check_options(sm_scale, logits_soft_cap, window_left), self._block_table()
         if self._residual is not None:
-            weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
+            weights = self._residual.weigh(self._pool, table, 0, q, length, options, lse)
         else:
             lens = one_length(target.name, length)
             starts = one_sequence(target.name, tokens)
-            weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
+            weights = weigh(self._pool, table, q, lens, starts, length, options, lse=lse)
         return weights.reshape((self.num_kv_heads, length))

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.cells import compiled as kernels
 from numkv.cells.cells import Cells, Compaction, Forward, Removal, Rows, read_rows
 from numkv.checks import check_array, check_index, check_kept, check_size
@@ -997,10 +998,8 @@ class CellCache(MultiSequenceCache):
         now = self._current()
         pool, q = self._queries(now, layer, q)
         table, lens, starts, ranges = self._on_device(now)
-        return attend(
-            pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            sinks=sinks, return_lse=return_lse, out=out, ranges=ranges, by_slot=True,
-        )  # fmt: skip
+        options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
+        return attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
 
     def attention_weights(
         self,
@@ -1048,8 +1047,8 @@ class CellCache(MultiSequenceCache):
         table, lens, starts, ranges = self._on_device(now)
         counts, heads = now.lens.tolist(), int(pool.k.shape[1])
         weights = weigh(
-            pool, table, q, lens, starts, max(counts, default=0), lse=lse, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, ranges=ranges, by_slot=True,
+            pool, table, q, lens, starts, max(counts, default=0),
+            check_options(sm_scale, logits_soft_cap), lse=lse, ranges=ranges, by_slot=True,
         )  # fmt: skip
         found: dict[int, Array] = {}
         for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):

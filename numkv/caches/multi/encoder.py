@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
+from numkv.attention.options import check_options
 from numkv.caches.multi.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
@@ -321,6 +322,6 @@ class EncoderCache(MultiSequenceCache):
         return attend(
             pool, target.index(np.zeros((1, 1)), np.int32), q,
             target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
-            out=out, ranges=target.index(ranges, np.int64),
+            check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out),
+            ranges=target.index(ranges, np.int64),
         )  # fmt: skip

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.blocks.prefix import block_digests, token_ids
 from numkv.blocks.tables import slot_mapping
@@ -302,11 +303,9 @@ class Step:
         pool, group = self._layer(layer)
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
-        return attend(
-            pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=self._cache.window_of(layer), sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        window = self._cache.window_of(layer)
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     def attention_weights(
         self,
@@ -345,11 +344,10 @@ class Step:
         pool, group = self._layer(layer)
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
+        options = check_options(sm_scale, logits_soft_cap, self._cache.window_of(layer))
         return weigh(
-            pool, self._tables[group], q, self._lens, self._starts, self._longest, lse=lse,
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            window_left=self._cache.window_of(layer),
-        )  # fmt: skip
+            pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+        )
 
     def _check_tokens(self, name: str, tokens: int) -> None:
         if tokens != self.num_tokens:
@@ -1141,11 +1139,11 @@ class PagedKVCache:
                 actual=int(q.shape[0]),
             )
         lens = np.array([self.length(s) for s in seqs], np.int64)
+        window = self._windows[layer]
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
         return attend(
             pool, place.index(self._block_table(seqs, group), np.int32), q,
-            place.index(lens, np.int64), place.index(np.arange(len(seqs) + 1), np.int64),
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=self._windows[layer],
-            sinks=sinks, return_lse=return_lse, out=out,
+            place.index(lens, np.int64), place.index(np.arange(len(seqs) + 1), np.int64), options,
         )  # fmt: skip
 
     def attention_weights(
@@ -1206,7 +1204,7 @@ class PagedKVCache:
         weights = weigh(
             pool, place.index(self._block_table([seq], group), np.int32), q,
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
-            length, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window,
+            length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
         )  # fmt: skip
         return weights.reshape((int(pool.k.shape[1]), length))
 
