@@ -34,14 +34,14 @@ from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["Residual"]
+__all__ = ["FullPrecisionWindow", "Residual"]
 
 Ints = NDArray[np.int64]
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-class Residual:
+class FullPrecisionWindow:
     """The full-precision tokens of a cache of one sequence, and which they are.
 
     Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
@@ -80,7 +80,7 @@ class Residual:
     def make(
         cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
         capacity: int | None,
-    ) -> Residual | None:  # fmt: skip
+    ) -> FullPrecisionWindow | None:  # fmt: skip
         """Check a cache's arguments; None where they ask for nothing."""
         window = check_size("residual_window", residual_window)
         num_sinks = check_size("num_sink_tokens", num_sink_tokens)
@@ -110,9 +110,9 @@ class Residual:
         sinks = min(int(self._sinks[layer]), length)
         return sinks, max(sinks, min(int(self._end[layer]), length))
 
-    def copy(self) -> Residual:
+    def copy(self) -> FullPrecisionWindow:
         """A deep copy that shares no memory."""
-        new = object.__new__(Residual)
+        new = object.__new__(FullPrecisionWindow)
         new.__dict__.update(self.__dict__)
         layers = len(self._sinks)
         new._pool = self._pool.like(layers)
@@ -182,19 +182,20 @@ class Residual:
             begin = stop
         return runs
 
-    def aside(self, tokens: int) -> Pool:
-        """A block of float rows for new tokens, which `append` then takes: see `rows_of`."""
+    def staging(self, tokens: int) -> Pool:
+        """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return _float_pool(self._pool, 1, max(1, tokens))
 
-    def rows_of(self, block: Pool, tokens: int) -> tuple[Array, Array]:
+    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
         """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
         target = block.target
         k, v = (target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
         return k, v
 
-    def truncate(self, layer: int, length: int) -> None:
-        """Drop a layer's tokens from position `length` on; quantised ones before it stay quantised."""
-        self._sinks[layer], self._end[layer] = self.quantised(layer, length)
+    def truncate(self, length: int) -> None:
+        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised."""
+        np.minimum(self._sinks, length, out=self._sinks)
+        np.maximum(self._sinks, np.minimum(self._end, length), out=self._end)
 
     # -- compaction
 
@@ -442,7 +443,7 @@ class Residual:
             put(first, np.arange(begin))
         if end < length:
             recent = np.arange(end, length)
-            block = self.aside(len(recent))
+            block = self.staging(len(recent))
             slots = target.index(self._slots(layer, recent, begin), np.int64)
             places = target.index(np.arange(len(recent)), np.int64)
             target.ops.copy_tokens(own.k, slots, block.k, places)
@@ -479,9 +480,5 @@ def _converted(target: Target, x: Array, to: Array) -> Array:
     return to
 
 
-def no_jit(residual: Residual) -> str:
-    """What is wrong with asking for ``.jit`` where tokens are kept in full precision."""
-    return (
-        f"`jit`: expected a cache without full-precision tokens, got {residual}; they lie outside of the "
-        "buffers that compiled code would see"
-    )
+#: The name of 0.1.
+Residual = FullPrecisionWindow
