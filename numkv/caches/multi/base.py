@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.checks import check_integer, check_position, check_sequence
 from numkv.caches.multi.config import Batch, CacheConfig, Setup
 from numkv.cells.cells import Rows, read_rows
@@ -286,7 +287,6 @@ class MultiSequenceCache(ABC):
     def get(self, layer: int) -> tuple[Array, Array, Array]:
         """K, V and the mask of a layer."""
 
-    @abstractmethod
     def decode_attention(
         self,
         layer: int,
@@ -298,7 +298,38 @@ class MultiSequenceCache(ABC):
         return_lse: bool = False,
         out: Any = None,
     ) -> Any:
-        """Attend to a layer."""
+        """Attend with queries straight from the stored rows: no mask is made.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            A query for each token, in the order of the batch; for an encoder's rows any number of queries.
+        sm_scale, logits_soft_cap, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            In q's dtype. Where nothing is visible, in a reserved pass, it is 0 (and -inf).
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there is not a query for each token of the batch, or a shape does not fit.
+        IndexError
+            If the layer was never put, or `layer_types` of a `WrapperCache` does not list it.
+        NumkvError
+            Before `start_forward`.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        self._check_ready()
+        options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
+        return self._attend(layer, q, options)
 
     def attention_weights(
         self,
@@ -325,6 +356,9 @@ class MultiSequenceCache(ABC):
             f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
             "this one holds rows that stay or go together"
         )
+
+    @abstractmethod
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any: ...
 
     @abstractmethod
     def _plan_init(self, setup: Setup) -> Any: ...

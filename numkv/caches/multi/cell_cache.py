@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.checks import check_position, check_sequence
 from numkv.caches.multi.config import CacheConfig, Setup
@@ -434,53 +435,11 @@ class CellCache(MultiSequenceCache):
         v = target.dim_major(v) if self._permuted_v else target.token_major(v)
         return k, v, now.mask()
 
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend with the batch's queries straight from the cells: no mask is made.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            A query for each token, in the order of the batch.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype. Where nothing is visible, in a reserved pass, it is 0 (and -inf).
-        lse : float32 array (num_tokens, num_q_heads)
-            Natural log of the sum of exponentials; only with `return_lse`.
-
-        Raises
-        ------
-        DimensionMismatch
-            If there is not a query for each token of the batch, or a shape does not fit.
-        IndexError
-            If the layer was never put.
-        NumkvError
-            Before `start_forward`.
-        UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         now = self._current()
         pool, q = self._queries(now, layer, q)
         table, lens, starts, ranges = now.on_target()
-        return attend(
-            pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            sinks=sinks, return_lse=return_lse, out=out, ranges=ranges, by_slot=True,
-        )  # fmt: skip
+        return attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
 
     def attention_weights(
         self,
@@ -528,8 +487,8 @@ class CellCache(MultiSequenceCache):
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
         weights = weigh(
-            pool, table, q, lens, starts, max(counts, default=0), lse=lse, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, ranges=ranges, by_slot=True,
+            pool, table, q, lens, starts, max(counts, default=0),
+            check_options(sm_scale, logits_soft_cap), lse=lse, ranges=ranges, by_slot=True,
         )  # fmt: skip
         found: dict[int, Array] = {}
         for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
+from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.checks import check_position, check_sequence
 from numkv.caches.multi.config import Setup
@@ -271,44 +272,7 @@ class EncoderCache(MultiSequenceCache):
         v = target.dim_major(v) if self._ready.permuted_v else target.token_major(v)
         return k, v, None
 
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend with any number of queries to all rows of a layer.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype.
-        lse : float32 array (num_tokens, num_q_heads)
-            Natural log of the sum of exponentials; only with `return_lse`.
-
-        Raises
-        ------
-        IndexError
-            If the layer was never put.
-        NumkvError
-            Before `start_forward`.
-        DimensionMismatch, UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         pool = self._layers.get(self._begun(layer))
         if pool is None:
             raise IndexError(
@@ -323,6 +287,6 @@ class EncoderCache(MultiSequenceCache):
         return attend(
             pool, target.index(np.zeros((1, 1)), np.int32), q,
             target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
-            out=out, ranges=target.index(ranges, np.int64),
+            options,
+            ranges=target.index(ranges, np.int64),
         )  # fmt: skip

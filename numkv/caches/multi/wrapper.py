@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
@@ -236,43 +237,8 @@ class WrapperCache(MultiSequenceCache):
         self._check_ready()
         return self._child(layer).get(layer)
 
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend to a layer of its child.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See the child's own `decode_attention`, its errors too.
-
-        Returns
-        -------
-        array or tuple of array
-            The output, and the lse if asked for.
-
-        Raises
-        ------
-        IndexError
-            If `layer_types` does not list the layer.
-        """
-        self._check_ready()
-        return self._child(layer).decode_attention(
-            layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+        return self._child(layer)._attend(layer, q, options)
 
     def attention_weights(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_index
@@ -201,11 +202,9 @@ class Step:
         pool, group = self._layer(layer)
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
-        return attend(
-            pool, self._tables[group], q, self._lens, self._starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=self._store.groups[group].window, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        window = self._store.groups[group].window
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     def attention_weights(
         self,
@@ -244,11 +243,10 @@ class Step:
         pool, group = self._layer(layer)
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
+        options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
         return weigh(
-            pool, self._tables[group], q, self._lens, self._starts, self._longest, lse=lse,
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-            window_left=self._store.groups[group].window,
-        )  # fmt: skip
+            pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+        )
 
     def belongs_to(self, store: BlockStore) -> bool:
         """Whether the step writes to these buffers."""

@@ -11,6 +11,7 @@ import numpy as np
 from numkv import targets
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.groups import group_layers
 from numkv.caches.paged.store import BlockStore, SequenceState
@@ -266,11 +267,11 @@ class StoredSequences:
                 actual=int(q.shape[0]),
             )
         lens = np.array([state.length for state in states], np.int64)
+        window = self._groups[group].window
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
         return attend(
             pool, place.index(self._store.block_table(states, group), np.int32), q,
-            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64),
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=self._groups[group].window,
-            sinks=sinks, return_lse=return_lse, out=out,
+            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
         )  # fmt: skip
 
     def attention_weights(
@@ -332,7 +333,7 @@ class StoredSequences:
         weights = weigh(
             pool, place.index(self._store.block_table([state], group), np.int32), q,
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
-            length, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window,
+            length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
         )  # fmt: skip
         return weights.reshape((int(pool.k.shape[1]), length))
 
