@@ -5,8 +5,9 @@ The functions for a kind are chosen when a kernel is built, and take the same ar
     store_row, load_row = row_codec(kind)
     store_row(x, words, scales)          # floats of a row -> its words, and its scales if they are computed from it
     load_row(words, scales, out)         # back
-    value = element_value(kind)
+    value, put = element_codec(kind)
     value(words, scales, d, dim)         # element d of a stored row of dim
+    put(x, words, scales, d)             # back; not for quantised kinds
 
 `scales` is the row of the scales that a token's row has in one kv head, whoever shares them: one for INT8, one for each
 group for INT4, and for 8-bit floats the one of the head, which is read, never written. `scales_at` finds it. Kinds
@@ -22,7 +23,7 @@ from numkv.rows.convert import codec
 from numkv.rows.int4 import int4_value, load_int4, store_int4
 from numkv.rows.quantize import int8_divisor, int8_quotient, int8_scale, largest_of
 
-__all__ = ["SCALED_FLOATS", "element_value", "row_codec", "scaled_codec", "scales_at"]
+__all__ = ["SCALED_FLOATS", "element_codec", "row_codec", "scaled_codec", "scales_at"]
 
 #: Float kinds whose stored elements are multiplied by a scale, which all rows of a head share.
 SCALED_FLOATS = ("fp8_e4m3", "fp8_e5m2")
@@ -128,33 +129,38 @@ def row_codec(kind, compute="float32"):
     return store_row, load_row
 
 
-def element_value(kind, compute="float32"):
-    """The function that gives one element of a stored row.
+def element_codec(kind, compute="float32"):
+    """The functions that load and store one element of a stored row.
 
     Parameters
     ----------
     kind : str
         Name of a storage kind.
     compute : {"float32", "float64"}
-        What it returns, for float kinds; float32 for quantised ones.
+        The floats of float kinds; those of quantised ones are float32.
 
     Returns
     -------
-    function
-        ``value(words, scales, d, dim)``: element `d` of a row of `dim`.
+    value, put : function
+        ``value(words, scales, d, dim)``: element `d` of a row of `dim`. ``put(x, words, scales, d)`` stores it; None
+        for quantised kinds, whose elements have a scale in common.
     """
     if kind == "int8":
-        return _int8_value
+        return _int8_value, None
     if kind == "int4":
-        return int4_value
-    load, _ = scaled_codec(kind, compute)
+        return int4_value, None
+    load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 
     @register_jitable
     def value(words, scales, d, dim):
         return load(words[d], scales[0] if SCALED else np.float32(1))
 
-    return value
+    @register_jitable
+    def put(x, words, scales, d):
+        words[d] = store(x, scales[0] if SCALED else np.float32(1))
+
+    return value, put
 
 
 def scales_at(scales_per):
