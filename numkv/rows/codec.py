@@ -174,7 +174,8 @@ def scales_at(scales_per):
     Returns
     -------
     function
-        ``at(scale, block, head, offset)``: a 1-d view, or of kinds without scales the empty array itself.
+        ``at(scale, block, head, offset)``: a 1-d view, or of kinds without scales the empty array itself. Not for
+        CUDA, which lets no function return a new array: its kernels have the branches in themselves.
     """
     NONE, HEAD, ROW = (scales_per == name for name in ("none", "head", "row"))
 

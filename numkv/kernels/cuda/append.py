@@ -18,7 +18,6 @@ from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, laun
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
-from numkv.rows.codec import scales_at
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
 
@@ -31,7 +30,6 @@ def make_append_rows(SRC, DST, BY_SLOT):
     """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     load, _ = codec(SRC)
     find, (peak, put) = slot_finder(BY_SLOT), row_store(DST, "float32", load)
-    scales_of = scales_at(kind(DST).scales_per)
     NEEDS_PEAK = needs_peak(DST)
     SHAPE = (ROWS, LANES) if NEEDS_PEAK else (1, 1)
 
@@ -55,13 +53,11 @@ def make_append_rows(SRC, DST, BY_SLOT):
                 cuda.syncthreads()
             if here:
                 block, offset = slot // block_size, slot % block_size
-                source, words = rows[t, h], pool[block, h, offset]
                 if SRC == DST:
                     for d in range(lane, dim, LANES):
-                        words[d] = source[d]
+                        pool[block, h, offset, d] = rows[t, h, d]
                 else:
-                    scales = scales_of(scale, block, h, offset)
-                    put(source, 0, dim, words, scales, peaks, warp, lane)
+                    put(rows[t, h], 0, dim, pool, scale, block, h, offset, peaks, warp, lane)
             if NEEDS_PEAK:
                 cuda.syncthreads()
 

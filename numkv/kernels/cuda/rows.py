@@ -66,10 +66,11 @@ def row_store(KIND, COMPUTE, load):
     peak : function
         ``peak(x, at, dim, lane)``: the largest magnitude among this lane's elements of the row ``x[at : at + dim]``.
     put : function
-        ``put(x, at, dim, words, scales, peaks, warp, lane)`` stores this lane's part of the row. ``peaks[warp]`` are
-        the peaks of all lanes, if `needs_peak`. INT4 takes whole groups, and `x` in floats.
+        ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane)`` stores this lane's part of the row at
+        ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`. INT4 takes whole
+        groups, and `x` in floats.
     """
-    PER_ROW, PER_GROUP = needs_peak(KIND), kind(KIND).scales_per == "group"
+    PER_HEAD, PER_ROW, PER_GROUP = (kind(KIND).scales_per == of for of in ("head", "row", "group"))
     _, put_element = element_codec(KIND, COMPUTE)
 
     @register_jitable
@@ -80,23 +81,26 @@ def row_store(KIND, COMPUTE, load):
         return largest
 
     @register_jitable
-    def put(x, at, dim, words, scales, peaks, warp, lane):
+    def put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane):
+        words = pool[block, head, offset]
         if PER_ROW:
             largest = np.float32(0)
             for i in range(LANES):
                 largest = max(largest, np.float32(peaks[warp, i]))
-            scale = int8_scale(largest)
+            of_row = int8_scale(largest)
             if lane == 0:
-                scales[0] = scale
+                scale[block, head, offset] = of_row
             for d in range(lane, dim, LANES):
-                words[d] = int8_code(load(x[at + d]), scale)
+                words[d] = int8_code(load(x[at + d]), of_row)
         elif PER_GROUP:  # a lane for each
+            scales = scale[block, head, offset]
             for i in range(lane, (dim + GROUP - 1) // GROUP, LANES):
                 first = np.int64(i) * GROUP
                 count = min(np.int64(GROUP), dim - first)
                 scales[i] = store_int4_group(x, at + first, count, words, first // 2)
         else:
+            of_head = scale[head : head + 1] if PER_HEAD else scale
             for d in range(lane, dim, LANES):
-                put_element(load(x[at + d]), words, scales, d)
+                put_element(load(x[at + d]), words, of_head, d)
 
     return peak, put

@@ -19,7 +19,7 @@ from numkv.kernels.cuda.rows import as_it_is, row_store
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.rows.codec import element_codec, scales_at
+from numkv.rows.codec import element_codec
 from numkv.rows.rope import pair_of, rotate_pair
 
 __all__ = ["shift_rows"]
@@ -35,7 +35,7 @@ def make_shift_rows(KIND):
     F, REAL = OF_POOL.compute.type, getattr(types, COMPUTE)
     value, put_element = element_codec(KIND, COMPUTE)
     _, put = row_store(KIND, COMPUTE, as_it_is)
-    scales_of = scales_at(OF_POOL.scales_per)
+    PER_HEAD, PER_ROW = OF_POOL.scales_per == "head", OF_POOL.scales_per == "row"
     SHAPE = (ROWS, LANES)
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved):
@@ -60,7 +60,15 @@ def make_shift_rows(KIND):
             largest = np.float32(0)
             if here:
                 block, place = slot // block_size, slot % block_size
-                words, scales = pool[block, h, place], scales_of(scale, block, h, place)
+                words = pool[block, h, place]
+                if PER_HEAD:
+                    scales = scale[h : h + 1]
+                elif PER_ROW:
+                    scales = scale[block, h, place : place + 1]
+                elif GROUP:
+                    scales = scale[block, h, place]
+                else:
+                    scales = scale
                 for j in range(lane, half, LANES):
                     i = natural(j)
                     low, high = pair_of(i, half, interleaved)
@@ -84,8 +92,7 @@ def make_shift_rows(KIND):
                 cuda.syncthreads()
                 if here:
                     block, place = slot // block_size, slot % block_size
-                    words, scales = pool[block, h, place], scales_of(scale, block, h, place)
-                    put(x, at, dim, words, scales, peaks, warp, lane)
+                    put(x, at, dim, pool, scale, block, h, place, peaks, warp, lane)
                 cuda.syncthreads()
 
     return kernel

@@ -18,8 +18,6 @@ from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.kinds import kind
-from numkv.rows.codec import scales_at
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
@@ -42,7 +40,6 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
     peak, put_k = row_store(K_KIND, COMPUTE, as_it_is)
     _, put_v = row_store(V_KIND, COMPUTE, as_it_is)
-    k_scales_of, v_scales_of = (scales_at(kind(name).scales_per) for name in (K_KIND, V_KIND))
     SHAPE = (ROWS, LANES)
 
     def kernel(
@@ -111,11 +108,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 g = (h - num_q_heads) % num_kv_heads
                 block, offset = slot // block_size, slot % block_size
                 if is_qk:
-                    k_scales = k_scales_of(k_scale, block, g, offset)
-                    put_k(x, at, dim, k_pool[block, g, offset], k_scales, squares, warp, lane)
+                    put_k(x, at, dim, k_pool, k_scale, block, g, offset, squares, warp, lane)
                 else:
-                    v_scales = v_scales_of(v_scale, block, g, offset)
-                    put_v(x, at, dim, v_pool[block, g, offset], v_scales, squares, warp, lane)
+                    put_v(x, at, dim, v_pool, v_scale, block, g, offset, squares, warp, lane)
             cuda.syncthreads()
 
     return kernel
