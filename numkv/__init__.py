@@ -9,14 +9,9 @@ from numkv.attention.mass import attention_weights
 from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
-from numkv.caches.multi.cell_cache import (
-    Batch,
-    CacheConfig,
-    CausalCache,
-    ChunkedCache,
-    SlidingWindowCache,
-)
+from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
 from numkv.caches.paged_layer import PagedLayer, PagedPool

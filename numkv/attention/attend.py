@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
+from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_writable
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
@@ -20,7 +20,6 @@ __all__ = [
     "attend",
     "check_group",
     "check_lengths",
-    "check_options",
     "check_queries",
     "no_ranges",
     "too_many_queries",
@@ -35,13 +34,8 @@ def attend(
     q: Array,
     seq_lens: Array,
     q_starts: Array,
+    options: AttentionOptions,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Any:
@@ -57,8 +51,8 @@ def attend(
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
         Lengths, and where each sequence's queries start, checked.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
-        See `decode_attention`.
+    options : AttentionOptions
+        From `check_options`; `sinks` and `out` are checked here.
     ranges : int64 array (num_tokens, 2), optional
         Tokens ``[low, high)`` that each query sees, counted along its sequence's row of `block_table`, in place of
         causality and `seq_lens`; an empty range gives 0 and -inf. With ranges, `window_left` is -1.
@@ -79,9 +73,8 @@ def attend(
     k_kind, v_kind = pool.k_kind, pool.v_kind
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    if logits_soft_cap != 0 or window_left != -1:
-        check_options(logits_soft_cap, window_left)
+    scale = options.scale(head_dim)
+    _, logits_soft_cap, window_left, sinks, return_lse, out = options
     if ranges is None:
         ranges = no_ranges(target.name)
     if sinks is None:
@@ -110,18 +103,6 @@ def attend(
     if pool.v_rotation is not None:
         pool.v_rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
-
-
-def check_options(logits_soft_cap: float, window_left: int) -> None:
-    """Check the values of options that are numbers."""
-    if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
-        raise ValueError(
-            f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
-        )
-    if window_left < -1:
-        raise ValueError(
-            f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
-        )
 
 
 @functools.cache

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
-from numkv.attention.attend import (
-    attend,
-    check_lengths,
-    check_options,
-    check_queries,
-    no_ranges,
-)
+from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind, kind_of_dtype
@@ -35,11 +29,9 @@ def weigh(
     seq_lens: Array,
     q_starts: Array,
     columns: int,
+    options: AttentionOptions,
     *,
     lse: Any = None,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Array:
@@ -57,7 +49,9 @@ def weigh(
         Lengths, and where each sequence's queries start, checked.
     columns : int
         Tokens of each sequence that are shown.
-    lse, sm_scale, logits_soft_cap, window_left
+    options : AttentionOptions
+        From `check_options`; without sinks and outputs.
+    lse
         See `attention_weights`.
     ranges, by_slot
         See `numkv.attention.attend.attend`; ranges end within `seq_lens`.
@@ -68,16 +62,14 @@ def weigh(
     """
     target = pool.target
     num_tokens, num_q_heads, head_dim = (int(n) for n in q.shape)
-    check_options(logits_soft_cap, window_left)
     if lse is None:
+        asked = options._replace(return_lse=True)
         _, lse = attend(
-            pool, block_table, q, seq_lens, q_starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, return_lse=True,
-            ranges=ranges, by_slot=by_slot,
-        )  # fmt: skip
+            pool, block_table, q, seq_lens, q_starts, asked, ranges=ranges, by_slot=by_slot
+        )
     else:
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    scale = options.scale(head_dim)
     weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
     if pool.k_rotation is not None:
         q = pool.k_rotation.forward(target, q)
@@ -98,7 +90,8 @@ def weigh(
         ranges = no_ranges(target.name)
     target.ops.attention_weights(
         target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
-        q_starts, ranges, int(by_slot), lse, scale, float(logits_soft_cap), int(window_left), weights,
+        q_starts, ranges, int(by_slot), lse, scale, float(options.logits_soft_cap),
+        int(options.window_left), weights,
     )  # fmt: skip
     return weights
 
@@ -181,7 +174,6 @@ def attention_weights(
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
-    return weigh(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, capacity, lse=lse,
-        sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left)
+    table = one_block_each(target.name, num_seqs)
+    return weigh(pool, table, q, lens, starts, capacity, options, lse=lse)

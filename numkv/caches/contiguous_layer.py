@@ -108,5 +108,5 @@ class ContiguousLayer(Layer):
         return (
             f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
             f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"kind={self._kinds_and_residual()}, target={self.target})"
+            f"kind={self._storage()}, target={self.target})"
         )

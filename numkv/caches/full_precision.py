@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend, check_options
+from numkv.attention.attend import attend
 from numkv.attention.mass import weigh
+from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
@@ -33,14 +34,14 @@ from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["Residual"]
+__all__ = ["FullPrecisionWindow", "Residual"]
 
 Ints = NDArray[np.int64]
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-class Residual:
+class FullPrecisionWindow:
     """The full-precision tokens of a cache of one sequence, and which they are.
 
     Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
@@ -79,7 +80,7 @@ class Residual:
     def make(
         cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
         capacity: int | None,
-    ) -> Residual | None:  # fmt: skip
+    ) -> FullPrecisionWindow | None:  # fmt: skip
         """Check a cache's arguments; None where they ask for nothing."""
         window = check_size("residual_window", residual_window)
         num_sinks = check_size("num_sink_tokens", num_sink_tokens)
@@ -109,9 +110,9 @@ class Residual:
         sinks = min(int(self._sinks[layer]), length)
         return sinks, max(sinks, min(int(self._end[layer]), length))
 
-    def copy(self) -> Residual:
+    def copy(self) -> FullPrecisionWindow:
         """A deep copy that shares no memory."""
-        new = object.__new__(Residual)
+        new = object.__new__(FullPrecisionWindow)
         new.__dict__.update(self.__dict__)
         layers = len(self._sinks)
         new._pool = self._pool.like(layers)
@@ -181,19 +182,20 @@ class Residual:
             begin = stop
         return runs
 
-    def aside(self, tokens: int) -> Pool:
-        """A block of float rows for new tokens, which `append` then takes: see `rows_of`."""
+    def staging(self, tokens: int) -> Pool:
+        """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return _float_pool(self._pool, 1, max(1, tokens))
 
-    def rows_of(self, block: Pool, tokens: int) -> tuple[Array, Array]:
+    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
         """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
         target = block.target
         k, v = (target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
         return k, v
 
-    def truncate(self, layer: int, length: int) -> None:
-        """Drop a layer's tokens from position `length` on; quantised ones before it stay quantised."""
-        self._sinks[layer], self._end[layer] = self.quantised(layer, length)
+    def truncate(self, length: int) -> None:
+        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised."""
+        np.minimum(self._sinks, length, out=self._sinks)
+        np.maximum(self._sinks, np.minimum(self._end, length), out=self._end)
 
     # -- compaction
 
@@ -305,13 +307,7 @@ class Residual:
         layer: int,
         q: Array,
         length: int,
-        *,
-        sm_scale: float | None,
-        logits_soft_cap: float,
-        window_left: int,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
+        options: AttentionOptions,
     ) -> Any:
         """Attend with checked queries of a layer's last tokens over both pools.
 
@@ -330,8 +326,8 @@ class Residual:
             Queries, checked.
         length : int
             Tokens of the layer.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
-            See `numkv.decode_attention`.
+        options : AttentionOptions
+            From `check_options`.
 
         Returns
         -------
@@ -340,13 +336,12 @@ class Residual:
         """
         target = pool.target
         tokens = int(q.shape[0])
-        check_options(logits_soft_cap, window_left)
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
-        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        ends: dict[str, Any] = {"return_lse": return_lse, "out": out}
+        window_left, out = options.window_left, options.out
+        options = options._replace(window_left=-1)
         if not tokens or not length:
-            return attend(pool, block_table, q, lens, starts, sinks=sinks, **options, **ends)
+            return attend(pool, block_table, q, lens, starts, options)
         # What queries see, and which part of it is where: floats are counted along the list of those that there are.
         high = length - tokens + 1 + np.arange(tokens)
         low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
@@ -356,21 +351,19 @@ class Residual:
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
         slots = self._slots(layer, self._kept(begin, end, length), begin)
 
-        def of_codes(q: Array, **more: Any) -> Any:
+        def of_codes(q: Array, options: AttentionOptions) -> Any:
             ranges = target.index(coded, np.int64)
-            return attend(pool, block_table, q, lens, starts, ranges=ranges, **options, **more)
+            return attend(pool, block_table, q, lens, starts, options, ranges=ranges)
 
-        def of_floats(q: Array, **more: Any) -> Any:
+        def of_floats(q: Array, options: AttentionOptions) -> Any:
             table = target.index(slots[None, :], np.int32)
-            return attend(
-                self._pool, table, q, lens, starts, ranges=target.index(plain, np.int64),
-                by_slot=True, **options, **more,
-            )  # fmt: skip
+            ranges = target.index(plain, np.int64)
+            return attend(self._pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
 
         if not np.any(coded[:, 0] < coded[:, 1]):
-            return of_floats(q, sinks=sinks, **ends)
+            return of_floats(q, options)
         if not np.any(plain[:, 0] < plain[:, 1]):
-            return of_codes(q, sinks=sinks, **ends)
+            return of_codes(q, options)
         q_kind = kind_of_dtype(q.dtype)
         assert q_kind is not None
         shape = (tokens, int(q.shape[1]), pool.head_dim_v)
@@ -381,8 +374,9 @@ class Residual:
             check_writable("out", out)
         exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
         wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
-        o_a, lse_a = of_floats(wide, sinks=sinks, return_lse=True)
-        o_b, lse_b = of_codes(wide, return_lse=True)
+        parts = options._replace(return_lse=True, out=None)
+        o_a, lse_a = of_floats(wide, parts)
+        o_b, lse_b = of_codes(wide, parts._replace(sinks=None))
         merged = out if exact is q_kind else target.empty(shape, exact.dtype)
         lse = target.empty(shape[:2], _FLOAT32)
         words = target.words
@@ -391,7 +385,7 @@ class Residual:
         )
         if merged is not out:
             _converted(target, merged, out)
-        return (out, lse) if return_lse else out
+        return (out, lse) if options.return_lse else out
 
     def weigh(
         self,
@@ -400,11 +394,8 @@ class Residual:
         layer: int,
         q: Array,
         length: int,
-        *,
+        options: AttentionOptions,
         lse: Any,
-        sm_scale: float | None,
-        logits_soft_cap: float,
-        window_left: int,
     ) -> Array:
         """Sum up what checked queries of a layer's last tokens give to each token.
 
@@ -412,7 +403,9 @@ class Residual:
         ----------
         pool, block_table, layer, q, length
             See `attend`.
-        lse, sm_scale, logits_soft_cap, window_left
+        options : AttentionOptions
+            From `check_options`; without sinks and outputs.
+        lse
             See `numkv.attention_weights`.
 
         Returns
@@ -421,12 +414,9 @@ class Residual:
         """
         target, own = pool.target, self._pool
         tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
-        }  # fmt: skip
-        check_options(logits_soft_cap, window_left)
         if lse is None:
-            _, lse = self.attend(pool, block_table, layer, q, length, return_lse=True, **options)
+            asked = options._replace(return_lse=True)
+            _, lse = self.attend(pool, block_table, layer, q, length, asked)
         else:
             lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, num_q_heads))
 
@@ -435,7 +425,7 @@ class Residual:
             last = slice(int(q.shape[0]) - tokens, int(q.shape[0]))
             return weigh(
                 pool, table, q[last], target.index(np.array([length]), np.int64),
-                target.index(np.array([0, tokens]), np.int64), columns, lse=lse[last], **options,
+                target.index(np.array([0, tokens]), np.int64), columns, options, lse=lse[last],
             )  # fmt: skip
 
         def put(columns: Array, positions: Ints) -> None:
@@ -453,7 +443,7 @@ class Residual:
             put(first, np.arange(begin))
         if end < length:
             recent = np.arange(end, length)
-            block = self.aside(len(recent))
+            block = self.staging(len(recent))
             slots = target.index(self._slots(layer, recent, begin), np.int64)
             places = target.index(np.arange(len(recent)), np.int64)
             target.ops.copy_tokens(own.k, slots, block.k, places)
@@ -490,9 +480,5 @@ def _converted(target: Target, x: Array, to: Array) -> Array:
     return to
 
 
-def no_jit(residual: Residual) -> str:
-    """What is wrong with asking for ``.jit`` where tokens are kept in full precision."""
-    return (
-        f"`jit`: expected a cache without full-precision tokens, got {residual}; they lie outside of the "
-        "buffers that compiled code would see"
-    )
+#: The name of 0.1.
+Residual = FullPrecisionWindow

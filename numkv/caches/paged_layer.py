@@ -265,14 +265,16 @@ class PagedLayer(Layer):
         self._owned = need
         self._device_table = None
 
-    def _check_table(self) -> None:
-        if not np.array_equal(self._table, self._ids):
+    def _stored(self, layer: int) -> int:
+        length = super()._stored(layer)
+        if self._struct is not None and not np.array_equal(self._table, self._ids):
             raise NumkvError(
                 f"`jit.block_table`: expected the layer's own, {self._ids.tolist()}, got {self._table.tolist()}; "
                 "compiled code may read it, not write it"
             )
+        return length
 
-    def _room_taken(self) -> int:
+    def _room(self) -> int:
         return self._owned * int(self._pool.k.shape[2])
 
     @property
@@ -281,14 +283,14 @@ class PagedLayer(Layer):
 
         With full-precision tokens it cannot grow that way, as nothing says what they would be.
         """
-        return self._length()
+        return self._stored(0)
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
         length = self._check_length(length)
         self._take_room(length)
         self._give_back(length)
-        self._context_lens[0] = length
+        self._lengths[0] = length
 
     def _give_back(self, length: int) -> None:
         keep = -(-length // self.block_size)
@@ -322,7 +324,7 @@ class PagedLayer(Layer):
         return (
             f"PagedLayer(seq_len={self.seq_len}, capacity={self.capacity}, blocks={self._owned}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, kind={self._kinds_and_residual()}, target={self.target})"
+            f"head_dim={self.head_dim}, kind={self._storage()}, target={self.target})"
         )
 
 
