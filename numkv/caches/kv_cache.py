@@ -371,6 +371,7 @@ class KVCache(StoredRows):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new._lengths, new._length = self._lengths.copy(), self._length.copy()
+        new._current = self._current.copy()  # what `jit` gave of this one stays right
         new._move(self.capacity)
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
