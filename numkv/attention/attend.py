@@ -9,7 +9,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.attention.options import AttentionOptions
-from numkv.checks import check_array, check_writable
+from numkv.checks import check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
@@ -129,10 +129,9 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
     """Check the queries of a decode or prefill."""
-    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.values_on_host else ()
-    if (  # nothing to say about most, which takes a quarter of the time
-        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize and q.flags.aligned
-        and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
+    if (
+        target.values_on_host and is_plain(q, 3) and q.shape[2] == head_dim
+        and num_kv_heads and q.shape[1] % num_kv_heads == 0 and kind_of_dtype(q.dtype) is not None
     ):  # fmt: skip
         return q
     q = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
