@@ -1,4 +1,4 @@
-"""Attention weights by token: what methods that drop the least used tokens go by; see `numkv.compaction.eviction`."""
+"""Attention mass by token, from which `numkv.compaction.eviction` chooses the tokens to drop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array
 
-__all__ = ["attention_weights", "weigh"]
+__all__ = ["attention_mass", "attention_weights", "weigh"]
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def weigh(
+def attention_mass(
     pool: Pool,
     block_table: Array,
     q: Array,
@@ -35,7 +35,7 @@ def weigh(
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Array:
-    """Sum up what checked queries give to each token; what every ``attention_weights`` ends in.
+    """Sum the attention that checked queries give to each token. Every ``attention_weights`` ends here.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ def weigh(
     q : array (num_tokens, num_q_heads, head_dim)
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
-        Lengths, and where each sequence's queries start, checked.
+        Lengths, and where each sequence's queries start; checked.
     columns : int
-        Tokens of each sequence that are shown.
+        Tokens of each sequence in the result.
     options : AttentionOptions
         From `check_options`; without sinks and outputs.
     lse
@@ -77,7 +77,7 @@ def weigh(
     assert q_kind is not None
     keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
     if k_kind.group_size and not target.values_on_host:
-        # The CUDA kernel reads no groups: it gets a copy of the pool in float32.
+        # The CUDA kernel cannot read quantisation groups: it gets a float32 copy of the pool.
         num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
         flat = (num_blocks * heads, block_size)
         keys = target.dequantise(
@@ -96,6 +96,9 @@ def weigh(
     return weights
 
 
+weigh = attention_mass  # what callers in caches/paged and caches/multi import
+
+
 def attention_weights(
     q: Any,
     k: Any,
@@ -109,7 +112,7 @@ def attention_weights(
     k_scale: Any = None,
     validate: bool = False,
 ) -> Array:
-    """How much attention each token of a contiguous cache gets from given queries.
+    """Sum the attention that each token of a contiguous cache gets from given queries.
 
     Parameters
     ----------
@@ -122,8 +125,8 @@ def attention_weights(
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
         Where each sequence's queries start, as in `numkv.prefill_attention`; None: each has one.
     lse : float32 array (num_tokens, num_q_heads), optional
-        What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs an
-        attention over the keys; needed if there are sinks, which take their share without being a token.
+        What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs
+        one attention over the keys. Needed if there are sinks, as they take a share of the softmax.
     sm_scale, logits_soft_cap, window_left
         See `numkv.decode_attention`.
     k_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
@@ -135,8 +138,8 @@ def attention_weights(
     Returns
     -------
     float32 array (num_seqs, num_kv_heads, capacity)
-        Softmax weights, summed over the queries and the q heads of each group; 0 for tokens that no query sees and past
-        the length. Without sinks a sequence's weights of a kv head add up to its queries times the group.
+        Softmax weights, summed over the queries and the q heads of each GQA group; 0 for tokens that no query sees
+        and past the length. Without sinks, each kv head of a sequence has a sum of its queries times the group.
 
     Raises
     ------
@@ -145,7 +148,7 @@ def attention_weights(
 
     Notes
     -----
-    Computed in float32, whatever the kinds. Attention itself does not keep these weights: the keys are read once more.
+    Computed in float32, whatever the kinds. Attention itself does not keep these weights: the keys are read again.
 
     Examples
     --------
@@ -176,4 +179,4 @@ def attention_weights(
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
     options = check_options(sm_scale, logits_soft_cap, window_left)
     table = one_block_each(target.name, num_seqs)
-    return weigh(pool, table, q, lens, starts, capacity, options, lse=lse)
+    return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)

@@ -27,7 +27,7 @@ def _check_batch(
     target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
     *, validate: bool, decode: bool,
 ) -> Array:  # fmt: skip
-    """The lengths as kernels take them; their values and the table's are checked where that is free or asked for."""
+    """The lengths as kernels take them; their values and the table's are checked on the CPU, on CUDA if asked for."""
     num_seqs = int(table.shape[0])
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])

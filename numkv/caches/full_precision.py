@@ -1,15 +1,15 @@
 """Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
 
-Most of what quantisation loses is lost on tokens that get much attention: the newest, and the first, which models use
-as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
+Quantisation does most harm to the tokens that get much attention: the newest ones, and the first ones, which models
+use as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
 `num_sink_tokens`, the numbers of such tokens:
 
 - They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
   and attended to as such: attention over the two pools is merged.
-- A token that leaves the window is quantised then, once, from the row that was appended; its codes are those that a
-  cache without a window has.
-- Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be fewer
-  full-precision tokens than asked for, for a while.
+- A token is quantised when it leaves the window, once, from the row that was appended; its codes are the same as in a
+  cache without a window.
+- Quantised tokens stay quantised when newer ones are dropped, or older ones by `compact`. For a while there can then
+  be fewer full-precision tokens than asked for.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3: the full-precision residual of recent tokens. Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3: the first tokens.
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
@@ -45,15 +45,15 @@ class FullPrecisionWindow:
     """The full-precision tokens of a cache of one sequence, and which they are.
 
     Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
-    pool, where every position has its slot, whether it is used or not. Rows are float32, also where one of K and V is a
-    16-bit kind and rounds them when they leave; beside fp64 they are float64.
+    pool, where every position has a slot, used or not. Rows are float32, beside fp64 float64. Where one of K and V is a
+    16-bit kind, its rows are rounded when they leave.
 
     Make one with `make`, which checks arguments.
 
     Parameters
     ----------
     pool : Pool
-        The quantised pool: what rows are like, and where.
+        The quantised pool, which says the kinds, the sizes and the target.
     num_layers : int
         Layers.
     window, num_sinks : int
@@ -62,8 +62,8 @@ class FullPrecisionWindow:
         Tokens that a layer can ever have, if that is known: no more slots than that are made.
     """
 
-    # A layer has one block: slots for the first tokens, then a ring for the recent ones, where position p has place
-    # p % ring. The window holds no more positions than the ring has places, so no two of them meet.
+    # A layer has one block: slots for the sink tokens, then a ring in which position p has slot p % ring. The window is
+    # no longer than the ring, so that no two positions share a slot.
 
     def __init__(
         self, pool: Pool, num_layers: int, window: int, num_sinks: int, capacity: int | None
@@ -81,7 +81,7 @@ class FullPrecisionWindow:
         cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
         capacity: int | None,
     ) -> FullPrecisionWindow | None:  # fmt: skip
-        """Check a cache's arguments; None where they ask for nothing."""
+        """Check a cache's arguments; None if they ask for no full-precision tokens."""
         window = check_size("residual_window", residual_window)
         num_sinks = check_size("num_sink_tokens", num_sink_tokens)
         if window == 0 and num_sinks == 0:
@@ -122,7 +122,7 @@ class FullPrecisionWindow:
         return new
 
     def _slots(self, layers: Any, positions: Ints, sinks: Any) -> Ints:
-        """Where tokens lie that are here, of layers that have so many first tokens."""
+        """Slots of full-precision tokens, in layers with so many sink tokens."""
         recent = self._first + positions % max(1, self._ring)
         slots: Ints = np.asarray(layers) * self._size + np.where(
             positions < sinks, positions, recent
@@ -134,7 +134,7 @@ class FullPrecisionWindow:
     def append(
         self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int
     ) -> None:
-        """Take checked rows of new tokens, and quantise those that are or get too old.
+        """Take checked rows of new tokens, and quantise all that are outside of the window then.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class FullPrecisionWindow:
         tokens = int(k.shape[0])
         length = start + tokens
         sinks, end = self.quantised(layer, start)
-        if sinks == start:  # nothing but first tokens so far
+        if sinks == start:  # only sink tokens so far
             sinks = max(sinks, min(self._first, length))
         first_kept = max(end, sinks, length - self._ring)
         for a, b in self._runs(end, min(first_kept, start)):
@@ -174,7 +174,7 @@ class FullPrecisionWindow:
         self._sinks[layer], self._end[layer] = sinks, first_kept
 
     def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Recent positions ``[begin, end)`` in parts that lie one after another."""
+        """Recent positions ``[begin, end)`` as runs that are contiguous in the ring."""
         runs = []
         while begin < end:
             stop = min(end, begin + self._ring - begin % self._ring)
@@ -216,12 +216,12 @@ class FullPrecisionWindow:
         kept : int64 array (num_layers, n)
             Tokens that are kept, which rise.
         shift : RopeShift or None
-            What turns their keys, checked.
+            The key shift, checked.
 
         Returns
         -------
         list of callable
-            What there is to do, in this order; none of it fails.
+            Steps to take in this order; none of them fails.
         """
         layers, n = kept.shape
         target = self._pool.target
@@ -237,7 +237,7 @@ class FullPrecisionWindow:
         pool = self._pool
         moves: list[Callable[[], object]] = []
         if not np.array_equal(source, to):
-            # In a ring, tokens can change places; in another pool none is in another's way.
+            # Within the ring a move could overwrite a token that has yet to move; copies to another pool cannot.
             pool = pool.like(layers)
             here, there = target.index(source, np.int64), target.index(to, np.int64)
 
@@ -342,7 +342,7 @@ class FullPrecisionWindow:
         options = options._replace(window_left=-1)
         if not tokens or not length:
             return attend(pool, block_table, q, lens, starts, options)
-        # What queries see, and which part of it is where: floats are counted along the list of those that there are.
+        # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
         high = length - tokens + 1 + np.arange(tokens)
         low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
         seen = np.stack([low, high], axis=1)
@@ -387,7 +387,7 @@ class FullPrecisionWindow:
             _converted(target, merged, out)
         return (out, lse) if options.return_lse else out
 
-    def weigh(
+    def attention_mass(
         self,
         pool: Pool,
         block_table: Array,
@@ -397,7 +397,7 @@ class FullPrecisionWindow:
         options: AttentionOptions,
         lse: Any,
     ) -> Array:
-        """Sum up what checked queries of a layer's last tokens give to each token.
+        """Sum the attention that checked queries of a layer's last tokens give to each token.
 
         Parameters
         ----------
@@ -421,9 +421,9 @@ class FullPrecisionWindow:
             lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, num_q_heads))
 
         def of(pool: Pool, table: Array, tokens: int, length: int, columns: int) -> Array:
-            """Weights of the first columns, of the last queries over a sequence that ends with them."""
+            """Mass of the first tokens, from the last queries over a sequence that ends with them."""
             last = slice(int(q.shape[0]) - tokens, int(q.shape[0]))
-            return weigh(
+            return attention_mass(
                 pool, table, q[last], target.index(np.array([length]), np.int64),
                 target.index(np.array([0, tokens]), np.int64), columns, options, lse=lse[last],
             )  # fmt: skip
@@ -432,12 +432,12 @@ class FullPrecisionWindow:
             places = target.index(np.arange(len(positions)), np.int64)
             target.ops.copy_tokens(columns, places, weights, target.index(positions, np.int64))
 
-        # With the lse known, every token's weight stands for itself: those of tokens that are not quantised are what
-        # their unused slots give, and then replaced.
+        # With the lse known, the mass of each token is independent of the others. Full-precision tokens first get
+        # that of their unused slots in the quantised pool, which is then replaced.
         weights = of(pool, block_table, tokens, length, length)
         begin, end = self.quantised(layer, length)
         if begin:
-            # The list is as long as the sequence, as kernels look some tokens further than they are asked for.
+            # The table covers the whole sequence, as kernels read some tokens past those they are asked for.
             table = np.full((1, -(-length // self._size)), layer)
             first = of(own, target.index(table, np.int32), tokens, length, begin)
             put(first, np.arange(begin))
@@ -448,27 +448,27 @@ class FullPrecisionWindow:
             places = target.index(np.arange(len(recent)), np.int64)
             target.ops.copy_tokens(own.k, slots, block.k, places)
             table = target.index(np.zeros((1, 1)), np.int32)
-            seeing = min(tokens, len(recent))  # queries further back are older than all of these
+            seeing = min(tokens, len(recent))  # earlier queries see none of these
             put(of(block, table, seeing, len(recent), len(recent)), recent)
         return weights
 
 
 def _float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
-    """Blocks for rows like a pool's, as they are before they are quantised."""
+    """Blocks for the rows of a pool before they are quantised."""
     shape = (num_blocks, int(pool.k.shape[1]), block_size)
     k_kind, v_kind = _float_kind(pool.k_kind), _float_kind(pool.v_kind)
     return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, k_kind, v_kind)
 
 
 def _float_kind(of: Kind) -> Kind:
-    """What rows are kept in before they are stored in a kind: what is computed with, which takes any of its rows."""
+    """The float kind that holds rows before they are stored in a kind: that of its arithmetic."""
     found = kind_of_dtype(of.compute)
     assert found is not None
     return found
 
 
 def _converted(target: Target, x: Array, to: Array) -> Array:
-    """Put an array ``(num_tokens, num_heads, head_dim)`` of floats into one of another dtype."""
+    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
     source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
     assert source is not None
     assert dest is not None

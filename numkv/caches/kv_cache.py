@@ -48,19 +48,19 @@ class KVCache(StoredRows):
     head_dim_v : int, optional
         Elements of a V row.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool
-        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. Rows that are read are turned
-        back, codes and scales are those of rotated rows.
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`. The
+        rotation is undone in rows that are read; codes and scales are those of rotated rows.
     residual_window : int
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
-        First tokens that are kept so too.
+        First tokens that are kept in full precision too.
 
     Raises
     ------
     NotSupported
-        If tokens are to be kept in full precision beside a kind that quantises nothing.
+        If tokens should stay in full precision but neither kind is quantised.
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
 
@@ -121,7 +121,7 @@ class KVCache(StoredRows):
                 if scale.size:
                     copy_rows(by_row(scale), by_row(to), start)
         self._pool = new
-        self._current[0] = 0  # of what `jit` gave so far
+        self._current[0] = 0  # for views that `jit` gave so far
         self._current = np.ones(1, np.int64)
         self._struct = None
 
@@ -174,8 +174,8 @@ class KVCache(StoredRows):
         A cache that grows gets new buffers: ask again then. An instance from before neither appends nor advances, and
         raises where rows are loaded.
 
-        With ``rotate=True`` it takes and gives rows as they are stored: rotated. A cache that keeps tokens in full
-        precision has none (`NotSupported`): the buffers are not all of it.
+        With ``rotate=True`` it takes and gives rotated rows, as they are stored. A cache that keeps tokens in full
+        precision has none (`NotSupported`): some of its tokens are not in these buffers.
         """
         return self._view(self._make_struct)
 
@@ -225,7 +225,7 @@ class KVCache(StoredRows):
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite : bool
-            Whether rows that are to be quantised are looked at first.
+            Whether rows that will be quantised are checked for NaN and infinity first.
 
         Raises
         ------
@@ -310,8 +310,8 @@ class KVCache(StoredRows):
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
-        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
-        positions; quantised ones are quantised once more.
+        Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
+        new positions; quantised keys are quantised once more.
 
         Parameters
         ----------
@@ -319,7 +319,7 @@ class KVCache(StoredRows):
             Tokens to keep, in order, on the host: the same in all layers, or as many in each.
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
-            rotation, and for methods that go on counting positions from those that tokens had.
+            RoPE, and for methods that keep the positions that tokens had.
 
         Raises
         ------
@@ -330,7 +330,7 @@ class KVCache(StoredRows):
         ValueError
             If indices do not rise.
         DimensionMismatch, UnsupportedDType, TypeError
-            If `keep` has another shape or is no integers, the shift rotates more elements than a key has, or it is
+            If `keep` has another shape or is no integers, the shift covers more elements than a key has, or `shift` is
             something else.
 
         Notes
@@ -371,6 +371,7 @@ class KVCache(StoredRows):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new._lengths, new._length = self._lengths.copy(), self._length.copy()
+        new._current = self._current.copy()  # the original's jit view stays in use
         new._move(self.capacity)
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
@@ -447,7 +448,7 @@ class KVCache(StoredRows):
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
     ) -> Array:
-        """How much attention each row of a layer gets from the queries of the last ones.
+        """Sum the attention that each row of a layer gets from the queries of the last rows.
 
         Parameters
         ----------
@@ -456,7 +457,7 @@ class KVCache(StoredRows):
         q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
             Queries; each sees its own position and earlier ones.
         lse : float32 array of q's shape without its last axis, optional
-            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
         sm_scale, logits_soft_cap, window_left
             See `numkv.decode_attention`.
@@ -464,8 +465,8 @@ class KVCache(StoredRows):
         Returns
         -------
         float32 array (num_kv_heads, tokens)
-            Sums over the queries and the q heads of a group; see `numkv.attention_weights`. Rows not yet advanced are
-            included.
+            Sums over the queries and the q heads of a GQA group; see `numkv.attention_weights`. Rows not yet advanced
+            are included.
 
         Raises
         ------
@@ -484,4 +485,4 @@ class KVCache(StoredRows):
             if lse is not None:
                 lse = target.accept(lse, "lse")
                 lse = lse.reshape((1, *lse.shape))
-        return self._weigh(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+        return self._mass(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)

@@ -48,7 +48,7 @@ class Layer(SingleSequence):
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
 
-        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        With full-precision tokens the length cannot grow this way: they are not in the buffers.
         """
         return self._stored(0)
 
@@ -83,7 +83,7 @@ class Layer(SingleSequence):
 
         A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
         ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
-        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.hadamard.Rotation` turns them back.
+        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.Rotation` has the inverse.
         """
         return self._pool.values("k")
 
@@ -124,8 +124,9 @@ class Layer(SingleSequence):
     def jit(self) -> Any:
         """The jitclass instance over this layer's memory, for your own ``@njit`` functions.
 
-        Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rows as they are stored:
-        rotated. A layer that keeps tokens in full precision has none (`NotSupported`): the buffers are not all of it.
+        Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rotated rows, as
+        they are stored. A layer that keeps tokens in full precision has none (`NotSupported`): some of its tokens are
+        not in these buffers.
         """
         return self._view(self._make_struct)
 
@@ -169,7 +170,7 @@ class Layer(SingleSequence):
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
             fp32, fp16 or bf16.
         check_finite : bool
-            Whether rows that are to be quantised are looked at first.
+            Whether rows that will be quantised are checked for NaN and infinity first.
 
         Raises
         ------
@@ -199,7 +200,7 @@ class Layer(SingleSequence):
         q_out: Any = None,
         check_finite: bool = True,
     ) -> Array:
-        """Split fused projections, normalise and rotate q and k, and write K and V, in one pass.
+        """Split fused projections, apply RMS norm and RoPE to q and k, and write K and V, in one pass.
 
         Parameters
         ----------
@@ -208,8 +209,8 @@ class Layer(SingleSequence):
         num_q_heads : int
             Q heads in `qkv`.
         cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
-            Tables of the rotation, a row per position. With ``rotary_dim < head_dim`` the first dims are
-            rotated. None is fine for ``QKMode.COPY``.
+            RoPE tables, a row per position. With ``rotary_dim < head_dim`` RoPE covers the first dims. None is fine for
+            ``QKMode.COPY``.
         qk_mode : QKMode or int
             What happens to q and k.
         q_norm_weight, k_norm_weight : array (head_dim,), optional
@@ -221,7 +222,7 @@ class Layer(SingleSequence):
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
         check_finite : bool
-            Whether projections that are to be quantised are looked at first: k, v or both.
+            Whether projections that will be quantised (k, v or both) are checked for NaN and infinity first.
 
         Returns
         -------
@@ -264,7 +265,7 @@ class Layer(SingleSequence):
             host = self._target.values_on_host
             p.write(pool, self._table if host else self._block_table(0)[0], start, first)
             self._lengths[0] = start + tokens
-        else:  # unrounded, by way of floats, as the rows of `append` come
+        else:  # by way of unrounded floats, which then go the way of `append`
             staging = self._full_precision.staging(tokens)
             p.write(staging, one_block_each(self._target.name, 1)[0], 0, first)
             self._store(0, *self._full_precision.staged(staging, tokens), start)
@@ -290,8 +291,8 @@ class Layer(SingleSequence):
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
-        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
-        positions; quantised ones are quantised once more.
+        Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
+        new positions; quantised keys are quantised once more.
 
         Parameters
         ----------
@@ -299,7 +300,7 @@ class Layer(SingleSequence):
             Tokens to keep, in order, on the host; see `numkv.compaction.eviction` for what chooses them.
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
-            rotation, and for methods that go on counting positions from those that tokens had.
+            RoPE, and for methods that keep the positions that tokens had.
 
         Raises
         ------
@@ -308,7 +309,8 @@ class Layer(SingleSequence):
         ValueError
             If indices do not rise.
         DimensionMismatch, UnsupportedDType, TypeError
-            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+            If `keep` is no row of integers, the shift covers more elements than a key has, or `shift` is something
+            else.
 
         Notes
         -----
@@ -370,14 +372,14 @@ class Layer(SingleSequence):
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
     ) -> Array:
-        """How much attention each token gets from the newest tokens' queries.
+        """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
         lse : float32 array (num_tokens, num_q_heads), optional
-            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
         sm_scale, logits_soft_cap, window_left
             See `numkv.decode_attention`.
@@ -385,7 +387,7 @@ class Layer(SingleSequence):
         Returns
         -------
         float32 array (num_kv_heads, seq_len)
-            Sums over the queries and the q heads of a group; see `numkv.attention_weights`.
+            Sums over the queries and the q heads of a GQA group; see `numkv.attention_weights`.
 
         Raises
         ------
@@ -394,4 +396,4 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        return self._weigh(0, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+        return self._mass(0, q, check_options(sm_scale, logits_soft_cap, window_left), lse)

@@ -35,7 +35,7 @@ class PagedPool:
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
 
@@ -131,7 +131,7 @@ class PagedPool:
         return self._pool.nbytes
 
     def stats(self) -> PoolStats:
-        """What the pool is like now, and what has happened in it."""
+        """Counts of blocks now, and of what has happened to them."""
         return self.blocks.stats()
 
     def check(self) -> None:
@@ -169,25 +169,25 @@ class PagedLayer(Layer):
         Where blocks come from; fixes kind, target, shapes and `rotate`. Without it the layer owns one of
         `max_blocks_per_seq` blocks.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     residual_window : int
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
-        First tokens that are kept so too.
+        First tokens that are kept in full precision too.
 
     Raises
     ------
     DimensionMismatch
         If a size or kind or `rotate` is not the pool's.
     NotSupported
-        If tokens are to be kept in full precision beside a kind that quantises nothing.
+        If tokens should stay in full precision but neither kind is quantised.
 
     Notes
     -----
-    Full-precision tokens lie in buffers of the layer's own. They have their places in blocks all the same, so that
-    quantising them never lacks room.
+    Full-precision tokens lie in buffers of the layer's own. Their slots in blocks are taken all the same, so that
+    there always is room to quantise them.
 
     Examples
     --------
@@ -281,7 +281,7 @@ class PagedLayer(Layer):
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``.
 
-        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        With full-precision tokens the length cannot grow this way: they are not in the buffers.
         """
         return self._stored(0)
 

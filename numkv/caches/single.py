@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.full_precision import FullPrecisionWindow
 from numkv.compaction.key_shift import RopeShift
@@ -230,13 +230,13 @@ class SingleSequence:
         lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
         return attend(pool, table, q, lens, starts, options)
 
-    def _weigh(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
+    def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pool, self._block_table(layer), self._target.name
         if self._full_precision is not None:
-            mass = self._full_precision.weigh(pool, table, layer, q, length, options, lse)
+            mass = self._full_precision.attention_mass(pool, table, layer, q, length, options, lse)
         else:
             lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
-            mass = weigh(pool, table, q, lens, starts, length, options, lse=lse)
+            mass = attention_mass(pool, table, q, lens, starts, length, options, lse=lse)
         return mass.reshape((self._heads, length))

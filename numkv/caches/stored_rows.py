@@ -80,7 +80,7 @@ class StoredRows(SingleSequence):
         return self._codes("k", layer)
 
     def k_scales(self, layer: int) -> Array:
-        """Scales of a layer's keys: what makes values of the codes, for each token and head.
+        """Scales of a layer's keys, by which codes are multiplied, for each token and head.
 
         Parameters
         ----------
