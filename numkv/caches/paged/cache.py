@@ -431,7 +431,7 @@ class PagedKVCache(StoredSequences):
         self.commit(step, np.zeros(len(step.sequences), np.int64))
 
     def _check_open(self, step: Step) -> None:
-        if not isinstance(step, Step) or not step.belongs_to(self._store) or not step.open:
+        if not isinstance(step, Step) or not step._belongs_to(self._store) or not step.open:
             raise NumkvError(
                 "`step`: expected an open step of this cache, got another or an ended one"
             )

@@ -248,7 +248,7 @@ class Step:
             pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
         )
 
-    def belongs_to(self, store: BlockStore) -> bool:
+    def _belongs_to(self, store: BlockStore) -> bool:
         """Whether the step writes to these buffers."""
         return self._store is store
 
