@@ -6,8 +6,7 @@ import sys
 import naive
 import numpy as np
 import pytest
-import test_demo
-from test_cli import cells, run, tiny  # noqa: F401  (the fixture)
+from demo_models import TOKENS, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import main, picture
@@ -173,12 +172,12 @@ def test_what_is_no_label(label, error, match):
 
 @pytest.fixture
 def model(tmp_path):
-    test_demo.write_checkpoint(tmp_path, num_key_value_heads=2)
+    write_checkpoint(tmp_path, num_key_value_heads=2)
     return Model.load(tmp_path)
 
 
 def test_a_model_on_compressed_heads(model, target):
-    tokens = test_demo.TOKENS[:5]
+    tokens = TOKENS[:5]
     expected = model.start(16).forward(tokens)
     choice = CompressorChoice(8, target=target)
     session = model.start(16, choice, target)
@@ -229,7 +228,7 @@ def test_bytes_at(model, label, size):
     choice = parse_cache(label)
     assert choice.bytes_at(model.config, 16) == size  # 2 layers of 2 heads of 8 elements
     session = model.start(16, choice)
-    session.forward(test_demo.TOKENS)
+    session.forward(TOKENS)
     cache = session.batch.cache
     if isinstance(cache, CompressedCache):
         assert sum(x.bytes_per_token for x in cache.compressors) == size
@@ -238,14 +237,12 @@ def test_bytes_at(model, label, size):
 
 
 def test_options_reach_the_layers(model):
-    expected = model.start(16).forward(test_demo.TOKENS)
+    expected = model.start(16).forward(TOKENS)
     kept = model.start(16, CacheChoice.parse("int8+window16"))
-    np.testing.assert_allclose(kept.forward(test_demo.TOKENS), expected, atol=1e-5)
-    turned = model.start(16, CacheChoice.parse("int8+rotate")).forward(test_demo.TOKENS)
+    np.testing.assert_allclose(kept.forward(TOKENS), expected, atol=1e-5)
+    turned = model.start(16, CacheChoice.parse("int8+rotate")).forward(TOKENS)
     np.testing.assert_allclose(turned, expected, atol=0.2)
-    assert not np.array_equal(
-        turned, model.start(16, CacheChoice("int8")).forward(test_demo.TOKENS)
-    )
+    assert not np.array_equal(turned, model.start(16, CacheChoice("int8")).forward(TOKENS))
 
 
 def test_blocks_take_kinds_alone(model):
@@ -267,7 +264,7 @@ def test_pieces_of_a_text_do_not_matter(model):
 
 
 @pytest.fixture
-def options(tiny, tmp_path):  # noqa: F811
+def options(tiny, tmp_path):
     path = tmp_path / "text.py"
     path.write_text("import os\n" * 3)
     kinds = ("--kind", "bf16", "int8", "codes4")

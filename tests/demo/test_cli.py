@@ -7,32 +7,13 @@ import sys
 import time
 
 import pytest
-import test_demo
+from demo_models import SIZES, cells, run, write_checkpoint
 
 import numkv
 from numkv.cli import generate, main, screen
 from numkv.cli.output import Progress, format_bytes, table
 from numkv.cli.plan import parse_bytes
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The folder of a small random checkpoint."""
-    folder = tmp_path_factory.mktemp("tiny")
-    test_demo.write_checkpoint(folder, eos_token_id=None)
-    return folder
-
-
-def run(capsys, *arguments):
-    """Run a command that must succeed; returns what it printed."""
-    assert main([str(argument) for argument in arguments]) == 0
-    return capsys.readouterr().out
-
-
-def cells(output, label):
-    """The cells of the table row that starts with `label`."""
-    return next(line.split() for line in output.splitlines() if line.split()[:1] == [label])
-
+from numkv.demo.tokenizer import ByteTokenizer
 
 # ---------------------------------------------------------------- generating
 
@@ -129,7 +110,7 @@ def test_a_text_at_the_end_of_the_context_leaves_the_others_alone(tiny, capsys):
 
 def test_the_screen_shows_one_text_at_a_time(capsys):
     texts = [screen.Text("a", "A\n"), screen.Text("b", "1\n2\n"), screen.Text("c", "C\n")]
-    shown = screen.Screen(test_demo.ByteTokenizer(), texts)
+    shown = screen.Screen(ByteTokenizer(), texts)
 
     def new():
         return capsys.readouterr().out
@@ -214,7 +195,7 @@ def test_plan_by_config(tiny, tmp_path, capsys):
     for path in (tiny, tiny / "config.json"):
         assert cells(run(capsys, "plan", "--config", path), "bf16")[2] == "128"
     assert cells(run(capsys, "plan", "--config", tiny, "--layers", 4), "bf16")[2] == "256"
-    other = {"model_type": "gemma3", "text_config": {**test_demo.SIZES, "head_dim": None}}
+    other = {"model_type": "gemma3", "text_config": {**SIZES, "head_dim": None}}
     (tmp_path / "config.json").write_text(json.dumps(other))
     assert cells(run(capsys, "plan", "--config", tmp_path), "bf16")[2] == "96"
 
@@ -323,8 +304,8 @@ def test_bad_files_are_errors(tiny, tmp_path, capsys):
     empty.touch()
     assert main(["eval", "--file", str(empty)]) == 2
     assert "no text to evaluate" in capsys.readouterr().err
-    config = {**test_demo.SIZES, "model_type": "qwen3", "bos_token_id": None}
-    test_demo.write_checkpoint(tmp_path, **config)
+    config = {**SIZES, "model_type": "qwen3", "bos_token_id": None}
+    write_checkpoint(tmp_path, **config)
     assert main(["--model", str(tmp_path), "--file", str(empty)]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
     mla = tmp_path / "mla.json"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import test_demo
+from demo_models import write_checkpoint
 
 import numkv
 from numkv.cli import main
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
     found = {}
     for layers in (1, 2):
         folder = tmp_path_factory.mktemp("model")
-        test_demo.write_checkpoint(folder, eos_token_id=None, num_hidden_layers=layers)
+        write_checkpoint(folder, eos_token_id=None, num_hidden_layers=layers)
         found[layers] = Model.load(folder)
     return found
 
@@ -84,7 +84,7 @@ def test_more_new_tokens_than_there_can_be_room_for(model):
 
 
 def test_the_command(tmp_path, capsys):
-    test_demo.write_checkpoint(tmp_path, eos_token_id=None)
+    write_checkpoint(tmp_path, eos_token_id=None)
     options = ["--context", "16", "--keep", "4", "--tokens", "40", "--kind", "int8/fp16"]
     assert main(["stream", "--model", str(tmp_path), "--prompt", "def f", *options]) == 0
     output = capsys.readouterr().out
