@@ -12,7 +12,6 @@ import tolerances
 from messages import about
 
 import numkv
-from numkv import targets
 
 F32 = np.float32
 KINDS = ["fp32", "fp16", "int8"]
@@ -565,44 +564,3 @@ def test_an_encoders_rows_go_with_their_token(target, to, rng):
     assert cache.encoder_cached
     cache.compact(0, [0])
     assert not cache.encoder_cached
-
-
-# ---------------------------------------------------------------- the operation
-
-
-@pytest.mark.boundscheck
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float32, np.float64])
-@pytest.mark.parametrize("dim", [None, 1, 5, 8])
-def test_copy_tokens(target, to, host, rng, dtype, dim):
-    """Between pools of other block sizes, and within one where what is written was read just before."""
-    where = targets.get(target)
-    shape = (HEADS, *(() if dim is None else (dim,)))
-
-    def pool(blocks, size):
-        tail = (blocks, HEADS, size, *shape[1:])
-        raw = rng.integers(0, 256, (*tail, np.dtype(dtype).itemsize)).astype(np.uint8)
-        return raw.view(dtype).reshape(tail)
-
-    def by_slot(x):
-        return naive.words(np.moveaxis(x, 2, 1).reshape(-1, *shape))
-
-    def copy(source, a, there, b):
-        a, b = (where.index(np.array(s), np.int64) for s in (a, b))
-        where.ops.copy_tokens(source, a, there, b)
-
-    source, to_pool = pool(4, 5), pool(7, 2)
-    here, there = to(source.copy()), to(to_pool.copy())
-    a, b = rng.permutation(20)[:9], rng.permutation(14)[:9]
-    copy(here, a, there, b)
-    want = by_slot(to_pool).copy()
-    want[b] = by_slot(source)[a]
-    assert np.array_equal(by_slot(host(there)), want)
-    assert np.array_equal(naive.words(host(here)), naive.words(source))
-
-    order = rng.permutation(20)  # slots of a sequence, in blocks of one
-    kept = np.flatnonzero(rng.random(20) < 0.7)
-    kept = np.append(kept[kept > 0], [])  # all of them move
-    copy(here, order[kept.astype(int)], here, order[: len(kept)])
-    want = by_slot(source).copy()
-    want[order[: len(kept)]] = by_slot(source)[order[kept.astype(int)]]
-    assert np.array_equal(by_slot(host(here)), want)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tolerances
 from messages import about
-from worked import OUT, WORKED, K, Q, V
+from worked import OUT, K, Q, V
 
 import numkv
 
@@ -31,14 +31,6 @@ def whole(layer, host):
 def assert_unchanged(layer, host, before):
     for a, b in zip(whole(layer, host), before, strict=True):
         assert np.array_equal(a, b)
-
-
-def one_token(x, to, mode, cos=None, sin=None, *, target, **options):
-    """Write one token whose q, k and v are all `x`; returns what came out as q and k."""
-    layer = numkv.ContiguousLayer(8, 1, len(x), kind="fp32", target=target)
-    qkv = to(np.array([x * 3], np.float32))
-    q = layer.write(qkv, num_q_heads=1, cos=cos, sin=sin, qk_mode=mode, **options)
-    return layer, q
 
 
 # ---------------------------------------------------------------- properties
@@ -73,128 +65,6 @@ def test_seq_len_has_bounds(target, to, host, bad):
         layer.seq_len = bad
     assert layer.seq_len == 8
     layer.seq_len = 0
-    assert layer.seq_len == 0
-
-
-# ---------------------------------------------------------------- write
-
-
-@pytest.mark.parametrize(("mode", "cos", "sin", "expected"), WORKED)
-def test_worked_numbers(target, to, host, mode, cos, sin, expected):
-    tables = [None if x is None else to(np.array([x], np.float32)) for x in (cos, sin)]
-    weight = to(np.ones(4, np.float32)) if mode in (1, 4) else None
-    layer, q = one_token(
-        [1, 2, 3, 4], to, mode, *tables, target=target, eps=0.0,
-        q_norm_weight=weight, k_norm_weight=weight,
-    )  # fmt: skip
-    k, v, n = stored(layer, host)
-    assert np.allclose(host(q)[0, 0], expected, rtol=1e-6, atol=1e-6)
-    assert np.allclose(k[0, 0], expected, rtol=1e-6, atol=1e-6)
-    assert np.array_equal(v[0, 0], [1, 2, 3, 4])
-    assert n == 1
-
-
-def write_problem(rng, kind, tokens, num_q_heads, num_kv_heads, head_dim, rotary_dim, positions=64):
-    width = (num_q_heads + 2 * num_kv_heads) * head_dim
-    cos, sin = naive.rope_tables(positions, rotary_dim)
-    return {
-        "qkv": naive.round_to(rng.standard_normal((tokens, width)), kind),
-        "cos": cos,
-        "sin": sin,
-        "q_w": (1 + 0.1 * rng.standard_normal(head_dim)).astype(np.float32),
-        "k_w": (1 + 0.1 * rng.standard_normal(head_dim)).astype(np.float32),
-    }
-
-
-def check_write(problem, layer, to, host, qkv_kind, mode, num_q_heads, pos_offset=None, **options):
-    """Write after what the layer holds already; compare q, K and V with the oracle."""
-    before = stored(layer, host)
-    tokens, kind = len(problem["qkv"]), layer.kind.name
-    at = before[2] if pos_offset is None else pos_offset
-    want_q, want_k, want_v = naive.write(
-        problem["qkv"], num_q_heads, layer.num_kv_heads, layer.head_dim, mode,
-        problem["cos"].astype(np.float64), problem["sin"].astype(np.float64),
-        problem["q_w"], problem["k_w"], 1e-5, at,
-    )  # fmt: skip
-    weights = {}
-    if mode in (1, 4):
-        weights = {"q_norm_weight": to(problem["q_w"]), "k_norm_weight": to(problem["k_w"])}
-    tables = {"cos": None, "sin": None}
-    if mode:
-        tables = {"cos": to(problem["cos"]), "sin": to(problem["sin"])}
-    q = layer.write(
-        to(problem["qkv"]), num_q_heads=num_q_heads, qk_mode=mode, eps=1e-5,
-        pos_offset=pos_offset, **tables, **weights, **options,
-    )  # fmt: skip
-    k, v, n = stored(layer, host)
-    assert n == before[2] + tokens
-    assert layer.context_lens.tolist() == [n]
-    assert np.array_equal(k[:, : before[2]], before[0])
-    assert np.array_equal(v[:, : before[2]], before[1])
-    assert host(q).dtype == naive.DTYPES[qkv_kind]
-    tolerances.assert_rotated_close(host(q), want_q, qkv_kind)
-    tolerances.assert_rotated_close(k[:, before[2] :].swapaxes(0, 1), want_k, kind)
-    assert np.array_equal(v[:, before[2] :].swapaxes(0, 1), naive.round_to(want_v, kind))
-    return q
-
-
-@pytest.mark.boundscheck
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_write(target, to, host, rng, kind, mode):
-    """Five tokens, then one: every mode, in the kind's own dtype and from float32."""
-    layer = numkv.ContiguousLayer(8, 2, 8, kind=kind, target=target)
-    for tokens, qkv_kind in ((5, kind), (1, "fp32")):
-        problem = write_problem(rng, qkv_kind, tokens, 4, 2, 8, 8)
-        check_write(problem, layer, to, host, qkv_kind, mode, 4)
-
-
-@pytest.mark.parametrize("kind", ["fp16", "fp64"])
-def test_write_in_the_other_kinds(target, to, host, rng, kind):
-    layer = numkv.ContiguousLayer(8, 1, 6, kind=kind, target=target)
-    for qkv_kind in (kind, "fp32"):
-        problem = write_problem(rng, qkv_kind, 2, 2, 1, 6, 6)
-        check_write(problem, layer, to, host, qkv_kind, 1, 2)
-
-
-@pytest.mark.parametrize("mode", [1, 2, 3, 4])
-@pytest.mark.parametrize("rotary_dim", [2, 4, 6])
-def test_partial_rotary(target, to, host, rng, mode, rotary_dim):
-    """The first dims turn, the rest are only normed."""
-    layer = numkv.ContiguousLayer(8, 1, 8, kind="fp32", target=target)
-    problem = write_problem(rng, "fp32", 3, 2, 1, 8, rotary_dim)
-    check_write(problem, layer, to, host, "fp32", mode, 2)
-
-
-@pytest.mark.parametrize("pos_offset", [0, 7, 61])
-def test_pos_offset_only_picks_the_angles(target, to, host, rng, pos_offset):
-    layer = numkv.ContiguousLayer(8, 1, 4, kind="fp32", target=target)
-    problem = write_problem(rng, "fp32", 2, 1, 1, 4, 4)
-    check_write(problem, layer, to, host, "fp32", 2, 1)
-    problem = write_problem(rng, "fp32", 3, 1, 1, 4, 4)
-    check_write(problem, layer, to, host, "fp32", 2, 1, pos_offset=pos_offset)
-
-
-def test_q_out_is_filled_and_returned(target, to, host, rng):
-    layer = numkv.ContiguousLayer(8, 1, 4, kind="fp16", target=target)
-    problem = write_problem(rng, "fp32", 3, 2, 1, 4, 4)
-    q_out = to(np.full((3, 2, 4), np.nan, np.float32))
-    assert check_write(problem, layer, to, host, "fp32", 3, 2, q_out=q_out) is q_out
-    assert np.all(np.isfinite(host(q_out)))
-
-
-def test_large_heads_and_small_eps(target, to, host, rng):
-    """Rows near the ends of float32 are normed without overflow of the mean's root."""
-    layer = numkv.ContiguousLayer(8, 1, 64, kind="fp32", target=target)
-    problem = write_problem(rng, "fp32", 2, 1, 1, 64, 64)
-    problem["qkv"] *= np.float32(1e4)
-    check_write(problem, layer, to, host, "fp32", 1, 1)
-
-
-def test_an_empty_write_changes_nothing(target, to, host, rng):
-    layer = numkv.ContiguousLayer(4, 1, 4, kind="fp32", target=target)
-    problem = write_problem(rng, "fp32", 0, 1, 1, 4, 4)
-    check_write(problem, layer, to, host, "fp32", 2, 1)
     assert layer.seq_len == 0
 
 

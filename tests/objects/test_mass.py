@@ -1,165 +1,16 @@
-"""Attention weights by token, against softmax rows in float64: as a function, and as methods of layers and caches."""
-
-from itertools import product
+"""Attention mass per cached token: the methods of layers and caches, and what the function refuses."""
 
 import naive
 import numpy as np
-import problems
 import pytest
-from kinds import attending
+import tolerances
 from messages import about
-from problems import Shape
 
 import numkv
 from numkv import targets
 from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
-KINDS = [*naive.DTYPES, "int8"]
-every_kind = pytest.mark.parametrize("kind", KINDS)
-# Float32 arithmetic, and an lse of which INT8 attention on the CPU knows three digits.
-BOUND = {"int8": 2e-3}
-
-
-def softmax_sums(
-    q, k, seq_lens, starts, *, sm_scale=None, logits_soft_cap=0.0, window_left=-1, sinks=None
-):
-    """Weights ``(num_seqs, num_kv_heads, capacity)`` of queries ``starts[b] .. starts[b + 1]``, row by row."""
-    q, k = q.astype(np.float64), k.astype(np.float64)
-    group = q.shape[1] // k.shape[1]
-    scale = 1 / np.sqrt(q.shape[2]) if sm_scale is None else sm_scale
-    out = np.zeros(k.shape[:3])
-    for b, n in enumerate(seq_lens):
-        tokens = starts[b + 1] - starts[b]
-        for i in range(tokens):
-            position = n - tokens + i
-            begin = 0 if window_left < 0 else max(0, position - window_left)
-            if position < 0:
-                continue
-            for h in range(q.shape[1]):
-                logits = k[b, h // group, begin : position + 1] @ q[starts[b] + i, h] * scale
-                if logits_soft_cap:
-                    logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
-                extra = [] if sinks is None else [sinks[h]]
-                exps = np.exp(np.append(logits, extra) - logits.max())
-                out[b, h // group, begin : position + 1] += (exps / exps.sum())[: len(logits)]
-    return out
-
-
-def assert_weights(got, want, kind):
-    got = np.asarray(got)
-    assert got.dtype == F32
-    assert got.shape == want.shape
-    np.testing.assert_array_equal(got[want == 0], 0)
-    np.testing.assert_allclose(got, want, rtol=BOUND.get(kind, 2e-5), atol=1e-7)
-
-
-def function(problem, to, host, kind, **options):
-    """`numkv.attention_weights` of a problem, and what the oracle says."""
-    k, scales = problem.k, {}
-    if kind == "int8":
-        k, scale = naive.int8_quantise(np.nan_to_num(k.astype(np.float64)))
-        scales = {"k_scale": to(scale)}
-        values = naive.int8_dequantise(k, scale)
-    else:
-        values = k
-    cu = problem.cu_seqlens_q
-    starts = np.arange(len(problem.seq_lens) + 1) if cu is None else cu
-    lse = options.pop("lse", None)
-    got = numkv.attention_weights(
-        to(problem.q), to(k), to(problem.seq_lens), None if cu is None else to(cu),
-        lse=None if lse is None else to(lse), **scales, **options,
-    )  # fmt: skip
-    return host(got), softmax_sums(problem.q, values, problem.seq_lens, starts, **options)
-
-
-SHAPES = [
-    Shape(seq_lens=(5, 0, 1)),
-    Shape(4, 2, 13, (17, 3), spare=1),
-    Shape(6, 2, 16, (12, 4, 0, 7), new=(5, 4, 0, 1), spare=0),
-    Shape(4, 1, 5, (40,), new=(9,)),
-]
-
-
-@pytest.mark.boundscheck
-@every_kind
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_as_the_softmax_says(target, to, host, rng, shape, kind):
-    """Whatever lies past a length, NaN here, stays out."""
-    problem = problems.make(rng, shape, "fp32" if kind == "int8" else kind)
-    assert_weights(*function(problem, to, host, kind), kind)
-
-
-@pytest.mark.parametrize(
-    ("kind", "q_kind"), attending(product(["fp16", "int8"], naive.DTYPES), "kq")
-)
-def test_queries_of_any_kind(target, to, host, rng, q_kind, kind):
-    problem = problems.make(rng, SHAPES[2], "fp32" if kind == "int8" else kind, q_kind)
-    assert_weights(*function(problem, to, host, kind), kind)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"sm_scale": 0.9}, {"logits_soft_cap": 1.5}, {"window_left": 0}, {"window_left": 4},
-     {"window_left": 3, "logits_soft_cap": 0.7, "sm_scale": -0.3}],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_options(target, to, host, rng, shape, options):
-    problem = problems.make(rng, shape)
-    assert_weights(*function(problem, to, host, "fp32", **options), "fp32")
-
-
-def test_a_window_looks_at_nothing_before_it(target, to, host, rng):
-    """Rows that no query sees may hold NaN, and a paged layer's blocks may be gone."""
-    problem = problems.make(rng, Shape(2, 1, 8, (20,), new=(3,)))
-    problem.k[0, :, :12] = np.nan
-    got = host(
-        numkv.attention_weights(
-            *map(to, (problem.q, problem.k, problem.seq_lens, problem.cu_seqlens_q)), window_left=5
-        )
-    )
-    assert np.all(got[0, 0, :12] == 0)
-    np.testing.assert_allclose(got[0, 0, 12:20].sum(), 6, rtol=1e-5)
-
-
-def test_an_lse_with_sinks(target, to, host, rng):
-    """What sinks take is missing: the weights are those that attention used."""
-    problem = problems.make(rng, SHAPES[2])
-    sinks = rng.standard_normal(6).astype(F32)
-    _, lse = problem.run(to, return_lse=True, sinks=sinks)
-    got = host(
-        numkv.attention_weights(
-            *map(to, (problem.q, problem.k, problem.seq_lens, problem.cu_seqlens_q)), lse=lse
-        )
-    )
-    starts = problem.cu_seqlens_q
-    assert_weights(
-        got, softmax_sums(problem.q, problem.k, problem.seq_lens, starts, sinks=sinks), "fp32"
-    )
-
-
-def test_a_long_sequence(rng):
-    """Several units of work, the last of them not full."""
-    problem = problems.make(rng, Shape(4, 2, 32, (1300,), new=(3,)))
-    starts = problem.cu_seqlens_q
-    got = numkv.attention_weights(problem.q, problem.k, problem.seq_lens, starts)
-    assert_weights(got, softmax_sums(problem.q, problem.k, problem.seq_lens, starts), "fp32")
-
-
-def test_large_scores(target, to, host, rng):
-    """Exponentials of scores in the hundreds; one token takes it all."""
-    problem = problems.make(rng, Shape(2, 1, 8, (9,), new=(2,)))
-    got, want = function(problem, to, host, "fp32", sm_scale=200.0)
-    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-5)
-
-
-def test_strided_keys(rng):
-    k = rng.standard_normal((2, 6, 3, 8)).astype(F32).transpose(0, 2, 1, 3)
-    q = rng.standard_normal((2, 6, 16)).astype(F32)[:, :, 3:11]
-    assert_weights(
-        numkv.attention_weights(q, k, [6, 2]), softmax_sums(q, k, [6, 2], [0, 1, 2]), "fp32"
-    )
 
 
 # ---------------------------------------------------------------- methods
@@ -189,10 +40,14 @@ def test_of_a_layer(target, to, host, rng, kind, layout):
         if kind == "int8"
         else naive.round_to(k, kind)
     )
-    want = softmax_sums(q, stored.transpose(1, 0, 2)[None], [11], [0, 4], window_left=5)[0]
-    assert_weights(host(layer.attention_weights(to(q), window_left=5)), want, kind)
+    want = naive.attention_weights(q, stored.transpose(1, 0, 2)[None], [11], [0, 4], window_left=5)[
+        0
+    ]
+    tolerances.assert_weights_close(host(layer.attention_weights(to(q), window_left=5)), want, kind)
     _, lse = layer.decode_attention(to(q), window_left=5, return_lse=True)
-    assert_weights(host(layer.attention_weights(to(q), window_left=5, lse=lse)), want, kind)
+    tolerances.assert_weights_close(
+        host(layer.attention_weights(to(q), window_left=5, lse=lse)), want, kind
+    )
 
 
 def test_of_an_empty_layer(target, to, host):
@@ -209,12 +64,14 @@ def test_of_a_cache(target, to, host, rng):
     k = rng.standard_normal((5, 2, 8)).astype(F32)
     q = rng.standard_normal((3, 4, 8)).astype(F32)
     cache.append(1, to(k), to(k))
-    want = softmax_sums(q, k.transpose(1, 0, 2)[None], [5], [0, 3])[0]
-    assert_weights(host(cache.attention_weights(1, to(q))), want, "fp32")
-    last = softmax_sums(q[2:], k.transpose(1, 0, 2)[None], [5], [0, 1])[0]
-    assert_weights(host(cache.attention_weights(1, to(q[2]))), last, "fp32")
+    want = naive.attention_weights(q, k.transpose(1, 0, 2)[None], [5], [0, 3])[0]
+    tolerances.assert_weights_close(host(cache.attention_weights(1, to(q))), want, "fp32")
+    last = naive.attention_weights(q[2:], k.transpose(1, 0, 2)[None], [5], [0, 1])[0]
+    tolerances.assert_weights_close(host(cache.attention_weights(1, to(q[2]))), last, "fp32")
     _, lse = cache.decode_attention(1, to(q[2]), return_lse=True)
-    assert_weights(host(cache.attention_weights(1, to(q[2]), lse=lse)), last, "fp32")
+    tolerances.assert_weights_close(
+        host(cache.attention_weights(1, to(q[2]), lse=lse)), last, "fp32"
+    )
     with pytest.raises(IndexError, match="layer"):
         cache.attention_weights(3, to(q))
     with pytest.raises(numkv.DimensionMismatch, match="queries"):
@@ -263,15 +120,17 @@ def test_of_a_paged_cache(target, to, host, rng, kind, rotate):
         k = np.zeros((3, 2, 11, 8))
         k[0, :, :3] = stored[[5, 4, 3]].transpose(1, 0, 2)
         k[2] = stored[[*range(7), *range(8, 12)]].transpose(1, 0, 2)
-        want = softmax_sums(q, k, [3, 0, 11], [0, 1, 1, 5], window_left=window)
-        assert_weights(host(step.attention_weights(layer, to(q))), want, kind)
+        want = naive.attention_weights(q, k, [3, 0, 11], [0, 1, 1, 5], window_left=window)
+        tolerances.assert_weights_close(host(step.attention_weights(layer, to(q))), want, kind)
     _, lse = step.attention(1, to(q), return_lse=True)
-    assert_weights(host(step.attention_weights(1, to(q), lse=lse)), want, kind)
+    tolerances.assert_weights_close(host(step.attention_weights(1, to(q), lse=lse)), want, kind)
     cache.commit(step)
     for layer, window, queries in ((0, -1, 4), (1, 3, 2)):
         last = q[5 - queries :]
-        want = softmax_sums(last, k[2:], [11], [0, queries], window_left=window)[0]
-        assert_weights(host(cache.attention_weights(layer, a, to(last))), want, kind)
+        want = naive.attention_weights(last, k[2:], [11], [0, queries], window_left=window)[0]
+        tolerances.assert_weights_close(
+            host(cache.attention_weights(layer, a, to(last))), want, kind
+        )
     # Blocks before token 6 are gone: the newest token but two would see token 5.
     with pytest.raises(numkv.NotSupported, match="first of which sees token 5"):
         cache.attention_weights(1, a, to(q[:3]))
@@ -332,8 +191,8 @@ def test_of_cells(target, to, host, rng, make, sees, kind, rotate):
             for h in range(4 if seen else 0):
                 scores = keys[seen, h // 2] @ q[row, h].astype(np.float64) / np.sqrt(8)
                 want[h // 2, seen] += np.exp(scores) / np.exp(scores).sum()
-        assert_weights(host(got[seq]), want, kind)
-        assert_weights(host(given[seq]), want, kind)
+        tolerances.assert_weights_close(host(got[seq]), want, kind)
+        tolerances.assert_weights_close(host(given[seq]), want, kind)
 
 
 def test_of_cells_that_see_what_comes_after(target, to, host, rng):
@@ -348,12 +207,12 @@ def test_of_cells_that_see_what_comes_after(target, to, host, rng):
     causal.set_causal([1])
     q = rng.standard_normal((5, 4, 8)).astype(F32)
     keys = rows.transpose(1, 0, 2)[None]
-    want = softmax_sums(q, keys, [5], [0, 5])[0]
-    want -= softmax_sums(q[1:2], keys, [2], [0, 1])[0]
-    want += softmax_sums(q[1:2], keys, [5], [0, 1])[0]
-    assert_weights(host(cache.attention_weights(1, to(q))[0]), want, "fp32")
-    want = softmax_sums(q, keys, [5], [0, 5], window_left=2)[0]
-    assert_weights(host(cache.attention_weights(0, to(q))[0]), want, "fp32")
+    want = naive.attention_weights(q, keys, [5], [0, 5])[0]
+    want -= naive.attention_weights(q[1:2], keys, [2], [0, 1])[0]
+    want += naive.attention_weights(q[1:2], keys, [5], [0, 1])[0]
+    tolerances.assert_weights_close(host(cache.attention_weights(1, to(q))[0]), want, "fp32")
+    want = naive.attention_weights(q, keys, [5], [0, 5], window_left=2)[0]
+    tolerances.assert_weights_close(host(cache.attention_weights(0, to(q))[0]), want, "fp32")
     with pytest.raises(numkv.DimensionMismatch, match="5 tokens of the batch"):
         cache.attention_weights(1, to(q[:4]))
     with pytest.raises(IndexError, match="layer"):
