@@ -70,7 +70,7 @@ LONGEST = [
     "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "demo/test_network",
     "kernels/test_simd_widths", "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
     "kernels/test_append", "kernels/test_write", "objects/test_warmup", "kernels/test_attention_ranges",
-    "test_generated_code", "kernels/test_simd_integers", "objects/test_block_pool",
+    "test_generated_code", "kernels/test_simd_integers", "objects/test_block_pool_states",
     "objects/test_multi_sequence_states",
 ]  # fmt: skip
 
