@@ -11,6 +11,7 @@ from kinds import attending
 from problems import Shape
 
 import numkv
+from numkv import targets
 
 F32 = np.float32
 KINDS = [*naive.DTYPES, "int8"]
@@ -131,3 +132,48 @@ def test_strided_keys(rng):
         naive.attention_weights(q, k, [6, 2], [0, 1, 2]),
         "fp32",
     )
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("by_slot", [False, True], ids=["by block", "by slot"])
+@pytest.mark.parametrize("with_ranges", [False, True], ids=["causal", "ranges"])
+def test_the_operation(target, rng, kind, by_slot, with_ranges):
+    """Two sequences in one pool, and a third one that is empty; garbage where nothing may be looked up."""
+    where, (heads, dim, size) = targets.get(target), (2, 10, 3)
+    lens, starts = np.array([7, 4, 0]), np.array([0, 2, 3, 3])
+    rows = rng.standard_normal((3, heads, 7, dim))
+    if kind == "int8":
+        codes, scale = naive.int8_quantise(rows)
+        exact, buffers = naive.int8_dequantise(codes, scale), [codes, scale]
+    else:
+        exact = naive.round_to(rows, kind)
+        buffers = [naive.words(exact) if kind == "bf16" else exact]
+    blocks = rng.permutation(9)
+    table = np.array([blocks[0:3], [*blocks[3:5], 10**6], [-1, 10**6, -1]], np.int32)
+    pools = [np.zeros((9, heads, size, *x.shape[3:]), x.dtype) for x in buffers]
+    for s, n in enumerate(lens):
+        for t in range(n):
+            for pool, x in zip(pools, buffers, strict=True):
+                pool[table[s, t // size], :, t % size] = x[s, :, t]
+    if by_slot:
+        table = (table.astype(np.int64)[:, :, None] * size + np.arange(size)).reshape(3, -1)[:, :7]
+        table = np.where(np.arange(7) < lens[:, None], table, -1).astype(np.int32)
+    q = rng.standard_normal((3, 4, dim)).astype(F32)
+    seen = np.array([[1, 5], [0, 7], [2, 4]]) if with_ranges else np.array([[0, 6], [0, 7], [0, 4]])
+    want, lse = np.zeros((3, heads, 7)), np.zeros((3, 4), F32)
+    for i, s in enumerate((0, 0, 1)):
+        low, high = seen[i]
+        for h in range(4):
+            logits = exact[s, h // 2, low:high].astype(np.float64) @ q[i, h] * 0.4
+            lse[i, h] = np.log(np.exp(logits).sum())
+            want[s, h // 2, low:high] += np.exp(logits) / np.exp(logits).sum()
+    got = where.asarray(np.full((3, heads, 7), np.nan, F32))
+    pools += [np.zeros((0, 0, 0), F32)] * (2 - len(pools))
+    ranges = seen if with_ranges else np.zeros((0, 2))
+    where.ops.attention_weights(
+        where.asarray(q), "fp32", where.asarray(pools[0]), kind, where.asarray(pools[1]),
+        where.asarray(table), where.index(lens, np.int64), where.index(starts, np.int64),
+        where.index(ranges, np.int64), int(by_slot), where.asarray(lse), 0.4, 0.0, -1, got,
+    )  # fmt: skip
+    tolerances.assert_weights_close(where.to_host(got), want, "fp32")

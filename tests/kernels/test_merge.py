@@ -8,6 +8,7 @@ import tolerances
 from problems import Shape
 
 import numkv
+from numkv import targets
 
 
 @pytest.mark.parametrize("q_kind", ["fp32", "fp64", "bf16"])
@@ -71,3 +72,37 @@ def test_merge_against_the_oracle(target, to, host, rng):
     want, want_total = naive.merge_states(o[0], lse[0], o[1], lse[1])
     tolerances.assert_rows_close(host(out), want, 1e-5)
     tolerances.assert_lse_close(host(total), want_total)
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("kind", naive.DTYPES)
+@pytest.mark.parametrize("shape", [(3, 2, 5), (1, 1, 1), (40, 3, 33), (0, 2, 4)])
+def test_the_operation(target, to, host, rng, shape, kind):
+    """Parts near to each other, far apart, and such that saw nothing; strided, as halves of one array."""
+    where = targets.get(target)
+    o = naive.round_to(rng.standard_normal((*shape, 2)), kind)
+    lse = (rng.standard_normal((*shape[:2], 2)) * 5).astype(np.float32)
+    lse[::2, :, 0] -= 200
+    lse[1::3, :, 1] = -np.inf
+    o[np.isneginf(lse)[:, :, None, :].repeat(shape[2], 2)] = np.nan  # not read
+    # The halves lie side by side along an axis that is not the last.
+    a, b = (where.words(to(np.moveaxis(o, 3, 1).copy()))[:, i] for i in (0, 1))
+    lse_a, lse_b = (to(np.moveaxis(lse, 2, 1).copy())[:, i] for i in (0, 1))
+    out, total = to(np.zeros(shape, o.dtype)), to(np.zeros(shape[:2], np.float32))
+    where.ops.merge_states(a, lse_a, b, lse_b, kind, where.words(out), total)
+    o[np.isnan(o.astype(np.float64))] = 0
+    want, want_total = naive.merge_states(o[..., 0], lse[..., 0], o[..., 1], lse[..., 1])
+    tolerances.assert_lse_close(host(total), want_total)
+    size = np.abs(want).max(initial=1)
+    # Weights are float32.
+    bound = (2e-6 + tolerances.ROUNDING[kind]) * size
+    assert np.all(np.abs(host(out).astype(np.float64) - want) <= bound)
+
+
+def test_two_parts_that_saw_nothing(target, to, host):
+    where = targets.get(target)
+    o, lse = to(np.full((2, 1, 3), np.nan, np.float32)), to(np.full((2, 1), -np.inf, np.float32))
+    out, total = to(np.ones((2, 1, 3), np.float32)), to(np.ones((2, 1), np.float32))
+    where.ops.merge_states(o, lse, o, lse, "fp32", out, total)
+    assert np.all(host(out) == 0)
+    assert np.all(host(total) == -np.inf)

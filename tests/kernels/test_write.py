@@ -2,11 +2,14 @@
 
 import naive
 import numpy as np
+import operands
 import pytest
 import tolerances
+from quantised_stores import assert_int4_no_worse
 from worked import WORKED
 
 import numkv
+from numkv import targets
 
 MODES = [0, 1, 2, 3, 4]
 
@@ -142,3 +145,106 @@ def test_an_empty_write_changes_nothing(target, to, host, rng):
     problem = write_problem(rng, "fp32", 0, 1, 1, 4, 4)
     check_write(problem, layer, to, host, "fp32", 2, 1)
     assert layer.seq_len == 0
+
+
+# ---------------------------------------------------------------- the operations themselves
+
+Q_HEADS, KV_HEADS, SIZE = 3, 2, 3  # SIZE: tokens of a block
+TABLE = np.array([4, 0, 2], np.int32)
+SLOTS = np.array([13, -1, 0, 8, 5], np.int64)
+KIND_TRIPLES = [  # of qkv, K and V
+    ("fp32", "fp32", "fp32"), ("fp32", "bf16", "bf16"), ("fp16", "fp16", "fp16"), ("fp64", "fp64", "fp64"),
+    ("fp32", "int8", "int8"), ("fp32", "int4", "int4"), ("fp32", "int8", "fp16"),
+]  # fmt: skip
+
+
+def exact(qkv, num_q_heads, dim, mode, problem, positions):
+    """q, K and V of tokens at any positions, in float64."""
+    found = [
+        naive.write(
+            qkv[t : t + 1], num_q_heads, KV_HEADS, dim, mode, problem["cos"].astype(np.float64),
+            problem["sin"].astype(np.float64), problem["q_w"], problem["k_w"], 1e-5, position,
+        )
+        for t, position in enumerate(positions)
+    ]  # fmt: skip
+    return [np.concatenate(x) for x in zip(*found, strict=True)]
+
+
+def values(buffer, scale, kind, slots):
+    """What a buffer holds in some slots, as floats."""
+    at = slots // SIZE, slice(None), slots % SIZE
+    if kind not in naive.CODES:
+        return buffer[at].view(naive.DTYPES[kind]).astype(np.float64)
+    scale = scale[at] if kind == "int8" else scale[at].view(naive.DTYPES["bf16"])
+    return naive.dequantise(buffer[at], scale)
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("by_slot", [False, True], ids=["write_rows", "scatter_write"])
+@pytest.mark.parametrize("mode", [0, 1, 3])
+@pytest.mark.parametrize("kinds", KIND_TRIPLES, ids="-".join)
+def test_operations(target, rng, kinds, mode, by_slot):
+    """Five tokens whose projections are columns of a wider array; nothing but their slots changes."""
+    where, dim = targets.get(target), 34
+    qkv_kind, k_kind, v_kind = kinds
+    problem = write_problem(rng, qkv_kind, 5, Q_HEADS, KV_HEADS, dim, 32)
+    wide = np.zeros((5, problem["qkv"].shape[1] + 6), problem["qkv"].dtype)
+    wide[:, 3:-3] = problem["qkv"]
+    qkv = where.words(where.asarray(wide))[:, 3:-3]
+    compute = np.float64 if "fp64" in kinds else np.float32
+    normalise, rotate = mode in naive.NORM_MODES, mode != 0
+    tables = [where.asarray(problem[n]) for n in ("cos", "sin")]
+    weights = [where.asarray(problem[n].astype(compute)) for n in ("q_w", "k_w")]
+    q_out = where.asarray(np.full((5, Q_HEADS, dim), np.nan, naive.DTYPES[qkv_kind]))
+    made = [operands.pool(kind, (5, KV_HEADS, SIZE), dim) for kind in (k_kind, v_kind)]
+    there = [[where.asarray(x.copy()) for x in pair] for pair in made]
+    arguments = (
+        qkv, qkv_kind, *tables, normalise, rotate, mode in naive.INTERLEAVED_MODES, *weights, 1e-5,
+    )  # fmt: skip
+    pools = (where.words(q_out), there[0][0], k_kind, there[0][1], there[1][0], v_kind, there[1][1])
+    if by_slot:
+        positions, slots = np.array([9, 0, 60, 3, 3]), SLOTS
+        where.ops.scatter_write(
+            *arguments, where.index(positions, np.int64), *pools, where.index(slots, np.int64)
+        )
+    else:
+        positions, slots = np.arange(7, 12), np.array(operands.slots_of(TABLE, 2, 5, SIZE))
+        where.ops.write_rows(*arguments, 7, *pools, where.index(TABLE, np.int32), 2)
+    q, k, v = exact(problem["qkv"], Q_HEADS, dim, mode, problem, positions)
+    tolerances.assert_rotated_close(where.to_host(q_out), q, qkv_kind)
+    stays = np.ones(5 * SIZE, bool)
+    stays[slots[slots >= 0]] = False
+    for rows, kind, old, new in zip((k, v), (k_kind, v_kind), made, there, strict=True):
+        buffer, scale = map(where.to_host, new)
+        got, want = values(buffer, scale, kind, slots[slots >= 0]), rows[slots >= 0]
+        if kind == "int4":
+            at = slots[slots >= 0] // SIZE, slice(None), slots[slots >= 0] % SIZE
+            assert_int4_no_worse(got, scale[at].view(naive.DTYPES["bf16"]), want)
+        else:
+            half = 0.51 / 127 if kind == "int8" else tolerances.ROTATED[kind]
+            assert np.all(np.abs(got - want) <= half * np.abs(want).max(-1, keepdims=True))
+        for now, before in ((buffer, old[0]), (scale, old[1])):
+            if now.size:
+                operands.assert_same(
+                    now.swapaxes(1, 2).reshape(-1, *now.shape[1:2], *now.shape[3:])[stays],
+                    before.swapaxes(1, 2).reshape(-1, *now.shape[1:2], *now.shape[3:])[stays],
+                )
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_operations_on_no_tokens(target, rng, by_slot):
+    where = targets.get(target)
+    buffer, scale = (where.asarray(x) for x in operands.pool("fp32", (2, 1, SIZE), 4))
+    none = np.zeros((0, 1, 4), np.float32)
+    empty = [where.asarray(np.zeros((0, 0), np.float32)) for _ in range(2)]
+    weights = [where.asarray(np.zeros(0, np.float32)) for _ in range(2)]
+    arguments = (
+        where.asarray(none.reshape(0, 12)), "fp32", *empty, False, False, False, *weights, 0.0,
+    )  # fmt: skip
+    pools = (where.asarray(none), buffer, "fp32", scale, buffer, "fp32", scale)
+    places = where.index(np.zeros(0, np.int64), np.int64)
+    if by_slot:
+        where.ops.scatter_write(*arguments, places, *pools, places)
+    else:
+        where.ops.write_rows(*arguments, 0, *pools, where.index(np.array([1]), np.int32), 1)
+    assert np.all(where.to_host(buffer) == operands.UNTOUCHED)
