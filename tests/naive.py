@@ -23,7 +23,7 @@ def words(x):
 
 def round_to(x, kind):
     """Round to nearest, ties to even."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid
         return np.asarray(x).astype(DTYPES[kind])
 
 

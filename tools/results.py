@@ -20,13 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numba
+import numpy as np
+
+import numkv
 import numkv.eviction
 import numkv.files
 import numkv.paging
 import numkv.prefix
-import numpy as np
-
-import numkv
 
 PLAIN = [(kind, kind) for kind in ("fp64", "fp32", "fp16", "bf16", "int8", "int4", "fp8_e4m3")]
 APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "fp32")]
