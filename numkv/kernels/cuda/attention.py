@@ -61,12 +61,12 @@ from numkv.kernels.cuda.splits import (
     merge_splits,
     parts_of,
     tile_of,
-    visible,
 )  # fmt: skip
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
+from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 __all__ = ["attend"]
 
@@ -279,10 +279,14 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             # Of the first query; negative where there are more queries than tokens.
             position = length - tokens
             # Tokens that any row sees, and those that all of them see.
-            begin, end, all_begin, all_end = visible(
-                ranges, start, position, row0 // group, (row0 + rows - 1) // group + 1, capacity,
-                window_left,
-            )  # fmt: skip
+            t0 = row0 // group
+            queries = (row0 + rows - 1) // group + 1 - t0
+            begin, end = visible_to_any(
+                ranges, start + t0, queries, position + t0, window_left, capacity
+            )
+            all_begin, all_end = visible_to_all(
+                ranges, start + t0, queries, position + t0, window_left, capacity
+            )
             if splits > 1:
                 begin = max(begin, first + split * split_len)
                 end = min(end, first + (split + 1) * split_len)
@@ -296,8 +300,8 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                 row_head[thread] = g * group + row0 + thread - t * group
                 low, high = np.int64(0), np.int64(0)
                 if thread < rows:
-                    low, high, _, _ = visible(
-                        ranges, start, position, t, t + 1, capacity, window_left
+                    low, high = visible_range(
+                        ranges, start + t, position + t, window_left, capacity
                     )
                 row_begin[thread], row_end[thread] = low, high
                 row_part[thread] = start + t if by_token else b * MAX_SPLIT_QUERIES + t

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda.simd import (
@@ -29,17 +28,12 @@ from numkv.kernels.cuda.simd import (
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
+from numkv.rows.visible import is_visible, queries_that_see
 
 __all__ = ["attention_weights"]
 
 # Query rows that a thread takes at once.
 AT_ONCE = 4
-
-
-@register_jitable
-def _sees(ranges, row, j):
-    """Whether token `j` is in a query's range."""
-    return ranges[row, 0] <= j and j < ranges[row, 1]
 
 
 def make_attention_weights(Q_KIND, K_KIND, WIDE):
@@ -71,18 +65,9 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
             length, first_row = np.int64(seq_lens[b]), np.int64(q_starts[b])
             tokens = np.int64(q_starts[b + 1]) - first_row
             position = length - tokens  # of the first query
-            # Queries [low, high) see this token; with ranges, the first and the last of these do.
-            low, high = max(np.int64(0), j - position), tokens
-            if window_left >= 0:
-                high = min(high, j + window_left - position + 1)
-            if j >= length or first_row < 0 or first_row + tokens > q.shape[0]:
-                low, high = np.int64(0), np.int64(0)
-            elif ranges.shape[0] > 0:
-                low, high = np.int64(0), tokens
-                while low < high and not _sees(ranges, first_row + low, j):
-                    low += 1
-                while low < high and not _sees(ranges, first_row + high - 1, j):
-                    high -= 1
+            low, high = np.int64(0), np.int64(0)
+            if j < length and first_row >= 0 and first_row + tokens <= q.shape[0]:
+                low, high = queries_that_see(ranges, first_row, tokens, position, window_left, j)
             block, place = np.int64(-1), j % block_size
             if low < high and by_slot:
                 if j < block_table.shape[1]:
@@ -110,7 +95,8 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
                     for i in range(AT_ONCE):
                         r = r0 + i
                         if r < high * group and (
-                            ranges.shape[0] == 0 or _sees(ranges, first_row + r // group, j)
+                            ranges.shape[0] == 0
+                            or is_visible(ranges, first_row + r // group, position, window_left, j)
                         ):
                             score = scale * sums[i]
                             if soft_cap > 0:

@@ -18,10 +18,11 @@ from numkv.kernels.cuda.simd import SIMULATED, THREADS, c_array, ceil_div, jit, 
 from numkv.kernels.scratch import Workspaces
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
+from numkv.rows.visible import visible_to_any
 
 __all__ = [
     "AT_ONCE", "LN_2", "LOG2_E", "MAX_SPLIT_QUERIES", "TEAM", "extent", "max_splits",
-    "merge_splits", "parts_of", "tile_of", "visible",
+    "merge_splits", "parts_of", "tile_of",
 ]  # fmt: skip
 
 # Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
@@ -54,31 +55,6 @@ def max_splits(capacity: int, window_left: int, compute: str) -> int:
 
 
 @register_jitable
-def visible(ranges, start, position, t0, t1, capacity, window_left):
-    """Tokens that any of a sequence's queries ``[t0, t1)`` sees, and those that all of them see, as two ranges.
-
-    `start` is the row of its first query, and `position` that query's position: negative where there are more
-    queries than tokens. Ranges, where there are any, take the place of causality and the window.
-    """
-    if ranges.shape[0] == 0:
-        begin, all_begin = np.int64(0), np.int64(0)
-        if window_left >= 0:
-            begin = max(begin, position + t0 - window_left)
-            all_begin = position + t1 - 1 - window_left
-        end = min(position + t1, capacity)
-        return begin, end, all_begin, min(position + t0 + 1, end)
-    begin, end = capacity, np.int64(0)
-    all_begin, all_end = np.int64(0), capacity
-    for t in range(start + t0, start + t1):
-        low = max(np.int64(ranges[t, 0]), np.int64(0))
-        high = min(np.int64(ranges[t, 1]), capacity)
-        all_begin, all_end = max(all_begin, low), min(all_end, high)
-        if low < high:
-            begin, end = min(begin, low), max(end, high)
-    return begin, end, all_begin, all_end
-
-
-@register_jitable
 def extent(q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TILE):
     """What there is to do for a sequence; nothing is trusted, as the host has not seen the values.
 
@@ -92,9 +68,7 @@ def extent(q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TIL
     length = min(max(np.int64(seq_lens[b]), np.int64(0)), np.int64(FAR))
     first, span = np.int64(0), np.int64(0)
     if tokens <= MAX_SPLIT_QUERIES:
-        first, end, _, _ = visible(
-            ranges, start, length - tokens, np.int64(0), tokens, capacity, window_left
-        )
+        first, end = visible_to_any(ranges, start, tokens, length - tokens, window_left, capacity)
         first -= first % TILE
         span = max(end - first, np.int64(0))
     split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
