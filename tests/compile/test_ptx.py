@@ -24,6 +24,7 @@ from numba.cuda import dispatcher
 import numkv.kernels.cuda as cuda_kernels
 from numkv.kernels.cuda.copy import make_copy_blocks
 from numkv.kernels.cuda.simd import jit
+from numkv.kinds import kinds
 
 TARGETS = [(8, 0), (9, 0)]
 KERNELS = list(cuda_kernels.catalogue())
@@ -81,7 +82,10 @@ def test_every_kernel_file_is_in_the_catalogue():
     assert with_kernels == {module_of(kernel) for _, kernel, _ in KERNELS}
 
 
-@pytest.mark.parametrize("file", ["append", "attention", "write"])
-@pytest.mark.parametrize("kind", ["fp64", "fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [(file, k.name) for file in ("attention", "mass") for k in kinds()]
+    + [(file, k.name) for file in ("append", "write") for k in kinds() if k.scales_per != "head"],
+)
 def test_every_kind_is_in_the_catalogue(file, kind):
     assert any(module_of(kernel) == file and kind in name for name, kernel, _ in KERNELS)

@@ -16,7 +16,8 @@ Within an item, a tile of tokens at a time:
 
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
 probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
-read, as each group of a row has a scale of its own.
+read, as each group of a row has a scale of its own. Of 8-bit floats, a head's scale of K multiplies its query rows, the
+one of V its output rows.
 
 A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
 row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
@@ -39,7 +40,16 @@ from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
 from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
-from numkv.kernels.cuda.simd import THREADS, WIDTH, aligned, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.simd import (
+    THREADS,
+    WIDTH,
+    aligned,
+    c_array,
+    ceil_div,
+    compute_of,
+    jit,
+    launch,
+)  # fmt: skip
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -113,9 +123,11 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", "bf16", 1, 1, True), ("bf16", "int4", "int4", 8, 1, True),
         ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
         ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
+        ("bf16", "fp8_e4m3", "fp8_e4m3", 8, 1, True), ("fp32", "fp8_e5m2", "fp8_e5m2", 4, 1, False),
+        ("fp16", "fp8_e5m2", "int8", 4, 1, True), ("fp64", "int4", "fp8_e4m3", 1, 1, False),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
-        compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
+        compute = compute_of(q_kind, k_kind, v_kind)
         pool = "C" if wide else "A"
         real = getattr(types, compute)
         signature = (

@@ -23,6 +23,7 @@ from numkv.kernels.cuda.attention.items import (
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, natural, reader
+from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -53,21 +54,24 @@ def _float(COMPUTE):
 
 
 def make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES):
-    """The function that puts an item's query rows into shared memory, scaled."""
+    """The function that puts an item's query rows into shared memory, scaled: by a scale of K's head too."""
     F, ROWS, K_WIDTH, Q_STEP = _float(COMPUTE), SIZES.rows, SIZES.k_width, SIZES.q_step
+    BY_HEAD = kind(K_KIND).scales_per == "head"
     load, _ = codec(Q_KIND, COMPUTE)
     column = column_of(K_KIND, K_WIDTH)
 
     @register_jitable
-    def load_queries(q, rows, num_rows, scale, q_rows, thread):
+    def load_queries(q, rows, item, scale, k_scale, q_rows, thread):
         dim = q.shape[2]
+        if BY_HEAD:
+            scale *= F(k_scale[item.head])
         chunks = (dim + K_WIDTH - 1) // K_WIDTH
         for r in range(ROWS):
             for i in range(thread, chunks * K_WIDTH, THREADS):
                 c, e = natural(i) // K_WIDTH, natural(i) % K_WIDTH
                 d = column(c, e, dim)
                 x = F(0)
-                if r < num_rows and d < dim:
+                if r < item.rows and d < dim:
                     x = scale * load(q[rows.token[r], rows.head[r], d])
                 q_rows[c * Q_STEP + r * K_WIDTH + e] = x
 
@@ -252,13 +256,14 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
     """The functions that add up over the teams, normalise, and store rows or a split's parts of them."""
     F, TO_BASE_2, TO_BASE_E = _float(COMPUTE), LOG2_E, LN_2
     ROWS, COLUMNS, V_WIDTH = SIZES.rows, SIZES.columns, SIZES.v_width
-    ROWS_AT_ONCE = SIZES.rows_at_once
+    ROWS_AT_ONCE, BY_HEAD = SIZES.rows_at_once, kind(V_KIND).scales_per == "head"
     _, store = codec(Q_KIND, COMPUTE)
     column = column_of(V_KIND, V_WIDTH)
 
     @register_jitable
-    def store_totals(state, item, rows, sinks, lse, parts, dim, p, tops, factors, own, thread):
+    def store_totals(state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread):
         """Store each row's log of its sum of exponentials, and leave what its sums are multiplied by."""
+        dim = parts.shape[3] - 2
         for r in range(ROWS):
             if thread == 0:
                 tops[r] = state.maxima[r]
@@ -279,6 +284,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                 factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
                 factors[thread] = F(factor)
                 lse[rows.token[thread], h] = log_sum
+            if BY_HEAD:
+                factors[thread] *= F(v_scale[item.head])
 
     @register_jitable
     def store_rows(state, item, rows, out, parts, partial, factors, own, thread):
@@ -350,7 +357,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     F, REAL, TO_BASE_2 = _float(COMPUTE), getattr(types, COMPUTE), LOG2_E
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
     TILE, V_WIDTH, TOKENS_EACH = SIZES.tile, SIZES.v_width, SIZES.tokens_each
-    K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
+    K_SCALED, V_SCALED = (kind(name).scales_per == "row" for name in (K_KIND, V_KIND))
     # How long arrays are.
     PARTS, PROBABILITIES, PLACES = SIZES.parts, ROWS * TILE, 2 * TILE
     MAXIMA, V_SCALES = ROWS * SIZES.searchers, TILE if V_SCALED else 1
@@ -429,7 +436,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             locate(places, block_table, by_slot, k, item, tile, thread)
             cuda.syncthreads()
             scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
-            load_queries(q, rows, item.rows, scale, q_rows, thread)
+            load_queries(q, rows, item, scale, k_scale, q_rows, thread)
             for r in range(ROWS):
                 maxima[r] = F(-np.inf)
                 totals[r] = F(0)
@@ -454,7 +461,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                 accumulate(v, v_scale, g, places, at, ragged, p, v_scales, state, v_floats, own)
                 tile += TILE
             cuda.syncthreads()
-            store_totals(state, item, rows, sinks, lse, parts, dim_v, p, tops, factors, own, thread)
+            store_totals(
+                state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread
+            )  # fmt: skip
             store_rows(state, item, rows, out, parts, partial, factors, own, thread)
             cuda.syncthreads()
 

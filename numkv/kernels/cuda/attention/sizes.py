@@ -21,10 +21,9 @@ ROW_CHOICES = {1: 5, 4: 4, 8: 3}
 Q_BYTES = 24 * 1024
 # Elements between the rows of two chunks of q in shared memory.
 Q_PAD = 4
-# Elements of V that a thread reads at once, and rows of V that it reads ahead where those are not AT_ONCE. As many
-# sums as 16 codes need would not fit into registers: half as many are read, of twice as many rows.
-V_WIDTHS = {**WIDTH, "int8": 8, "int4": 8}
-V_AT_ONCE = {"int8": 2, "int4": 2}
+# Elements of V that a thread reads at once. As many sums as 16 elements need would not fit into registers: where K's
+# chunks have 16, those of V have half of that, and twice as many rows are read ahead.
+V_WIDTHS = {name: min(8, width) for name, width in WIDTH.items()}
 
 
 class Sizes(NamedTuple):
@@ -85,7 +84,7 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
         tokens_each=max(1, tile // THREADS),
         row_step=max(1, THREADS // tile),
         v_width=v_width,
-        v_tokens=tokens * V_AT_ONCE.get(v_kind, 1),
+        v_tokens=tokens * (WIDTH[v_kind] // v_width),
         v_step=tokens,
         rows_at_once=min(rows, parts // (THREADS * v_width)),
     )
