@@ -1,0 +1,62 @@
+"""Attention mass over INT4 keys, against softmax rows in float64 over the values of their codes."""
+
+import naive
+import numpy as np
+import problems
+import pytest
+from messages import about
+from problems import Shape
+
+import numkv
+
+F32 = np.float32
+
+
+def softmax_sums(q, k, seq_lens, new, window_left=-1, logits_soft_cap=0.0):
+    """Weights ``(num_seqs, num_kv_heads, capacity)`` of each sequence's last `new` queries."""
+    group, first = q.shape[1] // k.shape[1], 0
+    out = np.zeros(k.shape[:3])
+    for b, (n, tokens) in enumerate(zip(seq_lens, new, strict=True)):
+        for i, h in np.ndindex(tokens if n else 0, q.shape[1]):
+            p = n - tokens + i
+            begin = 0 if window_left < 0 else max(0, p - window_left)
+            logits = k[b, h // group, begin : p + 1] @ q[first + i, h] / np.sqrt(q.shape[2])
+            if logits_soft_cap:
+                logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+            exps = np.exp(logits - logits.max())
+            out[b, h // group, begin : p + 1] += exps / exps.sum()
+        first += tokens
+    return out
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("options", [{}, {"window_left": 3, "logits_soft_cap": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(2, 1, 32, (5, 0, 1)), Shape(4, 2, 40, (9, 3), new=(4, 1)), Shape(4, 2, 6, (7,), new=(3,))],
+    ids=str,
+)  # fmt: skip
+def test_as_the_softmax_says(target, to, host, rng, shape, options):
+    """Groups of 32 elements, shorter ones at the end of a row, and rows that are read byte by byte on CUDA."""
+    problem = problems.make(rng, shape)
+    codes, scales = naive.int4_quantise(np.nan_to_num(problem.k))
+    cu = problem.cu_seqlens_q
+    got = numkv.attention_weights(
+        to(problem.q), to(codes), to(problem.seq_lens), None if cu is None else to(cu),
+        k_scale=to(scales), **options,
+    )  # fmt: skip
+    new = shape.new or [1] * len(shape.seq_lens)
+    values = naive.int4_dequantise(codes, scales)
+    want = softmax_sums(problem.q.astype(np.float64), values, shape.seq_lens, new, **options)
+    got = host(got)
+    np.testing.assert_array_equal(got[want == 0], 0)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_query_is_as_wide_as_a_row_not_as_its_words(target, to, width):
+    """Rows of 16 elements have 8 words."""
+    codes, scales = naive.int4_quantise(np.ones((1, 1, 4, 16), F32))
+    q = np.ones((1, 2, width), F32)
+    with pytest.raises(numkv.DimensionMismatch, match=about("q")):
+        numkv.attention_weights(to(q), to(codes), to(np.array([4])), k_scale=to(scales))
