@@ -8,6 +8,7 @@ import pytest
 import tolerances
 
 import numkv
+from numkv.caches.paged.prefix_match import release_behind_window
 
 HEADS, Q_HEADS, DIM = 2, 4, 8
 KINDS = ["fp32", "fp16", "bf16", "int8", "int4"]
@@ -32,7 +33,7 @@ def rows(layer, tokens, begin=0, salt=0):
 
 def write(step, to, texts, starts, salt=0):
     """All layers' rows of a step in which each sequence's text grows from `starts` on."""
-    for layer in range(step._cache.num_layers):
+    for layer in range(step._store.num_layers):
         parts = [rows(layer, t, n, salt) for t, n in zip(texts, starts, strict=True)]
         parts.append(rows(layer, []))  # a step may be empty
         step.append(layer, *(to(np.ascontiguousarray(x)) for x in np.concatenate(parts, 1)))
@@ -50,7 +51,7 @@ def fill(cache, seqs, n):
     """Let sequences grow by tokens of which nobody asks what they are."""
     step = cache.reserve(seqs, n)
     for layer in range(cache.num_layers):
-        pool, _ = cache._place(layer)
+        pool, _ = cache._store.place(layer)
         shape = (step.num_tokens, pool.k.shape[1])
         zeros = (np.zeros((*shape, dim), np.float32) for dim in (pool.head_dim, pool.head_dim_v))
         step.append(layer, *map(cache._target.asarray, zeros))
@@ -532,7 +533,7 @@ def test_sliding_layers_need_their_window_only(cpu):
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7])
-def test_the_longest_prefix_that_every_group_has(cpu, window):
+def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
     """Holes in the sliding group, against a search of all lengths one by one."""
     to, host = cpu
     size, blocks = 2, 10
@@ -542,13 +543,14 @@ def test_the_longest_prefix_that_every_group_has(cpu, window):
         cache = make(2, windows=[-1, window], num_blocks=60)
         step = cache.reserve([cache.add()], [len(text)])  # registered before the window moves
         write(step, to, [text], [0])
-        state, slide = cache._sequences[0], cache._slide
-        cache._slide = lambda state: None
-        cache.commit(step, token_ids=text)
+        state = cache._sequences[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("numkv.caches.paged.cache.release_behind_window", lambda *_: None)
+            cache.commit(step, token_ids=text)
         lost = rng.random((2, blocks)) < [[0.04], [0.3]]
         for table, gone in zip(state.tables, lost, strict=True):
             cache.blocks.forget(table[:blocks][gone])
-        slide(state)
+        release_behind_window(cache._store, state)
         want = max(
             n
             for n in range(blocks + 1)
