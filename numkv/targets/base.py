@@ -9,12 +9,15 @@ import numpy as np
 
 from numkv.arrays import Array
 from numkv.kernels.operations import Operations
-from numkv.kinds import Kind
+from numkv.kinds import Kind, kinds
 
-__all__ = ["HALVES", "Array", "Target"]
+__all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target"]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-HALVES = frozenset((BF16, np.dtype(np.float16)))
+#: Words of the floats that kernels do not see as such: ``uint16`` for 16-bit floats, ``uint8`` for 8-bit ones.
+WORD_OF = {k.dtype: k.word for k in kinds() if k.is_float and k.word != k.dtype}
+#: Of these, the dtypes that torch has and NumPy has not, by the names of torch.
+TORCH_DTYPES = {f"torch.{dtype}": dtype for dtype in WORD_OF if dtype != np.float16}
 
 
 class Target(Protocol):
@@ -56,7 +59,7 @@ class Target(Protocol):
         """`x` as a NumPy array; a copy on CUDA."""
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""

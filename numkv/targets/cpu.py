@@ -11,7 +11,7 @@ from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF, Array
 
 __all__ = ["CpuTarget"]
 
@@ -38,8 +38,8 @@ class CpuTarget:
     def accept(self, x: Any, name: str) -> Array:
         """`x` as a NumPy array, without a copy.
 
-        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; a bfloat16 torch tensor too,
-        which neither of the two can hand over as such.
+        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; torch tensors of bfloat16 and
+        8-bit floats too, which neither of the two can hand over as such.
         """
         if type(x) is np.ndarray:
             return x
@@ -75,11 +75,12 @@ class CpuTarget:
                 'move it with .cpu(), or use target="cuda"'
             )
         x = x.detach()
-        if str(x.dtype) == "torch.bfloat16":
-            import torch
+        dtype = TORCH_DTYPES.get(str(x.dtype))
+        if dtype is None:
+            return x.numpy()
+        import torch
 
-            return x.view(torch.uint16).numpy().view(BF16)
-        return x.numpy()
+        return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array whose elements are undefined."""
@@ -94,8 +95,9 @@ class CpuTarget:
         return x  # type: ignore[no-any-return]
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words."""

@@ -16,7 +16,7 @@ from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF, Array
 from numkv.targets.cpu import CpuTarget
 
 __all__ = ["CudaTarget"]
@@ -40,6 +40,11 @@ def _load_cuda() -> Any:
         reason = " ".join(str(cuda.cuda_error() or "no device").split())
         raise NotSupported(f'target "cuda": there is no usable GPU ({reason}); {_REMEDY}')
     return cuda
+
+
+def _names_a_dtype(typestr: str) -> bool:
+    """Whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""
+    return typestr[1] != "V" and typestr[1:] != "f1"
 
 
 class CudaTarget:
@@ -97,12 +102,16 @@ class CudaTarget:
                 f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
                 f'numkv.targets.get("cuda").asarray({name})'
             )
-        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # no typestr names bfloat16
+        dtype = TORCH_DTYPES.get(str(getattr(x, "dtype", "")))
+        if dtype is not None:  # no typestr names it
             import torch
 
-            return self._cuda.as_cuda_array(x.detach().view(torch.int16)).view(BF16)
+            word = (
+                torch.int16 if dtype.itemsize == 2 else torch.uint8
+            )  # as old ones of torch have no uint16
+            return self._cuda.as_cuda_array(x.detach().view(word)).view(dtype)
         interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None and interface["typestr"][1] != "V":
+        if interface is not None and _names_a_dtype(interface["typestr"]):
             return self._cuda.as_cuda_array(x)
         if hasattr(x, "__dlpack__"):
             return self._from_dlpack(x, name)
@@ -140,11 +149,11 @@ class CudaTarget:
             "shape": tuple(view.shape),
             "strides": None if strides is None else tuple(n * dtype.itemsize for n in strides),
             "data": (view.ptr, view.readonly),
-            "typestr": "<u2" if dtype == BF16 else dtype.str,
+            "typestr": WORD_OF.get(dtype, dtype).str,
             "version": 3,
         }
         array = self._cuda.from_cuda_array_interface(description, owner=view)
-        return array.view(BF16) if dtype == BF16 else array
+        return self.typed(array, dtype)
 
     # -- making arrays
 
@@ -172,12 +181,13 @@ class CudaTarget:
     # -- views
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""
-        return words.view(dtype) if dtype in HALVES else words
+        return words.view(dtype) if dtype in WORD_OF else words
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
