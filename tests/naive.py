@@ -22,8 +22,8 @@ def words(x):
 
 
 def round_to(x, kind):
-    """Round to nearest, ties to even."""
-    with np.errstate(over="ignore"):
+    """Round to nearest, ties to even; a signalling NaN is a NaN like others."""
+    with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(x).astype(DTYPES[kind])
 
 
