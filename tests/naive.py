@@ -22,8 +22,8 @@ def words(x):
 
 
 def round_to(x, kind):
-    """Round to nearest, ties to even; a signalling NaN is a NaN like others."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    """Round to nearest, ties to even."""
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid
         return np.asarray(x).astype(DTYPES[kind])
 
 

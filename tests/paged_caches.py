@@ -31,7 +31,7 @@ def rows(layer, tokens, begin=0, salt=0):
 
 def write(step, to, texts, starts, salt=0):
     """All layers' rows of a step in which each sequence's text grows from `starts` on."""
-    for layer in range(step._cache.num_layers):
+    for layer in range(step._store.num_layers):
         parts = [rows(layer, t, n, salt) for t, n in zip(texts, starts, strict=True)]
         parts.append(rows(layer, []))  # a step may be empty
         step.append(layer, *(to(np.ascontiguousarray(x)) for x in np.concatenate(parts, 1)))
@@ -49,7 +49,7 @@ def fill(cache, seqs, n):
     """Let sequences grow by tokens of which nobody asks what they are."""
     step = cache.reserve(seqs, n)
     for layer in range(cache.num_layers):
-        pool, _ = cache._place(layer)
+        pool, _ = cache._store.place(layer)
         shape = (step.num_tokens, pool.k.shape[1])
         zeros = (np.zeros((*shape, dim), np.float32) for dim in (pool.head_dim, pool.head_dim_v))
         step.append(layer, *map(cache._target.asarray, zeros))

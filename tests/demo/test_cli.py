@@ -259,7 +259,10 @@ def test_python_m_numkv():
         (["--temperature", "nan"], "argument --temperature: expected 0 or more, got 'nan'"),
         (["--target", "tpu"], "argument --target: invalid choice: 'tpu'"),
         (["--block-size", "0"], "argument --block-size: expected an integer of 1 or more, got '0'"),
-        (["--kind", "int8/int7"], "expected one of fp64, fp32, fp16, bf16, int8"),
+        (
+            ["--kind", "int8/int7"],
+            "expected one of fp64, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8",
+        ),
         (["--prompt", "a", "--file", "b"], "not allowed with argument"),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt: no such file or directory"),
         (["--model", "/nowhere"], "/nowhere/config.json: no such file or directory"),

@@ -8,7 +8,7 @@ import pytest
 from block_books import SIZE, cached, prompt, refused
 
 import numkv
-from numkv.blocks import compiled
+from numkv.blocks import arrays
 from numkv.blocks.pool import BlockPool, BlocksRemoved, BlocksStored, PoolStats
 
 
@@ -164,11 +164,11 @@ CORRUPTIONS = {
     "a list that lost its beginning": (corrupt("_state", NEXT, 8), 8, "head of the free list"),
     "a list that lost its end": (corrupt("_state", PREV, 9), 9, "head of the evictable list"),
     "a used block with a link": (corrupt("_state", NEXT, 0), 5, "block 0"),
-    "a counter of free blocks": (corrupt("_counters", compiled.FREE), 0, "`free` is 0"),
-    "a counter of evictable blocks": (corrupt("_counters", compiled.EVICTABLE), 7, "`evictable`"),
-    "a counter of used blocks": (corrupt("_counters", compiled.USED), 7, "`used` is 7"),
-    "a counter of cached blocks": (corrupt("_counters", compiled.HOLDING), 7, "`cached`"),
-    "a counter of pinned blocks": (corrupt("_counters", compiled.PINNED), 7, "`pinned`"),
+    "a counter of free blocks": (corrupt("_counters", arrays.FREE), 0, "`free` is 0"),
+    "a counter of evictable blocks": (corrupt("_counters", arrays.EVICTABLE), 7, "`evictable`"),
+    "a counter of used blocks": (corrupt("_counters", arrays.USED), 7, "`used` is 7"),
+    "a counter of cached blocks": (corrupt("_counters", arrays.HOLDING), 7, "`cached`"),
+    "a counter of pinned blocks": (corrupt("_counters", arrays.PINNED), 7, "`pinned`"),
     "another name": (corrupt("_digests", 1), 12345, "does not lead to block 1"),
     "an empty table": (corrupt("_table", slice(None)), -1, "wrong number"),
     "a full table": (corrupt("_table", slice(None)), 1, "wrong number"),

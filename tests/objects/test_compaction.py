@@ -407,7 +407,7 @@ def shown(cache, host, seq, layer=0):
     cache.start_forward(numkv.Batch([2**30], [seq]), reserve=True)
     k, v, mask = (host(x) for x in cache.get(layer))
     seen = np.flatnonzero(mask[0] == 0)
-    held = cache._cells.held(seq)
+    held = cache._cells.owned(seq)
     assert sorted(held) == seen.tolist()
     return positions.tolist(), k[held].astype(np.float64), v[held].astype(np.float64)
 
@@ -548,7 +548,7 @@ def test_at_once_as_one_after_another(target, to, host, rng, make):
     for cache in caches:
         cache._cells.check()
         assert cache.positions(0).tolist() == there
-        pool, cells_of = cache._layers[0], cache._cells.held(0)
+        pool, cells_of = cache._layers[0], cache._cells.owned(0)
         k, v = (host(pool.values(x))[0][:, cells_of].transpose(1, 0, 2) for x in "kv")
         tolerances.assert_rotated_close(k, rotated(raw[keep][there], there), "fp32")
         assert np.array_equal(v, raw[keep][there])

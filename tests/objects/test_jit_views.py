@@ -173,6 +173,18 @@ def test_a_cache_that_grew_has_new_buffers():
     assert cache.jit.context_lens.tolist() == [201]
 
 
+def test_a_copy_leaves_the_structure_of_the_original_in_use():
+    cache, rows = numkv.KVCache(1, 1, 4, max_seq_len=3), np.ones((1, 4), np.float32)
+    view = cache.jit
+    assert step(view, rows, rows)
+    twin = cache.copy()
+    assert step(view, 2 * rows, rows)
+    assert step(twin.jit, 3 * rows, rows)
+    assert cache.jit is view
+    assert cache.k(0)[:, 0, 0].tolist() == [1, 2]
+    assert twin.k(0)[:, 0, 0].tolist() == [1, 3]
+
+
 def test_on_cuda_it_holds_the_host_side():
     """Block table and lengths; the device buffers lie beside it, on the object."""
     from numkv import targets

@@ -13,6 +13,7 @@ from messages import about
 
 import numkv
 from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.caches.paged.prefix_match import block_names
 from numkv.storage.hadamard import Rotation
 
 F32 = np.float32
@@ -64,7 +65,7 @@ def written(cache, to, k, v, ids=None):
 
 def place_of(cache, seq, layer):
     """A layer's buffers, and the slots of a sequence's tokens there; -1 where there are none."""
-    pool, group = cache._place(layer)
+    pool, group = cache._store.place(layer)
     state = cache._sequences[seq]
     tokens = np.arange(state.length)
     table = state.tables[group].astype(np.int64)
@@ -368,10 +369,8 @@ def test_pins_hold_what_they_held(rng):
     cache.check()
     assert_same([pool.to_host()[0][pinned] for pool in cache._pools], content)
     assert not set(pinned) & set(np.concatenate(cache._sequences[seq].tables))
-    assert (
-        len(cache.blocks.lookup(cache._digests(np.arange(10, dtype=np.int32), None, None)[0], ids))
-        == 5
-    )
+    names = block_names(cache._store, np.arange(10, dtype=np.int32), None)[0]
+    assert len(cache.blocks.lookup(names, ids)) == 5
     cache.unpin(seq)
     cache.check()
     assert host(cache.blocks.pin_count(pinned)).tolist() == [0] * len(pinned)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from paged_caches import check_attention, fill, grow, make, started, write
 
+from numkv.caches.paged.prefix_match import release_behind_window
+
 
 @pytest.fixture
 def cpu():
@@ -145,7 +147,7 @@ def test_sliding_layers_need_their_window_only(cpu):
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7])
-def test_the_longest_prefix_that_every_group_has(cpu, window):
+def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
     """Holes in the sliding group, against a search of all lengths one by one."""
     to, host = cpu
     size, blocks = 2, 10
@@ -155,13 +157,14 @@ def test_the_longest_prefix_that_every_group_has(cpu, window):
         cache = make(2, windows=[-1, window], num_blocks=60)
         step = cache.reserve([cache.add()], [len(text)])  # registered before the window moves
         write(step, to, [text], [0])
-        state, slide = cache._sequences[0], cache._slide
-        cache._slide = lambda state: None
-        cache.commit(step, token_ids=text)
+        state = cache._sequences[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("numkv.caches.paged.cache.release_behind_window", lambda *_: None)
+            cache.commit(step, token_ids=text)
         lost = rng.random((2, blocks)) < [[0.04], [0.3]]
         for table, gone in zip(state.tables, lost, strict=True):
             cache.blocks.forget(table[:blocks][gone])
-        slide(state)
+        release_behind_window(cache._store, state)
         want = max(
             n
             for n in range(blocks + 1)
