@@ -55,6 +55,7 @@ class CudaTarget:
     values_on_host = False
     has_jit_views = False
     has_streams = True
+    small_call = 0
 
     def __init__(self) -> None:
         self._cuda = _load_cuda()
