@@ -101,7 +101,7 @@ def _run(
         for layer in (ContiguousLayer(4, 1, dim, **kinds), paged):
             layer.append(rows, rows)
             for mode in QKMode:
-                tables = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
+                tables: dict[str, Any] = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
                 layer.truncate(1)
                 q = layer.write(
                     qkv, num_q_heads=1, qk_mode=mode, q_norm_weight=weight, k_norm_weight=weight,

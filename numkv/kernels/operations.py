@@ -138,7 +138,7 @@ class Operations:
             Names of their kinds.
         k_scale, v_scale : array
             Scales of quantised pools, float32 ``(num_blocks, num_kv_heads, block_size)``, of INT4 words with an axis of
-            groups more; of float pools empty arrays.
+            groups more; of 8-bit floats float32 ``(num_kv_heads,)``, of other float pools empty arrays.
         block_table : int32 array (num_seqs, max_blocks)
             Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size +
             offset``. Entries before the first and after the last token that a query of the sequence sees are never
@@ -472,8 +472,8 @@ class Operations:
             Pool of keys, in the words of `k_kind`.
         k_kind : str
             Their kind.
-        k_scale : float32 array (num_blocks, num_kv_heads, block_size)
-            Scales of a quantised pool; of a float pool an empty array.
+        k_scale : array
+            Scales, as in `attend`.
         block_table : int32 array (num_seqs, max_blocks)
             Physical block of each logical block; with `by_slot`, the slot of each token, ``block * block_size +
             offset``. Entries of tokens that no query sees are never looked up, but for tokens between two ranges.

@@ -6,19 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from numkv.arrays import Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, WORD_OF, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
 
 __all__ = ["CpuTarget"]
-
-
-# What torch calls the floats that it cannot hand to NumPy.
-OF_TORCH = {f"torch.{dtype.name}": dtype for dtype in WORD_OF if dtype != np.float16}
 
 
 class CpuTarget:
@@ -45,7 +42,7 @@ class CpuTarget:
         """`x` as a NumPy array, without a copy.
 
         Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; torch tensors of bfloat16 and
-        of 8-bit floats too, which neither of the two can hand over as such.
+        8-bit floats too, which neither of the two can hand over as such.
         """
         if type(x) is np.ndarray:
             return x
@@ -81,12 +78,12 @@ class CpuTarget:
                 'move it with .cpu(), or use target="cuda"'
             )
         x = x.detach()
-        known = OF_TORCH.get(str(x.dtype))
-        if known is not None:
-            import torch
+        dtype = TORCH_DTYPES.get(str(x.dtype))
+        if dtype is None:
+            return x.numpy()
+        import torch
 
-            return x.view(getattr(torch, str(WORD_OF[known]))).numpy().view(known)
-        return x.numpy()
+        return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array whose elements are undefined."""
@@ -96,12 +93,12 @@ class CpuTarget:
         """A new array of zeros, for buffers; the system gives its memory when it is first touched."""
         return aligned(np.zeros, shape, dtype)
 
-    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_host(self, x: Any) -> HostArray:
         """`x` itself."""
-        return x  # type: ignore[no-any-return]
+        return x
 
-    def words(self, x: Array) -> Array:
-        """The array that kernels see: floats of 16 and of 8 bits as unsigned words, others as they are."""
+    def words(self, x: Any) -> Array:
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else x.view(word)
 
@@ -118,15 +115,15 @@ class CpuTarget:
         dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 
-    def one_head(self, x: Array) -> Array:
+    def one_head(self, x: Any) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
         return x[:, None, :]
 
-    def token_major(self, x: Array) -> Array:
+    def token_major(self, x: Any) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(1, 0, 2)
 
-    def dim_major(self, x: Array) -> Array:
+    def dim_major(self, x: Any) -> Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(0, 2, 1)
 

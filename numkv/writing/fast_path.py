@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import Array
 from numkv.kernels.operations import Checks
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
@@ -226,7 +227,7 @@ def _writer(
 
 def pool_write(
     pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
-    eps: Any, q_out: Any, angles: np.ndarray[Any, Any], first: int, places: np.ndarray[Any, Any], start: int,
+    eps: Any, q_out: Any, angles: Array, first: int, places: Array, start: int,
     room: int, look: bool,
 ) -> tuple[int, Any]:  # fmt: skip
     """Do the fused write of a few tokens, or write nothing and return -1.
