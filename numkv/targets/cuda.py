@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numba.core import config
 
+from numkv.arrays import Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
 from numkv.targets.cpu import CpuTarget
 
 __all__ = ["CudaTarget"]
@@ -60,6 +61,7 @@ class CudaTarget:
     values_on_host = False
     has_jit_views = False
     has_streams = True
+    small_call = 0
 
     def __init__(self) -> None:
         self._cuda = _load_cuda()
@@ -172,15 +174,16 @@ class CudaTarget:
             device_memset(array, 0, array.nbytes)
         return array
 
-    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_host(self, x: Any) -> HostArray:
         """A copy of `x` as a NumPy array; waits for the device."""
         if isinstance(x, np.ndarray):
             return x
-        return self.accept(x, "array").copy_to_host()  # type: ignore[no-any-return]
+        device: Any = self.accept(x, "array")
+        return device.copy_to_host()
 
     # -- views
 
-    def words(self, x: Array) -> Array:
+    def words(self, x: Any) -> Array:
         """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else x.view(word)
@@ -195,10 +198,10 @@ class CudaTarget:
 
         heads, tokens, words = codes.shape
         out = self.empty((heads, tokens, words * kind.elements_per_word), np.float32)
-        dequantise(codes, kind.name, scale, out)
+        dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 
-    def one_head(self, x: Array) -> Array:
+    def one_head(self, x: Any) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
         tokens, width = x.shape
         if self._simulated:
@@ -210,15 +213,15 @@ class CudaTarget:
             (tokens, 1, width), (by_token, by_token, by_element), x.dtype, x.stream, x.gpu_data
         )
 
-    def token_major(self, x: Array) -> Array:
+    def token_major(self, x: Any) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (1, 0, 2))
 
-    def dim_major(self, x: Array) -> Array:
+    def dim_major(self, x: Any) -> Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (0, 2, 1))
 
-    def _transposed(self, x: Array, axes: tuple[int, ...]) -> Array:
+    def _transposed(self, x: Any, axes: tuple[int, ...]) -> Array:
         """A view of an array of three axes, in another order."""
         if self._simulated:
             return x.transpose(axes)
