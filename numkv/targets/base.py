@@ -33,6 +33,8 @@ class Target(Protocol):
     has_jit_views: bool
     #: Whether operations run on streams that a caller may choose.
     has_streams: bool
+    #: New elements of K below which a call is small, and one function on one thread may do it; 0 if there is none.
+    small_call: int
 
     @property
     def ops(self) -> Operations:

@@ -9,6 +9,7 @@ import numpy as np
 from numkv.arrays import Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
@@ -24,6 +25,7 @@ class CpuTarget:
     values_on_host = True
     has_jit_views = True
     has_streams = False
+    small_call = SERIAL_ELEMENTS
 
     @property
     def ops(self) -> Operations:
