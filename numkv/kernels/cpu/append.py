@@ -20,8 +20,9 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.simd import on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
+from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of

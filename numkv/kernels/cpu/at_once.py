@@ -16,7 +16,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.simd import is_aligned, row_of
+from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4
