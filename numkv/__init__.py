@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from numkv import _moved
 from numkv._version import __version__
-from numkv.attention.contiguous import decode_attention, merge_states, prefill_attention
-from numkv.attention.mass import attention_weights
-from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
-from numkv.caches.contiguous_layer import ContiguousLayer
-from numkv.caches.kv_cache import KVCache
-from numkv.caches.multi.cell_cache import (
+from numkv.attention import (
+    attention_weights,
+    decode_attention,
+    merge_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    prefill_attention,
+)
+from numkv.caches import (
     Batch,
     CacheConfig,
     CausalCache,
     ChunkedCache,
+    ContiguousLayer,
+    EncoderCache,
+    KVCache,
+    PagedKVCache,
+    PagedLayer,
+    PagedPool,
+    PagedStats,
     SlidingWindowCache,
+    Step,
+    SwappedSequence,
+    WrapperCache,
 )
-from numkv.caches.multi.encoder import EncoderCache
-from numkv.caches.multi.wrapper import WrapperCache
-from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
-from numkv.caches.paged_layer import PagedLayer, PagedPool
-from numkv.compaction.eviction import AttentionTally
+from numkv.compaction import AttentionTally
 from numkv.compaction.key_shift import rope_shift
 from numkv.compile_ahead import warmup
 from numkv.compression.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor

@@ -22,6 +22,7 @@ __all__ = [
     "check_kept",
     "check_size",
     "check_writable",
+    "is_plain",
 ]
 
 #: What a shape must be: numbers, and names of sizes that the caller is free to choose.
@@ -98,6 +99,16 @@ def check_array(
             f"of packed records have them; pass {name}.copy()"
         )
     return x
+
+
+def is_plain(x: Any, ndim: int) -> bool:
+    """Whether an argument is what most are: a NumPy array of so many axes, aligned, with a contiguous last axis.
+
+    `check_array` has nothing to say about the layout of such an array on the CPU, and takes longer to find that out.
+    """
+    return (
+        type(x) is np.ndarray and x.ndim == ndim and x.strides[-1] == x.itemsize and x.flags.aligned
+    )
 
 
 def _is_aligned(x: Array, itemsize: int) -> bool:

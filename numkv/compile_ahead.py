@@ -33,20 +33,20 @@ def warmup(
 ) -> dict[str, int]:
     """Load or compile the kernels that write to caches of some kinds and attend to them.
 
-    Kernels serve every head dim, group and block size, so kinds are all that there is to say.
+    Kernels serve every head dim, GQA group and block size, so kinds are all that matters.
 
     Parameters
     ----------
     kinds : iterable of str, Kind or pair of them
         Storage kinds; a pair is the kind of K and that of V.
     dtypes : iterable of str or Kind
-        Float kinds that new rows and queries come in, beside the cache's own.
+        Float kinds of new rows and queries, beside the cache's own.
     target : str
         Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
     rotate : bool
-        Whether also those of caches with ``rotate=True``.
+        Whether caches with ``rotate=True`` are included.
     residual : bool
-        Whether also those of quantised caches with `residual_window` or `num_sink_tokens`.
+        Whether quantised caches with `residual_window` or `num_sink_tokens` are included.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def warmup(
     UnsupportedDType
         If there is no such kind.
     NotSupported
-        If the target cannot be had here.
+        If the target is not available here.
 
     Examples
     --------
@@ -110,18 +110,18 @@ def _run(
             layer.decode_attention(q)
             if layer.residual_window:
                 two = place.asarray(np.ones((2, 1, dim), source.dtype))
-                layer.append(two, two)  # one of which never is in the window
+                layer.append(two, two)  # the first of which is quantised at once
         scales = {"k_scale": paged.k_scale} if k_kind.has_scales else {}
         if v_kind.has_scales:
             scales["v_scale"] = paged.v_scale
         slots = place.asarray(np.zeros(1, np.int64))
         paged_append(rows, rows, paged.k, paged.v, slots, **scales)
-        # What large calls take, and those with K and V of two kinds.
+        # Kernels of large calls, and of K and V of two kinds.
         pool = paged.pool.pool
         checked = pool.check_rows(rows, rows, check_finite=True)
         pool.append(*checked, place.index(paged.block_table, np.int32), 0)
         pool.scatter(*checked, slots)
-        # Several sequences with long tables are planned apart, on the CPU, and the splits of long ones merged.
+        # On the CPU, several sequences with long tables are planned by a kernel of its own, and splits are merged.
         two, blocks = (
             place.asarray(np.ones((2, 1, dim), source.dtype)),
             np.zeros((2, 1024), np.int32),

@@ -1,24 +1,35 @@
-"""Storage kinds: how an element of K or V lies in memory.
+"""Storage kinds: how an element of K or V lies in memory, in one table from which all else is derived.
 
-A kind answers for its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its
-dtype inside kernels (`Kind.word`): 16-bit floats are carried as ``uint16`` words, because Numba's CPU
-target has no 16-bit float arrays. Quantised kinds say how their scales lie (`Kind.scale_shape`) too.
+A kind answers for its own size (`Kind.bytes_per_token`), its dtype for the user (`Kind.dtype`) and its dtype inside
+kernels (`Kind.word`): 16-bit floats are carried as ``uint16`` words and 8-bit floats as ``uint8``, because Numba's CPU
+target has no arrays of them. Whatever depends on a kind is asked of it, or derived from the table at the end of this
+file; nothing else lists kinds by name, but for `numkv.rows` (how elements are converted) and code that is about one
+kind.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-from numkv.errors import DimensionMismatch, UnsupportedDType
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 
-__all__ = ["FLOAT_DTYPES", "Kind", "kind", "kind_of_dtype", "kinds"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "QUERY_DTYPES",
+    "STORED_FLOAT_DTYPES",
+    "Kind",
+    "kind",
+    "kind_of_dtype",
+    "kind_of_stored_dtype",
+    "kinds",
+]
 
-_FLOAT32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -28,37 +39,90 @@ class Kind:
     Attributes
     ----------
     name : str
-        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"int8"`` or ``"int4"``.
-    bytes_per_element : int or float
-        Bytes of one stored element, without scales.
+        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"`` or
+        ``"int4"``.
     dtype : numpy.dtype
         The dtype a user sees.
     word : numpy.dtype
         The dtype of the buffers inside kernels and in ``.jit`` structures, of the same width as stored.
-    has_scales : bool
-        Whether rows carry scales beside their codes.
     compute : numpy.dtype
         The dtype that attention over this kind accumulates in (float64 if the query is float64).
+    is_query : bool
+        Whether queries, new rows, fused projections and masks may have this dtype.
+    scales_per : {"none", "head", "row", "group"}
+        What shares a scale: nothing, as there are none; a kv head of the whole buffer, by scales that are set once; a
+        row (one token and kv head), or a group of `group_size` elements of a row, by scales that are computed from
+        the row.
     scale_dtype : numpy.dtype
-        The dtype of scales that a user sees; of float kinds that of their empty arrays.
+        The dtype of scales that a user sees; of kinds without scales that of their empty arrays.
     scale_word : numpy.dtype
         The dtype of scales inside kernels.
     group_size : int
-        Elements that share a scale, or 0: all of a row (one token and kv head) do.
+        Elements that share a scale if ``scales_per`` is ``"group"``, else 0.
     elements_per_word : int
         Elements in a word of the buffers.
     """
 
     name: str
-    bytes_per_element: int | float
     dtype: np.dtype[Any]
     word: np.dtype[Any]
-    has_scales: bool
-    compute: np.dtype[Any]
+    compute: np.dtype[Any] = _FLOAT32
+    is_query: bool = False
+    scales_per: Literal["none", "head", "row", "group"] = "none"
     scale_dtype: np.dtype[Any] = _FLOAT32
     scale_word: np.dtype[Any] = _FLOAT32
     group_size: int = 0
     elements_per_word: int = 1
+
+    @property
+    def bytes_per_element(self) -> int | float:
+        """Bytes of one stored element, without scales."""
+        size = self.word.itemsize
+        return size if self.elements_per_word == 1 else size / self.elements_per_word
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows carry scales beside their codes, computed from them: whether the kind is quantised.
+
+        fp8 kinds say False: their scales belong to heads, not to rows, and are set by the user.
+        """
+        return self.scales_per in ("row", "group")
+
+    @property
+    def is_float(self) -> bool:
+        """Whether stored elements are floats of `dtype`, not codes."""
+        return not self.has_scales
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a value is more than its stored element: its product with a scale of a head, a row or a group."""
+        return self.scales_per != "none"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several elements share a word."""
+        return self.elements_per_word > 1
+
+    @property
+    def scale_ndim(self) -> int:
+        """Axes of the array of scales; where there are none it is empty and has three."""
+        return {"none": 3, "head": 1, "row": 3, "group": 4}[self.scales_per]
+
+    def scales_per_row(self, head_dim: int) -> int:
+        """Scales that one row brings along: none, one, or one for each of its groups.
+
+        Parameters
+        ----------
+        head_dim : int
+            Elements in the row.
+
+        Returns
+        -------
+        int
+        """
+        if self.scales_per == "group":
+            return -(-head_dim // self.group_size)
+        return int(self.scales_per == "row")
 
     def words_per_row(self, head_dim: int) -> int:
         """Words of one stored row, without scales.
@@ -93,22 +157,24 @@ class Kind:
         Parameters
         ----------
         rows : tuple of int
-            Shape of a buffer, without its last axis.
+            Shape of a buffer, without its last axis; axis 1 counts kv heads.
         head_dim : int
             Elements in a row.
 
         Returns
         -------
         tuple of int
-            `rows` where a row has one scale, with an axis more where its groups have one each, and ``(0, 0, 0)``
-            where there are none.
+            `rows` where a row has one scale, with an axis more where its groups have one each; ``(num_kv_heads,)``
+            where heads have one each, and ``(0, 0, 0)`` where there are none.
         """
-        if not self.has_scales:
+        if self.scales_per == "none":
             return (0, 0, 0)
-        return (*rows, -(-head_dim // self.group_size)) if self.group_size else rows
+        if self.scales_per == "head":
+            return (rows[1],)
+        return (*rows, self.scales_per_row(head_dim)) if self.scales_per == "group" else rows
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one stored row, its scales included.
+        """Bytes of one stored row, the scales that it brings along included.
 
         Parameters
         ----------
@@ -119,13 +185,14 @@ class Kind:
         -------
         int
         """
-        scales = math.prod(self.scale_shape((1,), head_dim))
-        return self.words_per_row(head_dim) * self.word.itemsize + scales * self.scale_word.itemsize
+        scales = self.scales_per_row(head_dim) * self.scale_word.itemsize
+        return self.words_per_row(head_dim) * self.word.itemsize + scales
 
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
     ) -> int:
-        """Exact bytes that one token costs in one layer, K and V, scales included.
+        """Exact bytes that one token costs in one layer, K and V, scales included (not those of heads, which do not
+        grow with tokens).
 
         Parameters
         ----------
@@ -147,26 +214,30 @@ class Kind:
         return self.name
 
 
-def _float_kind(name: str, dtype: Any, word: Any, compute: Any) -> Kind:
-    size = np.dtype(dtype).itemsize
-    return Kind(name, size, np.dtype(dtype), np.dtype(word), False, np.dtype(compute))
+def _float(name: str, dtype: Any, word: Any = None, **more: Any) -> Kind:
+    dtype = np.dtype(dtype)
+    return Kind(name, dtype, dtype if word is None else np.dtype(word), is_query=True, **more)
+
+
+def _fp8(name: str, dtype: Any) -> Kind:
+    return Kind(name, np.dtype(dtype), np.dtype(np.uint8), scales_per="head")
 
 
 _KINDS = {
     k.name: k
     for k in (
-        _float_kind("fp64", np.float64, np.float64, np.float64),
-        _float_kind("fp32", np.float32, np.float32, np.float32),
-        _float_kind("fp16", np.float16, np.uint16, np.float32),
-        _float_kind("bf16", _BF16, np.uint16, np.float32),
-        Kind("int8", 1, _FLOAT32, np.dtype(np.int8), True, _FLOAT32),
+        _float("fp64", np.float64, compute=_FLOAT64),
+        _float("fp32", np.float32),
+        _float("fp16", np.float16, np.uint16),
+        _float("bf16", _BF16, np.uint16),
+        _fp8("fp8_e4m3", ml_dtypes.float8_e4m3fn),
+        _fp8("fp8_e5m2", ml_dtypes.float8_e5m2),
+        Kind("int8", _FLOAT32, np.dtype(np.int8), scales_per="row"),
         Kind(
             "int4",
-            0.5,
             _FLOAT32,
             np.dtype(np.uint8),
-            True,
-            _FLOAT32,
+            scales_per="group",
             scale_dtype=_BF16,
             scale_word=np.dtype(np.uint16),
             group_size=32,
@@ -179,13 +250,20 @@ _ALIASES = {
     "f32": "fp32", "float32": "fp32", "single": "fp32",
     "f16": "fp16", "float16": "fp16", "half": "fp16",
     "bfloat16": "bf16", "bfp16": "bf16",
+    "fp8": "fp8_e4m3", "f8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "e4m3": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2", "e5m2": "fp8_e5m2",
     "i8": "int8", "q8": "int8",
     "i4": "int4", "q4": "int4",
 }  # fmt: skip
-_BY_DTYPE = {k.dtype: k for k in _KINDS.values() if not k.has_scales}
+_BY_STORED_DTYPE = {k.dtype: k for k in _KINDS.values() if k.is_float}
+_BY_DTYPE = {dtype: k for dtype, k in _BY_STORED_DTYPE.items() if k.is_query}
 
-#: Dtypes of the float kinds, the widest first.
-FLOAT_DTYPES = tuple(_BY_DTYPE)
+#: Dtypes that queries, new rows, fused projections and masks may have, the widest first.
+QUERY_DTYPES = tuple(_BY_DTYPE)
+#: Dtypes of float buffers, the widest first.
+STORED_FLOAT_DTYPES = tuple(_BY_STORED_DTYPE)
+#: An older name of `QUERY_DTYPES`.
+FLOAT_DTYPES = QUERY_DTYPES
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -229,7 +307,7 @@ def kind(name: str | Kind) -> Kind:
 
 
 def kind_of_dtype(dtype: Any) -> Kind | None:
-    """The float kind whose dtype is `dtype`, or None.
+    """The float kind of queries, new rows and masks of a dtype, or None.
 
     Parameters
     ----------
@@ -243,8 +321,27 @@ def kind_of_dtype(dtype: Any) -> Kind | None:
     return _BY_DTYPE.get(dtype)
 
 
+def kind_of_stored_dtype(dtype: Any) -> Kind | None:
+    """The float kind of buffers of a dtype, or None: those of `kind_of_dtype` and those that are stored only.
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        A dtype object.
+
+    Returns
+    -------
+    Kind or None
+    """
+    return _BY_STORED_DTYPE.get(dtype)
+
+
 def kinds_of(
     both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
 ) -> tuple[Kind, Kind]:
     """The kinds of K and of V from the three arguments that every object takes."""
-    return kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)
+    found = kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)
+    for one in found:
+        if one.scales_per == "head":
+            raise NotSupported(f"`kind`: caches in {one} are not supported yet; use bf16 or int8")
+    return found

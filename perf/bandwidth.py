@@ -1,4 +1,4 @@
-"""The machine's own read and copy bandwidth, with all of Numba's threads."""
+"""The machine's own read and copy bandwidth, with all of Numba's threads, and that of a GPU's memory."""
 
 import functools
 import time
@@ -62,3 +62,30 @@ def copy():
     """GB/s of copying memory, bytes read plus bytes written: median of a few copies of 128 MB."""
     rows, to = _buffers()
     return _best_rate(lambda: _copy(rows[: len(to)], to), 2 * to.nbytes)
+
+
+class Cuda:
+    """The same of a GPU's memory; the driver copies, and a read is taken to be as fast as a copy, byte for byte."""
+
+    @staticmethod
+    @functools.cache
+    def _buffers():
+        from numba import cuda
+
+        return cuda.device_array(SIZE // 8, np.float32), cuda.device_array(SIZE // 8, np.float32)
+
+    @classmethod
+    def copy(cls):
+        """GB/s, bytes read plus bytes written: median of a few copies of 128 MB."""
+        from numba import cuda
+
+        rows, to = cls._buffers()
+
+        def run():
+            to.copy_to_device(rows)
+            cuda.synchronize()
+
+        run()
+        return _best_rate(run, 2 * to.nbytes)
+
+    read = copy

@@ -23,16 +23,51 @@ def rng():
     return np.random.default_rng(0)
 
 
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def target(request):
+    """Where an operation runs: a `numkv.targets.Target`. The CUDA half needs a GPU; the simulator is never timed."""
+    try:
+        return numkv.targets.get(request.param)
+    except numkv.NotSupported as error:
+        pytest.skip(f"no GPU: {error}")
+
+
 @pytest.fixture
-def measure(benchmark, request):
-    """``measure(run, bytes, probe)``: time `run` and compare its GB/s with the machine's `probe`."""
+def to(target):
+    """Put a NumPy array on the target."""
+    return target.asarray
+
+
+@pytest.fixture
+def finished(request):
+    """``finished(run)``: `run`, and on CUDA the wait until the device has done what it started."""
+    if "target" not in request.fixturenames or request.getfixturevalue("target").name == "cpu":
+        return lambda run: run
+    from numba import cuda
+
+    def wait_for(run):
+        def both():
+            run()
+            cuda.synchronize()
+
+        return both
+
+    return wait_for
+
+
+@pytest.fixture
+def measure(benchmark, request, finished):
+    """``measure(run, bytes, probe)``: time `run` and compare its GB/s with the `probe` of the machine or its GPU."""
     from perf import bandwidth
 
+    on = request.getfixturevalue("target").name if "target" in request.fixturenames else "cpu"
+
     def timed(run, size, probe):
+        run = finished(run)
         if not benchmark.enabled:
             benchmark(run)
             return
-        of = getattr(bandwidth, probe)
+        of = getattr(bandwidth if on == "cpu" else bandwidth.Cuda, probe)
         before = of()
         benchmark.pedantic(run, rounds=15, iterations=1, warmup_rounds=2)
         after = of()
@@ -73,7 +108,7 @@ def host_time(benchmark, capsys, request):
 
 
 @pytest.fixture
-def side_by_side(benchmark, request):
+def side_by_side(benchmark, request, finished):
     """``side_by_side(what, run, other, limit)``: put the time of `run`, in times of that of `other`, into the table.
 
     They run in turns, so that whatever else the machine does meets both alike. `run` has been measured before, which
@@ -81,6 +116,7 @@ def side_by_side(benchmark, request):
     """
 
     def noted(what, run, other, limit):
+        run, other = finished(run), finished(other)
         if not benchmark.enabled:
             other()
             return

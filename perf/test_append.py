@@ -9,40 +9,41 @@ from perf import traffic
 
 @pytest.mark.parametrize("tokens", [1, 2048])
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
-def test_append(measure, rng, kind, tokens):
+def test_append(measure, target, to, rng, kind, tokens):
     heads, dim = 8, 128
-    layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind)
+    layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind, target=target.name)
     rows = rng.standard_normal((tokens, heads, dim), np.float32)
 
-    layer.append(rows, rows)
+    given = to(rows)
+    layer.append(given, given)
     expected = rows.astype(numkv.kind(kind).dtype).transpose(1, 0, 2)
-    got = layer.k[0, :, :tokens]
+    got = target.to_host(layer.k)[0, :, :tokens]
     if kind == "int8":
-        scale = layer.k_scale[0, :, :tokens, None]
+        scale = target.to_host(layer.k_scale)[0, :, :tokens, None]
         assert np.all(np.abs(got * scale - expected) <= 0.501 * scale)
     else:
         assert np.array_equal(got, expected)
 
     def run():
         layer.seq_len = 0
-        layer.append(rows, rows)
+        layer.append(given, given)
 
     measure(run, traffic.append(tokens, heads, dim, kind, 4), "copy")
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16"])
-def test_plan(measure, rng, kind):
+def test_plan(measure, target, to, rng, kind):
     batch, heads, new, length, dim = 8, 8, 512, 4096, 128
     dtype = numkv.kind(kind).dtype
     k_new, v_new = (rng.standard_normal((batch, heads, new, dim)).astype(dtype) for _ in range(2))
     k, v = (np.zeros((batch, heads, length, dim), dtype) for _ in range(2))
     offsets = np.full(batch, 100)
-    args = numkv.AppendArgs(k_new, v_new, k, v, offsets)
+    args = numkv.AppendArgs(*map(to, (k_new, v_new, k, v, offsets)))
     plan = numkv.AppendPlan.select(
-        numkv.AppendDescriptor(batch, heads, new, length, dim, dim, dtype)
+        numkv.AppendDescriptor(batch, heads, new, length, dim, dim, dtype), target=target.name
     )
 
     plan.run(args)
-    assert np.array_equal(k[:, :, 100 : 100 + new], k_new)
+    assert np.array_equal(target.to_host(args.k_cache)[:, :, 100 : 100 + new], k_new)
 
     measure(lambda: plan.run(args), 2 * (k_new.nbytes + v_new.nbytes), "copy")

@@ -35,18 +35,22 @@ def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_decode_attention(measure, rng, shape, kind):
+def test_decode_attention(measure, target, to, rng, shape, kind):
     batch, q_heads, kv_heads, dim, length = SHAPES[shape]
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = cold_layers(size)
     (k, v), scales, values = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)
     q = rng.standard_normal((batch, q_heads, dim), np.float32)
-    lens = np.full(batch, length)
+    k, v = ([to(one) for one in x] for x in (k, v))
+    scales = {n: [to(one) for one in x] for n, x in scales.items()}
+    given, lens = to(q), to(np.full(batch, length))
 
     def run(i):
-        return numkv.decode_attention(q, k[i], v[i], lens, **{n: x[i] for n, x in scales.items()})
+        return numkv.decode_attention(
+            given, k[i], v[i], lens, **{n: x[i] for n, x in scales.items()}
+        )
 
-    got = run(0)
+    got = target.to_host(run(0))
     expected = attend(q[-1][:, None], *values)[:, 0]
     limit = 1e-4 if kind == "int8" else 1e-5  # scores of int8 are integers: q is rounded too
     assert np.linalg.norm(got[-1] - expected) < limit * np.linalg.norm(expected)

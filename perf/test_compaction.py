@@ -1,4 +1,4 @@
-"""Dropping tokens: rows that stay are read once and written once, turned or not; weights need the keys once more."""
+"""Dropping tokens: rows that stay are read once and written once, shifted or not."""
 
 import numpy as np
 import pytest
@@ -116,15 +116,3 @@ def test_compact_paged_cache(measure, rng, kind):
         cache.compact(seq, keep)
 
     measure(run, layers * traffic.compact(TOKENS - 1, HEADS, DIM, kind), "copy")
-
-
-@pytest.mark.parametrize("queries", [1, 32])
-@pytest.mark.parametrize("kind", ["fp16", "int8"])
-def test_attention_weights(measure, rng, kind, queries):
-    layer, _ = filled(rng, kind)
-    q = rng.standard_normal((queries, 4 * HEADS, DIM), np.float32)
-    _, lse = layer.decode_attention(q, return_lse=True)
-    weights = layer.attention_weights(q, lse=lse)
-    np.testing.assert_allclose(weights.sum(axis=1), 4 * queries, rtol=1e-3)
-    moved = traffic.attention_weights(queries, 4 * HEADS, HEADS, DIM, TOKENS, kind)
-    measure(lambda: layer.attention_weights(q, lse=lse), moved, "read")

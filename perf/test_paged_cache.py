@@ -8,6 +8,7 @@ import pytest
 
 import numkv
 from numkv.blocks.prefix import block_digests
+from numkv.caches.paged.prefix_match import block_names
 
 SIZE = 16
 WINDOWS = {"full": None, "sliding": [-1, 128] * 2}
@@ -70,7 +71,7 @@ def test_add_without_the_window(host_time, rng):
     """The same where a sliding group has lost every second block: no length fits, and that is seen at once."""
     cache, tokens = cached_prompt(rng, "sliding")
     seqs = []
-    names = cache._digests(tokens, None, None)[1]
+    names = block_names(cache._store, tokens, None)[1]
     there = cache.blocks.find(names, tokens)
     cache.blocks.forget(there[::2][there[::2] >= 0])
 

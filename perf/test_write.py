@@ -9,30 +9,31 @@ from perf import traffic
 
 @pytest.mark.parametrize("tokens", [1, 2048])
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
-def test_write(measure, rng, kind, tokens):
+def test_write(measure, target, to, rng, kind, tokens):
     q_heads, kv_heads, dim = 32, 8, 128
-    layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind)
+    layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind, target=target.name)
     qkv = rng.standard_normal((tokens, (q_heads + 2 * kv_heads) * dim), np.float32)
     angles = np.arange(4096)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     ones = np.ones(dim, np.float32)
     options = {
-        "num_q_heads": q_heads, "cos": cos, "sin": sin, "qk_mode": numkv.QKMode.NORM_HALF_SPLIT,
-        "q_norm_weight": ones, "k_norm_weight": ones,
+        "num_q_heads": q_heads, "cos": to(cos), "sin": to(sin), "qk_mode": numkv.QKMode.NORM_HALF_SPLIT,
+        "q_norm_weight": to(ones), "k_norm_weight": to(ones),
     }  # fmt: skip
 
-    q = layer.write(qkv, **options)
+    given = to(qkv)
+    q = layer.write(given, **options)
     x = qkv[-1, -2 * kv_heads * dim :][:dim].astype(np.float64)  # k head 0 of the last token
     x /= np.sqrt(np.mean(x * x) + 1e-6)
     c, s = np.cos(angles[tokens - 1]), np.sin(angles[tokens - 1])
     low, high = x[: dim // 2], x[dim // 2 :]
     expected = np.concatenate([low * c - high * s, high * c + low * s])
-    scale = layer.k_scale[0, 0, tokens - 1] if kind == "int8" else 1
-    stored = layer.k[0, 0, tokens - 1].astype(np.float64) * scale
+    scale = target.to_host(layer.k_scale)[0, 0, tokens - 1] if kind == "int8" else 1
+    stored = target.to_host(layer.k)[0, 0, tokens - 1].astype(np.float64) * scale
     assert np.allclose(stored, expected, atol=0.03)
 
     def run():
         layer.seq_len = 0
-        layer.write(qkv, q_out=q, **options)
+        layer.write(given, q_out=q, **options)
 
     measure(run, traffic.write(tokens, q_heads, kv_heads, dim, kind, 4), "copy")

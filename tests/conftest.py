@@ -67,9 +67,11 @@ def pytest_configure(config) -> None:
 
 # Files whose tests take long, the longest first, so that at the end both workers have something to do.
 LONGEST = [
-    "test_int4", "test_attention", "test_cache_on_disk", "test_demo", "test_simd_widths", "test_jit", "test_compress",
-    "test_attention_weights", "test_int8", "test_contiguous_layer", "test_warmup", "test_attention_ranges",
-    "test_generated_code", "test_simd_integers", "test_block_pool", "test_multi_sequence_states",
+    "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "demo/test_network",
+    "kernels/test_vector_widths", "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
+    "kernels/test_append", "kernels/test_write", "objects/test_warmup", "kernels/test_attention_ranges",
+    "test_generated_code", "kernels/test_attention_integers", "objects/test_block_pool_states",
+    "objects/test_multi_sequence_states",
 ]  # fmt: skip
 
 
@@ -97,7 +99,12 @@ def pytest_collection_modifyitems(config, items) -> None:
         order = {name: i for i, name in enumerate(LONGEST)}
         sizes = Counter(item.path for item in items)
         # Of files that it does not know those with many tests.
-        items.sort(key=lambda item: (order.get(item.path.stem, len(order)), -sizes[item.path]))
+        items.sort(key=lambda item: (order.get(place_of(item), len(order)), -sizes[item.path]))
+
+
+def place_of(item) -> str:
+    """A test's file, as `LONGEST` names it."""
+    return item.path.relative_to(TESTS).with_suffix("").as_posix()
 
 
 def is_nightly(item) -> bool:

@@ -23,7 +23,7 @@ def words(x):
 
 def round_to(x, kind):
     """Round to nearest, ties to even."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid
         return np.asarray(x).astype(DTYPES[kind])
 
 
@@ -207,6 +207,31 @@ def attention(
                     None if sinks is None else float(sinks[h]),
                 )
     return out, lse
+
+
+def attention_weights(
+    q, k, seq_lens, starts, *, sm_scale=None, logits_soft_cap=0.0, window_left=-1, sinks=None
+):
+    """Weights ``(num_seqs, num_kv_heads, capacity)`` of queries ``starts[b] .. starts[b + 1]``, row by row."""
+    q, k = q.astype(np.float64), k.astype(np.float64)
+    group = q.shape[1] // k.shape[1]
+    scale = 1 / np.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    out = np.zeros(k.shape[:3])
+    for b, n in enumerate(seq_lens):
+        tokens = starts[b + 1] - starts[b]
+        for i in range(tokens):
+            position = n - tokens + i
+            begin = 0 if window_left < 0 else max(0, position - window_left)
+            if position < 0:
+                continue
+            for h in range(q.shape[1]):
+                logits = k[b, h // group, begin : position + 1] @ q[starts[b] + i, h] * scale
+                if logits_soft_cap:
+                    logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+                extra = [] if sinks is None else [sinks[h]]
+                exps = np.exp(np.append(logits, extra) - logits.max())
+                out[b, h // group, begin : position + 1] += (exps / exps.sum())[: len(logits)]
+    return out
 
 
 def merge_states(o_a, lse_a, o_b, lse_b):

@@ -108,3 +108,14 @@ def make(rng, shape, kind="fp32", q_kind="fp32", *, block_size=3, v_kind=None, s
     k_pool, k_scale = _pool(problem.k, kind, *sizes)
     v_pool, v_scale = _pool(problem.v, v_kind, *sizes)
     return Paged(replace(problem, kind=wide), k_pool, v_pool, k_scale, v_scale, table)
+
+
+def pools(to, kind, v_kind=None, shape=(4, 2, 3), dim=4, dim_v=4):
+    """Pools of a recognisable filling, and their scales."""
+    out, scales = [], {}
+    for which, name, d in (("k", kind, dim), ("v", v_kind or kind, dim_v)):
+        dtype = np.int8 if name == "int8" else naive.DTYPES[name]
+        out.append(to(np.full((*shape, d), 77, dtype)))
+        if name == "int8":
+            scales[f"{which}_scale"] = to(np.full(shape, 7, np.float32))
+    return out, scales

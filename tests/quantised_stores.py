@@ -76,3 +76,14 @@ class Stores:
             assert scale.dtype == SCALES[self.kind]
             assert np.array_equal(naive.words(scale), naive.words(want_scale))
             assert np.array_equal(codes, want_codes)
+
+
+def assert_int4_no_worse(values, scale, rows):
+    """Elements in range are off by half a scale at most, others by what they lie outside."""
+    x = np.asarray(rows).astype(np.float64)
+    low = naive.int4_lowest(scale) * scale.astype(np.float64)
+    low, scale = (
+        np.repeat(a.astype(np.float64), 32, axis=-1)[..., : x.shape[-1]] for a in (low, scale)
+    )
+    bound = np.maximum(0.5 * scale, np.maximum(low - x, x - (low + 15 * scale)))
+    assert np.all(np.abs(values - x) <= bound * (1 + 1e-6) + 2.0**-22 * np.abs(x))

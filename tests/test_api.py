@@ -1,9 +1,11 @@
 """The public surface: what is listed, and that documented parameters are the real ones."""
 
 import dataclasses
+import importlib
 import inspect
 import re
 import types
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,49 @@ def test_the_list_is_sorted_and_complete():
     }
 
 
+# Packages with public names; whatever else can be imported is internal.
+PACKAGES = {
+    "attention": [
+        "attention_weights", "decode_attention", "merge_states", "paged_decode_attention",
+        "paged_prefill_attention", "prefill_attention",
+    ],
+    "blocks": [
+        "BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats", "block_digests",
+        "block_table_to_csr", "csr_to_block_table", "root_digest", "slot_mapping", "token_ids",
+    ],
+    "caches": [
+        "Batch", "CacheConfig", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache",
+        "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats", "SlidingWindowCache",
+        "Step", "SwappedSequence", "WrapperCache", "load_sequences", "save_sequences",
+    ],
+    "cli": ["main"],
+    "compaction": [
+        "AttentionTally", "first_and_recent", "heavy_hitters", "max_pool", "seen_by_recent",
+    ],
+    "demo": ["BUNDLED_MODEL"],
+    "storage": ["Pool", "Rotation"],
+    "targets": ["Array", "CpuTarget", "Target", "get", "of"],
+}  # fmt: skip
+
+
+def test_packages_have_the_public_names_that_are_listed():
+    folders = sorted(p.parent.name for p in Path(numkv.__file__).parent.glob("*/__init__.py"))
+    found = {}
+    for folder in folders:
+        package = importlib.import_module(f"numkv.{folder}")
+        if hasattr(package, "__all__"):
+            found[folder] = list(package.__all__)
+            assert all(hasattr(package, name) for name in package.__all__), folder
+    assert found == PACKAGES
+
+
+def test_a_package_gives_the_objects_that_the_top_level_gives():
+    for folder, names in PACKAGES.items():
+        package = importlib.import_module(f"numkv.{folder}")
+        for name in set(names) & set(numkv.__all__):
+            assert getattr(package, name) is getattr(numkv, name)
+
+
 def test_the_version_is_a_version():
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?(\.?(dev|a|b|rc)\d+)?", numkv.__version__)
 
@@ -59,6 +104,12 @@ def parameters(function) -> list[str]:
     return [n for n in inspect.signature(function).parameters if n != "self"]
 
 
+def members(cls) -> dict[str, object]:
+    """What a class has, from numkv's own bases too."""
+    bases = [b for b in reversed(cls.__mro__) if b.__module__.partition(".")[0] == "numkv"]
+    return {name: member for base in bases for name, member in vars(base).items()}
+
+
 def public_callables():
     """Every public function, class and method: name, object that is called, its docstring."""
     for name in numkv.__all__:
@@ -67,7 +118,7 @@ def public_callables():
             yield name, value, value.__doc__
         elif inspect.isclass(value) and not issubclass(value, (Exception, int)):
             yield name, value, value.__doc__
-            for method, member in vars(value).items():
+            for method, member in members(value).items():
                 if method.startswith("_") or isinstance(member, property):
                     continue
                 function = inspect.unwrap(getattr(value, method))
@@ -97,7 +148,7 @@ def test_properties_and_errors_are_documented():
         value = getattr(numkv, name)
         if inspect.isclass(value):
             assert value.__doc__, name
-            for member, item in vars(value).items():
+            for member, item in members(value).items():
                 if isinstance(item, property) and not member.startswith("_"):
                     assert item.__doc__, f"{name}.{member}"
 

@@ -1,5 +1,6 @@
 """The two targets implement the same operations, in files of the same names."""
 
+import ast
 import importlib
 import inspect
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_what_nobody_implements_says_so():
         Operations.first_non_finite(None, "fp32")
 
 
-@pytest.mark.parametrize("name", ["append", "attention", "write"])
-def test_operations_that_move_memory_have_a_benchmark(name):
-    assert any(name in path.stem for path in (ROOT / "perf").glob("test_*.py"))
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("where", ["tests/kernels", "perf"])
+def test_an_operation_has_a_test_and_a_benchmark_of_its_name(where, file):
+    """They take `target`, as whatever runs on one target has to run on the other."""
+    path = ROOT / where / f"test_{file}.py"
+    taking = [
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and "target" in [arg.arg for arg in node.args.args]
+    ]
+    assert any(name.startswith("test_") for name in taking)
+
+
+@pytest.mark.parametrize("row", sorted(p.stem for p in (ROOT / "numkv/rows").glob("[!_]*.py")))
+def test_a_file_of_rows_has_a_test_of_its_name(row):
+    assert (ROOT / f"tests/rows/test_{row}.py").exists()

@@ -21,6 +21,8 @@ ROUNDING = {"fp64": 0.0, "fp32": 6.0e-8, "fp16": 5.0e-4, "bf16": 4.0e-3}
 INTEGERS = 2e-3
 QUANTISED = ("int8", "int4")
 LSE = 1e-5
+# Attention weights: float32 arithmetic, and an lse of which INT8 attention on the CPU knows three digits.
+WEIGHTS = {"int8": 2e-3}
 ROTATED = {"fp64": 1e-6, "fp32": 1e-6, "fp16": 5.0e-4, "bf16": 4.0e-3}
 
 
@@ -67,6 +69,15 @@ def assert_lse_close(actual, expected, bound: float = LSE) -> None:
     assert np.array_equal(actual[~finite], expected[~finite])
     error = np.abs(actual[finite] - expected[finite]) / np.maximum(1, np.abs(expected[finite]))
     assert np.all(error <= bound), f"lse error {error.max()}"
+
+
+def assert_weights_close(got, want, kind: str) -> None:
+    """Attention weights of tokens; those that no query sees are 0."""
+    got = np.asarray(got)
+    assert got.dtype == np.float32
+    assert got.shape == want.shape
+    np.testing.assert_array_equal(got[want == 0], 0)
+    np.testing.assert_allclose(got, want, rtol=WEIGHTS.get(kind, 2e-5), atol=1e-7)
 
 
 def assert_rotated_close(actual, expected, kind: str) -> None:

@@ -1,1 +1,16 @@
-"""Attention over caches: one door for all functions and methods, and attention summed over queries."""
+"""Attention over contiguous and paged caches, the merge of partial results, and attention mass by token."""
+
+from __future__ import annotations
+
+from numkv.attention.contiguous import decode_attention, merge_states, prefill_attention
+from numkv.attention.mass import attention_weights
+from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
+
+__all__ = [
+    "attention_weights",
+    "decode_attention",
+    "merge_states",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "prefill_attention",
+]

@@ -1,15 +1,15 @@
-"""The one way into attention: what every function and every method ends in, and the checks of its arguments."""
+"""The single entry to attention, which every function and method ends in, and the checks of its arguments."""
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_writable
+from numkv.attention.options import AttentionOptions
+from numkv.checks import check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
@@ -20,7 +20,6 @@ __all__ = [
     "attend",
     "check_group",
     "check_lengths",
-    "check_options",
     "check_queries",
     "no_ranges",
     "too_many_queries",
@@ -35,33 +34,28 @@ def attend(
     q: Array,
     seq_lens: Array,
     q_starts: Array,
+    options: AttentionOptions,
     *,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
-    sinks: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Any:
-    """Attend with checked queries over a pool; what every attention function and method ends in.
+    """Attend with checked queries over a pool. Every attention function and method ends here.
 
     Parameters
     ----------
     pool : Pool
-        K and V; where they are rotated, queries are rotated too and the output is turned back.
+        K and V. Where they are rotated, the queries are rotated too, and the rotation of the output is undone.
     block_table : int32 array (num_seqs, max_blocks)
         Blocks of each sequence, or with `by_slot` the slots of its tokens.
     q : array (num_tokens, num_q_heads, head_dim)
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
-        Lengths, and where each sequence's queries start, checked.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
-        See `decode_attention`.
+        Lengths, and where each sequence's queries start; checked.
+    options : AttentionOptions
+        From `check_options`; `sinks` and `out` are checked here.
     ranges : int64 array (num_tokens, 2), optional
-        Tokens ``[low, high)`` that each query sees, counted along its sequence's row of `block_table`, in place of
-        causality and `seq_lens`; an empty range gives 0 and -inf. With ranges, `window_left` is -1.
+        Visible range ``[low, high)`` of each query, counted along its sequence's table, in place of causality and
+        `seq_lens`. An empty range gives 0 and -inf. With ranges, `window_left` is -1.
     by_slot : bool
         Whether `block_table` holds a slot, ``block * block_size + offset``, for each token instead of a block for
         every `block_size` tokens.
@@ -79,9 +73,8 @@ def attend(
     k_kind, v_kind = pool.k_kind, pool.v_kind
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
-    if logits_soft_cap != 0 or window_left != -1:
-        check_options(logits_soft_cap, window_left)
+    scale = options.scale(head_dim)
+    _, logits_soft_cap, window_left, sinks, return_lse, out = options
     if ranges is None:
         ranges = no_ranges(target.name)
     if sinks is None:
@@ -94,7 +87,7 @@ def attend(
     else:
         out = check_array(target, "out", out, (out_dtype,), out_shape)
         check_writable("out", out)
-    # Over rotated values the result is rotated too, and is not rounded before it has been turned back.
+    # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
     if pool.v_rotation is not None and out_dtype != compute:
         result = target.empty(out_shape, compute)
@@ -110,18 +103,6 @@ def attend(
     if pool.v_rotation is not None:
         pool.v_rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
-
-
-def check_options(logits_soft_cap: float, window_left: int) -> None:
-    """Check the values of options that are numbers."""
-    if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
-        raise ValueError(
-            f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
-        )
-    if window_left < -1:
-        raise ValueError(
-            f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
-        )
 
 
 @functools.cache
@@ -148,10 +129,9 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> None:
 
 def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
     """Check the queries of a decode or prefill."""
-    shape: tuple[int, ...] = q.shape if type(q) is np.ndarray and target.values_on_host else ()
-    if (  # nothing to say about most, which takes a quarter of the time
-        len(shape) == 3 and shape[2] == head_dim and q.strides[2] == q.itemsize and q.flags.aligned
-        and kind_of_dtype(q.dtype) is not None and num_kv_heads and shape[1] % num_kv_heads == 0
+    if (
+        target.values_on_host and is_plain(q, 3) and q.shape[2] == head_dim
+        and num_kv_heads and q.shape[1] % num_kv_heads == 0 and kind_of_dtype(q.dtype) is not None
     ):  # fmt: skip
         return q
     q = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
@@ -163,14 +143,14 @@ def check_lengths(
     target: Target, seq_lens: Array, q_starts: Array, num_tokens: int, capacity: int,
     *, validate: bool, decode: bool,
 ) -> None:  # fmt: skip
-    """Check the values of lengths and query starts, where that is free or asked for."""
+    """Check the values of lengths and query starts: on the CPU always, on CUDA if asked for."""
     if not target.values_on_host:
         if not validate:
             return
         seq_lens = target.to_host(seq_lens).astype(np.int64)
         q_starts = target.to_host(q_starts).astype(np.int64)
     elif decode and len(seq_lens) == 1 and 0 <= seq_lens[0] <= capacity:
-        return  # of one, that is faster than a call of compiled code
+        return  # for one sequence this is faster than a call of compiled code
     found, b = values.check_lengths(seq_lens, q_starts, num_tokens, capacity, decode)
     if found == values.FINE:
         return

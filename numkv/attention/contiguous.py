@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.options import check_options
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
@@ -118,11 +119,8 @@ def decode_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = one_query_each(target.name, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
-    return attend(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, sm_scale=sm_scale,
-        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-        return_lse=return_lse, out=out,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    return attend(pool, one_block_each(target.name, num_seqs), q, lens, starts, options)
 
 
 def prefill_attention(
@@ -182,11 +180,8 @@ def prefill_attention(
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
-    return attend(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, sm_scale=sm_scale,
-        logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-        return_lse=return_lse, out=out,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    return attend(pool, one_block_each(target.name, num_seqs), q, lens, starts, options)
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Array]:

@@ -1,20 +1,14 @@
-"""Attention weights by token: what methods that drop the least used tokens go by; see `numkv.compaction.eviction`."""
+"""Attention mass by token, from which `numkv.compaction.eviction` chooses the tokens to drop."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from numkv import targets
-from numkv.attention.attend import (
-    attend,
-    check_lengths,
-    check_options,
-    check_queries,
-    no_ranges,
-)
+from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind, kind_of_dtype
@@ -23,27 +17,25 @@ from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array
 
-__all__ = ["attention_weights", "weigh"]
+__all__ = ["attention_mass", "attention_weights", "weigh"]
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def weigh(
+def attention_mass(
     pool: Pool,
     block_table: Array,
     q: Array,
     seq_lens: Array,
     q_starts: Array,
     columns: int,
+    options: AttentionOptions,
     *,
     lse: Any = None,
-    sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
     ranges: Array | None = None,
     by_slot: bool = False,
 ) -> Array:
-    """Sum up what checked queries give to each token; what every ``attention_weights`` ends in.
+    """Sum the attention that checked queries give to each token. Every ``attention_weights`` ends here.
 
     Parameters
     ----------
@@ -54,10 +46,12 @@ def weigh(
     q : array (num_tokens, num_q_heads, head_dim)
         Queries, checked.
     seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
-        Lengths, and where each sequence's queries start, checked.
+        Lengths, and where each sequence's queries start; checked.
     columns : int
-        Tokens of each sequence that are shown.
-    lse, sm_scale, logits_soft_cap, window_left
+        Tokens of each sequence in the result.
+    options : AttentionOptions
+        From `check_options`; without sinks and outputs.
+    lse
         See `attention_weights`.
     ranges, by_slot
         See `numkv.attention.attend.attend`; ranges end within `seq_lens`.
@@ -68,16 +62,14 @@ def weigh(
     """
     target = pool.target
     num_tokens, num_q_heads, head_dim = (int(n) for n in q.shape)
-    check_options(logits_soft_cap, window_left)
     if lse is None:
+        asked = options._replace(return_lse=True)
         _, lse = attend(
-            pool, block_table, q, seq_lens, q_starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, return_lse=True,
-            ranges=ranges, by_slot=by_slot,
-        )  # fmt: skip
+            pool, block_table, q, seq_lens, q_starts, asked, ranges=ranges, by_slot=by_slot
+        )
     else:
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
-    scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else float(sm_scale)
+    scale = options.scale(head_dim)
     weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
     if pool.k_rotation is not None:
         q = pool.k_rotation.forward(target, q)
@@ -85,7 +77,7 @@ def weigh(
     assert q_kind is not None
     keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
     if k_kind.group_size and not target.values_on_host:
-        # The CUDA kernel reads no groups: it gets a copy of the pool in float32.
+        # The CUDA kernel cannot read quantisation groups: it gets a float32 copy of the pool.
         num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
         flat = (num_blocks * heads, block_size)
         keys = target.dequantise(
@@ -98,9 +90,13 @@ def weigh(
         ranges = no_ranges(target.name)
     target.ops.attention_weights(
         target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
-        q_starts, ranges, int(by_slot), lse, scale, float(logits_soft_cap), int(window_left), weights,
+        q_starts, ranges, int(by_slot), lse, scale, float(options.logits_soft_cap),
+        int(options.window_left), weights,
     )  # fmt: skip
     return weights
+
+
+weigh = attention_mass  # what callers in caches/paged and caches/multi import
 
 
 def attention_weights(
@@ -116,7 +112,7 @@ def attention_weights(
     k_scale: Any = None,
     validate: bool = False,
 ) -> Array:
-    """How much attention each token of a contiguous cache gets from given queries.
+    """Sum the attention that each token of a contiguous cache gets from given queries.
 
     Parameters
     ----------
@@ -129,8 +125,8 @@ def attention_weights(
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
         Where each sequence's queries start, as in `numkv.prefill_attention`; None: each has one.
     lse : float32 array (num_tokens, num_q_heads), optional
-        What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs an
-        attention over the keys; needed if there are sinks, which take their share without being a token.
+        What attention returned with ``return_lse=True`` for these queries and options. Computed if None, which costs
+        one attention over the keys. Needed if there are sinks, as they take a share of the softmax.
     sm_scale, logits_soft_cap, window_left
         See `numkv.decode_attention`.
     k_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
@@ -142,8 +138,8 @@ def attention_weights(
     Returns
     -------
     float32 array (num_seqs, num_kv_heads, capacity)
-        Softmax weights, summed over the queries and the q heads of each group; 0 for tokens that no query sees and past
-        the length. Without sinks a sequence's weights of a kv head add up to its queries times the group.
+        Softmax weights, summed over the queries and the q heads of each GQA group; 0 for tokens that no query sees
+        and past the length. Without sinks, each kv head of a sequence has a sum of its queries times the group.
 
     Raises
     ------
@@ -152,7 +148,7 @@ def attention_weights(
 
     Notes
     -----
-    Computed in float32, whatever the kinds. Attention itself does not keep these weights: the keys are read once more.
+    Computed in float32, whatever the kinds. Attention itself does not keep these weights: the keys are read again.
 
     Examples
     --------
@@ -181,7 +177,6 @@ def attention_weights(
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
-    return weigh(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, capacity, lse=lse,
-        sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left)
+    table = one_block_each(target.name, num_seqs)
+    return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)

@@ -8,6 +8,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.options import check_options
 from numkv.checks import check_array, check_integers
 from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
@@ -26,7 +27,7 @@ def _check_batch(
     target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
     *, validate: bool, decode: bool,
 ) -> Array:  # fmt: skip
-    """The lengths as kernels take them; their values and the table's are checked where that is free or asked for."""
+    """The lengths as kernels take them; their values and the table's are checked on the CPU, on CUDA if asked for."""
     num_seqs = int(table.shape[0])
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
@@ -104,10 +105,8 @@ def paged_decode_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
-    return attend(
-        pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-        window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    return attend(pool, table, q, lens, starts, options)
 
 
 def paged_prefill_attention(
@@ -166,7 +165,5 @@ def paged_prefill_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
     )
-    return attend(
-        pool, table, q, lens, starts, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-        window_left=window_left, sinks=sinks, return_lse=return_lse, out=out,
-    )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    return attend(pool, table, q, lens, starts, options)

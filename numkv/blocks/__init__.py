@@ -1,4 +1,4 @@
-"""Blocks of a paged cache as numbers: who refers to them, which prefix they hold, and the tables of a sequence."""
+"""Blocks of a paged cache as numbers: their references, the prefixes they hold, and block tables."""
 
 from __future__ import annotations
 

@@ -1,22 +1,28 @@
-"""A pool of blocks: which are free, who uses the others, and which hold a prefix that can be used again.
+"""`BlockPool`: which blocks are free, how many references the others have, and which hold a cached prefix.
 
-Only ids are kept here, in arrays; K and V lie elsewhere. Python methods call compiled functions on the arrays
+The pool knows ids only, in arrays; K and V lie elsewhere. Python methods call compiled functions on the arrays
 (`numkv.blocks.compiled`), and a user's own ``@njit`` code gets the same functions as methods of `BlockPool.jit`.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks import compiled
+from numkv.blocks import arrays, audit, compiled
 from numkv.blocks.prefix import DIGEST_SIZE, token_ids
+from numkv.blocks.records import (
+    MISS_REASONS,
+    BlocksRemoved,
+    BlocksStored,
+    Ids,
+    MissReason,
+    PoolStats,
+)
 from numkv.checks import check_size
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError, UnsupportedDType
 
@@ -24,114 +30,13 @@ __all__ = ["BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStat
 
 log = logging.getLogger("numkv.blocks.pool")
 
-Ids = NDArray[np.int32]
-
-
-class MissReason(enum.StrEnum):
-    """Why a lookup stopped before its last block."""
-
-    ABSENT = "absent"
-    """No block of this name was ever registered, or it was dropped too long ago to tell; other extra keys, another
-    block size or a single other token before it give another name."""
-    EVICTED = "evicted"
-    """It was there, and its block was needed for something else: the pool is too small, or it should be pinned."""
-    TOKENS_DIFFER = "tokens differ"
-    """A block of this name is there, with other tokens: the name was not made from these tokens."""
-
-
-_MISS_REASONS = {
-    compiled.NO_MISS: None,
-    compiled.ABSENT: MissReason.ABSENT,
-    compiled.EVICTED: MissReason.EVICTED,
-    compiled.TOKENS_DIFFER: MissReason.TOKENS_DIFFER,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """What a pool is like now, and what has happened in it. Everything counts blocks but `lookups`."""
-
-    num_blocks: int
-    """Blocks in all."""
-    free: int
-    """Blocks that `BlockPool.allocate` can hand out, evictable ones included."""
-    used: int
-    """Blocks that somebody holds a reference to."""
-    cached: int
-    """Blocks that hold cached content, in use or not."""
-    evictable: int
-    """Blocks that hold cached content and that nobody uses or pins: part of `free` and of `cached`."""
-    pinned: int
-    """Blocks that are pinned."""
-    peak_used: int
-    """The most blocks that were ever in use at once."""
-    allocations: int
-    """Blocks handed out."""
-    evictions: int
-    """Blocks handed out that lost cached content by it."""
-    stores: int
-    """Blocks made findable."""
-    lookups: int
-    """Calls of `BlockPool.lookup`."""
-    hits: int
-    """Blocks that lookups found."""
-    misses: int
-    """Blocks that lookups did not find."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the blocks looked up that were found; 0 before the first lookup."""
-        return self.hits / max(1, self.hits + self.misses)
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
-    """Blocks became findable."""
-
-    block_hashes: NDArray[np.uint8]
-    """Digests ``(n, 32)``."""
-    block_ids: Ids
-    """Blocks ``(n,)``."""
-    token_ids: NDArray[np.int32]
-    """Tokens ``(n, block_size)``."""
-    block_size: int
-    """Tokens in a block."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
-    """Blocks are findable no more."""
-
-    block_hashes: NDArray[np.uint8]
-    """Digests ``(n, 32)``."""
-    block_ids: Ids
-    """Blocks ``(n,)``."""
-
-
-_FINDINGS = {
-    compiled.BAD_LINK: "the free lists are broken at",
-    compiled.BAD_NUMBER: "a reference count, pin count or mark is impossible at",
-    compiled.EMPTY_PIN: "there is a pin without cached content on",
-    compiled.BAD_STATE: "the wrong list, or none, holds",
-    compiled.BAD_TABLE: "the table of names lists a block that holds nothing, or a wrong number of them:",
-    compiled.UNFINDABLE: "the table of names does not lead to",
-    compiled.BAD_COUNTER: "a counter disagrees with the blocks:",
-}
-_COUNTER_NAMES = {
-    compiled.FREE: "free",
-    compiled.EVICTABLE: "evictable",
-    compiled.USED: "used",
-    compiled.HOLDING: "cached",
-    compiled.PINNED: "pinned",
-}
-
 
 class BlockPool:
     """Reference counts, free lists and the prefix cache of a number of blocks.
 
-    A block is *in use* while it has references. Without any it is *free*; if it holds registered content it is still
-    findable, and *evictable* unless it is pinned. All operations take time proportional to the blocks they name,
-    whatever the pool's size. Every method looks at all its arguments before it changes anything. A pool serves one
+    A block is *in use* while it has references. Without any it is *free*; if it holds registered content it can still
+    be found, and is *evictable* unless it is pinned. All operations take time proportional to the blocks they name,
+    whatever the pool's size. Every method checks all its arguments before it changes anything. A pool serves one
     thread at a time.
 
     Parameters
@@ -141,8 +46,8 @@ class BlockPool:
     block_size : int
         Tokens in a block.
     on_event : callable, optional
-        Is called with a `BlocksStored` or `BlocksRemoved` after each change to what is findable. Its exceptions are
-        logged and go no further: the change has happened.
+        Called with a `BlocksStored` or `BlocksRemoved` after each change of the prefix cache. Its exceptions are
+        logged and not raised: the change has happened.
 
     Examples
     --------
@@ -169,9 +74,8 @@ class BlockPool:
         self._num_blocks = check_size("num_blocks", num_blocks)
         self._block_size = check_size("block_size", block_size, 1)
         self.on_event = on_event
-        arrays = compiled.new_arrays(self._num_blocks, self._block_size)
         self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = (
-            arrays
+            arrays.new_arrays(self._num_blocks, self._block_size)
         )
         self._struct: Any = None
 
@@ -189,15 +93,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, evictable ones included."""
+        """Blocks that `allocate` can give, evictable ones included."""
         counters = self._counters
-        return int(counters[compiled.FREE]) + int(counters[compiled.EVICTABLE])
+        return int(counters[arrays.FREE]) + int(counters[arrays.EVICTABLE])
 
     @property
     def jit(self) -> Any:
         """The jitclass instance over the pool's own arrays, for a user's own ``@njit`` functions.
 
-        Its methods are those of the pool, on arrays of exact types and without messages: see
+        Its methods are those of the pool, for arrays of exact types and without messages: see
         `numkv.blocks.compiled.pool_struct`. They report no events.
         """
         if self._struct is None:
@@ -224,10 +128,10 @@ class BlockPool:
     # -- references
 
     def allocate(self, n: int) -> Ids:
-        """Take blocks, each with one reference.
+        """Allocate blocks, each with one reference.
 
-        Free blocks that hold nothing go first, the last one freed first; then those that hold cached content, the
-        least recently used first, which is lost.
+        Free blocks without content are taken first, the last one released first; then blocks with cached content are
+        evicted, the least recently used first.
 
         Parameters
         ----------
@@ -242,17 +146,17 @@ class BlockPool:
         Raises
         ------
         CacheFull
-            Fewer than `n` are to be had; nothing has changed.
+            If fewer than `n` can be allocated; nothing has changed.
         """
         n = check_size("n", n)
         if n > self.num_free:
             counters = self._counters
-            kept = self._num_blocks - self.num_free - int(counters[compiled.USED])
+            kept = self._num_blocks - self.num_free - int(counters[arrays.USED])
             raise CacheFull(
                 f"`n`: expected at most {self.num_free} blocks, got {n}; of {self._num_blocks}, "
-                f"{counters[compiled.USED]} are in use and {kept} more are pinned: release or unpin some"
+                f"{counters[arrays.USED]} are in use and {kept} more are pinned: release or unpin some"
             )
-        empty = int(self._counters[compiled.FREE])
+        empty = int(self._counters[arrays.FREE])
         ids = np.empty(n, np.int32)
         compiled.compiled("allocate")(
             self._state, self._digests, self._table, self._evicted, self._counters, ids
@@ -262,10 +166,10 @@ class BlockPool:
         return ids
 
     def release(self, ids: Any) -> None:
-        """Give back one reference to each block; without any left a block is free.
+        """Release one reference to each block; without any left a block is free.
 
-        Its cached content stays findable until the block is handed out again. Blocks are given in the order of the
-        sequence: the last ones are evicted first.
+        Its cached content can be found until the block is allocated again. Pass blocks in the order of the sequence:
+        the last ones are evicted first.
 
         Parameters
         ----------
@@ -285,11 +189,11 @@ class BlockPool:
             block = self._in_range(ids, wrong)
             raise NumkvError(
                 f"`ids`: block {block} is released more often than it was taken: it has "
-                f"{self._state[compiled.REF, block]} references"
+                f"{self._state[arrays.REF, block]} references"
             )
 
     def acquire(self, ids: Any) -> None:
-        """Take one more reference to each block; cached ones that are free come into use again.
+        """Acquire one more reference to each block; free blocks with cached content come into use again.
 
         Parameters
         ----------
@@ -321,7 +225,7 @@ class BlockPool:
         -------
         int32 array (n,)
         """
-        return self._column(compiled.REF, ids)
+        return self._column(arrays.REF, ids)
 
     def pin_count(self, ids: Any) -> Ids:
         """Pins of each block.
@@ -335,15 +239,15 @@ class BlockPool:
         -------
         int32 array (n,)
         """
-        return self._column(compiled.PINS, ids)
+        return self._column(arrays.PINS, ids)
 
     # -- the prefix cache
 
     def register(self, ids: Any, digests: Any, tokens: Any) -> Ids:
-        """Make full blocks findable.
+        """Register full blocks in the prefix cache.
 
-        Content that another block holds already stays with that block, and this one is as before: it is freed for
-        good when it is released. The same goes for a block whose name is taken by other tokens.
+        If another block has the same content already, that one stays registered and this one is not: its content is
+        lost when it is released. The same holds for a block whose name is taken by other tokens.
 
         Parameters
         ----------
@@ -352,12 +256,12 @@ class BlockPool:
         digests : uint8 array (n, 32)
             Their names, from `numkv.blocks.prefix.block_digests`.
         tokens : array-like of int (n, block_size) or flat
-            Their token ids; a flat prompt may go on with less than a block more, which is ignored.
+            Their token ids; a flat prompt may end with less than a block more, which is ignored.
 
         Returns
         -------
         int32 array (n,)
-            The blocks that hold the contents now: its own id, or that of the block that had the content first.
+            The block that is registered with each content: its own id, or that of the block that was first.
 
         Raises
         ------
@@ -368,7 +272,7 @@ class BlockPool:
         """
         ids = self._ids(ids)
         names, tokens = self._contents(digests, tokens, len(ids))
-        was = self._state[compiled.CACHED].take(ids, mode="clip") if self.on_event else None
+        was = self._state[arrays.CACHED].take(ids, mode="clip") if self.on_event else None
         holders = np.empty(len(ids), np.int32)
         wrong = compiled.compiled("register")(
             self._state,
@@ -384,7 +288,7 @@ class BlockPool:
         )
         if wrong >= 0:
             block = self._in_range(ids, wrong)
-            if self._state[compiled.REF, block] == 0:
+            if self._state[arrays.REF, block] == 0:
                 reason = "is free; register blocks that are in use"
             elif block in ids[:wrong]:
                 reason = "is listed twice"
@@ -392,24 +296,24 @@ class BlockPool:
                 reason = "holds other content; forget it first"
             raise NumkvError(f"`ids`: block {block} {reason}")
         if was is not None:
-            new = ids[self._state[compiled.CACHED, ids] > was]
+            new = ids[self._state[arrays.CACHED, ids] > was]
             if len(new):
                 tokens = self._tokens[new]
                 self._report(BlocksStored(self._named(new), new, tokens, self._block_size))
         return holders
 
     def lookup(self, digests: Any, tokens: Any) -> Ids:
-        """Find the longest cached prefix. References and the order of eviction stay as they are.
+        """Find the longest cached prefix. References and the order of eviction do not change.
 
-        Tokens are compared, not only names. `miss_reason` says afterwards why it was not longer. A caller that needs
-        the logits of a prompt that is cached completely has to recompute its last token.
+        Tokens are compared, not only names. `miss_reason` then says why it was not longer. To get the logits of a
+        prompt that is cached completely, recompute its last token.
 
         Parameters
         ----------
         digests : uint8 array (n, 32)
             Names of a prompt's full blocks, from `numkv.blocks.prefix.block_digests`.
         tokens : array-like of int (n, block_size) or flat
-            Their token ids; a flat prompt may go on with less than a block more, which is ignored.
+            Their token ids; a flat prompt may end with less than a block more, which is ignored.
 
         Returns
         -------
@@ -431,7 +335,7 @@ class BlockPool:
         return ids[:found]
 
     def find(self, digests: Any, tokens: Any) -> Ids:
-        """Find each block on its own, where a prefix may have holes: a sliding window needs its last blocks only.
+        """Find each block separately, where a prefix may have holes: a sliding window needs its last blocks only.
 
         It counts neither as a lookup nor as hits.
 
@@ -443,12 +347,12 @@ class BlockPool:
         Returns
         -------
         int32 array (n,)
-            Blocks, -1 where there is none.
+            Blocks, -1 where none is found.
         """
         return np.maximum(self.find_each(digests, tokens), np.int32(-1))
 
     def find_each(self, digests: Any, tokens: Any) -> Ids:
-        """Find each block on its own, like `find`, or the negative number of the reason why there is none."""
+        """Find each block like `find`, or the negative number of the reason why none is found."""
         names, tokens = self._contents(digests, tokens)
         ids = np.empty(len(names), np.int32)
         compiled.compiled("find")(
@@ -457,16 +361,16 @@ class BlockPool:
         return ids
 
     def count_lookup(self, wanted: int, found: int, reason: int) -> None:
-        """Count a lookup that was done by `find_each`: blocks wanted and found, and why there were no more."""
-        self._counters[compiled.LOOKUPS] += 1
-        self._counters[compiled.HITS] += found
-        self._counters[compiled.MISSES] += wanted - found
-        self._counters[compiled.LAST_MISS] = reason
+        """Count a lookup by `find_each`: blocks wanted and found, and why there were no more."""
+        self._counters[arrays.LOOKUPS] += 1
+        self._counters[arrays.HITS] += found
+        self._counters[arrays.MISSES] += wanted - found
+        self._counters[arrays.LAST_MISS] = reason
 
     @property
     def miss_reason(self) -> MissReason | None:
         """Why the last `lookup` stopped, or None if it found everything."""
-        return _MISS_REASONS[int(self._counters[compiled.LAST_MISS])]
+        return MISS_REASONS[int(self._counters[arrays.LAST_MISS])]
 
     def is_cached(self, ids: Any) -> NDArray[np.bool_]:
         """Whether each block holds cached content.
@@ -480,16 +384,16 @@ class BlockPool:
         -------
         bool array (n,)
         """
-        cached: NDArray[np.bool_] = self._column(compiled.CACHED, ids) != 0
+        cached: NDArray[np.bool_] = self._column(arrays.CACHED, ids) != 0
         return cached
 
     def forget(self, ids: Any = None) -> None:
-        """Drop cached content; references stay, and blocks that hold none are left alone.
+        """Drop cached content; references stay, and blocks without content are ignored.
 
         Parameters
         ----------
         ids : array-like of int (n,), optional
-            Blocks; by default all that hold cached content, as when a model's weights have changed.
+            Blocks; by default all with cached content, as is needed when a model's weights have changed.
 
         Raises
         ------
@@ -499,9 +403,9 @@ class BlockPool:
             A block is pinned.
         """
         if ids is None:
-            ids = np.flatnonzero(self._state[compiled.CACHED, : self._num_blocks])
+            ids = np.flatnonzero(self._state[arrays.CACHED, : self._num_blocks])
         ids = self._ids(ids)
-        was = self._state[compiled.CACHED].take(ids, mode="clip") if self.on_event else None
+        was = self._state[arrays.CACHED].take(ids, mode="clip") if self.on_event else None
         wrong = compiled.compiled("forget")(
             self._state, self._digests, self._table, self._counters, ids
         )
@@ -533,7 +437,7 @@ class BlockPool:
             raise NumkvError(f"`ids`: block {block} holds no cached content; register it first")
 
     def unpin(self, ids: Any) -> None:
-        """Take back one pin of each block; without any left, and unused, it is the most recently used of all.
+        """Undo one pin of each block; without any left, a free block is the last to be evicted.
 
         Parameters
         ----------
@@ -553,60 +457,49 @@ class BlockPool:
             block = self._in_range(ids, wrong)
             raise NumkvError(
                 f"`ids`: block {block} is unpinned more often than it was pinned: it has "
-                f"{self._state[compiled.PINS, block]} pins"
+                f"{self._state[arrays.PINS, block]} pins"
             )
 
     # -- the books
 
     def stats(self) -> PoolStats:
-        """Counts of now and of all that has happened."""
+        """Counts of this moment, and of all that has happened."""
         counters = self._counters.tolist()
         return PoolStats(
             num_blocks=self._num_blocks,
-            free=counters[compiled.FREE] + counters[compiled.EVICTABLE],
-            used=counters[compiled.USED],
-            cached=counters[compiled.HOLDING],
-            evictable=counters[compiled.EVICTABLE],
-            pinned=counters[compiled.PINNED],
-            peak_used=counters[compiled.PEAK_USED],
-            allocations=counters[compiled.ALLOCATIONS],
-            evictions=counters[compiled.EVICTIONS],
-            stores=counters[compiled.STORES],
-            lookups=counters[compiled.LOOKUPS],
-            hits=counters[compiled.HITS],
-            misses=counters[compiled.MISSES],
+            free=counters[arrays.FREE] + counters[arrays.EVICTABLE],
+            used=counters[arrays.USED],
+            cached=counters[arrays.HOLDING],
+            evictable=counters[arrays.EVICTABLE],
+            pinned=counters[arrays.PINNED],
+            peak_used=counters[arrays.PEAK_USED],
+            allocations=counters[arrays.ALLOCATIONS],
+            evictions=counters[arrays.EVICTIONS],
+            stores=counters[arrays.STORES],
+            lookups=counters[arrays.LOOKUPS],
+            hits=counters[arrays.HITS],
+            misses=counters[arrays.MISSES],
         )
 
     def check(self) -> None:
-        """Prove the accounting: every block is in exactly one state, and lists, table and counters agree with it.
+        """Prove the accounting: every block is in exactly one state, and lists, table and counters agree.
 
         Raises
         ------
         NumkvError
-            They do not; the message says where.
+            If they do not; the message says where.
         """
         finding, where = compiled.compiled("audit")(
             self._state, self._digests, self._table, self._counters
         )
-        if finding == compiled.SOUND:
-            return
-        if finding == compiled.BAD_COUNTER:
-            about = f"`{_COUNTER_NAMES[where]}` is {self._counters[where]}"
-        elif 0 <= where < self._num_blocks:
-            ref, pins, cached = self._state[: compiled.CACHED + 1, where].tolist()
-            about = f"block {where} (references {ref}, pins {pins}, cached {cached})"
-        elif where == self._num_blocks + compiled.FREE:
-            about = "the head of the free list"
-        elif where == self._num_blocks + compiled.EVICTABLE:
-            about = "the head of the evictable list"
-        else:
-            about = f"block {where} of {self._num_blocks}"
-        raise NumkvError(f"the pool's accounting is broken: {_FINDINGS[finding]} {about}")
+        if finding != audit.SOUND:
+            found = audit.describe(finding, where, self._state, self._counters)
+            raise NumkvError(f"the pool's accounting is broken: {found}")
 
     # -- arguments
 
     def _ids(self, ids: Any) -> Ids:
-        """Ids as int32; their range is looked at here only where the conversion could hide it."""
+        """Ids as int32; their range is checked here only where the conversion could hide it."""
         x = np.asarray(ids)
         if x.size == 0 and not isinstance(ids, np.ndarray):
             x = x.astype(np.int32)  # an empty list has no dtype of its own
@@ -626,7 +519,7 @@ class BlockPool:
         return x.astype(np.int32)
 
     def _in_range(self, ids: NDArray[Any], position: int) -> int:
-        """The id at a position, which is in range, or the error."""
+        """The id at a position; raises if it is out of range."""
         block = int(ids[position])
         if not 0 <= block < self._num_blocks:
             raise IndexError(
@@ -679,7 +572,7 @@ class BlockPool:
     # -- events
 
     def _named(self, ids: Ids) -> NDArray[np.uint8]:
-        """Names of blocks, also of those that have just lost their content."""
+        """Digests of blocks, also of those that have just lost their content."""
         names: NDArray[np.uint8] = self._digests[ids].view(np.uint8)
         return names
 

@@ -1,4 +1,4 @@
-"""Three ways to say where a batch's tokens lie in a paged pool, and how to get from one to the other.
+"""Three descriptions of where a batch's tokens lie in a paged pool, and conversions between them.
 
 ====================  ===========================================================================================
 block table           ``block_table (num_seqs, max_blocks)`` with ``seq_lens``: vLLM, FlashAttention

@@ -2,6 +2,32 @@
 
 from __future__ import annotations
 
+from numkv.caches.contiguous_layer import ContiguousLayer
+from numkv.caches.kv_cache import KVCache
+from numkv.caches.multi.config import Batch, CacheConfig
+from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
+from numkv.caches.multi.wrapper import WrapperCache
+from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
 from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.caches.paged_layer import PagedLayer, PagedPool
 
-__all__ = ["load_sequences", "save_sequences"]
+__all__ = [
+    "Batch",
+    "CacheConfig",
+    "CausalCache",
+    "ChunkedCache",
+    "ContiguousLayer",
+    "EncoderCache",
+    "KVCache",
+    "PagedKVCache",
+    "PagedLayer",
+    "PagedPool",
+    "PagedStats",
+    "SlidingWindowCache",
+    "Step",
+    "SwappedSequence",
+    "WrapperCache",
+    "load_sequences",
+    "save_sequences",
+]

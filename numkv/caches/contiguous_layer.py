@@ -30,19 +30,20 @@ class ContiguousLayer(Layer):
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool
-        Whether rows are rotated before they are stored, so that large elements do less harm to a quantised row: random
-        signs, then a Hadamard transform, undone in all that is read. See `numkv.storage.hadamard`.
+        Whether rows are rotated before they are stored, which spreads large elements over the row and makes
+        quantisation more accurate: random signs, then a Hadamard transform; undone in all that is read. See
+        `numkv.storage.hadamard`.
     residual_window : int
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
-        First tokens that are kept so too.
+        First tokens that are kept in full precision too.
 
     Raises
     ------
     NotSupported
-        If tokens are to be kept in full precision beside a kind that quantises nothing.
+        If tokens should stay in full precision but neither kind is quantised.
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
 
@@ -108,5 +109,5 @@ class ContiguousLayer(Layer):
         return (
             f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
             f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"kind={self._kinds_and_residual()}, target={self.target})"
+            f"kind={self._storage()}, target={self.target})"
         )

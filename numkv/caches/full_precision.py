@@ -1,15 +1,15 @@
 """Full-precision tokens beside a quantised cache: a window of recent ones, and a few first ones.
 
-Most of what quantisation loses is lost on tokens that get much attention: the newest, and the first, which models use
-as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
+Quantisation does most harm to the tokens that get much attention: the newest ones, and the first ones, which models
+use as attention sinks. This is for caches of one sequence, `numkv.KVCache` and layers, with `residual_window` or
 `num_sink_tokens`, the numbers of such tokens:
 
 - They are kept in every layer as float32 (beside fp64 as float64), in buffers that come on top of those for all tokens,
   and attended to as such: attention over the two pools is merged.
-- A token that leaves the window is quantised then, once, from the row that was appended; its codes are those that a
-  cache without a window has.
-- Tokens once quantised stay so when newer ones are dropped, or older ones by `compact`, so that there can be fewer
-  full-precision tokens than asked for, for a while.
+- A token is quantised when it leaves the window, once, from the row that was appended; its codes are the same as in a
+  cache without a window.
+- Quantised tokens stay quantised when newer ones are dropped, or older ones by `compact`. For a while there can then
+  be fewer full-precision tokens than asked for.
 
 Liu et al., "KIVI" (arXiv:2402.02750), section 3.3: the full-precision residual of recent tokens. Xiao et al.,
 "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453), section 3: the first tokens.
@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend, check_options
-from numkv.attention.mass import weigh
+from numkv.attention.attend import attend
+from numkv.attention.mass import attention_mass
+from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
@@ -33,26 +34,26 @@ from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["Residual"]
+__all__ = ["FullPrecisionWindow", "Residual"]
 
 Ints = NDArray[np.int64]
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-class Residual:
+class FullPrecisionWindow:
     """The full-precision tokens of a cache of one sequence, and which they are.
 
     Of a layer's tokens, positions ``[0, sinks)`` and ``[end, length)`` are here, and ``[sinks, end)`` in the quantised
-    pool, where every position has its slot, whether it is used or not. Rows are float32, also where one of K and V is a
-    16-bit kind and rounds them when they leave; beside fp64 they are float64.
+    pool, where every position has a slot, used or not. Rows are float32, beside fp64 float64. Where one of K and V is a
+    16-bit kind, its rows are rounded when they leave.
 
     Make one with `make`, which checks arguments.
 
     Parameters
     ----------
     pool : Pool
-        The quantised pool: what rows are like, and where.
+        The quantised pool, which says the kinds, the sizes and the target.
     num_layers : int
         Layers.
     window, num_sinks : int
@@ -61,8 +62,8 @@ class Residual:
         Tokens that a layer can ever have, if that is known: no more slots than that are made.
     """
 
-    # A layer has one block: slots for the first tokens, then a ring for the recent ones, where position p has place
-    # p % ring. The window holds no more positions than the ring has places, so no two of them meet.
+    # A layer has one block: slots for the sink tokens, then a ring in which position p has slot p % ring. The window is
+    # no longer than the ring, so that no two positions share a slot.
 
     def __init__(
         self, pool: Pool, num_layers: int, window: int, num_sinks: int, capacity: int | None
@@ -79,8 +80,8 @@ class Residual:
     def make(
         cls, pool: Pool, num_layers: int, residual_window: Any, num_sink_tokens: Any,
         capacity: int | None,
-    ) -> Residual | None:  # fmt: skip
-        """Check a cache's arguments; None where they ask for nothing."""
+    ) -> FullPrecisionWindow | None:  # fmt: skip
+        """Check a cache's arguments; None if they ask for no full-precision tokens."""
         window = check_size("residual_window", residual_window)
         num_sinks = check_size("num_sink_tokens", num_sink_tokens)
         if window == 0 and num_sinks == 0:
@@ -109,9 +110,9 @@ class Residual:
         sinks = min(int(self._sinks[layer]), length)
         return sinks, max(sinks, min(int(self._end[layer]), length))
 
-    def copy(self) -> Residual:
+    def copy(self) -> FullPrecisionWindow:
         """A deep copy that shares no memory."""
-        new = object.__new__(Residual)
+        new = object.__new__(FullPrecisionWindow)
         new.__dict__.update(self.__dict__)
         layers = len(self._sinks)
         new._pool = self._pool.like(layers)
@@ -121,7 +122,7 @@ class Residual:
         return new
 
     def _slots(self, layers: Any, positions: Ints, sinks: Any) -> Ints:
-        """Where tokens lie that are here, of layers that have so many first tokens."""
+        """Slots of full-precision tokens, in layers with so many sink tokens."""
         recent = self._first + positions % max(1, self._ring)
         slots: Ints = np.asarray(layers) * self._size + np.where(
             positions < sinks, positions, recent
@@ -133,7 +134,7 @@ class Residual:
     def append(
         self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int
     ) -> None:
-        """Take checked rows of new tokens, and quantise those that are or get too old.
+        """Take checked rows of new tokens, and quantise all that are outside of the window then.
 
         Parameters
         ----------
@@ -151,7 +152,7 @@ class Residual:
         tokens = int(k.shape[0])
         length = start + tokens
         sinks, end = self.quantised(layer, start)
-        if sinks == start:  # nothing but first tokens so far
+        if sinks == start:  # only sink tokens so far
             sinks = max(sinks, min(self._first, length))
         first_kept = max(end, sinks, length - self._ring)
         for a, b in self._runs(end, min(first_kept, start)):
@@ -173,7 +174,7 @@ class Residual:
         self._sinks[layer], self._end[layer] = sinks, first_kept
 
     def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Recent positions ``[begin, end)`` in parts that lie one after another."""
+        """Recent positions ``[begin, end)`` as runs that are contiguous in the ring."""
         runs = []
         while begin < end:
             stop = min(end, begin + self._ring - begin % self._ring)
@@ -181,19 +182,20 @@ class Residual:
             begin = stop
         return runs
 
-    def aside(self, tokens: int) -> Pool:
-        """A block of float rows for new tokens, which `append` then takes: see `rows_of`."""
+    def staging(self, tokens: int) -> Pool:
+        """A block of float rows for new tokens, which `append` then takes: see `staged`."""
         return _float_pool(self._pool, 1, max(1, tokens))
 
-    def rows_of(self, block: Pool, tokens: int) -> tuple[Array, Array]:
+    def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
         """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""
         target = block.target
         k, v = (target.token_major(block.values(x)[0, :, :tokens]) for x in "kv")
         return k, v
 
-    def truncate(self, layer: int, length: int) -> None:
-        """Drop a layer's tokens from position `length` on; quantised ones before it stay quantised."""
-        self._sinks[layer], self._end[layer] = self.quantised(layer, length)
+    def truncate(self, length: int) -> None:
+        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised."""
+        np.minimum(self._sinks, length, out=self._sinks)
+        np.maximum(self._sinks, np.minimum(self._end, length), out=self._end)
 
     # -- compaction
 
@@ -214,12 +216,12 @@ class Residual:
         kept : int64 array (num_layers, n)
             Tokens that are kept, which rise.
         shift : RopeShift or None
-            What turns their keys, checked.
+            The key shift, checked.
 
         Returns
         -------
         list of callable
-            What there is to do, in this order; none of it fails.
+            Steps to take in this order; none of them fails.
         """
         layers, n = kept.shape
         target = self._pool.target
@@ -235,7 +237,7 @@ class Residual:
         pool = self._pool
         moves: list[Callable[[], object]] = []
         if not np.array_equal(source, to):
-            # In a ring, tokens can change places; in another pool none is in another's way.
+            # Within the ring a move could overwrite a token that has yet to move; copies to another pool cannot.
             pool = pool.like(layers)
             here, there = target.index(source, np.int64), target.index(to, np.int64)
 
@@ -305,13 +307,7 @@ class Residual:
         layer: int,
         q: Array,
         length: int,
-        *,
-        sm_scale: float | None,
-        logits_soft_cap: float,
-        window_left: int,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
+        options: AttentionOptions,
     ) -> Any:
         """Attend with checked queries of a layer's last tokens over both pools.
 
@@ -330,8 +326,8 @@ class Residual:
             Queries, checked.
         length : int
             Tokens of the layer.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
-            See `numkv.decode_attention`.
+        options : AttentionOptions
+            From `check_options`.
 
         Returns
         -------
@@ -340,14 +336,13 @@ class Residual:
         """
         target = pool.target
         tokens = int(q.shape[0])
-        check_options(logits_soft_cap, window_left)
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
-        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        ends: dict[str, Any] = {"return_lse": return_lse, "out": out}
+        window_left, out = options.window_left, options.out
+        options = options._replace(window_left=-1)
         if not tokens or not length:
-            return attend(pool, block_table, q, lens, starts, sinks=sinks, **options, **ends)
-        # What queries see, and which part of it is where: floats are counted along the list of those that there are.
+            return attend(pool, block_table, q, lens, starts, options)
+        # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
         high = length - tokens + 1 + np.arange(tokens)
         low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
         seen = np.stack([low, high], axis=1)
@@ -356,21 +351,19 @@ class Residual:
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
         slots = self._slots(layer, self._kept(begin, end, length), begin)
 
-        def of_codes(q: Array, **more: Any) -> Any:
+        def of_codes(q: Array, options: AttentionOptions) -> Any:
             ranges = target.index(coded, np.int64)
-            return attend(pool, block_table, q, lens, starts, ranges=ranges, **options, **more)
+            return attend(pool, block_table, q, lens, starts, options, ranges=ranges)
 
-        def of_floats(q: Array, **more: Any) -> Any:
+        def of_floats(q: Array, options: AttentionOptions) -> Any:
             table = target.index(slots[None, :], np.int32)
-            return attend(
-                self._pool, table, q, lens, starts, ranges=target.index(plain, np.int64),
-                by_slot=True, **options, **more,
-            )  # fmt: skip
+            ranges = target.index(plain, np.int64)
+            return attend(self._pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
 
         if not np.any(coded[:, 0] < coded[:, 1]):
-            return of_floats(q, sinks=sinks, **ends)
+            return of_floats(q, options)
         if not np.any(plain[:, 0] < plain[:, 1]):
-            return of_codes(q, sinks=sinks, **ends)
+            return of_codes(q, options)
         q_kind = kind_of_dtype(q.dtype)
         assert q_kind is not None
         shape = (tokens, int(q.shape[1]), pool.head_dim_v)
@@ -381,8 +374,9 @@ class Residual:
             check_writable("out", out)
         exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
         wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
-        o_a, lse_a = of_floats(wide, sinks=sinks, return_lse=True)
-        o_b, lse_b = of_codes(wide, return_lse=True)
+        parts = options._replace(return_lse=True, out=None)
+        o_a, lse_a = of_floats(wide, parts)
+        o_b, lse_b = of_codes(wide, parts._replace(sinks=None))
         merged = out if exact is q_kind else target.empty(shape, exact.dtype)
         lse = target.empty(shape[:2], _FLOAT32)
         words = target.words
@@ -391,28 +385,27 @@ class Residual:
         )
         if merged is not out:
             _converted(target, merged, out)
-        return (out, lse) if return_lse else out
+        return (out, lse) if options.return_lse else out
 
-    def weigh(
+    def attention_mass(
         self,
         pool: Pool,
         block_table: Array,
         layer: int,
         q: Array,
         length: int,
-        *,
+        options: AttentionOptions,
         lse: Any,
-        sm_scale: float | None,
-        logits_soft_cap: float,
-        window_left: int,
     ) -> Array:
-        """Sum up what checked queries of a layer's last tokens give to each token.
+        """Sum the attention that checked queries of a layer's last tokens give to each token.
 
         Parameters
         ----------
         pool, block_table, layer, q, length
             See `attend`.
-        lse, sm_scale, logits_soft_cap, window_left
+        options : AttentionOptions
+            From `check_options`; without sinks and outputs.
+        lse
             See `numkv.attention_weights`.
 
         Returns
@@ -421,64 +414,61 @@ class Residual:
         """
         target, own = pool.target, self._pool
         tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
-        options: dict[str, Any] = {
-            "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "window_left": window_left,
-        }  # fmt: skip
-        check_options(logits_soft_cap, window_left)
         if lse is None:
-            _, lse = self.attend(pool, block_table, layer, q, length, return_lse=True, **options)
+            asked = options._replace(return_lse=True)
+            _, lse = self.attend(pool, block_table, layer, q, length, asked)
         else:
             lse = check_array(target, "lse", lse, (_FLOAT32,), (tokens, num_q_heads))
 
         def of(pool: Pool, table: Array, tokens: int, length: int, columns: int) -> Array:
-            """Weights of the first columns, of the last queries over a sequence that ends with them."""
+            """Mass of the first tokens, from the last queries over a sequence that ends with them."""
             last = slice(int(q.shape[0]) - tokens, int(q.shape[0]))
-            return weigh(
+            return attention_mass(
                 pool, table, q[last], target.index(np.array([length]), np.int64),
-                target.index(np.array([0, tokens]), np.int64), columns, lse=lse[last], **options,
+                target.index(np.array([0, tokens]), np.int64), columns, options, lse=lse[last],
             )  # fmt: skip
 
         def put(columns: Array, positions: Ints) -> None:
             places = target.index(np.arange(len(positions)), np.int64)
             target.ops.copy_tokens(columns, places, weights, target.index(positions, np.int64))
 
-        # With the lse known, every token's weight stands for itself: those of tokens that are not quantised are what
-        # their unused slots give, and then replaced.
+        # With the lse known, the mass of each token is independent of the others. Full-precision tokens first get
+        # that of their unused slots in the quantised pool, which is then replaced.
         weights = of(pool, block_table, tokens, length, length)
         begin, end = self.quantised(layer, length)
         if begin:
-            # The list is as long as the sequence, as kernels look some tokens further than they are asked for.
+            # The table covers the whole sequence, as kernels read some tokens past those they are asked for.
             table = np.full((1, -(-length // self._size)), layer)
             first = of(own, target.index(table, np.int32), tokens, length, begin)
             put(first, np.arange(begin))
         if end < length:
             recent = np.arange(end, length)
-            block = self.aside(len(recent))
+            block = self.staging(len(recent))
             slots = target.index(self._slots(layer, recent, begin), np.int64)
             places = target.index(np.arange(len(recent)), np.int64)
             target.ops.copy_tokens(own.k, slots, block.k, places)
             table = target.index(np.zeros((1, 1)), np.int32)
-            seeing = min(tokens, len(recent))  # queries further back are older than all of these
+            seeing = min(tokens, len(recent))  # earlier queries see none of these
             put(of(block, table, seeing, len(recent), len(recent)), recent)
         return weights
 
 
 def _float_pool(pool: Pool, num_blocks: int, block_size: int) -> Pool:
-    """Blocks for rows like a pool's, as they are before they are quantised."""
+    """Blocks for the rows of a pool before they are quantised."""
     shape = (num_blocks, int(pool.k.shape[1]), block_size)
     k_kind, v_kind = _float_kind(pool.k_kind), _float_kind(pool.v_kind)
     return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, k_kind, v_kind)
 
 
 def _float_kind(of: Kind) -> Kind:
-    """What rows are kept in before they are stored in a kind: what is computed with, which takes any of its rows."""
+    """The float kind that holds rows before they are stored in a kind: that of its arithmetic."""
     found = kind_of_dtype(of.compute)
     assert found is not None
     return found
 
 
 def _converted(target: Target, x: Array, to: Array) -> Array:
-    """Put an array ``(num_tokens, num_heads, head_dim)`` of floats into one of another dtype."""
+    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
     source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
     assert source is not None
     assert dest is not None
@@ -490,9 +480,5 @@ def _converted(target: Target, x: Array, to: Array) -> Array:
     return to
 
 
-def no_jit(residual: Residual) -> str:
-    """What is wrong with asking for ``.jit`` where tokens are kept in full precision."""
-    return (
-        f"`jit`: expected a cache without full-precision tokens, got {residual}; they lie outside of the "
-        "buffers that compiled code would see"
-    )
+#: The name of 0.1.
+Residual = FullPrecisionWindow

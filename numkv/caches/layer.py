@@ -7,17 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import weigh
-from numkv.caches.full_precision import Residual, no_jit
+from numkv.attention.options import check_options
+from numkv.caches.single import SingleSequence
 from numkv.checks import check_index, check_kept
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import plan_moves
-from numkv.errors import CacheFull, NotSupported, NumkvError
-from numkv.kinds import Kind
+from numkv.errors import CacheFull, NotSupported
 from numkv.storage import jit_views
 from numkv.storage.pool import Pool
-from numkv.storage.tables import one_block_each, one_length, one_sequence
+from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
@@ -25,53 +22,22 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Layer"]
 
 
-class Layer:
+class Layer(SingleSequence):
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
 
     def __init__(
-        self, pool: Pool, block_table: np.ndarray[Any, Any], capacity: int,
+        self, pool: Pool, block_table: NDArray[np.int32], capacity: int,
         residual_window: int = 0, num_sink_tokens: int = 0,
     ) -> None:  # fmt: skip
-        self._target = pool.target
-        self._pool = pool
-        self._table = block_table  # int32 (max_blocks,), on the host
+        self._table = block_table  # (max_blocks,), on the host
         self._capacity = capacity
-        self._context_lens = np.zeros(1, np.int32)  # the length, shared with .jit
         self._device_table: Array = None
-        self._struct: Any = None
-        self._residual = Residual.make(pool, 1, residual_window, num_sink_tokens, capacity)
+        context_lens = np.zeros(1, np.int32)  # shared with .jit
+        super().__init__(
+            pool, context_lens, [block_table], residual_window, num_sink_tokens, capacity
+        )
 
     # -- what it is
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K, and of V unless `v_kind` differs."""
-        return self._pool.k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._pool.v_kind
-
-    @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
-        return self._pool.rotate
-
-    @property
-    def target(self) -> str:
-        """Name of the target."""
-        return self._target.name
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads."""
-        return int(self._pool.k.shape[1])
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a row."""
-        return self._pool.head_dim
 
     @property
     def capacity(self) -> int:
@@ -82,39 +48,30 @@ class Layer:
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
 
-        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        With full-precision tokens the length cannot grow this way: they are not in the buffers.
         """
-        return self._length()
+        return self._stored(0)
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
-        self._context_lens[0] = self._check_length(length)
+        self._lengths[0] = self._check_length(length)
 
-    def _length(self) -> int:
-        """The length, which others may have written to `context_lens`: checked against the memory that there is."""
-        length, most = int(self._context_lens[0]), self._room_taken()
-        if not 0 <= length <= most:
-            raise NumkvError(
-                f"`context_lens`: expected a length in [0, {most}], the tokens that the layer has memory for, "
-                f"got {length}; write a right one, or set `seq_len`"
-            )
-        if self._struct is not None:
-            self._check_table()
-        return length
-
-    def _check_table(self) -> None:
-        """See that compiled code has left the block table alone."""
+    def _bad_length(self, layer: int, length: int, most: int) -> str:
+        return (
+            f"`context_lens`: expected a length in [0, {most}], the tokens that the layer has memory for, "
+            f"got {length}; write a right one, or set `seq_len`"
+        )
 
     def _check_length(self, length: int) -> int:
         """Check a length that is set, and drop full-precision tokens beyond it."""
         length = check_index("seq_len", length, self._capacity, inclusive=True)
-        if self._residual is not None:
+        if self._full_precision is not None:
             if length > self.seq_len:
                 raise NotSupported(
                     f"`seq_len`: expected at most {self.seq_len}, the tokens of a layer that keeps "
                     f"some in full precision, got {length}; append their rows"
                 )
-            self._residual.truncate(0, length)
+            self._full_precision.truncate(length)
         return length
 
     def __len__(self) -> int:
@@ -126,7 +83,7 @@ class Layer:
 
         A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
         ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
-        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.hadamard.Rotation` turns them back.
+        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.Rotation` has the inverse.
         """
         return self._pool.values("k")
 
@@ -156,86 +113,53 @@ class Layer:
         A length written here is checked when the layer is used next: it must stay in ``[0, capacity]``, and within the
         blocks that a paged layer has.
         """
-        return self._context_lens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales and full-precision tokens included."""
-        return self._pool.nbytes + (0 if self._residual is None else self._residual.nbytes)
-
-    @property
-    def residual_window(self) -> int:
-        """Newest tokens that are kept in full precision."""
-        return 0 if self._residual is None else self._residual.window
-
-    @property
-    def num_sink_tokens(self) -> int:
-        """First tokens that are kept in full precision."""
-        return 0 if self._residual is None else self._residual.num_sinks
+        return self._lengths
 
     @property
     def quantised_tokens(self) -> range:
         """Positions of the tokens that are quantised: all of a quantised kind, but for those in full precision."""
-        if self._residual is not None:
-            return range(*self._residual.quantised(0, self.seq_len))
-        return range(self.seq_len if self.kind.has_scales or self.v_kind.has_scales else 0)
-
-    def _kinds_and_residual(self) -> str:
-        """What a ``repr`` says of storage."""
-        kinds = str(self.kind) + ("" if self.kind is self.v_kind else f"/{self.v_kind}")
-        if self.rotate:
-            kinds += ", rotate=True"
-        if self._residual is None:
-            return kinds
-        return f"{kinds}, {self._residual}"
+        return self._quantised(0)
 
     @property
     def jit(self) -> Any:
         """The jitclass instance over this layer's memory, for your own ``@njit`` functions.
 
-        Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rows as they are stored:
-        rotated. A layer that keeps tokens in full precision has none (`NotSupported`): the buffers are not all of it.
+        Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rotated rows, as
+        they are stored. A layer that keeps tokens in full precision has none (`NotSupported`): some of its tokens are
+        not in these buffers.
         """
-        if self._residual is not None:
-            raise NotSupported(no_jit(self._residual))
-        if self._struct is None:
-            if self._target.has_jit_views:
-                make = jit_views.layer_struct(self._pool.k_kind.name, self._pool.v_kind.name)
-                pool = self._pool
-                self._struct = make(
-                    pool.k, pool.v, pool.k_scale, pool.v_scale, self._table, self._context_lens
-                )
-            else:
-                self._struct = jit_views.host_struct("int32")(self._table, self._context_lens)
-        return self._struct
+        return self._view(self._make_struct)
+
+    def _make_struct(self) -> Any:
+        if not self._target.has_jit_views:
+            return jit_views.host_struct("int32")(self._table, self._lengths)
+        pool = self._pool
+        make = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
+        return make(pool.k, pool.v, pool.k_scale, pool.v_scale, self._table, self._lengths)
 
     # -- writing
 
-    def _check_room(self, tokens: int) -> int:
-        start = self.seq_len
+    def _check_room(self, start: int, tokens: int) -> None:
         if start + tokens > self._capacity:
             raise CacheFull(
                 f"expected room for {tokens} more tokens, got {self._capacity - start} of "
                 f"capacity {self._capacity}; truncate, or make the layer larger"
             )
-        return start
 
     def _take_room(self, length: int) -> None:
-        """Get hold of the memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
+        """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
-    def _room_taken(self) -> int:
-        """Tokens that the memory that the layer has hold of is for."""
+    def _room(self) -> int:
         return self._capacity
 
-    def _block_table(self) -> Array:
-        """The block table on the target, ``(1, max_blocks)``."""
+    def _make_room(self, layer: int, start: int, tokens: int) -> None:
+        self._check_room(start, tokens)
+        self._take_room(start + tokens)
+
+    def _block_table(self, layer: int) -> Array:
         if self._device_table is None:
             self._device_table = self._target.index(self._table[None, :], np.int32)
         return self._device_table
-
-    def _block_row(self) -> Array:
-        """The block table on the target, ``(max_blocks,)``."""
-        return self._table if self._target.values_on_host else self._block_table()[0]
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no RoPE.
@@ -246,7 +170,7 @@ class Layer:
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
             fp32, fp16 or bf16.
         check_finite : bool
-            Whether rows that are to be quantised are looked at first.
+            Whether rows that will be quantised are checked for NaN and infinity first.
 
         Raises
         ------
@@ -257,26 +181,9 @@ class Layer:
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if self._residual is None:
-            start = self._length()
-            room = self._room_taken() - start
-            tokens = fast_path.pool_append(self._pool, k, v, self._table, start, room, check_finite)
-            if tokens >= 0:
-                self._context_lens[0] = start + tokens
-                return
-        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
-        start = self._check_room(k.shape[0])
-        self._take_room(start + k.shape[0])
-        self._store(k, v, start)
-        self._context_lens[0] = start + k.shape[0]
-
-    def _store(self, k: Array, v: Array, start: int) -> None:
-        """Write checked rows, for which there is room."""
-        table = self._block_row()
-        if self._residual is None:
-            self._pool.append(k, v, table, start)
-        else:
-            self._residual.append(self._pool, 0, k, v, table, start)
+        if self._full_precision is None and self._append_small(0, k, v, check_finite):
+            return
+        self._append(0, k, v, check_finite)
 
     def write(
         self,
@@ -293,7 +200,7 @@ class Layer:
         q_out: Any = None,
         check_finite: bool = True,
     ) -> Array:
-        """Split fused projections, normalise and rotate q and k, and write K and V, in one pass.
+        """Split fused projections, apply RMS norm and RoPE to q and k, and write K and V, in one pass.
 
         Parameters
         ----------
@@ -302,8 +209,8 @@ class Layer:
         num_q_heads : int
             Q heads in `qkv`.
         cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
-            Tables of the rotation, a row per position. With ``rotary_dim < head_dim`` the first dims are
-            rotated. None is fine for ``QKMode.COPY``.
+            RoPE tables, a row per position. With ``rotary_dim < head_dim`` RoPE covers the first dims. None is fine for
+            ``QKMode.COPY``.
         qk_mode : QKMode or int
             What happens to q and k.
         q_norm_weight, k_norm_weight : array (head_dim,), optional
@@ -315,7 +222,7 @@ class Layer:
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
         check_finite : bool
-            Whether projections that are to be quantised are looked at first: k, v or both.
+            Whether projections that will be quantised (k, v or both) are checked for NaN and infinity first.
 
         Returns
         -------
@@ -334,34 +241,34 @@ class Layer:
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
         pool = self._pool
-        if self._residual is None:
-            start = self._length()
+        if self._full_precision is None:
+            start = self._stored(0)
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
-                self._room_taken() - start, check_finite,
+                self._room() - start, check_finite,
             )  # fmt: skip
             if tokens >= 0:
-                self._context_lens[0] = start + tokens
+                self._lengths[0] = start + tokens
                 return q
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
-        tokens = p.num_tokens
-        start = self._check_room(tokens)
+        tokens, start = p.num_tokens, self._stored(0)
+        self._check_room(start, tokens)
         first = start if pos_offset is None else int(pos_offset)
         p.check_positions(first)
         if check_finite:
             p.check_finite(pool)
         self._take_room(start + tokens)
-        table, place, apart = self._block_row(), start, self._residual
-        if apart is not None:  # rows unrounded, which then go the way of `append`
-            pool, place = apart.aside(tokens), 0
-            table = one_block_each(self._target.name, 1)[0]
-        p.write(pool, table, place, first)
-        if apart is not None:
-            self._store(*apart.rows_of(pool, tokens), start)
-        self._context_lens[0] = start + tokens
+        if self._full_precision is None:
+            host = self._target.values_on_host
+            p.write(pool, self._table if host else self._block_table(0)[0], start, first)
+            self._lengths[0] = start + tokens
+        else:  # by way of unrounded floats, which then go the way of `append`
+            staging = self._full_precision.staging(tokens)
+            p.write(staging, one_block_each(self._target.name, 1)[0], 0, first)
+            self._store(0, *self._full_precision.staged(staging, tokens), start)
         return p.q_out
 
     def truncate(self, length: int) -> None:
@@ -377,15 +284,15 @@ class Layer:
         IndexError
             If `length` is negative or above `seq_len`.
         """
-        self._context_lens[0] = check_index("length", length, self.seq_len, inclusive=True)
-        if self._residual is not None:
-            self._residual.truncate(0, self.seq_len)
+        self._lengths[0] = length = check_index("length", length, self.seq_len, inclusive=True)
+        if self._full_precision is not None:
+            self._full_precision.truncate(length)
 
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
-        Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are turned to their new
-        positions; quantised ones are quantised once more.
+        Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
+        new positions; quantised keys are quantised once more.
 
         Parameters
         ----------
@@ -393,7 +300,7 @@ class Layer:
             Tokens to keep, in order, on the host; see `numkv.compaction.eviction` for what chooses them.
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
-            rotation, and for methods that go on counting positions from those that tokens had.
+            RoPE, and for methods that keep the positions that tokens had.
 
         Raises
         ------
@@ -402,28 +309,17 @@ class Layer:
         ValueError
             If indices do not rise.
         DimensionMismatch, UnsupportedDType, TypeError
-            If `keep` is no row of integers, the shift rotates more elements than a key has, or it is something else.
+            If `keep` is no row of integers, the shift covers more elements than a key has, or `shift` is something
+            else.
 
         Notes
         -----
         Nothing has changed after an error. The next token's position is ``seq_len`` with a shift, and one after the
         last token's without.
         """
-        kept = check_kept("keep", keep, self.seq_len)
-        new = np.arange(len(kept))
-        moved = kept != new
-        if self._residual is not None:
-            moved &= self._residual.is_quantised(kept[None])[0]
-        old, new = kept[moved], new[moved]
-        moves = plan_moves(self._pool, shift, self._slots(old), self._slots(new), new - old)
-        if self._residual is not None:
-            moves += self._residual.plan_moves(kept[None], shift)
-        for move in moves:
-            move()
-        self.truncate(len(kept))
+        self._compact(check_kept("keep", keep, self.seq_len)[None], shift)
 
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where tokens lie, on the host."""
         size = max(1, int(self._pool.k.shape[2]))
         slots: NDArray[np.int64] = self._table[tokens // size].astype(np.int64) * size
         return slots + tokens % size
@@ -464,24 +360,8 @@ class Layer:
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        target = self._target
-        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
-        tokens, length = int(q.shape[0]), self.seq_len
-        if tokens > length and tokens != 1:
-            raise too_many_queries(tokens, length)
-        if self._residual is not None:
-            return self._residual.attend(
-                self._pool, self._block_table(), 0, q, length, sm_scale=sm_scale,
-                logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-                return_lse=return_lse, out=out,
-            )  # fmt: skip
-        lens = one_length(target.name, length)
-        starts = one_sequence(target.name, tokens)
-        return attend(
-            self._pool, self._block_table(), q, lens, starts, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap, window_left=window_left, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        return self._attend(0, q, options)
 
     def attention_weights(
         self,
@@ -492,14 +372,14 @@ class Layer:
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
     ) -> Array:
-        """How much attention each token gets from the newest tokens' queries.
+        """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
         lse : float32 array (num_tokens, num_q_heads), optional
-            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
         sm_scale, logits_soft_cap, window_left
             See `numkv.decode_attention`.
@@ -507,7 +387,7 @@ class Layer:
         Returns
         -------
         float32 array (num_kv_heads, seq_len)
-            Sums over the queries and the q heads of a group; see `numkv.attention_weights`.
+            Sums over the queries and the q heads of a GQA group; see `numkv.attention_weights`.
 
         Raises
         ------
@@ -516,19 +396,4 @@ class Layer:
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        target = self._target
-        q = check_queries(target, q, self.num_kv_heads, self.head_dim, "num_tokens")
-        tokens, length = int(q.shape[0]), self.seq_len
-        if tokens > length and tokens != 1:
-            raise too_many_queries(tokens, length)
-        options: dict[str, Any] = {
-            "lse": lse, "sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap,
-            "window_left": window_left,
-        }  # fmt: skip
-        if self._residual is not None:
-            weights = self._residual.weigh(self._pool, self._block_table(), 0, q, length, **options)
-        else:
-            lens = one_length(target.name, length)
-            starts = one_sequence(target.name, tokens)
-            weights = weigh(self._pool, self._block_table(), q, lens, starts, length, **options)
-        return weights.reshape((self.num_kv_heads, length))
+        return self._mass(0, q, check_options(sm_scale, logits_soft_cap, window_left), lse)

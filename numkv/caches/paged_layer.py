@@ -35,7 +35,7 @@ class PagedPool:
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
 
@@ -131,7 +131,7 @@ class PagedPool:
         return self._pool.nbytes
 
     def stats(self) -> PoolStats:
-        """What the pool is like now, and what has happened in it."""
+        """Counts of blocks now, and of what has happened to them."""
         return self.blocks.stats()
 
     def check(self) -> None:
@@ -169,25 +169,25 @@ class PagedLayer(Layer):
         Where blocks come from; fixes kind, target, shapes and `rotate`. Without it the layer owns one of
         `max_blocks_per_seq` blocks.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they shall differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     residual_window : int
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
-        First tokens that are kept so too.
+        First tokens that are kept in full precision too.
 
     Raises
     ------
     DimensionMismatch
         If a size or kind or `rotate` is not the pool's.
     NotSupported
-        If tokens are to be kept in full precision beside a kind that quantises nothing.
+        If tokens should stay in full precision but neither kind is quantised.
 
     Notes
     -----
-    Full-precision tokens lie in buffers of the layer's own. They have their places in blocks all the same, so that
-    quantising them never lacks room.
+    Full-precision tokens lie in buffers of the layer's own. Their slots in blocks are taken all the same, so that
+    there always is room to quantise them.
 
     Examples
     --------
@@ -265,30 +265,32 @@ class PagedLayer(Layer):
         self._owned = need
         self._device_table = None
 
-    def _check_table(self) -> None:
-        if not np.array_equal(self._table, self._ids):
+    def _stored(self, layer: int) -> int:
+        length = super()._stored(layer)
+        if self._struct is not None and not np.array_equal(self._table, self._ids):
             raise NumkvError(
                 f"`jit.block_table`: expected the layer's own, {self._ids.tolist()}, got {self._table.tolist()}; "
                 "compiled code may read it, not write it"
             )
+        return length
 
-    def _room_taken(self) -> int:
+    def _room(self) -> int:
         return self._owned * int(self._pool.k.shape[2])
 
     @property
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``.
 
-        With full-precision tokens it cannot grow that way, as nothing says what they would be.
+        With full-precision tokens the length cannot grow this way: they are not in the buffers.
         """
-        return self._length()
+        return self._stored(0)
 
     @seq_len.setter
     def seq_len(self, length: int) -> None:
         length = self._check_length(length)
         self._take_room(length)
         self._give_back(length)
-        self._context_lens[0] = length
+        self._lengths[0] = length
 
     def _give_back(self, length: int) -> None:
         keep = -(-length // self.block_size)
@@ -322,7 +324,7 @@ class PagedLayer(Layer):
         return (
             f"PagedLayer(seq_len={self.seq_len}, capacity={self.capacity}, blocks={self._owned}, "
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, kind={self._kinds_and_residual()}, target={self.target})"
+            f"head_dim={self.head_dim}, kind={self._storage()}, target={self.target})"
         )
 
 

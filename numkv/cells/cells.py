@@ -1,16 +1,15 @@
-"""`Cells`: which cell of a multi-sequence cache holds which position, for which sequences.
+"""`Cells`: which cell of a multi-sequence cache stores which position, for which sequences.
 
-A *cell* is a place for one token: a position, and the sequences that hold it. Cells are numbers; K and V lie elsewhere.
-What is asked all the time is which cells a sequence has between two positions, so the sets of sequences are kept the
-other way round: every sequence has the list of its cells, by position, and a cell only counts its holders. Then all
-rules are about a range of one list:
+A *cell* is a slot for one token: it has a position, and sequences own it. Cells are numbers; K and V lie elsewhere.
+The frequent question is which cells a sequence owns between two positions. So each sequence has a list of its cells,
+ordered by position, and a cell only counts its owners. Every rule is then about a range of one list:
 
-- causality ends it after the query's own position; a window, or a chunk, begins it so and so far before;
-- eviction and removal to the end drop a part at one end of it, any removal drops a slice;
-- a copied prefix is a copy of the first part, and one more holder for each of its cells.
+- causality ends the range after the query's own position; a window, or a chunk, begins it some positions earlier;
+- eviction and removal to the end drop one end of the list, any other removal drops a slice;
+- copying a prefix copies the first part of the list, and adds an owner to each of its cells.
 
-New tokens go to the lowest free cells, wherever they are. Every change is found first, and then committed: what finds
-changes nothing, and what commits cannot fail.
+New tokens go to the lowest free cells, wherever they are. Every change is planned and then committed: a plan changes
+nothing, and a commit cannot fail.
 """
 
 from __future__ import annotations
@@ -26,58 +25,58 @@ from numkv.errors import CacheFull, DimensionMismatch, NotSupported, Unsupported
 __all__ = ["Cells", "Compaction", "Forward", "Removal", "Rows", "read_rows"]
 
 Ints = NDArray[np.int64]
-Held = NDArray[np.int32]
+CellList = NDArray[np.int32]
 
-_NO_CELLS: Held = np.empty(0, np.int32)
+_NO_CELLS: CellList = np.empty(0, np.int32)
 
 
 class Rows(NamedTuple):
-    """The rows of a batch, in runs of neighbours that are of one sequence."""
+    """The tokens of a batch, in runs: neighbours of one sequence."""
 
     positions: Ints
-    """Position of each row."""
+    """Position of each token."""
     starts: Ints
-    """First row of each run, and the number of rows."""
+    """First token of each run, and the number of tokens."""
     sequences: list[int]
     """Sequence of each run."""
     ordered: bool
-    """Whether positions fall in no run."""
+    """Whether positions never decrease within a run."""
 
 
 class Forward(NamedTuple):
-    """What a batch needs; made by `Cells.plan_forward`."""
+    """Cells for a batch, and what is evicted for it; made by `Cells.plan_forward`."""
 
     rows: Rows
     cells: Ints
-    """Cell of each row."""
-    evicted: Held
-    """Cells that sequences let go of."""
+    """Cell of each token."""
+    evicted: CellList
+    """Cells that are evicted."""
     kept: list[tuple[_Sequence, int]]
-    """Sequences that let cells go, and where the rest of them begins."""
+    """Sequences that cells are evicted from, and where the rest of each list begins."""
 
 
 class Removal(NamedTuple):
-    """A removal; made by `Cells.plan_removal`."""
+    """Which cells a sequence loses, and which change their position; made by `Cells.plan_removal`."""
 
     sequence: int
     first: int
     last: int
-    """The cells ``[first, last)`` of the sequence's list go."""
-    moved: Held
+    """The cells ``[first, last)`` of the sequence's list are dropped."""
+    moved: CellList
     """Cells whose position changes, by position."""
     offset: int
-    """By how much."""
+    """What is added to their positions."""
 
 
 class Compaction(NamedTuple):
-    """What is kept of a sequence, and what is not; made by `Cells.plan_compaction`."""
+    """Which cells a sequence keeps; made by `Cells.plan_compaction`."""
 
     sequence: int
-    kept: Held
+    kept: CellList
     """Cells, by position."""
-    dropped: Held
-    moves: list[tuple[Held, int]]
-    """Kept cells whose position changes, and by how much."""
+    dropped: CellList
+    moves: list[tuple[CellList, int]]
+    """Kept cells whose position changes, and what is added to it."""
 
 
 class _Sequence:
@@ -85,26 +84,26 @@ class _Sequence:
 
     __slots__ = ("begin", "cells", "end")
 
-    def __init__(self, cells: Held | None = None) -> None:
+    def __init__(self, cells: CellList | None = None) -> None:
         self.cells = np.empty(16, np.int32) if cells is None else cells
         self.begin = 0
         self.end = 0 if cells is None else len(cells)
 
     @property
-    def held(self) -> Held:
+    def owned(self) -> CellList:
         return self.cells[self.begin : self.end]
 
     def make_room(self, n: int) -> None:
-        """Have places for `n` more cells behind the last."""
+        """Make room for `n` more cells after the last."""
         if self.end + n > len(self.cells):
-            held = self.held
-            self.cells = np.empty(2 * (len(held) + n), np.int32)
-            self.cells[: len(held)] = held
-            self.begin, self.end = 0, len(held)
+            owned = self.owned
+            self.cells = np.empty(2 * (len(owned) + n), np.int32)
+            self.cells[: len(owned)] = owned
+            self.begin, self.end = 0, len(owned)
 
 
 def _integers(name: str, x: Any) -> Ints:
-    """A row of integers as an array of its own."""
+    """Check a row of integers, and copy it."""
     given = np.asarray(x)
     if given.ndim != 1:
         raise DimensionMismatch(
@@ -165,7 +164,7 @@ def read_rows(positions: Any, sequences: Any) -> Rows:
 class Cells:
     """The cells of a cache, all free at first.
 
-    Costs are those of the cells that a call names: nothing looks at all of them.
+    The cost of a call depends on the cells that it concerns, not on how many there are.
 
     Parameters
     ----------
@@ -177,18 +176,18 @@ class Cells:
     Attributes
     ----------
     positions, num_sequences : int32 array (num_cells,)
-        Position of each cell, and how many sequences hold it; 0: the cell is free, and the position stale.
+        Position of each cell, and how many sequences own it; 0: the cell is free, and its position stale.
     """
 
     def __init__(self, num_cells: int, memory: int | None = None) -> None:
         self.memory = memory
         self.positions = np.zeros(num_cells, np.int32)
         self.num_sequences = np.zeros(num_cells, np.int32)
-        self._vacant = np.full(kernels.num_groups(num_cells), kernels.GROUP, np.int32)
-        if num_cells % kernels.GROUP:
-            self._vacant[-1] = num_cells % kernels.GROUP
+        self._vacant = np.full(kernels.num_spans(num_cells), kernels.SPAN, np.int32)
+        if num_cells % kernels.SPAN:
+            self._vacant[-1] = num_cells % kernels.SPAN
         self._sequences: dict[int, _Sequence] = {}
-        # Sequences that have got tokens since they were last looked at for some to evict.
+        # Sequences that got tokens since they were last searched for some to evict.
         self._fresh: set[int] = set()
 
     # -- what it is
@@ -200,38 +199,38 @@ class Cells:
 
     @property
     def num_free(self) -> int:
-        """Cells that no sequence holds."""
+        """Cells that no sequence owns."""
         return int(self._vacant.sum())
 
     @property
     def sequences(self) -> list[int]:
-        """Sequences that are known; some may hold nothing."""
+        """Known sequences; some may own no cells."""
         return list(self._sequences)
 
-    def held(self, sequence: int) -> Held:
-        """The cells of a sequence, by position: a view, valid until the next change; of an unknown one empty."""
+    def owned(self, sequence: int) -> CellList:
+        """The cells of a sequence, by position: a view, valid until the next change. Empty if it is not known."""
         found = self._sequences.get(sequence)
-        return _NO_CELLS if found is None else found.held
+        return _NO_CELLS if found is None else found.owned
 
-    def before(self, held: Held, position: int) -> int:
-        """How many cells of a list that `held` gave come before a position."""
+    def before(self, owned: CellList, position: int) -> int:
+        """How many cells of a list from `owned` come before a position."""
         position = min(position, kernels.LAST_POSITION + 1)
-        return int(kernels.compiled("bisect")(self.positions, held, position))
+        return int(kernels.compiled("bisect")(self.positions, owned, position))
 
     def can_resume(self, sequence: int, position: int, window: int) -> bool:
-        """Whether all that a token at `position` sees within `window` is still there."""
+        """Whether all that a token at `position` attends to within `window` is still stored."""
         if self.memory is None:
             return True
-        held = self.held(sequence)
-        if not len(held):
+        owned = self.owned(sequence)
+        if not len(owned):
             return False
-        first, last = int(self.positions[held[0]]), int(self.positions[held[-1]])
+        first, last = int(self.positions[owned[0]]), int(self.positions[owned[-1]])
         return max(0, position - window) >= first and position <= last + 1
 
     # -- a batch
 
     def plan_forward(self, rows: Rows) -> Forward:
-        """Find cells for a batch, and what is evicted for it.
+        """Find cells for a batch, and what has to be evicted.
 
         Parameters
         ----------
@@ -245,7 +244,7 @@ class Cells:
         Raises
         ------
         CacheFull
-            If there are too few; nothing has changed, and nothing was evicted.
+            If there are too few; nothing has changed, and nothing is evicted.
         """
         kept = [] if self.memory is None else self._evictions(rows, self.memory)
         if not kept:
@@ -265,7 +264,7 @@ class Cells:
         return Forward(rows, cells, evicted, kept)
 
     def _evictions(self, rows: Rows, memory: int) -> list[tuple[_Sequence, int]]:
-        """Sequences that hold positions too old to be kept, and where the others begin."""
+        """Sequences with positions too old to be kept, and where the others begin in their lists."""
         oldest: dict[int, int] = {}
         bounds = rows.starts.tolist()
         for run, sequence in enumerate(rows.sequences):
@@ -273,20 +272,20 @@ class Cells:
             low = int(part[0] if rows.ordered else part.min())
             oldest[sequence] = min(low, oldest.get(sequence, low))
         for sequence in self._fresh.difference(oldest):
-            held = self.held(sequence)
-            if len(held):
-                oldest[sequence] = int(self.positions[held[-1]]) + 1
+            owned = self.owned(sequence)
+            if len(owned):
+                oldest[sequence] = int(self.positions[owned[-1]]) + 1
         kept = []
         for sequence, position in oldest.items():
             found = self._sequences.get(sequence)
             if found is not None and found.begin < found.end:
                 if self.positions[found.cells[found.begin]] < position - memory:
-                    n = self.before(found.held, position - memory)
+                    n = self.before(found.owned, position - memory)
                     kept.append((found, found.begin + n))
         return kept
 
     def commit_forward(self, plan: Forward) -> None:
-        """Do what `plan_forward` found."""
+        """Carry out a `Forward`."""
         rows, cells = plan.rows, plan.cells
         for found, begin in plan.kept:
             found.begin = begin
@@ -310,16 +309,16 @@ class Cells:
     # -- other changes
 
     def plan_removal(self, sequence: int, begin: int, end: int | None) -> Removal:
-        """Find what the removal of the positions ``[begin, end)`` changes.
+        """Plan to remove the positions ``[begin, end)``.
 
         Parameters
         ----------
         sequence : int
-            Whose.
+            The sequence.
         begin : int
-            First position that goes.
+            First position to remove.
         end : int or None
-            Position after the last that goes: it and those after it move up to `begin`. None: all go.
+            Position after the last to remove: it and those after it move to `begin`. None: remove all from `begin` on.
 
         Returns
         -------
@@ -328,14 +327,14 @@ class Cells:
         Raises
         ------
         NotSupported
-            If a cell that has to move belongs to another sequence too.
+            If another sequence owns a cell that has to move.
         """
-        held = self.held(sequence)
-        first = self.before(held, begin)
+        owned = self.owned(sequence)
+        first = self.before(owned, begin)
         if end is None:
-            return Removal(sequence, first, len(held), _NO_CELLS, 0)
-        last = self.before(held, end)
-        moved = held[last:] if end > begin else _NO_CELLS
+            return Removal(sequence, first, len(owned), _NO_CELLS, 0)
+        last = self.before(owned, end)
+        moved = owned[last:] if end > begin else _NO_CELLS
         if len(moved) and self.num_sequences[moved].max() > 1:
             cell = moved[self.num_sequences[moved] > 1][0]
             raise NotSupported(
@@ -346,30 +345,30 @@ class Cells:
         return Removal(sequence, first, last, moved, begin - end)
 
     def commit_removal(self, plan: Removal) -> None:
-        """Do what `plan_removal` found; a sequence without cells is forgotten."""
+        """Carry out a `Removal`; a sequence without cells is forgotten."""
         found = self._sequences.get(plan.sequence)
         if found is None:
             return
         if len(plan.moved):
             kernels.compiled("move")(self.positions, plan.moved, plan.offset)
-        held = found.held
-        kernels.compiled("leave")(self.num_sequences, self._vacant, held[plan.first : plan.last])
-        after = held[plan.last :].copy()
+        owned = found.owned
+        kernels.compiled("leave")(self.num_sequences, self._vacant, owned[plan.first : plan.last])
+        after = owned[plan.last :].copy()
         found.end -= plan.last - plan.first
-        found.held[plan.first :] = after
+        found.owned[plan.first :] = after
         if found.begin == found.end:
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 
     def plan_compaction(self, sequence: int, keep: Ints) -> Compaction:
-        """Find what it changes that a sequence keeps some positions only, which become 0, 1, 2, …
+        """Plan to keep only some positions of a sequence, which become 0, 1, 2, …
 
         Parameters
         ----------
         sequence : int
-            Whose.
+            The sequence.
         keep : int64 array (n,)
-            Positions, rising. Those that were evicted keep their place among the others.
+            Positions, rising. Evicted ones may be among them, and are counted.
 
         Returns
         -------
@@ -380,10 +379,10 @@ class Cells:
         IndexError
             If the sequence does not have a position, and has not evicted it.
         NotSupported
-            If a cell that has to move belongs to another sequence too.
+            If another sequence owns a cell that has to move.
         """
-        held = self.held(sequence)
-        positions = self.positions[held]
+        owned = self.owned(sequence)
+        positions = self.positions[owned]
         evicted = 0
         if self.memory is not None:
             evicted = int(np.searchsorted(keep, positions[0])) if len(positions) else len(keep)
@@ -395,7 +394,7 @@ class Cells:
             )
         new = np.searchsorted(keep, positions)
         stays = np.isin(positions, keep)
-        kept, offsets = held[stays], (new - positions)[stays]
+        kept, offsets = owned[stays], (new - positions)[stays]
         moved = kept[offsets != 0]
         if len(moved) and self.num_sequences[moved].max() > 1:
             cell = moved[self.num_sequences[moved] > 1][0]
@@ -405,10 +404,10 @@ class Cells:
                 "it, or remove them first"
             )
         moves = [(kept[offsets == by], int(by)) for by in np.unique(offsets) if by]
-        return Compaction(sequence, kept, held[~stays], moves)
+        return Compaction(sequence, kept, owned[~stays], moves)
 
     def commit_compaction(self, plan: Compaction) -> None:
-        """Do what `plan_compaction` found; a sequence without cells is forgotten."""
+        """Carry out a `Compaction`; a sequence without cells is forgotten."""
         found = self._sequences.get(plan.sequence)
         if found is None:
             return
@@ -416,25 +415,25 @@ class Cells:
             kernels.compiled("move")(self.positions, moved, offset)
         kernels.compiled("leave")(self.num_sequences, self._vacant, plan.dropped)
         found.end = found.begin + len(plan.kept)
-        found.held[:] = plan.kept
+        found.owned[:] = plan.kept
         if not len(plan.kept):
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 
     def copy_prefix(self, source: int, to: int, length: int) -> None:
-        """Let a sequence hold the positions below `length` of another, and nothing else.
+        """Make a sequence consist of the positions below `length` of another, and nothing else.
 
         Parameters
         ----------
         source, to : int
-            The sequences. If they are one, the rest of it is dropped.
+            The sequences. If both are the same, the rest of it is dropped.
         length : int
             First position that is not copied.
         """
-        held = self.held(source)
-        prefix = held[: self.before(held, length)].copy()
+        owned = self.owned(source)
+        prefix = owned[: self.before(owned, length)].copy()
         kernels.compiled("join")(self.num_sequences, self._vacant, prefix)
-        kernels.compiled("leave")(self.num_sequences, self._vacant, self.held(to))
+        kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(to))
         self._sequences[to] = _Sequence(prefix)
         self._fresh.add(to)
 
@@ -448,13 +447,13 @@ class Cells:
         AssertionError
             If there is one.
         """
-        holders = np.zeros(self.num_cells, np.int64)
+        owners = np.zeros(self.num_cells, np.int64)
         for found in self._sequences.values():
-            held = found.held
-            assert len(np.unique(held)) == len(held), "a list names a cell twice"
-            assert np.all(np.diff(self.positions[held]) >= 0), "a list is out of order"
-            holders[held] += 1
-        assert np.array_equal(holders, self.num_sequences), "holders are counted wrong"
-        groups = np.arange(self.num_cells) // kernels.GROUP
-        free = np.bincount(groups[holders == 0], minlength=len(self._vacant))
+            owned = found.owned
+            assert len(np.unique(owned)) == len(owned), "a list names a cell twice"
+            assert np.all(np.diff(self.positions[owned]) >= 0), "a list is out of order"
+            owners[owned] += 1
+        assert np.array_equal(owners, self.num_sequences), "owners are counted wrong"
+        span_of = np.arange(self.num_cells) // kernels.SPAN
+        free = np.bincount(span_of[owners == 0], minlength=len(self._vacant))
         assert np.array_equal(free, self._vacant), "free cells are counted wrong"

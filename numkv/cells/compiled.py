@@ -1,19 +1,18 @@
-"""Bookkeeping of the cells of a multi-sequence cache: which are free, and what each sequence sees.
+"""Compiled bookkeeping of the cells of a multi-sequence cache: which are free, and what each token attends to.
 
-Everything is done on a handful of arrays, which `numkv.cells.Cells` holds. Cells are numbers; nothing here touches K or
-V.
+Everything works on a few arrays that belong to `numkv.cells.Cells`. Cells are numbers; nothing here touches K or V.
 
 =============  =============================  ==========================================================================
 array          shape and dtype                content
 =============  =============================  ==========================================================================
-``positions``  ``(num_cells,)`` int32         position of each cell's token; of a free cell the last token's
-``holders``    ``(num_cells,)`` int32         how many sequences hold each cell; 0: it is free
-``vacant``     ``(num_groups,)`` int32        free cells of each `GROUP` neighbours: a search passes over full groups
-``held``       ``(n,)`` int32                 the cells of one sequence, by position; equal ones in order of arrival
-``table``      ``(num_runs, max_len)`` int32  a row for each run of a batch: ``held`` of its sequence
+``positions``  ``(num_cells,)`` int32         position of each cell's token; in a free cell that of its last token
+``owners``     ``(num_cells,)`` int32         how many sequences own each cell; 0: it is free
+``vacant``     ``(num_spans,)`` int32         free cells of each span of `SPAN` cells, so that a search skips full ones
+``owned``      ``(n,)`` int32                 the cells of one sequence, by position; equal ones in order of arrival
+``table``      ``(num_runs, max_len)`` int32  for each run of a batch, ``owned`` of its sequence
 =============  =============================  ==========================================================================
 
-A *run* is a number of neighbouring rows of a batch that are of one sequence.
+A *run* is a number of neighbouring tokens of a batch that belong to one sequence.
 """
 
 from __future__ import annotations
@@ -27,32 +26,33 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import array, build
 
-__all__ = ["BAD_POSITION", "BAD_SEQUENCE", "FINE", "compiled", "num_groups"]
+__all__ = ["BAD_POSITION", "BAD_SEQUENCE", "FINE", "compiled", "num_spans"]
 
 #: Cells that one element of ``vacant`` counts.
-GROUP = 256
+SPAN = 256
 
-#: What `scan` finds.
+#: What `scan` may find.
 FINE, BAD_SEQUENCE, BAD_POSITION = range(3)
 
 LAST_POSITION = 2**31 - 1
 
 
-def num_groups(num_cells: int) -> int:
+def num_spans(num_cells: int) -> int:
     """Elements of ``vacant``."""
-    return -(-num_cells // GROUP)
+    return -(-num_cells // SPAN)
 
 
 # -- batches
 
 
 def scan(positions, sequences, starts):
-    """Look at a batch: `starts` receives the first row of each run, and the number of rows after the last.
+    """Check a batch, and find its runs: `starts` receives the first token of each, then the number of tokens.
 
     Returns
     -------
     finding, where, ordered : int
-        One of the findings above; the number of runs, or the row that is wrong; whether positions fall in no run.
+        One of the findings above; the number of runs, or the token that is wrong; whether positions never decrease
+        within a run.
     """
     runs, ordered = 0, 1
     for i in range(len(positions)):
@@ -73,70 +73,70 @@ def scan(positions, sequences, starts):
 
 
 @register_jitable
-def _join(holders, vacant, cells):
-    """One more sequence holds each cell."""
+def _join(owners, vacant, cells):
+    """Add an owner to each cell."""
     for i in range(len(cells)):
         c = cells[i]
-        if holders[c] == 0:
-            vacant[c // GROUP] -= 1
-        holders[c] += 1
+        if owners[c] == 0:
+            vacant[c // SPAN] -= 1
+        owners[c] += 1
 
 
 @register_jitable
-def _leave(holders, vacant, cells):
-    """One sequence fewer holds each cell."""
+def _leave(owners, vacant, cells):
+    """Take an owner from each cell."""
     for i in range(len(cells)):
         c = cells[i]
-        holders[c] -= 1
-        if holders[c] == 0:
-            vacant[c // GROUP] += 1
+        owners[c] -= 1
+        if owners[c] == 0:
+            vacant[c // SPAN] += 1
 
 
-def join(holders, vacant, cells):
-    """One more sequence holds each cell."""
-    _join(holders, vacant, cells)
+def join(owners, vacant, cells):
+    """Add an owner to each cell."""
+    _join(owners, vacant, cells)
 
 
-def leave(holders, vacant, cells):
-    """One sequence fewer holds each cell."""
-    _leave(holders, vacant, cells)
+def leave(owners, vacant, cells):
+    """Take an owner from each cell."""
+    _leave(owners, vacant, cells)
 
 
-def find_free(holders, vacant, evicted, out):
-    """Find the lowest cells that are free once those of `evicted` have been left; all stays as it is.
+def find_free(owners, vacant, evicted, out):
+    """Find the lowest cells that are free once those of `evicted` lose an owner; nothing is changed.
 
     Returns
     -------
     int
-        How many there are, at most as many as `out` takes.
+        How many were found, at most the length of `out`.
     """
-    _leave(holders, vacant, evicted)
+    _leave(owners, vacant, evicted)
     found = 0
-    for group in range(len(vacant)):
+    for span in range(len(vacant)):
         if found == len(out):
             break
-        left = vacant[group]
-        c = group * GROUP
+        left = vacant[span]
+        c = span * SPAN
         while left > 0 and found < len(out):
-            if holders[c] == 0:
+            if owners[c] == 0:
                 out[found] = c
                 found += 1
                 left -= 1
             c += 1
-    _join(holders, vacant, evicted)
+    _join(owners, vacant, evicted)
     return found
 
 
-def assign(positions, holders, vacant, evicted, cells, new_positions):
-    """Leave the evicted cells, and give positions to new ones."""
-    _leave(holders, vacant, evicted)
-    _join(holders, vacant, cells)
+def assign(positions, owners, vacant, evicted, cells, new_positions):
+    """Take an owner from evicted cells, and give new cells an owner and their positions."""
+    _leave(owners, vacant, evicted)
+    _join(owners, vacant, cells)
     for i in range(len(cells)):
         positions[cells[i]] = new_positions[i]
 
 
 def move(positions, cells, offset):
-    """Add to the positions of cells."""
+    """Add an offset to the positions of cells."""
     for i in range(len(cells)):
         positions[cells[i]] += offset
 
@@ -145,40 +145,43 @@ def move(positions, cells, offset):
 
 
 @register_jitable
-def _bisect(positions, held, length, position):
+def _bisect(positions, owned, length, position):
     """How many of the first `length` cells come before a position."""
     low, high = 0, length
     while low < high:
         middle = (low + high) // 2
-        if positions[held[middle]] < position:
+        if positions[owned[middle]] < position:
             low = middle + 1
         else:
             high = middle
     return low
 
 
-def bisect(positions, held, position):
+def bisect(positions, owned, position):
     """How many cells come before a position."""
-    return _bisect(positions, held, len(held), position)
+    return _bisect(positions, owned, len(owned), position)
 
 
-def merge(positions, held, length, new):
-    """Put new cells, by position, in among the first `length`; `held` has room for them."""
+def merge(positions, owned, length, new):
+    """Merge new cells, ordered by position, into the first `length`; `owned` has room for them."""
     i, j = length - 1, len(new) - 1
     while j >= 0:
-        if i >= 0 and positions[held[i]] > positions[new[j]]:
-            held[i + j + 1] = held[i]
+        if i >= 0 and positions[owned[i]] > positions[new[j]]:
+            owned[i + j + 1] = owned[i]
             i -= 1
         else:
-            held[i + j + 1] = new[j]
+            owned[i + j + 1] = new[j]
             j -= 1
 
 
-# -- what a batch sees
+# -- visible ranges
 
 
-def extent(positions, table, lens, starts, row_positions, reach):
-    """The lowest and the highest cell of the runs' sequences; with `reach` of 0 or more, only from so far back."""
+def visible_cells(positions, table, lens, starts, row_positions, reach):
+    """The lowest and the highest cell of the runs' sequences.
+
+    With `reach` from 0 up, only of positions that are at most so far before the first of a run.
+    """
     low, high = np.int64(len(positions)), np.int64(-1)
     for r in range(len(lens)):
         first = 0
@@ -187,20 +190,20 @@ def extent(positions, table, lens, starts, row_positions, reach):
             for i in range(starts[r], starts[r + 1]):
                 oldest = min(oldest, row_positions[i])
             first = _bisect(positions, table[r], lens[r], oldest - reach)
-        held = table[r, first : lens[r]]
+        owned = table[r, first : lens[r]]
         least, most = np.int32(len(positions)), np.int32(-1)
-        for i in range(len(held)):
-            least = min(least, held[i])
-            most = max(most, held[i])
+        for i in range(len(owned)):
+            least = min(least, owned[i])
+            most = max(most, owned[i])
         low, high = min(low, np.int64(least)), max(high, np.int64(most))
     return low, high
 
 
-def find_ranges(positions, table, lens, starts, row_positions, window, chunk, lifted, ranges):
-    """Find the cells of its run's row of `table`, ``[low, high)``, that each row of a batch sees.
+def visible_ranges(positions, table, lens, starts, row_positions, window, chunk, lifted, ranges):
+    """Find each token's visible range ``[low, high)``, counted along its run's row of `table`.
 
-    `window` is the number of earlier positions, -1 for all; `chunk` the length of a chunk, 0 for none; `lifted` says
-    of each row whether it sees later positions too, or is empty.
+    `window` is the number of earlier positions that are visible, -1 for all; `chunk` the length of a chunk, 0 for none;
+    `lifted` says for each token whether later positions are visible too, or is empty if none has that.
     """
     for r in range(len(lens)):
         for i in range(starts[r], starts[r + 1]):
@@ -218,14 +221,14 @@ def find_ranges(positions, table, lens, starts, row_positions, window, chunk, li
 
 
 def fill_mask(table, starts, ranges, first, hidden, mask):
-    """Write a mask ``(num_rows, n)`` over the cells from `first` on: 0 where a row sees a cell, else `hidden`."""
+    """Write a mask ``(num_tokens, n)`` over the cells from `first` on: 0 where visible, else `hidden`."""
     for r in range(len(starts) - 1):
         for i in range(starts[r], starts[r + 1]):
             row = mask[i]
             row[:] = hidden
-            seen = table[r, ranges[i, 0] : ranges[i, 1]]
-            for t in range(len(seen)):
-                c = np.int64(seen[t]) - first
+            visible = table[r, ranges[i, 0] : ranges[i, 1]]
+            for t in range(len(visible)):
+                c = np.int64(visible[t]) - first
                 if c >= 0 and c < len(row):
                     row[c] = 0
 
@@ -253,9 +256,9 @@ _OPERATIONS = {
     "move": (move, (_OUT32, _INT32, types.int64)),
     "bisect": (bisect, (_INT32, _INT32, types.int64)),
     "merge": (merge, (_INT32, _OUT32, types.int64, _INT64)),
-    "extent": (extent, (_INT32, _TABLE, _INT64, _INT64, _INT64, types.int64)),
-    "find_ranges": (
-        find_ranges,
+    "visible_cells": (visible_cells, (_INT32, _TABLE, _INT64, _INT64, _INT64, types.int64)),
+    "visible_ranges": (
+        visible_ranges,
         (
             _INT32, _TABLE, _INT64, _INT64, _INT64, types.int64, types.int64,
             array(types.boolean, 1), types.int64[:, ::1],

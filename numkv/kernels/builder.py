@@ -20,24 +20,19 @@ from typing import Any
 
 import numba
 from numba import types
+from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.disk_cache import KernelCache, warn_no_cache
+from numkv.kinds import kinds
 
 __all__ = ["PROGRESS", "SCALES", "WORDS", "array", "build", "cache_stats", "tell"]
 
 log = logging.getLogger("numkv.kernels")
 
 #: Numba types of the words that storage kinds lie in.
-WORDS = {
-    "fp64": types.float64,
-    "fp32": types.float32,
-    "fp16": types.uint16,
-    "bf16": types.uint16,
-    "int8": types.int8,
-    "int4": types.uint8,
-}
-#: Numba types and ranks of their scales: of a row's or of its groups'. Float kinds come with an empty array.
-SCALES = {kind: (types.uint16, 4) if kind == "int4" else (types.float32, 3) for kind in WORDS}
+WORDS = {kind.name: from_dtype(kind.word) for kind in kinds()}
+#: Numba types and ranks of their scales: of heads, of rows or of rows' groups. Kinds without come with an empty array.
+SCALES = {kind.name: (from_dtype(kind.scale_word), kind.scale_ndim) for kind in kinds()}
 
 #: Environment variable: 1 tells of compilations on stderr, 0 does not; otherwise they are told to who sits there.
 PROGRESS = "NUMKV_PROGRESS"

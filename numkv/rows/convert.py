@@ -1,7 +1,10 @@
-"""16-bit float words to float32 and back, in integer arithmetic, bit for bit as IEEE 754 and ml_dtypes do it.
+"""Words of 16-bit and 8-bit floats to float32 and back, in integer arithmetic, bit for bit as ml_dtypes does it.
 
-Numba's CPU target has no 16-bit floats, and under the simulator there is nothing but NumPy; these functions need
-neither. Rounding is to nearest, ties to even; NaNs stay NaN (quiet), overflow gives infinity.
+Numba's CPU target has no such floats, GPUs before sm_89 have no 8-bit ones, and under the simulator there is nothing
+but NumPy; these functions need none of that. Rounding is to nearest, ties to even; NaNs stay NaN (quiet). Overflow
+gives infinity in 16 bits, and in 8 bits the largest finite number, as caches of inference engines do it: one outlier
+must not spoil a row. The 8-bit formats are those of Micikevicius et al., "FP8 Formats for Deep Learning"
+(arXiv:2209.05433), section 3.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ from numba.extending import register_jitable
 __all__ = [
     "bf16_to_float32",
     "codec",
+    "e4m3_to_float32",
+    "e5m2_to_float32",
     "float32_to_bf16",
+    "float32_to_e4m3",
+    "float32_to_e5m2",
     "float32_to_fp16",
     "fp16_to_float32",
 ]
@@ -76,6 +83,78 @@ def float32_to_fp16(x):
 
 
 @register_jitable
+def e4m3_to_float32(word):
+    """The value of an 8-bit float with 4 exponent and 3 mantissa bits (bias 7, no infinity, NaN is all ones)."""
+    w = np.uint32(word)
+    sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
+    magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(20))
+    if magnitude == np.uint32(0x07F00000):
+        return np.uint32(sign | np.uint32(0x7FC00000)).view(np.float32)
+    # The exponent is short by 120. A subnormal number gets a leading one, which a subtraction takes away again.
+    if magnitude < np.uint32(0x00800000):
+        raised = np.uint32(magnitude + np.uint32(0x3C800000)).view(np.float32)
+        value = np.float32(raised - np.float32(0.015625))
+        return np.uint32(sign | value.view(np.uint32)).view(np.float32)
+    return np.uint32(sign | np.uint32(magnitude + np.uint32(0x3C000000))).view(np.float32)
+
+
+@register_jitable
+def float32_to_e4m3(x):
+    """The e4m3 word nearest to `x`; infinities and what is above ±448 become ±448, NaN stays NaN."""
+    bits = np.float32(x).view(np.uint32)
+    sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint8(sign | np.uint32(0x7F))
+    if magnitude >= np.uint32(0x43E00000):  # 448
+        return np.uint8(sign | np.uint32(0x7E))
+    if magnitude < np.uint32(0x3C800000):  # 2**-6: the result is subnormal
+        # Adding 2**14 moves the result's last bit to float32's last bit, so the addition itself rounds.
+        shifted = np.float32(magnitude.view(np.float32) + np.float32(16384))
+        return np.uint8(sign | np.uint32(shifted.view(np.uint32) - np.uint32(0x46800000)))
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x0007FFFF)) + odd)
+    return np.uint8(sign | np.uint32(np.uint32(rounded - np.uint32(0x3C000000)) >> np.uint32(20)))
+
+
+@register_jitable
+def e5m2_to_float32(word):
+    """The value of an 8-bit float with 5 exponent and 2 mantissa bits: the upper half of an IEEE half."""
+    w = np.uint32(word)
+    sign = np.uint32(np.uint32(w & np.uint32(0x80)) << np.uint32(24))
+    magnitude = np.uint32(np.uint32(w & np.uint32(0x7F)) << np.uint32(21))
+    if magnitude > np.uint32(0x0F800000):
+        return np.uint32(sign | np.uint32(0x7FC00000)).view(np.float32)
+    if magnitude == np.uint32(0x0F800000):
+        return np.uint32(sign | np.uint32(0x7F800000)).view(np.float32)
+    # As for e4m3; the exponent is short by 112.
+    if magnitude < np.uint32(0x00800000):
+        raised = np.uint32(magnitude + np.uint32(0x38800000)).view(np.float32)
+        value = np.float32(raised - np.float32(6.103515625e-05))
+        return np.uint32(sign | value.view(np.uint32)).view(np.float32)
+    return np.uint32(sign | np.uint32(magnitude + np.uint32(0x38000000))).view(np.float32)
+
+
+@register_jitable
+def float32_to_e5m2(x):
+    """The e5m2 word nearest to `x`; infinities and what is above ±57344 become ±57344, NaN stays NaN."""
+    bits = np.float32(x).view(np.uint32)
+    sign = np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint8(sign | np.uint32(0x7E))
+    if magnitude >= np.uint32(0x47600000):  # 57344
+        return np.uint8(sign | np.uint32(0x7B))
+    if magnitude < np.uint32(0x38800000):  # 2**-14: the result is subnormal
+        # Adding 2**7 moves the result's last bit to float32's last bit, so the addition itself rounds.
+        shifted = np.float32(magnitude.view(np.float32) + np.float32(128))
+        return np.uint8(sign | np.uint32(shifted.view(np.uint32) - np.uint32(0x43000000)))
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(21)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(magnitude + np.uint32(0x000FFFFF)) + odd)
+    return np.uint8(sign | np.uint32(np.uint32(rounded - np.uint32(0x38000000)) >> np.uint32(21)))
+
+
+@register_jitable
 def _as_float32(x):
     return np.float32(x)
 
@@ -95,22 +174,25 @@ def _bf16_to_float64(word):
     return np.float64(bf16_to_float32(word))
 
 
-# Through float32: a float64 is rounded twice on its way to 16 bits, as NumPy rounds it once only for fp16.
-_LOAD = {
-    ("fp64", "float32"): _as_float32,
-    ("fp32", "float32"): _as_float32,
-    ("fp16", "float32"): fp16_to_float32,
-    ("bf16", "float32"): bf16_to_float32,
-    ("fp64", "float64"): _as_float64,
-    ("fp32", "float64"): _as_float64,
-    ("fp16", "float64"): _fp16_to_float64,
-    ("bf16", "float64"): _bf16_to_float64,
-}
-_STORE = {
-    "fp64": _as_float64,
-    "fp32": _as_float32,
-    "fp16": float32_to_fp16,
-    "bf16": float32_to_bf16,
+@register_jitable
+def _e4m3_to_float64(word):
+    return np.float64(e4m3_to_float32(word))
+
+
+@register_jitable
+def _e5m2_to_float64(word):
+    return np.float64(e5m2_to_float32(word))
+
+
+# To float32, to float64, and back. Through float32: a float64 is rounded twice on its way to 16 or 8 bits, as NumPy
+# rounds it once only for fp16.
+_CODECS = {
+    "fp64": (_as_float32, _as_float64, _as_float64),
+    "fp32": (_as_float32, _as_float64, _as_float32),
+    "fp16": (fp16_to_float32, _fp16_to_float64, float32_to_fp16),
+    "bf16": (bf16_to_float32, _bf16_to_float64, float32_to_bf16),
+    "fp8_e4m3": (e4m3_to_float32, _e4m3_to_float64, float32_to_e4m3),
+    "fp8_e5m2": (e5m2_to_float32, _e5m2_to_float64, float32_to_e5m2),
 }
 
 
@@ -129,4 +211,5 @@ def codec(kind, compute="float32"):
     load, store : function
         ``load(word) -> float`` and ``store(float) -> word``, usable in kernels of every target.
     """
-    return _LOAD[kind, compute], _STORE[kind]
+    to_float32, to_float64, store = _CODECS[kind]
+    return (to_float64 if compute == "float64" else to_float32), store

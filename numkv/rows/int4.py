@@ -136,8 +136,8 @@ def store_int4_group(x, first, count, words, at):
 
 @register_jitable
 def store_int4(x, words, scales):
-    """Put a row of floats into its bytes and its groups' scales."""
-    for group in range(len(scales)):
+    """Put a row of floats, or its first groups, into its bytes and its groups' scales."""
+    for group in range((len(x) + GROUP - 1) // GROUP):
         first = group * GROUP
         count = min(GROUP, len(x) - first)
         scales[group] = store_int4_group(x, first, count, words, first // 2)
@@ -166,7 +166,7 @@ def int4_value(words, scales, d, dim):
 
 @register_jitable
 def load_int4(words, scales, out):
-    """Put the values of a stored row into `out`."""
+    """Put the values of a stored row, or of its first groups, into `out`."""
     dim = len(out)
     for d in range(dim):
         out[d] = int4_value(words, scales, d, dim)

@@ -20,9 +20,9 @@ from numba.experimental import jitclass
 
 from numkv.errors import NumkvError
 from numkv.kernels.builder import SCALES, WORDS
+from numkv.kinds import kind
 from numkv.rows.address import slot_of
-from numkv.rows.int4 import store_int4
-from numkv.rows.store import row_load, row_store
+from numkv.rows.codec import row_codec, scales_at
 
 __all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
 
@@ -52,12 +52,12 @@ def layer_struct(k_kind, v_kind):
         ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32 ``(1,)``; property ``length``; methods
         ``append``, ``slot``, ``load_k``, ``load_v``.
     """
-    load_k_row, load_k_word = row_load(k_kind)
-    load_v_row, load_v_word = row_load(v_kind)
-    store_k_row, store_k_word = row_store(k_kind)
-    store_v_row, store_v_word = row_store(v_kind)
-    K_GROUPS, V_GROUPS = k_kind == "int4", v_kind == "int4"
-    K_SCALES, V_SCALES = k_kind == "int8" or K_GROUPS, v_kind == "int8" or V_GROUPS
+    store_k, load_k_row = row_codec(k_kind)
+    store_v, load_v_row = row_codec(v_kind)
+    k_scales_at, v_scales_at = (
+        scales_at(kind(k_kind).scales_per),
+        scales_at(kind(v_kind).scales_per),
+    )
 
     class LayerStruct:
         def __init__(self, k, v, k_scale, v_scale, block_table, context_lens):
@@ -88,20 +88,10 @@ def layer_struct(k_kind, v_kind):
                 return False
             block, offset = slot // block_size, slot % block_size
             for h in range(self.k.shape[1]):
-                k_words = self.k[block, h, offset]
-                if K_GROUPS:
-                    store_int4(k_row[h], k_words, self.k_scale[block, h, offset])
-                else:
-                    scale = store_k_row(k_row[h], k_words, store_k_word)
-                    if K_SCALES:
-                        self.k_scale[block, h, offset] = scale
-                v_words = self.v[block, h, offset]
-                if V_GROUPS:
-                    store_int4(v_row[h], v_words, self.v_scale[block, h, offset])
-                else:
-                    scale = store_v_row(v_row[h], v_words, store_v_word)
-                    if V_SCALES:
-                        self.v_scale[block, h, offset] = scale
+                k_scales = k_scales_at(self.k_scale, block, h, offset)
+                store_k(k_row[h], self.k[block, h, offset], k_scales)
+                v_scales = v_scales_at(self.v_scale, block, h, offset)
+                store_v(v_row[h], self.v[block, h, offset], v_scales)
             self.context_lens[0] += 1
             return True
 
@@ -110,16 +100,16 @@ def layer_struct(k_kind, v_kind):
             slot = self.slot(position)
             block_size = np.int64(self.k.shape[2])
             block, offset = slot // block_size, slot % block_size
-            scale = self.k_scale[block, head, offset] if K_SCALES else np.float32(1)
-            load_k_row(self.k[block, head, offset], scale, out, load_k_word)
+            scales = k_scales_at(self.k_scale, block, head, offset)
+            load_k_row(self.k[block, head, offset], scales, out)
 
         def load_v(self, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
             slot = self.slot(position)
             block_size = np.int64(self.v.shape[2])
             block, offset = slot // block_size, slot % block_size
-            scale = self.v_scale[block, head, offset] if V_SCALES else np.float32(1)
-            load_v_row(self.v[block, head, offset], scale, out, load_v_word)
+            scales = v_scales_at(self.v_scale, block, head, offset)
+            load_v_row(self.v[block, head, offset], scales, out)
 
     return jitclass(
         [
@@ -151,12 +141,12 @@ def cache_struct(k_kind, v_kind):
         int64 ``(1,)`` (0 once the cache has grown out of these buffers); property ``length``; methods ``append``,
         ``advance``, ``load_k``, ``load_v``.
     """
-    load_k_row, load_k_word = row_load(k_kind)
-    load_v_row, load_v_word = row_load(v_kind)
-    store_k_row, store_k_word = row_store(k_kind)
-    store_v_row, store_v_word = row_store(v_kind)
-    K_GROUPS, V_GROUPS = k_kind == "int4", v_kind == "int4"
-    K_SCALES, V_SCALES = k_kind == "int8" or K_GROUPS, v_kind == "int8" or V_GROUPS
+    store_k, load_k_row = row_codec(k_kind)
+    store_v, load_v_row = row_codec(v_kind)
+    k_scales_at, v_scales_at = (
+        scales_at(kind(k_kind).scales_per),
+        scales_at(kind(v_kind).scales_per),
+    )
 
     class CacheStruct:
         def __init__(self, k, v, k_scale, v_scale, context_lens, lengths, current):
@@ -184,20 +174,10 @@ def cache_struct(k_kind, v_kind):
             if position < 0 or position >= self.k.shape[2]:
                 return False
             for h in range(self.k.shape[1]):
-                k_words = self.k[layer, h, position]
-                if K_GROUPS:
-                    store_int4(k_row[h], k_words, self.k_scale[layer, h, position])
-                else:
-                    scale = store_k_row(k_row[h], k_words, store_k_word)
-                    if K_SCALES:
-                        self.k_scale[layer, h, position] = scale
-                v_words = self.v[layer, h, position]
-                if V_GROUPS:
-                    store_int4(v_row[h], v_words, self.v_scale[layer, h, position])
-                else:
-                    scale = store_v_row(v_row[h], v_words, store_v_word)
-                    if V_SCALES:
-                        self.v_scale[layer, h, position] = scale
+                k_scales = k_scales_at(self.k_scale, layer, h, position)
+                store_k(k_row[h], self.k[layer, h, position], k_scales)
+                v_scales = v_scales_at(self.v_scale, layer, h, position)
+                store_v(v_row[h], self.v[layer, h, position], v_scales)
             self.context_lens[layer] += 1
             return True
 
@@ -215,15 +195,15 @@ def cache_struct(k_kind, v_kind):
             """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
             if self.current[0] == 0:
                 raise NumkvError(GROWN)
-            scale = self.k_scale[layer, head, position] if K_SCALES else np.float32(1)
-            load_k_row(self.k[layer, head, position], scale, out, load_k_word)
+            scales = k_scales_at(self.k_scale, layer, head, position)
+            load_k_row(self.k[layer, head, position], scales, out)
 
         def load_v(self, layer, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
             if self.current[0] == 0:
                 raise NumkvError(GROWN)
-            scale = self.v_scale[layer, head, position] if V_SCALES else np.float32(1)
-            load_v_row(self.v[layer, head, position], scale, out, load_v_word)
+            scales = v_scales_at(self.v_scale, layer, head, position)
+            load_v_row(self.v[layer, head, position], scales, out)
 
     return jitclass(
         [

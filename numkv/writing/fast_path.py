@@ -26,7 +26,11 @@ _INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.ui
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _NO_SCALE = np.empty((0, 0, 0), np.float32)
 
-_STORED = {(kind.word if kind.has_scales else kind.dtype): kind for kind in kinds()}
+_STORED = {
+    (kind.word if kind.has_scales else kind.dtype): kind
+    for kind in kinds()
+    if kind.scales_per != "head"
+}
 
 
 @functools.cache

@@ -101,6 +101,7 @@ def test_random_shapes(rng, seed):
 
 # ---------------------------------------------------------------- options
 
+
 OPTIONS = [
     {"sm_scale": 0.05},
     {"sm_scale": 0.0},
@@ -253,6 +254,7 @@ def test_token_major_storage(target, to, host, rng):
 
 # ---------------------------------------------------------------- splits, batches, threads
 
+
 LONG = [
     Shape(2, 1, 64, (5000,)),
     Shape(4, 2, 32, (3001, 9, 0, 4097)),
@@ -333,69 +335,3 @@ def test_the_same_call_gives_the_same_bits(rng):
     problem = problems.make(rng, ALONE["cpu"][0], "fp16")
     first = problem.run(lambda x: x)
     assert all(np.array_equal(first, problem.run(lambda x: x)) for _ in range(3))
-
-
-# ---------------------------------------------------------------- merge_states
-
-
-@pytest.mark.parametrize("q_kind", ["fp32", "fp64", "bf16"])
-def test_merged_halves_are_the_whole(target, to, host, rng, q_kind):
-    problem = problems.make(rng, Shape(2, 1, 16, (14, 9, 0, 1)), "fp32", q_kind)
-    halves = []
-    for begin, end in ((0, 6), (6, 14)):
-        lens = np.clip(problem.seq_lens - begin, 0, end - begin).astype(np.int32)
-        part = problems.replace(
-            problem,
-            k=problem.k[:, :, begin:end].copy(),
-            v=problem.v[:, :, begin:end].copy(),
-            seq_lens=lens,
-        )
-        halves += part.run(to, return_lse=True)
-    out, lse = numkv.merge_states(*halves)
-    want, want_lse = problem.expect()
-    assert host(out).dtype == problem.q.dtype
-    bound = max(1e-5, 4 * tolerances.ROUNDING[q_kind])  # lse comes as float32
-    tolerances.assert_rows_close(host(out), want, bound)
-    tolerances.assert_lse_close(host(lse), want_lse)
-
-
-def test_merge_of_worked_numbers(target, to, host):
-    """Scores 0.5, 2, -1, 3, 0 with values 1 to 5, in two parts."""
-    scores, values = np.array([0.5, 2, -1, 3, 0]), np.arange(1.0, 6)
-    parts = []
-    for part in (np.s_[:3], np.s_[3:]):
-        weights = np.exp(scores[part])
-        parts += [
-            np.full((1, 1, 1), weights @ values[part] / weights.sum(), np.float32),
-            np.full((1, 1), np.log(weights.sum()), np.float32),
-        ]
-    out, lse = numkv.merge_states(*(to(x) for x in parts))
-    assert np.allclose(host(out), 3.3738469, rtol=1e-6)
-    assert np.allclose(host(lse), np.log(np.exp(scores).sum()), rtol=1e-6)
-
-
-def test_merge_with_nothing(target, to, host, rng):
-    """An empty side changes nothing, whatever its rows hold; two of them give 0 and -inf."""
-    o = rng.standard_normal((2, 3, 4), np.float32)
-    lse = rng.standard_normal((2, 3)).astype(np.float32)
-    empty, nothing = np.zeros_like(o), np.full((2, 3), -np.inf, np.float32)
-    for pair in ((o, lse, empty, nothing), (empty, nothing, o, lse)):
-        got, got_lse = numkv.merge_states(*(to(x) for x in pair))
-        assert np.allclose(host(got), o, rtol=1e-6)
-        assert np.allclose(host(got_lse), lse, rtol=1e-6)
-    got, got_lse = numkv.merge_states(*(to(x) for x in (empty, nothing, empty, nothing)))
-    assert np.all(host(got) == 0)
-    assert np.all(host(got_lse) == -np.inf)
-
-
-@pytest.mark.boundscheck
-def test_merge_against_the_oracle(target, to, host, rng):
-    """Log-sum-exps far apart and close together."""
-    o = rng.standard_normal((2, 4, 3, 5), np.float32)
-    lse = (rng.standard_normal((2, 4, 3)) * 10.0 ** rng.integers(-3, 5, (2, 4, 3))).astype(
-        np.float32
-    )
-    out, total = numkv.merge_states(to(o[0]), to(lse[0]), to(o[1]), to(lse[1]))
-    want, want_total = naive.merge_states(o[0], lse[0], o[1], lse[1])
-    tolerances.assert_rows_close(host(out), want, 1e-5)
-    tolerances.assert_lse_close(host(total), want_total)

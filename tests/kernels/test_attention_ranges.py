@@ -15,6 +15,7 @@ from paged_problems import GARBAGE
 
 from numkv import kinds, targets
 from numkv.attention.attend import attend
+from numkv.attention.options import check_options
 from numkv.storage.pool import Pool
 
 
@@ -69,8 +70,8 @@ class Problem:
         )
         arrays = (self.table, self.q, self.seq_lens, self.q_starts)
         results = attend(
-            pool, *map(to, arrays), ranges=to(self.ranges), by_slot=self.by_slot, return_lse=True,
-            **options,
+            pool, *map(to, arrays), check_options(**options, return_lse=True),
+            ranges=to(self.ranges), by_slot=self.by_slot,
         )  # fmt: skip
         return tuple(map(host, results))
 

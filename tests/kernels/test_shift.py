@@ -4,6 +4,7 @@ import naive
 import numpy as np
 import pytest
 import tolerances
+from quantised_stores import assert_int4_no_worse
 
 from numkv import targets
 
@@ -230,3 +231,34 @@ def test_slots_outside_the_pool_are_skipped(target, to, host, rng, kind):
     before = Pool(rng, kind, (2, 2, 3, 4), [4, 0])
     after = before.shift(target, to, host, [-1, 4, 6, 2**40, 0, -(2**40)], 6, tables)
     assert_shifted(after, before, 6, tables, False)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(8, 8), (40, 34), (66, 20)])
+def test_shifted_keys(target, to, host, rng, dim, rotary_dim, interleaved):
+    """Rotated in float32 and quantised once; rows that stay and groups that do not turn keep their bits."""
+    where = targets.get(target)
+    tables = naive.rope_tables(20, rotary_dim)
+    codes, scale = naive.int4_quantise(rng.standard_normal((3, 2, 2, dim)))
+    slots, offset = np.array([4, 1, 0]), -7
+    pool, scales = to(codes.copy()), to(scale.copy())
+    where.ops.shift_rows(
+        pool, "int4", where.words(scales), where.index(slots, np.int64), offset, *map(to, tables),
+        interleaved,
+    )  # fmt: skip
+    got, got_scale = host(pool), host(scales)
+    moved = np.zeros((3, 2, 2), bool)
+    moved[slots // 2, :, slots % 2] = True
+    assert np.array_equal(got[~moved], codes[~moved])
+    assert np.array_equal(got_scale[~moved], scale[~moved])
+    cos, sin = (table[-offset].astype(np.float64) for table in tables)
+    want = naive.rope(naive.int4_dequantise(codes, scale)[moved], cos, -sin, interleaved)
+    got, got_scale = got[moved], got_scale[moved]
+    assert_int4_no_worse(naive.int4_dequantise(got, got_scale), got_scale, want)
+    still = -(-rotary_dim // 32)  # groups from here on
+    assert np.array_equal(got[:, 16 * still :], codes[moved][:, 16 * still :])
+    assert np.array_equal(got_scale[:, still:], scale[moved][:, still:])
+    _, best = naive.int4_quantise(want)
+    assert (
+        np.mean(naive.words(best) == naive.words(got_scale)) > 0.8
+    )  # a hair decides some searches

@@ -1,7 +1,7 @@
-"""`EncoderCache`: the K and V that an encoder makes of an image or a sound, for cross-attention.
+"""`EncoderCache`: the K and V that an encoder computes of an image or a sound, for cross-attention.
 
-They are rows of one sequence, made in one pass and attended to by all tokens of the passes after it. They have a
-position, that of the token which stands for the item, only so that `remove` can tell whether they have gone.
+They are rows of one sequence, written in one pass; all tokens of later passes attend to them. Their position is that of
+the token which stands for the item, so that `remove` can tell whether it removes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
-from numkv.caches.multi.cell_cache import MultiSequenceCache, Setup, check_position, check_sequence
+from numkv.attention.options import AttentionOptions
+from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.checks import check_position, check_sequence
+from numkv.caches.multi.config import Setup
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
@@ -24,7 +27,7 @@ __all__ = ["EncoderCache"]
 
 
 class _Ready(NamedTuple):
-    """What `init` made of its arguments."""
+    """The arguments of `init`, checked."""
 
     k_kind: Kind
     v_kind: Kind
@@ -51,16 +54,16 @@ class EncoderCache(MultiSequenceCache):
     def __init__(self) -> None:
         super().__init__()
         self._layers: dict[int, Pool] = {}
-        self._position = 0  # of the item that comes next
-        self._stored = 0  # of the rows that are there
+        self._position = 0  # of the next item
+        self._stored = 0  # of the stored rows
         self._cached = False
-        self._reserve: bool | None = None  # of the pass that is on
+        self._reserve: bool | None = None  # of the current pass
 
     # -- what it is
 
     @property
     def encoder_cached(self) -> bool:
-        """Whether there are rows, and their item has not been removed."""
+        """Whether rows are stored, and their item has not been removed."""
         return self._cached
 
     @property
@@ -108,7 +111,7 @@ class EncoderCache(MultiSequenceCache):
         self._state = "ready"
 
     def close(self) -> None:
-        """Let all memory go; the cache is of no further use."""
+        """Release all memory; the cache cannot be used afterwards."""
         super().close()
         self._layers.clear()
         self._cached = False
@@ -168,25 +171,25 @@ class EncoderCache(MultiSequenceCache):
     # -- a pass
 
     def _begun(self, layer: int) -> int:
-        """Check that there is a pass, and the number of a layer."""
+        """Check that a pass has begun, and the number of a layer."""
         self._check_ready()
         if self._reserve is None:
             raise NumkvError("EncoderCache: used before start_forward; call it first")
         return check_position("layer", layer)
 
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Store a layer's rows, in place of those that were there.
+        """Store a layer's rows in place of its former ones.
 
         Parameters
         ----------
         layer : int
             Which layer: any integer from 0 up.
         k : array (num_rows, num_kv_heads, head_dim)
-            Keys, as many as there are, in any float dtype; stored in the cache's kind.
+            Keys, any number of them, in any float dtype; stored in the cache's kind.
         v : array (num_rows, num_kv_heads, head_dim_v)
             Values.
         check_finite : bool
-            Whether rows that are to be quantised are looked at first.
+            Whether rows to be quantised are checked for NaN and infinity first.
 
         Raises
         ------
@@ -269,44 +272,7 @@ class EncoderCache(MultiSequenceCache):
         v = target.dim_major(v) if self._ready.permuted_v else target.token_major(v)
         return k, v, None
 
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend with any number of queries to all rows of a layer.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        out : array (num_tokens, num_q_heads, head_dim_v)
-            In q's dtype.
-        lse : float32 array (num_tokens, num_q_heads)
-            Natural log of the sum of exponentials; only with `return_lse`.
-
-        Raises
-        ------
-        IndexError
-            If the layer was never put.
-        NumkvError
-            Before `start_forward`.
-        DimensionMismatch, UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         pool = self._layers.get(self._begun(layer))
         if pool is None:
             raise IndexError(
@@ -321,6 +287,6 @@ class EncoderCache(MultiSequenceCache):
         return attend(
             pool, target.index(np.zeros((1, 1)), np.int32), q,
             target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
-            out=out, ranges=target.index(ranges, np.int64),
+            options,
+            ranges=target.index(ranges, np.int64),
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """`WrapperCache`: several caches that go through the same passes, for models whose layers differ.
 
-Some layers have a sliding window and others see everything; some attend to an encoder's rows. Each kind of layer has a
-cache of its own, a *child*, and all children take part in every pass. A change is found for all children before the
-first is changed, so that it happens to all of them or to none.
+Some layers have a sliding window, others attend to everything, and some attend to an encoder's rows. Each kind of layer
+has a cache of its own, a *child*, and all children take part in every pass. A change is planned for all children before
+the first is changed, so that it happens to all of them or to none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.multi.cell_cache import CacheConfig, MultiSequenceCache, Setup
+from numkv.attention.options import AttentionOptions
+from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
 from numkv.checks import check_index
 from numkv.targets.base import Array
@@ -29,7 +31,7 @@ class WrapperCache(MultiSequenceCache):
     *caches : CausalCache, SlidingWindowCache, ChunkedCache or EncoderCache
         The children, before their `init`. They may have been configured one by one.
     layer_types : sequence of int, optional
-        Which child each layer belongs to. Without it, `set_layer_type` says so for the calls that follow.
+        Which child each layer belongs to. Without it, `set_layer_type` chooses the child for the calls that follow.
 
     Raises
     ------
@@ -235,43 +237,8 @@ class WrapperCache(MultiSequenceCache):
         self._check_ready()
         return self._child(layer).get(layer)
 
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend to a layer of its child.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See the child's own `decode_attention`, its errors too.
-
-        Returns
-        -------
-        array or tuple of array
-            The output, and the lse if asked for.
-
-        Raises
-        ------
-        IndexError
-            If `layer_types` does not list the layer.
-        """
-        self._check_ready()
-        return self._child(layer).decode_attention(
-            layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+        return self._child(layer)._attend(layer, q, options)
 
     def attention_weights(
         self,

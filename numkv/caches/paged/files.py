@@ -1,4 +1,4 @@
-"""Sequences in files: safetensors with a versioned header that says what a cache must be like to take them.
+"""Sequences in files: safetensors with a versioned header that says what a cache must agree with to take them.
 
 One file holds any number of `SwappedSequence`. Tensor names are ``<sequence>.<what>``; 16-bit floats are stored as
 uint16 words, and the metadata entry ``numkv`` is JSON with the format's version, the geometry (sizes, kinds, windows,
@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from numkv.caches.paged.cache import SwappedSequence
+from numkv.caches.paged.swap import SwappedSequence
 from numkv.errors import NotSupported, NumkvError
 
 __all__ = ["FORMAT_VERSION", "load_sequences", "save_sequences"]
@@ -35,7 +35,7 @@ def save_sequences(path: str | os.PathLike[str], sequences: Sequence[SwappedSequ
     Parameters
     ----------
     path : path-like
-        The file; an existing one is replaced once the new one is complete.
+        The file; an existing one is replaced when the new one is complete.
     sequences : sequence of SwappedSequence
         What to write; see `PagedKVCache.swap_out`.
 
@@ -85,8 +85,8 @@ def load_sequences(path: str | os.PathLike[str]) -> list[SwappedSequence]:
     Raises
     ------
     NotSupported
-        If it is not such a file, damaged, or of another version. What its sequences hold is checked when a cache takes
-        them.
+        If it is not such a file, damaged, or of another version. The sequences themselves are checked by
+        `PagedKVCache.swap_in`.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -136,7 +136,7 @@ def _sequence(
 
 
 def _packed(extra: Any) -> Any:
-    """Extra keys as JSON: bytes have no form of their own there."""
+    """Extra keys for JSON, which has no bytes."""
     if extra is None:
         return None
     return {k: {"bytes": v.hex()} if isinstance(v, bytes) else v for k, v in extra.items()}

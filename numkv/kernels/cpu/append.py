@@ -18,31 +18,53 @@ from typing import Any
 
 import numpy as np
 from numba import types
+from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
+from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
-from numkv.rows.int4 import store_int4
-from numkv.rows.store import row_store
 
 __all__ = ["append_rows", "copy_rows", "scatter_rows"]
 
 
+def row_writer(SRC, DST):
+    """The function that puts one row of kind `SRC` into words of kind `DST`.
+
+    ``put(source, words, scales, x)``; `x` is a row of float32 to work in.
+    """
+    load, _ = codec(SRC)
+    store_row, _ = row_codec(DST)
+
+    @register_jitable
+    def put(source, words, scales, x):
+        if SRC == DST:
+            for d in range(len(source)):
+                words[d] = source[d]
+        else:
+            for d in range(len(source)):
+                x[d] = load(source[d])
+            store_row(x, words, scales)
+
+    return put
+
+
 def make_append_rows(SRC, DST, BY_SLOT):
     """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
-    load, _ = codec(SRC)
-    store_row, store = row_store(DST)
+    put = row_writer(SRC, DST)
 
     def kernel(rows, pool, scale, places, start, launch, worker, workers):
         if launch != 0:
             on_threads(launch, workers)
             return
         num_tokens, block_size = np.int64(rows.shape[0]), np.int64(pool.shape[2])
+        scales = by_row(scale)
         x = np.empty(rows.shape[2], np.float32)
         for t in range(num_tokens * worker // workers, num_tokens * (worker + 1) // workers):
             if BY_SLOT:
@@ -53,20 +75,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
                 slot = slot_of(places, start + t, block_size)
             block, offset = slot // block_size, slot % block_size
             for h in range(rows.shape[1]):
+                place = (block, np.int64(h), offset)
                 source = row_of(rows, (np.int64(t), np.int64(h)))
-                target = row_of(pool, (block, np.int64(h), offset))
-                if SRC == DST or DST == "fp64":
-                    for d in range(len(source)):
-                        target[d] = source[d]
-                else:
-                    for d in range(len(source)):
-                        x[d] = load(source[d])
-                    if DST == "int4":
-                        store_int4(x, target, row_of(scale, (block, np.int64(h), offset)))
-                        continue
-                    row_scale = store_row(x, target, store)
-                    if DST == "int8":
-                        scale[block, h, offset] = row_scale
+                put(source, row_of(pool, place), row_of(scales, place), x)
 
     return kernel
 

@@ -16,12 +16,13 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.append import row_writer
+from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
+from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
-from numkv.rows.int4 import GROUP, store_int4
 from numkv.rows.quantize import is_finite
-from numkv.rows.store import row_store
 
 __all__ = ["copy_both", "store_both"]
 
@@ -77,9 +78,9 @@ def copy_both(kind: str) -> Any:
 def make_store_both(SRC, DST, BY_SLOT):
     """The kernel that puts rows of K and V of kind `SRC` into pools of kind `DST`, by slots or by a block table."""
     load, _ = codec(SRC)
-    store_row, store = row_store(DST)
-    PER_WORD = 2 if DST == "int4" else 1
-    QUANTISED = DST in ("int8", "int4")
+    put = row_writer(SRC, DST)
+    OF_POOL = kind(DST)
+    PER_WORD, QUANTISED, GROUP = OF_POOL.elements_per_word, OF_POOL.has_scales, OF_POOL.group_size
 
     def kernel(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look):
         num_tokens, heads = np.int64(k.shape[0]), np.int64(k_pool.shape[1])
@@ -104,7 +105,7 @@ def make_store_both(SRC, DST, BY_SLOT):
                     return -1
                 if scale.shape[2] != block_size or scale.strides[scale.ndim - 1] != scale.itemsize:
                     return -1
-                if DST == "int4" and scale.shape[3] != (rows.shape[2] + GROUP - 1) // GROUP:
+                if GROUP and scale.shape[3] != (rows.shape[2] + GROUP - 1) // GROUP:
                     return -1
         if BY_SLOT:
             for t in range(num_tokens):
@@ -122,7 +123,7 @@ def make_store_both(SRC, DST, BY_SLOT):
                             return -1
         x = np.empty(max(k.shape[2], v.shape[2]), np.float32)
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-            floats = x[: rows.shape[2]]
+            floats, scales = x[: rows.shape[2]], by_row(scale)
             for t in range(num_tokens):
                 if BY_SLOT:
                     slot = np.int64(places[t])
@@ -132,20 +133,9 @@ def make_store_both(SRC, DST, BY_SLOT):
                     slot = slot_of(places, start + t, block_size)
                 block, offset = slot // block_size, slot % block_size
                 for h in range(heads):
+                    place = (block, np.int64(h), offset)
                     source = row_of(rows, (np.int64(t), np.int64(h)))
-                    target = row_of(pool, (block, np.int64(h), offset))
-                    if SRC == DST or DST == "fp64":
-                        for d in range(len(source)):
-                            target[d] = source[d]
-                    else:
-                        for d in range(len(source)):
-                            floats[d] = load(source[d])
-                        if DST == "int4":
-                            store_int4(floats, target, row_of(scale, (block, np.int64(h), offset)))
-                            continue
-                        row_scale = store_row(floats, target, store)
-                        if DST == "int8":
-                            scale[block, h, offset] = row_scale
+                    put(source, row_of(pool, place), row_of(scales, place), floats)
         return num_tokens
 
     return kernel

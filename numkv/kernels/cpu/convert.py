@@ -9,11 +9,12 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
+from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
-from numkv.rows.store import row_load
 
 __all__ = ["dequantise", "from_floats", "to_floats"]
 
@@ -84,37 +85,38 @@ def from_floats(floats, words, kind):
 
 
 def make_dequantise(KIND):
-    """The kernel that turns codes of a quantised kind into float32."""
-    load_row, load = row_load(KIND)
+    """The kernel that turns stored rows of a kind with scales into float32."""
+    _, load_row = row_codec(KIND)
 
     def kernel(codes, scale, out):
+        scales = by_row(scale)
         for h in range(codes.shape[0]):
             for t in range(codes.shape[1]):
                 words = row_of(codes, (np.int64(h), np.int64(t)))
-                load_row(words, scale[h, t], row_of(out, (np.int64(h), np.int64(t))), load)
+                of_row = row_of(scales, (np.int64(0), np.int64(h), np.int64(t)))
+                load_row(words, of_row, row_of(out, (np.int64(h), np.int64(t))))
 
     return kernel
 
 
 @functools.cache
 def _dequantise(kind: str) -> Any:
-    dtype, ndim = SCALES[kind]
-    signature = (array(WORDS[kind], 3), array(dtype, ndim - 1), array(types.float32, 3, out=True))
+    signature = (array(WORDS[kind], 3), array(*SCALES[kind]), array(types.float32, 3, out=True))
     return build(make_dequantise, signature, args=(kind,), label=f"dequantise, {kind}")
 
 
 def dequantise(codes, kind, scale, out):
-    """Turn codes into values.
+    """Turn stored rows into values.
 
     Parameters
     ----------
     codes : array (num_heads, num_tokens, words)
-        Codes, in the words of `kind`.
+        Rows of one block, in the words of `kind`.
     kind : str
-        Their kind.
-    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
-        Scales of their rows, or of the rows' groups, in words.
+        Their kind, one with scales.
+    scale : array (num_heads, num_tokens), (num_heads, num_tokens, groups) or (num_heads,)
+        Scales of the rows, of their groups, or of the heads, in words.
     out : float32 array (num_heads, num_tokens, head_dim)
         Takes the values.
     """
-    _dequantise(kind)(codes, scale, out)
+    _dequantise(kind)(codes, scale if scale.ndim == 1 else scale[None], out)

@@ -22,13 +22,14 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.convert import to_floats
+from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
-from numkv.rows.store import row_load
+from numkv.rows.codec import row_codec
 
 __all__ = ["attention_weights"]
 
@@ -64,8 +65,7 @@ def _seen(ranges, row, position, window_left):
 
 def make_attention_weights(K_KIND):
     """The kernel for a kind of K."""
-    load_row, load = row_load(K_KIND)
-    QUANTISED, GROUPS = K_KIND == "int8", K_KIND == "int4"
+    _, load_row = row_codec(K_KIND)
 
     def kernel(
         q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
@@ -76,6 +76,7 @@ def make_attention_weights(K_KIND):
             return
         num_kv_heads, block_size = k.shape[1], np.int64(k.shape[2])
         dim, group = q.shape[2], q.shape[1] // num_kv_heads
+        k_scales = by_row(k_scale)
         padded = (dim + 3) // 4 * 4
         columns = weights.shape[2]
         chunks = (columns + CHUNK - 1) // CHUNK
@@ -108,17 +109,8 @@ def make_attention_weights(K_KIND):
                         else:
                             slot = slot_of(block_table[b], j, block_size)
                         block, place = slot // block_size, slot % block_size
-                        scale = np.float32(0)
-                        if QUANTISED:
-                            scale = k_scale[block, g, place]
-                        words = row_of(k, (np.int64(block), np.int64(g), np.int64(place)))
-                        if GROUPS:
-                            groups = row_of(
-                                k_scale, (np.int64(block), np.int64(g), np.int64(place))
-                            )
-                            load_row(words, groups, row, load)
-                        else:
-                            load_row(words, scale, row, load)
+                        at = (np.int64(block), np.int64(g), np.int64(place))
+                        load_row(row_of(k, at), row_of(k_scales, at), row)
                         for d in range(dim):
                             tile[d * TILE + j - start] = row[d]
                     # Without ranges, those before see nothing of the tile.

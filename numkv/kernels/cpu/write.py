@@ -18,18 +18,19 @@ from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kinds import kind
 from numkv.rows.address import slot_of
+from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
-from numkv.rows.int4 import GROUP, store_int4
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
-from numkv.rows.store import row_store
 
 __all__ = ["scatter_write", "write_rows"]
 
@@ -81,17 +82,20 @@ def _one_by_one(x):
 
 
 @register_jitable
-def _fits_pool(pool, scale, other, dim, per_word, scales):
+def _fits_pool(pool, scale, other, dim, per_word, has_scales, group_size):
     """Whether a pool has rows of `dim` elements, the blocks and heads of the `other`, and its scales their shape."""
     if pool.shape[3] * per_word != dim or not _one_by_one(pool):
         return False
     for axis in range(3):
         if pool.shape[axis] != other.shape[axis]:
             return False
-        if scales > 0 and scale.shape[axis] != pool.shape[axis]:
+        if has_scales and scale.shape[axis] != pool.shape[axis]:
             return False
-    if scales > 0 and scale.ndim == 4:
-        return scale.shape[scale.ndim - 1] == scales and _one_by_one(scale)
+    if scale.ndim == 1 and scale.shape[0] != pool.shape[1]:  # scales of heads
+        return False
+    if scale.ndim == 4:  # of groups
+        groups = (dim + group_size - 1) // group_size
+        return scale.shape[scale.ndim - 1] == groups and _one_by_one(scale)
     return is_aligned(scale)
 
 
@@ -117,10 +121,12 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     """
     F = np.float32 if COMPUTE == "float32" else np.float64
     load, store_q = codec(SRC, COMPUTE)
-    store_k_row, store_k = row_store(K_KIND, COMPUTE)
-    store_v_row, store_v = row_store(V_KIND, COMPUTE)
-    K_PER_WORD, V_PER_WORD = (2 if kind == "int4" else 1 for kind in (K_KIND, V_KIND))
-    K_CODES, V_CODES = (kind in ("int8", "int4") for kind in (K_KIND, V_KIND))
+    store_k, _ = row_codec(K_KIND, COMPUTE)
+    store_v, _ = row_codec(V_KIND, COMPUTE)
+    OF_K, OF_V = kind(K_KIND), kind(V_KIND)
+    K_PER_WORD, V_PER_WORD = OF_K.elements_per_word, OF_V.elements_per_word
+    K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
+    K_GROUP, V_GROUP = max(1, OF_K.group_size), max(1, OF_V.group_size)
 
     def kernel(
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
@@ -140,10 +146,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 return np.int64(-1)
             if not (_one_by_one(qkv) and _one_by_one(q_out)):
                 return np.int64(-1)
-            groups = (dim + GROUP - 1) // GROUP
-            if not _fits_pool(k_pool, k_scale, k_pool, dim, K_PER_WORD, groups if K_CODES else 0):
+            if not _fits_pool(k_pool, k_scale, k_pool, dim, K_PER_WORD, K_CODES, K_GROUP):
                 return np.int64(-1)
-            if not _fits_pool(v_pool, v_scale, k_pool, dim, V_PER_WORD, groups if V_CODES else 0):
+            if not _fits_pool(v_pool, v_scale, k_pool, dim, V_PER_WORD, V_CODES, V_GROUP):
                 return np.int64(-1)
             if normalise and (len(q_weight) != dim or len(k_weight) != dim):
                 return np.int64(-1)
@@ -176,6 +181,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                     return np.int64(-1)
         x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
         low, high = x[:half], x[half : 2 * half]
+        k_scales, v_scales = by_row(k_scale), by_row(v_scale)
         # Weights may be strided.
         q_factors, k_factors = np.empty(len(q_weight), F), np.empty(len(k_weight), F)
         _convert_row(q_weight, q_factors, F)
@@ -204,25 +210,15 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                     _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
                 else:
                     g = np.int64(h - num_q_heads)
-                    k_row = row_of(k_pool, (block, g, offset))
-                    if K_KIND == "int4":
-                        store_int4(x, k_row, row_of(k_scale, (block, g, offset)))
-                        continue
-                    scale = store_k_row(x, k_row, store_k)
-                    if K_KIND == "int8":
-                        k_scale[block, g, offset] = scale
+                    place = (block, g, offset)
+                    store_k(x, row_of(k_pool, place), row_of(k_scales, place))
             if slot < 0:
                 continue
             for g in range(num_kv_heads):
                 first = (num_q_heads + num_kv_heads + g) * dim
                 _convert_row(row[first : first + dim], x, load)
-                v_row = row_of(v_pool, (block, np.int64(g), offset))
-                if V_KIND == "int4":
-                    store_int4(x, v_row, row_of(v_scale, (block, np.int64(g), offset)))
-                    continue
-                scale = store_v_row(x, v_row, store_v)
-                if V_KIND == "int8":
-                    v_scale[block, g, offset] = scale
+                place = (block, np.int64(g), offset)
+                store_v(x, row_of(v_pool, place), row_of(v_scales, place))
         return num_tokens
 
     return kernel

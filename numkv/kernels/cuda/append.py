@@ -13,13 +13,13 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.rows import needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.rows.address import slot_of
+from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
-from numkv.rows.quantize import int8_code, int8_scale
 
 __all__ = ["append_rows", "copy_rows", "scatter_rows"]
 
@@ -29,63 +29,45 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 def make_append_rows(SRC, DST, BY_SLOT):
     """The kernel that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table."""
     load, _ = codec(SRC)
-    QUANTISED = DST == "int8"
-    _, store = codec("fp32" if QUANTISED else DST)
-    SHAPE = (ROWS, LANES)
+    find, (peak, put) = slot_finder(BY_SLOT), row_store(DST, "float32", load)
+    NEEDS_PEAK = needs_peak(DST)
+    SHAPE = (ROWS, LANES) if NEEDS_PEAK else (1, 1)
 
     def kernel(rows, pool, scale, places, start):
         num_tokens, num_heads, dim = rows.shape
         num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
-        lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
-        if QUANTISED:
-            peaks = cuda.shared.array(SHAPE, np.float32)
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
+        peaks = cuda.shared.array(SHAPE, np.float32)
         # All threads go round equally often, as those that quantise wait for each other inside.
         for first in range(
             np.int64(cuda.blockIdx.x) * ROWS, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS
         ):  # fmt: skip
-            row = first + mine
+            row = first + warp
             t, h = row // num_heads, row % num_heads
             slot = np.int64(-1)
             if row < num_tokens * num_heads:
-                if BY_SLOT:
-                    slot = np.int64(places[t])
-                else:
-                    position = start + t
-                    if position >= 0 and position < places.shape[0] * block_size:
-                        slot = slot_of(places, position, block_size)
+                slot = find(places, t, start, block_size)
             here = slot >= 0 and slot < num_blocks * block_size
-            block, offset = np.int64(0), np.int64(0)
+            if NEEDS_PEAK:
+                peaks[warp, lane] = peak(rows[t, h], 0, dim, lane) if here else np.float32(0)
+                cuda.syncthreads()
             if here:
                 block, offset = slot // block_size, slot % block_size
-            if QUANTISED:
-                largest = np.float32(0)
-                if here:
+                if SRC == DST:
                     for d in range(lane, dim, LANES):
-                        largest = max(largest, np.float32(abs(load(rows[t, h, d]))))
-                peaks[mine, lane] = largest
-                cuda.syncthreads()
-                for i in range(LANES):
-                    largest = max(largest, peaks[mine, i])
-                row_scale = int8_scale(largest)
-                if here:
-                    if lane == 0:
-                        scale[block, h, offset] = row_scale
-                    for d in range(lane, dim, LANES):
-                        pool[block, h, offset, d] = int8_code(load(rows[t, h, d]), row_scale)
-                cuda.syncthreads()
-            elif here:
-                for d in range(lane, dim, LANES):
-                    if SRC == DST:
                         pool[block, h, offset, d] = rows[t, h, d]
-                    else:
-                        pool[block, h, offset, d] = store(load(rows[t, h, d]))
+                else:
+                    put(rows[t, h], 0, dim, pool, scale, block, h, offset, peaks, warp, lane)
+            if NEEDS_PEAK:
+                cuda.syncthreads()
 
     return kernel
 
 
 def make_append_groups(SRC, BY_SLOT):
-    """The kernel that puts rows of kind `SRC` into an INT4 pool: a thread takes a group."""
+    """The kernel that puts rows of kind `SRC` into a pool of groups (INT4): a thread takes a group."""
     load, _ = codec(SRC)
+    find = slot_finder(BY_SLOT)
 
     def kernel(rows, pool, scale, places, start):
         num_tokens, num_heads, dim = rows.shape
@@ -100,13 +82,7 @@ def make_append_groups(SRC, BY_SLOT):
         ):
             row, group = item // groups, item % groups
             t, h = row // num_heads, row % num_heads
-            slot = np.int64(-1)
-            if BY_SLOT:
-                slot = np.int64(places[t])
-            else:
-                position = start + t
-                if position >= 0 and position < places.shape[0] * block_size:
-                    slot = slot_of(places, position, block_size)
+            slot = find(places, t, start, block_size)
             if slot < 0 or slot >= num_slots:
                 continue
             block, offset = slot // block_size, slot % block_size
@@ -122,7 +98,7 @@ def make_append_groups(SRC, BY_SLOT):
 
 @functools.cache
 def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
-    if dst == "int4":
+    if kind(dst).scales_per == "group":
         return jit(make_append_groups(src, by_slot), 4)
     return jit(make_append_rows(src, dst, by_slot), 8)
 
@@ -130,7 +106,7 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
 def _blocks(rows, pool_kind, scale):
     """Blocks that a launch wants: rows, or their groups, over the threads."""
     num_rows = rows.shape[0] * rows.shape[1]
-    if pool_kind == "int4":
+    if kind(pool_kind).scales_per == "group":
         return ceil_div(num_rows * scale.shape[3], THREADS)
     return ceil_div(num_rows, ROWS)
 
@@ -191,7 +167,8 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", types.int64), ("fp32", "fp16", types.int64), ("fp32", "bf16", None),
         ("fp32", "fp64", types.int32), ("fp32", "int8", None), ("fp16", "int8", types.int64),
         ("bf16", "int8", types.int32), ("fp32", "int4", None), ("bf16", "int4", types.int64),
-        ("fp16", "int4", types.int32),
+        ("fp16", "int4", types.int32), ("fp32", "fp8_e4m3", None), ("bf16", "fp8_e4m3", types.int64),
+        ("fp16", "fp8_e5m2", types.int64),
     ]  # fmt: skip
     for src, dst, slot in cases:
         signature = (
@@ -202,7 +179,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         by_slot = slot is not None
         kernel = (
             make_append_groups(src, by_slot)
-            if dst == "int4"
+            if kind(dst).scales_per == "group"
             else make_append_rows(src, dst, by_slot)
         )
         yield f"{name}[{src} to {dst}]", kernel, signature

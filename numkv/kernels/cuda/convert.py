@@ -11,7 +11,8 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
-from numkv.rows.int4 import int4_value
+from numkv.kinds import kind, kinds
+from numkv.rows.codec import element_codec
 
 __all__ = ["dequantise"]
 
@@ -19,39 +20,45 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 
 
 def make_dequantise(KIND):
-    """The kernel that turns codes of a quantised kind into float32."""
+    """The kernel that turns stored rows of a kind with scales into float32."""
+    value, _ = element_codec(KIND)
+    SCALES_PER = kind(KIND).scales_per
+    HEAD, ROW = SCALES_PER == "head", SCALES_PER == "row"
 
     def kernel(codes, scale, out):
         num_heads, num_tokens, dim = out.shape
         first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
         for row in range(first, num_heads * num_tokens, np.int64(cuda.gridDim.x) * ROWS):
             h, t = row // num_tokens, row % num_tokens
-            words, factor = codes[h, t], scale[h, t]
+            words = codes[h, t]
+            if HEAD:
+                scales = scale[h : h + 1]
+            elif ROW:
+                scales = scale[h, t : t + 1]
+            else:
+                scales = scale[h, t]
             for d in range(cuda.threadIdx.x, dim, LANES):
-                if KIND == "int4":
-                    out[h, t, d] = int4_value(words, factor, d, dim)
-                else:
-                    out[h, t, d] = np.float32(words[d]) * factor
+                out[h, t, d] = value(words, scales, d, dim)
 
     return kernel
 
 
 @functools.cache
-def _dequantise(kind: str) -> Any:
-    return jit(make_dequantise(kind), 8)
+def _dequantise(name: str) -> Any:
+    return jit(make_dequantise(name), 8)
 
 
 def dequantise(codes, kind, scale, out):
-    """Turn codes into values.
+    """Turn stored rows into values.
 
     Parameters
     ----------
     codes : array (num_heads, num_tokens, words)
-        Codes, in the words of `kind`.
+        Rows of one block, in the words of `kind`.
     kind : str
-        Their kind.
-    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
-        Scales of their rows, or of the rows' groups, in words.
+        Their kind, one with scales.
+    scale : array (num_heads, num_tokens), (num_heads, num_tokens, groups) or (num_heads,)
+        Scales of the rows, of their groups, or of the heads, in words.
     out : float32 array (num_heads, num_tokens, head_dim)
         Takes the values.
     """
@@ -61,10 +68,12 @@ def dequantise(codes, kind, scale, out):
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for kind in ("int8", "int4"):
-        dtype, ndim = SCALES[kind]
+    for of_pool in kinds():
+        if not of_pool.is_scaled:
+            continue
+        dtype, ndim = SCALES[of_pool.name]
         signature = (
-            types.Array(WORDS[kind], 3, "A"), types.Array(dtype, ndim - 1, "A"),
+            types.Array(WORDS[of_pool.name], 3, "A"), types.Array(dtype, max(1, ndim - 1), "A"),
             c_array(types.float32, 3),
         )  # fmt: skip
-        yield f"dequantise[{kind}]", make_dequantise(kind), signature
+        yield f"dequantise[{of_pool}]", make_dequantise(of_pool.name), signature

@@ -14,13 +14,11 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.rows.address import slot_of
 from numkv.rows.convert import codec
-from numkv.rows.int4 import GROUP, store_int4_group
-from numkv.rows.quantize import int8_code, int8_scale
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
@@ -38,10 +36,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     F = np.float32 if COMPUTE == "float32" else np.float64
     REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
     load, store_q = codec(SRC, COMPUTE)
-    K_SCALED, V_SCALED = K_KIND == "int8", V_KIND == "int8"
-    K_GROUPS, V_GROUPS = K_KIND == "int4", V_KIND == "int4"
-    _, store_k = codec("fp32" if K_SCALED or K_GROUPS else K_KIND, COMPUTE)
-    _, store_v = codec("fp32" if V_SCALED or V_GROUPS else V_KIND, COMPUTE)
+    find = slot_finder(BY_SLOT)
+    NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
+    peak, put_k = row_store(K_KIND, COMPUTE, as_it_is)
+    _, put_v = row_store(V_KIND, COMPUTE, as_it_is)
     SHAPE = (ROWS, LANES)
 
     def kernel(
@@ -53,44 +51,39 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         block_size = np.int64(k_pool.shape[2])
         num_heads = num_q_heads + 2 * num_kv_heads
         rows = qkv.shape[0] * num_heads
-        lane, mine = cuda.threadIdx.x, cuda.threadIdx.y
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         x = cuda.shared.array(0, REAL)  # a row for each head that the block takes
-        at = mine * dim
+        at = warp * dim
         squares = cuda.shared.array(SHAPE, F)
         # All threads go round equally often, as they wait for each other inside.
         for first in range(
             np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
         ):  # fmt: skip
-            row = first + mine
+            row = first + warp
             t, h = row // num_heads, row % num_heads
             angle, slot = np.int64(0), np.int64(-1)
             if row < rows:
                 if rotate:
                     angle = np.int64(angles[t]) if BY_SLOT else np.int64(first_angle + t)
                 if h >= num_q_heads:
-                    if BY_SLOT:
-                        slot = np.int64(places[t])
-                    else:
-                        position = start + t
-                        if position >= 0 and position < places.shape[0] * block_size:
-                            slot = slot_of(places, position, block_size)
+                    slot = find(places, t, start, block_size)
             here = row < rows and (not rotate or (angle >= 0 and angle < cos.shape[0]))
             stored = here and slot >= 0 and slot < num_blocks * block_size
-            turned = h < num_q_heads + num_kv_heads  # q and k; v goes as it is
+            is_qk = h < num_q_heads + num_kv_heads  # v goes as it is
             total = F(0)
             if here:
                 for d in range(lane, dim, LANES):
                     value = load(qkv[t, h * dim + d])
                     x[at + d] = value
                     total += value * value
-            squares[mine, lane] = total
+            squares[warp, lane] = total
             cuda.syncthreads()
-            if here and turned:
+            if here and is_qk:
                 root = F(1)
                 if normalise:
                     total = F(0)
                     for i in range(LANES):
-                        total += squares[mine, i]
+                        total += squares[warp, i]
                     root = F(root_mean_square(total, F(dim), F(eps)))
                 weight = q_weight if h < num_q_heads else k_weight
                 half = cos.shape[1] if rotate else 0
@@ -108,53 +101,16 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
             if here and h < num_q_heads:
                 for d in range(lane, dim, LANES):
                     q_out[t, h, d] = store_q(x[at + d])
-            scale = np.float32(0)
-            if K_SCALED or V_SCALED:
-                largest = np.float32(0)
-                if stored:
-                    for d in range(lane, dim, LANES):
-                        largest = max(largest, np.float32(abs(x[at + d])))
-                squares[mine, lane] = F(largest)
+            if NEEDS_PEAK:
+                squares[warp, lane] = peak(x, at, dim, lane) if stored else np.float32(0)
                 cuda.syncthreads()
-                for i in range(LANES):
-                    largest = max(largest, np.float32(squares[mine, i]))
-                scale = int8_scale(largest)
             if stored:
                 g = (h - num_q_heads) % num_kv_heads
                 block, offset = slot // block_size, slot % block_size
-                if turned:
-                    if K_GROUPS:  # a lane for each
-                        for i in range(lane, k_scale.shape[3], LANES):
-                            first = np.int64(i) * GROUP
-                            count = min(np.int64(GROUP), dim - first)
-                            words = k_pool[block, g, offset]
-                            k_scale[block, g, offset, i] = store_int4_group(
-                                x, at + first, count, words, first // 2
-                            )
-                    else:
-                        if K_SCALED and lane == 0:
-                            k_scale[block, g, offset] = scale
-                        for d in range(lane, dim, LANES):
-                            if K_SCALED:
-                                k_pool[block, g, offset, d] = int8_code(x[at + d], scale)
-                            else:
-                                k_pool[block, g, offset, d] = store_k(x[at + d])
-                elif V_GROUPS:
-                    for i in range(lane, v_scale.shape[3], LANES):
-                        first = np.int64(i) * GROUP
-                        count = min(np.int64(GROUP), dim - first)
-                        words = v_pool[block, g, offset]
-                        v_scale[block, g, offset, i] = store_int4_group(
-                            x, at + first, count, words, first // 2
-                        )
+                if is_qk:
+                    put_k(x, at, dim, k_pool, k_scale, block, g, offset, squares, warp, lane)
                 else:
-                    if V_SCALED and lane == 0:
-                        v_scale[block, g, offset] = scale
-                    for d in range(lane, dim, LANES):
-                        if V_SCALED:
-                            v_pool[block, g, offset, d] = int8_code(x[at + d], scale)
-                        else:
-                            v_pool[block, g, offset, d] = store_v(x[at + d])
+                    put_v(x, at, dim, v_pool, v_scale, block, g, offset, squares, warp, lane)
             cuda.syncthreads()
 
     return kernel
@@ -212,7 +168,8 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "int8", "int8", None), ("fp32", "int8", "int8", types.int32),
         ("fp16", "fp32", "int8", types.int64), ("fp64", "int8", "fp16", None),
         ("bf16", "int4", "int4", None), ("fp16", "int8", "int4", types.int64),
-        ("fp64", "int4", "fp32", None),
+        ("fp64", "int4", "fp32", None), ("bf16", "fp8_e4m3", "fp8_e4m3", types.int64),
+        ("fp64", "fp8_e5m2", "int8", None),
     ]  # fmt: skip
     for src, k_kind, v_kind, slot in cases:
         compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"

@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     rest: Any
 
 
-@register_jitable
+@inlined
 def plan_of(ints, num_seqs):
     """The plan that lies in an array of integers."""
     first_item, first_part = 2, 3 + num_seqs

@@ -1,0 +1,78 @@
+"""The arguments of multi-sequence caches: `CacheConfig`, `Batch`, and the checked ones of `init`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numkv.checks import check_size
+from numkv.errors import UnsupportedDType
+from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.targets.base import Target
+
+__all__ = ["Batch", "CacheConfig", "Setup"]
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The layout of what `get` returns.
+
+    Attributes
+    ----------
+    padding : int
+        The cells that `get` shows begin and end at multiples of this; 0 is 1.
+    permuted_v : bool
+        Whether `get` returns V as ``(num_kv_heads, head_dim_v, n)``.
+    mask_dtype : str or Kind
+        Float kind of the mask.
+
+    Raises
+    ------
+    DimensionMismatch
+        If the padding is negative.
+    UnsupportedDType
+        If the mask's kind is no float kind.
+    """
+
+    padding: int = 1
+    permuted_v: bool = False
+    mask_dtype: str | Kind = "fp32"
+
+    def __post_init__(self) -> None:
+        check_size("padding", self.padding)
+        mask_kind = kind(self.mask_dtype)
+        if kind_of_dtype(mask_kind.dtype) is not mask_kind:
+            raise UnsupportedDType(
+                f"`mask_dtype`: expected fp64, fp32, fp16 or bf16, got {self.mask_dtype}"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of a pass; checked by `start_forward`.
+
+    Attributes
+    ----------
+    positions : array-like of int (num_tokens,)
+        Position of each token in its sequence, below ``2**31``.
+    sequences : array-like of int (num_tokens,)
+        Sequence of each token: any integers from 0 up, below ``2**63``.
+    multimodal : array-like of int
+        Tokens, by their index in the batch, that stand for items of the encoder: an image, a sound.
+    """
+
+    positions: Any
+    sequences: Any
+    multimodal: Any = ()
+
+
+class Setup(NamedTuple):
+    """The checked arguments of `MultiSequenceCache.init`."""
+
+    k_kind: Kind
+    v_kind: Kind
+    max_sequences: int
+    capacity: int
+    max_batch: int
+    target: Target
+    rotate: bool

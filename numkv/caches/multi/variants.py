@@ -1,0 +1,90 @@
+"""The caches of cells: causal, with a sliding window, in chunks."""
+
+from __future__ import annotations
+
+from numkv.caches.multi.cell_cache import CellCache
+from numkv.checks import check_size
+from numkv.compaction.key_shift import Shift
+
+__all__ = ["CausalCache", "ChunkedCache", "SlidingWindowCache"]
+
+
+class CausalCache(CellCache):
+    """Every token attends to its sequence up to itself.
+
+    Parameters
+    ----------
+    shift : callable, optional
+        ``shift(layer, keys, offsets) -> keys`` moves keys ``(n, num_kv_heads, head_dim)`` to other positions, by the
+        offset of each, int32 ``(n,)``; see `numkv.rope_shift`. Without it `remove` can only remove a sequence's last
+        tokens.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv
+    >>> cache = numkv.CausalCache()
+    >>> cache.init("fp32", max_sequences=2, capacity=16, max_batch=4)
+    >>> cache.start_forward(numkv.Batch(positions=[0, 1, 0], sequences=[0, 0, 1]))
+    >>> cache.put(0, np.ones((3, 2, 8), np.float32), np.ones((3, 2, 8), np.float32))
+    >>> k, v, mask = cache.get(0)
+    >>> mask
+    array([[  0., -inf, -inf],
+           [  0.,   0., -inf],
+           [-inf, -inf,   0.]], dtype=float32)
+    """
+
+
+class SlidingWindowCache(CellCache):
+    """Every token attends to itself and a number of earlier positions; older tokens are evicted.
+
+    Eviction happens at the next `start_forward`, for all sequences.
+
+    Parameters
+    ----------
+    window_left : int
+        Earlier positions that a token attends to; 0: only itself; -1: all.
+    memory : int, optional
+        Positions that are kept before a sequence's next token, to resume from; `window_left` if None.
+    shift : callable, optional
+        See `CausalCache`.
+
+    Raises
+    ------
+    ValueError
+        If `window_left` is below -1, or `memory` negative. A memory below the window is refused by `init`.
+    """
+
+    def __init__(
+        self, window_left: int, memory: int | None = None, shift: Shift | None = None
+    ) -> None:
+        super().__init__(shift)
+        self._window = check_size("window_left", window_left, -1)
+        self._memory = None if memory is None else check_size("memory", memory)
+
+    def _describe(self) -> str:
+        memory = "" if self._memory is None else f"memory={self._memory}, "
+        return f"window_left={self._window}, {memory}"
+
+
+class ChunkedCache(CellCache):
+    """Every token attends to the tokens of its own chunk up to itself; nothing is evicted.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Positions of a chunk; the first begins at 0.
+    shift : callable, optional
+        See `CausalCache`.
+
+    Raises
+    ------
+    ValueError
+        If `chunk_size` is below 1.
+    """
+
+    def __init__(self, chunk_size: int, shift: Shift | None = None) -> None:
+        super().__init__(shift)
+        self._chunk = check_size("chunk_size", chunk_size, 1)
+
+    def _describe(self) -> str:
+        return f"chunk_size={self._chunk}, "

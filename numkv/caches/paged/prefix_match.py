@@ -1,0 +1,123 @@
+"""Prefix reuse in a `PagedKVCache`: names of blocks in each layer group, the longest prefix that all groups have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.blocks.prefix import block_digests
+from numkv.caches.paged.store import BlockStore, Extra, SequenceState
+
+__all__ = ["block_names", "find_prefix", "register_blocks", "release_behind_window"]
+
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
+
+
+def block_names(
+    store: BlockStore, ids: NDArray[np.int32], extra: Extra | None, parent: Any = None
+) -> list[NDArray[np.uint8]]:
+    """Names of the full blocks of some tokens, for each group, as each group stores other rows of them.
+
+    Tokens are hashed once. The names of group 0 are the chain of digests; those of another group differ from them in
+    one word, by a number that stands for the group.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Whose groups and block size.
+    ids : int32 array (num_tokens,)
+        Token ids.
+    extra : mapping or None
+        What the content depends on beside the tokens.
+    parent : uint8 array (32,), optional
+        Name in group 0 of the block before; None: there is none.
+
+    Returns
+    -------
+    list of uint8 array (num_tokens // block_size, 32)
+    """
+    chain = block_digests(ids, store.block_size, extra if parent is None else None, parent=parent)
+    names = [chain]
+    for group in range(1, len(store.groups)):
+        other = chain.copy()
+        other.view("<u8")[:, 0] ^= np.uint64(group * _SPREAD % 2**64)
+        names.append(other)
+    return names
+
+
+def find_prefix(
+    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]]
+) -> tuple[int, list[NDArray[np.int32]]]:
+    """Find the longest cached prefix: with all blocks in full groups, and those in the window in sliding groups.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where.
+    ids : int32 array (num_tokens,)
+        Token ids of full blocks.
+    names : list of uint8 array (num_blocks, 32)
+        Their names, from `block_names`.
+
+    Returns
+    -------
+    blocks : int
+        Blocks of the prefix.
+    tables : list of int32 array (blocks,)
+        Its block table in each group, -1 where the window does not reach. The blocks are not acquired yet.
+    """
+    found = [store.blocks.find_each(of_group, ids) for of_group in names]
+    blocks = wanted = len(ids) // store.block_size
+    for group, in_group in zip(store.groups, found, strict=True):
+        if group.window < 0:
+            missing = np.flatnonzero(in_group[:blocks] < 0)
+            blocks = int(missing[0]) if len(missing) else blocks
+    # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
+    fits = np.ones(blocks + 1, np.bool_)
+    for group, in_group in zip(store.groups, found, strict=True):
+        if group.window >= 0:
+            numbers = np.arange(1, blocks + 1)
+            last_hole = np.maximum.accumulate(np.where(in_group[:blocks] < 0, numbers, 0))
+            ends = numbers * store.block_size - 1 - group.window
+            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
+    blocks = int(np.flatnonzero(fits)[-1])
+    if wanted:
+        # Why there are no more: the first block not taken, or one before it that only windows need.
+        holes = [*(in_group[blocks : blocks + 1] for in_group in found), *found]
+        reasons = np.concatenate([x[x < 0] for x in holes])
+        store.blocks.count_lookup(wanted, blocks, int(-reasons[0]) if blocks < wanted else 0)
+    tables = []
+    for number, in_group in enumerate(found):
+        table = np.maximum(in_group[:blocks], -1).astype(np.int32)
+        table[: store.first_needed(number, blocks * store.block_size)] = -1
+        tables.append(table)
+    return blocks, tables
+
+
+def register_blocks(store: BlockStore, state: SequenceState) -> None:
+    """Register those full blocks of a sequence whose token ids are known and that are not registered yet."""
+    size = store.block_size
+    first, full = state.registered, len(state.tokens) // size
+    if full <= first:
+        return
+    new = state.tokens[first * size : full * size]
+    parent = state.digests[0][-1] if first else None
+    for group, names in enumerate(block_names(store, new, state.extra, parent)):
+        state.digests[group] = np.concatenate([state.digests[group], names])
+        ids = state.tables[group][first:full]
+        stored = ids >= 0  # a window may have moved past some already
+        if stored.any():
+            store.blocks.register(ids[stored], names[stored], new.reshape(-1, size)[stored])
+    state.registered = full
+
+
+def release_behind_window(store: BlockStore, state: SequenceState) -> None:
+    """Release the blocks of a sequence that windows have moved past."""
+    for group, table in enumerate(state.tables):
+        behind = table[: store.first_needed(group, state.length)]
+        if (behind >= 0).any():
+            store.blocks.release(behind[behind >= 0])
+            state.tables[group] = table.copy()
+            state.tables[group][: len(behind)] = -1

@@ -1,0 +1,261 @@
+"""`Step`: new tokens of some sequences on their way through the layers of a `PagedKVCache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numkv.attention.attend import attend, check_queries
+from numkv.attention.mass import weigh
+from numkv.attention.options import check_options
+from numkv.blocks.tables import slot_mapping
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState
+from numkv.checks import check_index
+from numkv.errors import DimensionMismatch, NumkvError
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array
+from numkv.writing import fast_path
+from numkv.writing.fused_write import Projection, QKMode
+
+__all__ = ["Step"]
+
+
+class Step:
+    """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Buffers of the cache that the step belongs to.
+    sequences : dict of int to SequenceState
+        The sequences, in order; their block tables have room for the new tokens.
+    new_lens : int64 array (num_seqs,)
+        How many tokens each of them gets.
+
+    Attributes
+    ----------
+    open : bool
+        Whether it has neither been committed nor rolled back.
+    positions : int64 array (num_tokens,)
+        Position of each new token in its sequence, on the host.
+    """
+
+    def __init__(
+        self, store: BlockStore, sequences: dict[int, SequenceState], new_lens: Ints
+    ) -> None:
+        self._store = store
+        self.sequences = tuple(sequences)
+        self.new_lens = new_lens
+        self.open = True
+        starts = np.array([state.length for state in sequences.values()], np.int64)
+        lens = starts + new_lens
+        self.positions = np.concatenate(
+            [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
+        )
+        index = store.target.index
+        self._positions = index(self.positions, np.int64)
+        self._lens = index(lens, np.int64)
+        self._longest = int(lens.max(initial=0))
+        self._starts = index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
+        self._written = np.zeros(store.num_layers, np.bool_)
+        self._tables, self._slots = [], []
+        for group in range(len(store.groups)):
+            table = store.block_table(sequences.values(), group)
+            slots = slot_mapping(table, lens, store.block_size, new_lens=new_lens)
+            self._tables.append(index(table, np.int32))
+            self._slots.append(index(slots, np.int64))
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.positions)
+
+    @property
+    def unwritten_layers(self) -> list[int]:
+        """Layers without rows of the new tokens so far; none if there are no new tokens."""
+        missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
+        return missing
+
+    def _layer(self, layer: int) -> tuple[Pool, int]:
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        return self._store.place(check_index("layer", layer, self._store.num_layers))
+
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+        """Write ready rows of the new tokens.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        k, v : array (num_tokens, num_kv_heads, head_dim)
+            Rows of all sequences, one after another.
+        check_finite : bool
+            Whether rows to be quantised are checked for NaN and infinity first.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError
+            See `numkv.ContiguousLayer.append`; nothing is written.
+        """
+        pool, group = self._layer(layer)
+        k, v = pool.check_rows(k, v, check_finite=check_finite)
+        self._check_tokens("k", int(k.shape[0]))
+        pool.scatter(k, v, self._slots[group])
+        self._written[layer] = True
+
+    def write(
+        self,
+        layer: int,
+        qkv: Any,
+        *,
+        num_q_heads: int,
+        cos: Any = None,
+        sin: Any = None,
+        qk_mode: QKMode | int,
+        q_norm_weight: Any = None,
+        k_norm_weight: Any = None,
+        eps: float = 1e-6,
+        q_out: Any = None,
+        check_finite: bool = True,
+    ) -> Array:
+        """Split and normalise the new tokens' projections, apply RoPE, and write K and V, in one pass.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+            Projections of all sequences, one after another.
+        num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out, check_finite
+            See `numkv.ContiguousLayer.write`; angles are those of `positions`.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim)
+            q, in qkv's dtype.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, NonFiniteInput, IndexError, ValueError
+            See `numkv.ContiguousLayer.write`; nothing is written.
+        """
+        pool, group = self._layer(layer)
+        slots = self._slots[group]
+        tokens, q = fast_path.pool_write(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+            self._positions, 0, slots, 0, 0, check_finite,
+        )  # fmt: skip
+        if tokens >= 0:
+            self._written[layer] = True
+            return q
+        p = Projection.check(
+            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )
+        self._check_tokens("qkv", p.num_tokens)
+        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
+                "make the tables longer"
+            )
+        if check_finite:
+            p.check_finite(pool)
+        p.scatter(pool, slots, self._positions)
+        self._written[layer] = True
+        return p.q_out
+
+    def attention(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another.
+        sm_scale, logits_soft_cap, sinks, return_lse, out
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        out : array (num_tokens, num_q_heads, head_dim_v)
+            In q's dtype.
+        lse : float32 array (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        window = self._store.groups[group].window
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+    ) -> Array:
+        """How much attention each token of the step's sequences gets from the new tokens' queries.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of all sequences, one after another.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
+            costs as much as that call.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_seqs, num_kv_heads, longest)
+            Sums over each sequence's queries and the q heads of a GQA group, for its tokens, the new ones included;
+            0 past its last token and outside the layer's window. See `numkv.attention_weights`.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
+            See `numkv.decode_attention`.
+        """
+        pool, group = self._layer(layer)
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
+        return weigh(
+            pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+        )
+
+    def belongs_to(self, store: BlockStore) -> bool:
+        """Whether the step writes to these buffers."""
+        return self._store is store
+
+    def _check_tokens(self, name: str, tokens: int) -> None:
+        if tokens != self.num_tokens:
+            raise DimensionMismatch(
+                f"`{name}`: expected rows of the step's {self.num_tokens} tokens, got {tokens}",
+                expected=self.num_tokens,
+                actual=tokens,
+            )

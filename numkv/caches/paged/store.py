@@ -1,0 +1,154 @@
+"""What the sequences of a `PagedKVCache` lie in, and what is known of each: the state that its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.blocks.pool import BlockPool
+from numkv.caches.paged.groups import LayerGroup
+from numkv.storage.pool import Pool
+from numkv.targets.base import Target
+
+__all__ = ["BlockStore", "Extra", "Ints", "SequenceState"]
+
+Ints = NDArray[np.int64]
+Extra = Mapping[str, int | str | bytes]
+
+
+@dataclass
+class SequenceState:
+    """What is known of one sequence.
+
+    Attributes
+    ----------
+    length : int
+        Committed tokens.
+    tables : list of int32 array
+        Block table of each layer group; -1 for blocks that were released when the window moved past them.
+    extra : mapping or None
+        What the content depends on beside the tokens.
+    tokens : int32 array (n,)
+        Ids of the first tokens, as far as they are known.
+    digests : list of uint8 array (n, 32)
+        Digests of the full blocks whose token ids are known, for each group.
+    registered : int
+        Blocks that are registered in the prefix cache.
+    starts : list of int
+        First token of each group whose rows a compaction kept; the table may begin later.
+    reserved : int or None
+        Tokens of the open step, if there is one.
+    cached : int
+        Tokens that came from the prefix cache when the sequence was added.
+    pins : list of int32 array
+        Blocks of each `PagedKVCache.pin`.
+    """
+
+    length: int
+    tables: list[NDArray[np.int32]]
+    extra: Extra | None
+    tokens: NDArray[np.int32]
+    digests: list[NDArray[np.uint8]]
+    registered: int
+    starts: list[int]
+    reserved: int | None = None
+    cached: int = 0
+    pins: list[NDArray[np.int32]] = field(default_factory=list)
+
+    def blocks(self) -> NDArray[np.int32]:
+        """Its blocks, of one group after another."""
+        return np.concatenate([table[table >= 0] for table in self.tables])
+
+
+@dataclass(frozen=True)
+class BlockStore:
+    """Buffers, the books of their blocks, and the layers that use them.
+
+    Attributes
+    ----------
+    target : Target
+        Where the buffers are.
+    groups : list of LayerGroup
+        Layers by window; see `group_layers`.
+    pools : list of Pool
+        A pool for each layer of a group: a block has the same number in all of them.
+    blocks : BlockPool
+        Which blocks are free, owned or cached.
+    places : dict of int to tuple of int
+        Pool and group of each layer, by their numbers.
+    """
+
+    target: Target
+    groups: list[LayerGroup]
+    pools: list[Pool]
+    blocks: BlockPool
+    places: dict[int, tuple[int, int]]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self.places)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.blocks.block_size
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What a swapped sequence must agree with: sizes, kinds, windows, and the seed of the rotation or None."""
+        pool = self.pools[0]
+        sizes = (int(pool.k.shape[1]), self.block_size, pool.head_dim, pool.head_dim_v)
+        windows = tuple(self.window_of(layer) for layer in range(self.num_layers))
+        seed = None if pool.k_rotation is None else pool.k_rotation.seed
+        return (sizes, pool.k_kind.name, pool.v_kind.name, windows, seed)
+
+    def place(self, layer: int) -> tuple[Pool, int]:
+        """The pool of a layer, and the number of its group."""
+        slot, group = self.places[layer]
+        return self.pools[slot], group
+
+    def window_of(self, layer: int) -> int:
+        """Earlier tokens that a query of a layer attends to, -1 for all."""
+        return self.groups[self.places[layer][1]].window
+
+    def blocks_for(self, length: int) -> int:
+        """Blocks that `length` tokens take in one group."""
+        return -(-length // self.block_size)
+
+    def first_needed(self, group: int, length: int) -> int:
+        """First block that the newest of `length` tokens attends to."""
+        return self.groups[group].first_visible(length) // self.block_size
+
+    def first_stored(self, state: SequenceState, group: int) -> int:
+        """First token of a sequence that a group has the rows of."""
+        table = state.tables[group]
+        released = int(np.argmax(table >= 0)) if len(table) else 0
+        return max(state.starts[group], released * self.block_size)
+
+    def block_table(self, states: Iterable[SequenceState], group: int) -> NDArray[np.int32]:
+        """Block tables of sequences in one array, filled up with -1."""
+        tables = [state.tables[group] for state in states]
+        padded = np.full((len(tables), max((len(t) for t in tables), default=0)), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    def copy_blocks(self, source: list[int], to: list[int]) -> None:
+        """Copy blocks within every pool."""
+        source_ids, to_ids = (self.target.index(np.array(x), np.int32) for x in (source, to))
+        for pool in self.pools:
+            pool.copy_blocks(source_ids, pool, to_ids)
+
+    def cut_tables(self, state: SequenceState, length: int) -> None:
+        """Release the blocks of a sequence that only tokens from `length` on are in."""
+        keep = self.blocks_for(length)
+        for group, table in enumerate(state.tables):
+            if len(table) > keep:
+                dropped = table[keep:]
+                self.blocks.release(dropped[dropped >= 0])
+                state.tables[group] = table[:keep].copy()

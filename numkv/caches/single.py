@@ -1,0 +1,242 @@
+"""What caches of one sequence have in common: `numkv.KVCache`, and layers, which are caches of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.attention.attend import attend, check_queries, too_many_queries
+from numkv.attention.mass import attention_mass
+from numkv.attention.options import AttentionOptions
+from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.compaction.key_shift import RopeShift
+from numkv.compaction.moves import plan_moves
+from numkv.errors import NotSupported, NumkvError
+from numkv.kinds import Kind
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_length, one_sequence
+from numkv.targets.base import Array
+from numkv.writing import fast_path
+
+__all__ = ["SingleSequence"]
+
+
+class SingleSequence:
+    """One sequence's K and V, for one layer or several, in one pool.
+
+    A subclass says which blocks a layer has, how much memory there is and how to get more. All methods here take a
+    checked number of a layer; one that raises has changed nothing.
+
+    Parameters
+    ----------
+    pool : Pool
+        The buffers of all layers.
+    lengths : int array (num_layers,)
+        Tokens of each layer, which compiled code may write too.
+    tables : list of int32 array (max_blocks,)
+        Blocks of each layer, on the host.
+    residual_window, num_sink_tokens : int
+        Newest and first tokens that are kept in full precision.
+    capacity : int or None
+        Tokens that a layer can ever have, if that is known.
+    """
+
+    def __init__(
+        self, pool: Pool, lengths: NDArray[Any], tables: list[NDArray[np.int32]],
+        residual_window: int, num_sink_tokens: int, capacity: int | None,
+    ) -> None:  # fmt: skip
+        self._target = pool.target
+        self._pool = pool
+        self._lengths = lengths
+        self._tables = tables
+        self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
+        self._struct: Any = None
+        self._full_precision = FullPrecisionWindow.make(
+            pool, len(lengths), residual_window, num_sink_tokens, capacity
+        )
+
+    # -- what a subclass says
+
+    def _room(self) -> int:
+        """Tokens of a layer that there is memory for now."""
+        raise NotImplementedError
+
+    def _make_room(self, layer: int, start: int, tokens: int) -> None:
+        """Have memory for so many tokens from position `start` on; `CacheFull` if there cannot be."""
+        raise NotImplementedError
+
+    def _block_table(self, layer: int) -> Array:
+        """The blocks of a layer on the target, ``(1, max_blocks)``."""
+        raise NotImplementedError
+
+    def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where tokens ``(num_layers, n)`` lie, on the host."""
+        raise NotImplementedError
+
+    def _bad_length(self, layer: int, length: int, most: int) -> str:
+        """What is wrong with a length that others have written."""
+        raise NotImplementedError
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from position `length` on."""
+        raise NotImplementedError
+
+    # -- what it is
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K, and of V unless `v_kind` differs."""
+        return self._pool.k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._pool.v_kind
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pool.rotate
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._target.name
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads of a layer."""
+        return self._heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers, scales and full-precision tokens included."""
+        more = 0 if self._full_precision is None else self._full_precision.nbytes
+        return self._pool.nbytes + more
+
+    @property
+    def residual_window(self) -> int:
+        """Newest tokens of a layer that are kept in full precision."""
+        return 0 if self._full_precision is None else self._full_precision.window
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens of a layer that are kept in full precision."""
+        return 0 if self._full_precision is None else self._full_precision.num_sinks
+
+    def _storage(self) -> str:
+        """What a ``repr`` says of storage."""
+        described = str(self.kind) + ("" if self.kind is self.v_kind else f"/{self.v_kind}")
+        if self.rotate:
+            described += ", rotate=True"
+        if self._full_precision is not None:
+            described += f", {self._full_precision}"
+        return described
+
+    def _stored(self, layer: int) -> int:
+        """The tokens of a layer; compiled code may have written the number, so it is checked against the memory."""
+        length, most = int(self._lengths[layer]), self._room()
+        if not 0 <= length <= most:
+            raise NumkvError(self._bad_length(layer, length, most))
+        return length
+
+    def _quantised(self, layer: int) -> range:
+        """Positions of a layer's tokens that are quantised."""
+        length = self._stored(layer)
+        if self._full_precision is not None:
+            return range(*self._full_precision.quantised(layer, length))
+        return range(length if self.kind.has_scales or self.v_kind.has_scales else 0)
+
+    def _view(self, make: Callable[[], Any]) -> Any:
+        """The jitclass instance over this memory, made when it is first asked for."""
+        if self._full_precision is not None:
+            raise NotSupported(
+                f"`jit`: expected a cache without full-precision tokens, got {self._full_precision}; they lie outside "
+                "of the buffers that compiled code would see"
+            )
+        if self._struct is None:
+            self._struct = make()
+        return self._struct
+
+    # -- writing
+
+    def _append_small(self, layer: int, k: Any, v: Any, check_finite: bool) -> bool:
+        """Append a few rows in one compiled call, or write nothing and return False."""
+        start = self._stored(layer)
+        tokens = fast_path.pool_append(
+            self._pool, k, v, self._tables[layer], start, self._room() - start, check_finite
+        )
+        if tokens < 0:
+            return False
+        self._lengths[layer] = start + tokens
+        return True
+
+    def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
+        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
+        tokens, start = int(k.shape[0]), self._stored(layer)
+        self._make_room(layer, start, tokens)
+        self._store(layer, k, v, start)
+
+    def _store(self, layer: int, k: Array, v: Array, start: int) -> None:
+        """Write checked rows, for which there is room, and count them."""
+        table = self._tables[layer]
+        if not self._target.values_on_host:
+            table = self._block_table(layer)[0]
+        if self._full_precision is None:
+            self._pool.append(k, v, table, start)
+        else:
+            self._full_precision.append(self._pool, layer, k, v, table, start)
+        self._lengths[layer] = start + int(k.shape[0])
+
+    def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
+        """Keep tokens ``(num_layers, n)``, checked, and move them to the front."""
+        new = np.broadcast_to(np.arange(kept.shape[1]), kept.shape)
+        moved = kept != new
+        if self._full_precision is not None:
+            moved &= self._full_precision.is_quantised(kept)
+        source, to = self._slots(kept)[moved], self._slots(new)[moved]
+        moves = plan_moves(self._pool, shift, source, to, (new - kept)[moved])
+        if self._full_precision is not None:
+            moves += self._full_precision.plan_moves(kept, shift)
+        for move in moves:
+            move()
+        self.truncate(kept.shape[1])
+
+    # -- attention
+
+    def _check_queries(self, layer: int, q: Any) -> tuple[Array, int]:
+        """The queries ``(num_tokens, num_q_heads, head_dim)`` of a layer's last tokens, and how many it has."""
+        q = check_queries(self._target, q, self._heads, self._head_dim, "num_tokens")
+        tokens, length = int(q.shape[0]), self._stored(layer)
+        if tokens > length and tokens != 1:
+            raise too_many_queries(tokens, length)
+        return q, length
+
+    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+        """Attend with the queries of a layer's last tokens."""
+        q, length = self._check_queries(layer, q)
+        pool, table, target = self._pool, self._block_table(layer), self._target.name
+        if self._full_precision is not None:
+            return self._full_precision.attend(pool, table, layer, q, length, options)
+        lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
+        return attend(pool, table, q, lens, starts, options)
+
+    def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
+        """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
+        q, length = self._check_queries(layer, q)
+        pool, table, target = self._pool, self._block_table(layer), self._target.name
+        if self._full_precision is not None:
+            mass = self._full_precision.attention_mass(pool, table, layer, q, length, options, lse)
+        else:
+            lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
+            mass = attention_mass(pool, table, q, lens, starts, length, options, lse=lse)
+        return mass.reshape((self._heads, length))

@@ -1,0 +1,91 @@
+"""Compressed heads: attention on codes beside float32 attention over the same vectors, and what encoding costs.
+
+One sequence of one layer, shapes as in README.md. Layers are not cycled through: a compressor of this size, several
+times smaller than the vectors, is still larger than most caches.
+"""
+
+import numpy as np
+import pytest
+
+import numkv
+from perf.shapes import SHAPES, attend
+
+CONFIGS = {
+    "2 bits": (2, None), "3 bits": (3, None), "4 bits": (4, None), "4 bits, 128 signs": (4, 128),
+    "8 bits": (8, None),
+}  # fmt: skip
+#: Time of attention on 4-bit codes in times of float32 attention over the same vectors.
+LIMIT = 1.0
+
+
+def filled(target, rng, config, q_heads, kv_heads, dim, length):
+    """A compressor with random tokens, and the vectors ``(kv_heads, length, dim)``."""
+    bits, projections = CONFIGS[config]
+    cache = numkv.MultiHeadCompressor(
+        kv_heads, numkv.CompressorConfig(dim, bits, projections), num_q_heads=q_heads,
+        target=target.name,
+    )  # fmt: skip
+    k, v = rng.standard_normal((2, kv_heads, length, dim), np.float32)
+    for t in range(0, length, 4096):
+        rows = (target.asarray(np.swapaxes(x[:, t : t + 4096], 0, 1)) for x in (k, v))
+        cache.extend(*rows)
+    return cache, k, v
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("shape", ["A", "C", "F"])
+def test_attend(measure, side_by_side, target, to, rng, shape, config):
+    _, q_heads, kv_heads, dim, length = SHAPES[shape]
+    cache, k, v = filled(target, rng, config, q_heads, kv_heads, dim, length)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    given, lens = to(q), to(np.array([length]))
+    floats = [to(x[None]) for x in (q, k, v)]
+
+    def on_codes():
+        return cache.attend(given)
+
+    def on_floats():
+        return numkv.decode_attention(*floats, lens)
+
+    keys, values = (target.to_host(x) for x in (cache.decode_keys(), cache.decode_values()))
+    decoded = attend(q[:, None], keys, values)[:, 0]
+    limit = 1e-4 if CONFIGS[config][1] is None else 0.2
+    assert np.linalg.norm(target.to_host(on_codes()) - decoded) < limit * np.linalg.norm(decoded)
+
+    measure(on_codes, len(cache) * cache.bytes_per_token + 2 * q.nbytes, "read")
+    side_by_side("codes / fp32", on_codes, on_floats, LIMIT)
+
+
+@pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
+def test_scores(measure, target, to, rng, config):
+    _, q_heads, kv_heads, dim, length = SHAPES["A"]
+    cache, k, _ = filled(target, rng, config, q_heads, kv_heads, dim, length)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    expected = q[-1] @ k[-1].T / np.sqrt(dim)
+    given = to(q)
+    assert np.std(target.to_host(cache.attention_scores(given))[-1] - expected) < 0.11
+
+    of_values = kv_heads * (dim * CONFIGS[config][0] // 8 + 4)
+    read = length * (cache.bytes_per_token - of_values)
+    measure(lambda: cache.attention_scores(given), read + q.nbytes + 4 * q_heads * length, "read")
+
+
+@pytest.mark.parametrize("tokens", [1, 2048])
+@pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
+def test_extend(measure, target, to, rng, config, tokens):
+    kv_heads, dim = 8, 128
+    cache, _, _ = filled(target, rng, config, kv_heads, kv_heads, dim, tokens)
+    k, v = rng.standard_normal((2, tokens, kv_heads, dim), np.float32)
+
+    given = to(k), to(v)
+
+    def run():
+        cache.clear()
+        cache.extend(*given)
+
+    run()
+    error = np.linalg.norm(target.to_host(cache.decode_values())[0] - v[:, 0]) / np.linalg.norm(
+        v[:, 0]
+    )
+    assert error < 0.12
+    measure(run, tokens * (2 * kv_heads * dim * 4 + cache.bytes_per_token), "copy")

@@ -1,0 +1,228 @@
+"""How contestants of `python -m perf` take turns, and what they compute. No clock matters."""
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import naive
+import numpy as np
+import pytest
+
+import numkv
+from perf import __main__ as program
+from perf import race, worker, workers
+from perf.peers import CannotRun, Contestant, numkv_, numpy_, refuse, stacked
+from perf.shapes import (
+    COLD,
+    MOST_LAYERS,
+    Decode,
+    Prefill,
+    Shape,
+    cold_layers,
+)
+
+TINY = Shape(2, 4, 2, 8, 32)
+
+
+@pytest.fixture
+def decode(rng):
+    return Decode(TINY, rng)
+
+
+# ------------------------------------------------------------------ statistics
+
+
+def test_medians():
+    result = race.Race(
+        {"numkv": [[1.0, 3.0], [10.0], [4.0]], "other": [[4.0], [], [2.0, 6.0, 100.0]]},
+        probes=[10.0, 30.0, 50.0, 50.0],
+    )
+    assert result.seconds("numkv") == 3.5
+    assert result.seconds("other") == 5.0
+    # 40 bytes: 20, 4 and 10 bytes a second beside probes of 20, 40 and 50.
+    assert result.share("numkv", 40) == 0.2
+    assert result.share("other", 40) == pytest.approx((10 / 20 + (40 / 6) / 50) / 2)
+    assert result.ratio("other", "numkv") == (4 / 2 + 6 / 4) / 2
+
+
+def test_a_machine_that_slows_down_between_rounds_changes_no_share_and_no_ratio():
+    calls = {"numkv": [[1.0], [2.0], [2.0]], "other": [[3.0], [6.0], [6.0]]}
+    result = race.Race(calls, probes=[200.0, 200.0, 0.0, 200.0])
+    assert result.ratio("other", "numkv") == 3
+    assert result.share("numkv", 100) == 0.5
+
+
+@pytest.mark.parametrize(("cost", "most"), [(1 / 16, 20), (1 / 4, 9), (50.0, 5)])
+def test_slow_contestants_sit_out_but_have_five_turns(cost, most):
+    spent, turns = 0.0, []
+    for n in range(race.ROUNDS):
+        if race.takes_part(n, spent, 2.0):
+            turns.append(n)
+            spent += cost
+    assert {0, 4, 8, 12, 16} <= set(turns)
+    assert len(turns) == most
+    assert spent <= 2.0 + race.FEWEST_ROUNDS * cost
+
+
+class Turns:
+    """A contestant whose calls take `cost`; it is lost after so many turns."""
+
+    def __init__(self, cost, last=1000):
+        self.cost, self.left = cost, last
+
+    def turn(self, seconds):
+        if not self.left:
+            raise workers.Died("died of old age")
+        self.left -= 1
+        return [self.cost] * max(1, round(seconds / self.cost))
+
+
+def test_race(rng):
+    probed = []
+
+    def probe():
+        probed.append(1)
+        return 1000.0
+
+    contestants = {"quick": Turns(0.01), "slow": Turns(1.0), "dies": Turns(0.01, last=3)}
+    result = race.race(contestants, 2.0, probe, rng)
+    assert result.seconds("quick") == 0.01
+    assert result.seconds("slow") == 1
+    assert result.ratio("slow", "quick") == pytest.approx(100)
+    assert result.share("quick", 100) == pytest.approx(10)
+    assert len(result.probes) == len(probed) == race.ROUNDS + 1
+    assert sum(bool(x) for x in result.calls["slow"]) == race.FEWEST_ROUNDS
+    assert sum(bool(x) for x in result.calls["quick"]) > 0.8 * race.ROUNDS
+    assert result.lost == {"dies": "died of old age"}
+
+
+# ------------------------------------------------------------------ turns
+
+
+@pytest.mark.parametrize(
+    ("cost", "layers", "settled"),
+    [
+        (0.01, 2, 3),  # until 0.03 s are over
+        (0.01, 7, 7),  # until all layers have been touched
+        (0.2, 7, 3),  # or half a second has passed
+    ],
+)
+def test_a_turn_settles_first(cost, layers, settled):
+    clock, seen = SimpleNamespace(now=0.0), []
+
+    def run(i):
+        seen.append(i)
+        clock.now += cost
+
+    times, following = worker.turn(run, layers, 1, 0.1, clock=lambda: clock.now)
+    assert times == pytest.approx([cost] * len(times))
+    assert len(seen) == settled + len(times)
+    assert seen == [(1 + n) % layers for n in range(len(seen))]
+    assert following == (1 + len(seen)) % layers
+
+
+def test_a_turn_ends_when_threads_sleep(monkeypatch):
+    clock, used = SimpleNamespace(now=0.0), SimpleNamespace(now=0.0)
+
+    def sleep(seconds):
+        clock.now += seconds
+        if clock.now < 0.05:
+            used.now += seconds  # something still spins
+
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    clocks = {"clock": lambda: clock.now, "used": lambda: used.now}
+    assert worker.fall_asleep(step=0.01, **clocks) == pytest.approx(0.04, abs=0.011)
+    assert clock.now < 0.08
+
+
+# ------------------------------------------------------------------ rows, layers, bytes
+
+
+def test_decode_problem(decode):
+    lens = np.full(TINY.batch, TINY.length)
+    out, _ = naive.attention(decode.q, decode.k, decode.v, lens)
+    assert np.allclose(decode.expected, out, rtol=1e-12)
+    assert decode.error(decode.expected) == 0
+    assert decode.error(2 * decode.expected) == pytest.approx(1)
+    with pytest.raises(ValueError, match="expected a result"):
+        decode.error(decode.expected[0])
+
+
+def test_layers_come_from_memory():
+    assert cold_layers(1) == MOST_LAYERS
+    assert cold_layers(COLD) == cold_layers(3 * COLD) == 1
+    size = COLD // 10 + 1
+    assert cold_layers(size) * size >= COLD > (cold_layers(size) - 1) * size
+    stack = stacked(np.arange(6, dtype=np.int16).reshape(2, 3), 4)
+    assert stack.ctypes.data % 64 == 0
+    assert stack.tolist() == [[[0, 1, 2], [3, 4, 5]]] * 4
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+def test_contestants_count_their_bytes(decode, kind):
+    tokens = TINY.batch * TINY.length
+    plain = tokens * numkv.kind(kind).bytes_per_token(TINY.kv_heads, TINY.dim)
+    table = tokens // numkv_.BLOCK_SIZE * 4
+    expected = {"": plain, "paged by 16": plain + table}
+    for form, make in numkv_.decode(kind).items():
+        contestant, error = worker.checked(make, decode, kind)
+        assert contestant.bytes == expected[form]
+        assert contestant.layers == MOST_LAYERS
+        assert 0 < error < 0.02
+    contestant, error = worker.checked(numpy_.decode(kind)[""], decode, kind)
+    assert contestant.bytes == plain
+    assert 0 < error < 0.02
+
+
+def test_prefill(rng):
+    problem = Prefill(Shape(1, 4, 2, 8, 24), rng)
+    out, _ = naive.attention(problem.q[0], problem.k, problem.v, [24], [0, 24])
+    assert np.allclose(problem.expected[0], out, rtol=1e-12)
+    assert problem.flops == 4 * 4 * 8 * sum(range(1, 25))
+    contestant, error = worker.checked(numkv_.prefill("fp32")[""], problem, "fp32")
+    assert contestant.run(1).dtype == np.float32
+    assert error < 1e-6
+    make = numkv_.prefill("bf16")[""]
+    assert make(problem).run(0).dtype == ml_dtypes.bfloat16
+
+
+def test_wrong_results_do_not_run(decode):
+    def wrong_in_the_last_layer(problem):
+        results = [problem.expected, problem.expected, 1.1 * problem.expected]
+        return Contestant(lambda i: i, lambda i: results[i], 3, 1)
+
+    with pytest.raises(CannotRun, match=r"wrong result, its relative error is 1\.0e-01"):
+        worker.checked(wrong_in_the_last_layer, decode, "fp32")
+
+
+def test_what_cannot_run_says_why(decode, rng):
+    def broken(problem):
+        raise RuntimeError("from a.cpp:1\n\n  no such kernel\n")
+
+    forms = {"x": broken, "y": refuse("why")}
+    commands = worker.Commands(SimpleNamespace(NAME="Peer", decode=lambda kind: forms))
+    commands.problem(list(TINY), False, 0)
+    made = {form: commands.make("fp32", form)["reason"] for form in commands.forms("fp32")}
+    assert made == {"x": "RuntimeError: no such kernel", "y": "why"}
+
+    library = SimpleNamespace(name="Peer", peer="peer", pid=0, contestants=lambda kind: made)
+    line = program.measure([library], "F", "fp32", 0.01, lambda: 1.0, rng)
+    assert [(r.name, r.reason) for r in line.rows] == [
+        ("Peer x", "RuntimeError: no such kernel"),
+        ("Peer y", "why"),
+    ]
+    assert line.ran == []
+    assert line.ours is line.best_peer is None
+
+    def gone(kind):
+        raise workers.Died("died of SIGKILL")
+
+    library.contestants = gone
+    (row,) = program.measure([library], "F", "fp32", 0.01, lambda: 1.0, rng).rows
+    assert (row.name, row.reason) == ("Peer", "died of SIGKILL")
+
+
+def test_a_coarse_format_may_have_a_larger_error(decode):
+    def coarse(problem):
+        return Contestant(lambda i: i, lambda i: 1.1 * problem.expected, 1, 1, largest_error=0.2)
+
+    assert worker.checked(coarse, decode, "int8")[1] == pytest.approx(0.1)

@@ -1,0 +1,155 @@
+"""Options, tables and documents of `python -m perf`."""
+
+import pytest
+from made_results import compared, lines
+
+from perf import __main__ as program
+from perf import report
+from perf.shapes import (
+    PREFILL,
+    SHAPES,
+    WORDS,
+    Shape,
+    labelled,
+)
+
+TINY = Shape(2, 4, 2, 8, 32)
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_options():
+    options = program.parse([])
+    assert options.shapes == list("ABCDEFP")
+    assert options.kinds[:4] == ["fp32", "fp16", "bf16", "int8"]
+    options = program.parse(["--shapes", "F,P", "--kinds", "int8", "--peers", "numpy"])
+    assert (options.shapes, options.kinds, options.peers) == (["F", "P"], ["int8"], ["numpy"])
+
+
+@pytest.mark.parametrize("argv", [["--shapes", "G"], ["--kinds", ""], ["--peers", "numpy,x"]])
+def test_bad_options(argv, capsys):
+    with pytest.raises(SystemExit):
+        program.parse(argv)
+    assert "expected some of" in capsys.readouterr().err
+
+
+def test_reports_are_not_overwritten(tmp_path):
+    names = []
+    for _ in range(3):
+        path = program.unused(tmp_path / "a.md")
+        path.touch()
+        names.append(path.name)
+    assert names == ["a.md", "a-2.md", "a-3.md"]
+
+
+def test_where_to_check():
+    assert program.parse([]).check == [("C", "bf16"), ("C", "int8"), ("P", "fp32")]
+    assert program.parse(["--check", "none"]).check == []
+    with pytest.raises(SystemExit):
+        program.parse(["--check", "C"])
+
+
+# ------------------------------------------------------------------ tables
+
+
+def test_who_is_best():
+    first, second = lines()
+    assert first.ours.form == ""
+    assert first.best_peer.library == "OpenVINO"  # neither the slower one nor numkv's own pages
+    assert second.best_peer is None
+
+
+def test_decode_table():
+    rows = report.decode_table(lines()).splitlines()
+    assert rows[0] == "| shape | contestant | µs | MB | GB/s | share | time / numkv | error |"
+    assert rows[1] == "| --- | --- | --: | --: | --: | --: | --: | --: |"
+    assert (
+        rows[2]
+        == "| A: 1 sequence, 32k tokens | numkv | 1,000 | 40.0 | 40.0 | 0.80 | 1.00 | 1.2e-07 |"
+    )
+    assert (
+        rows[4]
+        == "| A: 1 sequence, 32k tokens | PyTorch SDPA | 3,500 | 40.0 | 11.4 | 0.20 | 3.50 | 2.0e-07 |"
+    )
+    assert rows[-1] == "| A, B | NumPy | does not run: no dtype |  |  |  |  |  |"
+    assert len({row.count("|") for row in rows}) == 1
+
+
+def test_summary_and_probes():
+    assert report.summary_table(lines()).splitlines()[2:] == [
+        "| A: 1 sequence, 32k tokens | 0.80 | 2.00 (OpenVINO) |",
+        "| B: 8 sequences, 4k tokens | 0.80 | – |",
+    ]
+    row = report.probe_table(lines()).splitlines()[2]
+    assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | – |"
+
+
+def test_shapes_have_words():
+    assert WORDS.keys() == SHAPES.keys() | PREFILL.keys()
+    assert len(set(WORDS.values())) == len(WORDS)
+    assert labelled("F") == "F: 1 sequence, 512 tokens"
+
+
+def test_best_forms():
+    slower = report.Row("OpenVINO", "x", seconds=1e-3, ratio=3.0)
+    first, second = lines()
+    first.rows.append(slower)
+    second.rows.append(slower)
+    assert report.best_forms_table([first, second]).splitlines()[2:] == [
+        "| OpenVINO | fp32 | PagedAttention: A 2.00; x: B 3.00 |",
+        "| PyTorch | fp32 | SDPA: A 3.50 |",
+    ]
+
+
+def test_fairness_table():
+    some = [compared([2.0, 1.0], [1.0, 1.0]), compared([], [])]
+    rows = report.fairness_table(some).splitlines()[2:]
+    of = "| C: no grouping, 4k tokens | bf16 | PyTorch SDPA |"
+    assert rows == [
+        f"{of} 1,500,000 | 1,000,000 | 1.50 | UNFAIR: slower in the race | 0% |",
+        f"{of} – | – | – | not compared:  | 0% |",
+    ]
+
+
+def test_prefill_table():
+    row = report.Row("numkv", "", seconds=0.25, ratio=1.0, error=3e-7, flops=50_000_000_000)
+    gone = report.Row("PyTorch", "", reason="why")
+    table = report.prefill_table([report.Line("P", k, [row, gone]) for k in ("fp32", "bf16")])
+    rows = table.splitlines()
+    assert rows[2] == "| fp32 | numkv | 250.0 | 200 | 1.00 | 3.0e-07 |"
+    assert rows[-1] == "| fp32, bf16 | PyTorch | does not run: why |  |  |  |"
+
+
+def test_number():
+    assert [report.number(x) for x in (None, 12.345, 0.01, 0.001)] == [
+        "–",
+        "12.35",
+        "0.01",
+        "1.0e-03",
+    ]
+
+
+def test_document():
+    shapes = {"A": TINY, "B": TINY, "P": TINY}
+    text = report.document("T", ["word " * 100], shapes, lines(), [], picture="p.svg")
+    assert text.startswith("# T\n\nword word")
+    words = text.replace("\n", " ")
+    assert "A: 1 sequence, 32k tokens (2, 4, 2, 8, 32), B: 8 sequences, 4k" in words
+    assert "](p.svg)" in text
+    assert "### fp32" in text
+    assert "Prefill" not in text
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
+    assert max(map(len, prose)) <= 120
+    assert report.slug("AMD EPYC(TM) 9B45, 2.0") == "amd-epyc-tm-9b45-2-0"
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, of the extra perf")
+    for path in (tmp_path / "a.svg", tmp_path / "b.svg"):
+        report.draw(lines(), path)
+    text = (tmp_path / "a.svg").read_text()
+    assert "<svg" in text
+    assert "share of the read bandwidth" in text
+    assert "32k tokens" in text
+    assert text == (tmp_path / "b.svg").read_text()

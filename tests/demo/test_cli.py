@@ -1,0 +1,385 @@
+"""The command line: text, tables, and errors that are one line."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from demo_models import SIZES, cells, run, write_checkpoint
+
+import numkv
+from numkv.cli import generate, main, screen
+from numkv.cli.output import Progress, format_bytes, table
+from numkv.cli.plan import parse_bytes
+from numkv.demo.tokenizer import ByteTokenizer
+
+# ---------------------------------------------------------------- generating
+
+
+def test_the_bundled_model_continues_the_default_prompt(capsys):
+    output = run(capsys, "--tokens", 24)
+    assert output.startswith(generate.DEFAULT_PROMPT)
+    assert cells(output, "fp16")[1] == "2,560"
+    assert cells(output, "fp32")[-2:] == ["reference", "reference"]
+    assert "24 generated" in output
+    assert "\N{REPLACEMENT CHARACTER}" not in output
+
+
+def test_text_and_table(tiny, capsys):
+    options = ("--model", tiny, "--prompt", "def f(", "--tokens", 8)
+    output = run(capsys, *options, "--kind", "bf16", "fp64", "fp16/fp32", "--temperature", 0)
+    assert output.startswith("def f(")
+    labels = [line.split()[0] for line in output.splitlines() if "MiB" in line or "KiB" in line]
+    assert labels == ["bf16", "fp64", "fp16/fp32", "fp32"]
+    # 2 layers of 2 heads of 8 elements, K and V; room for 1 + 6 + 8 tokens
+    assert cells(output, "bf16")[1:4] == ["128", "1.88", "KiB"]
+    assert cells(output, "fp16/fp32")[1] == "192"
+    assert cells(output, "fp64")[6:8] == ["100.0", "%"]
+    assert float(cells(output, "fp64")[-1]) < 1e-4
+    assert 1e-7 < float(cells(output, "bf16")[-1]) < 0.1
+
+
+def test_int8_beside_fp32(tiny, capsys):
+    options = ("--model", tiny, "--prompt", "def f(", "--tokens", 8, "--temperature", 0)
+    output = run(capsys, *options, "--kind", "int8", "int8/fp16")
+    # 2 layers of 2 heads, K and V: 8 codes and a scale of 4 bytes, or 8 elements of 2 bytes
+    assert cells(output, "int8")[1] == f"{2 * 2 * 2 * 12}"
+    assert cells(output, "int8/fp16")[1] == f"{2 * 2 * (12 + 16)}"
+    assert 1e-5 < float(cells(output, "int8")[-1]) < 0.2
+    assert cells(output, "fp32")[-2:] == ["reference", "reference"]
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_block_size(tiny, capsys, size):
+    options = ("--model", tiny, "--prompt", "def f(", "--tokens", 9, "--temperature", 0)
+    contiguous = run(capsys, *options)
+    output = run(capsys, *options, "--block-size", size)
+    assert output.split("cache")[0] == contiguous.split("cache")[0]
+    assert "room for 16" in contiguous
+    # a start token, 6 of the prompt and 8 of those generated: the last one is not computed
+    blocks = -(-15 // size)
+    assert f"15 tokens are stored, in {blocks} blocks of {size};" in output
+    assert f"{blocks * size - 15} of {blocks * size} slots are empty" in output
+    assert cells(output, "fp16")[1] == cells(contiguous, "fp16")[1] == "128"
+
+
+def test_several_files_are_one_batch(tiny, tmp_path, capsys):
+    prompts = {"a.py": "import os\nimport sys\nx = 1\n", "b.py": "import os\nimport sys\ndef f("}
+    files = []
+    for name, text in prompts.items():
+        (tmp_path / name).write_text(text)
+        files += ["--file", tmp_path / name]
+    options = ("--model", tiny, "--tokens", 12, "--temperature", 0, "--kind", "int8")
+    output = run(capsys, *options, *files)
+    for name, text in prompts.items():
+        alone = run(capsys, *options, "--file", tmp_path / name, "--block-size", 16)
+        assert alone.startswith(text)
+        assert f"==> {tmp_path / name} <==\n{alone.split('cache')[0]}" in output
+    assert cells(output, "int8")[1] == "96"
+    assert "56 tokens read, 24 generated." in output
+    # 22 tokens are the same, of which a block of 16 can be shared
+    assert "62 tokens are stored, in 5 blocks of 16; 18 of 80 slots are empty." in output
+    assert (
+        "The texts have 78 tokens: a common beginning is stored once (shared blocks: 1)" in output
+    )
+    assert "saves 1.50 KiB with int8 (21 %)" in output
+
+
+def test_several_prompts(tiny, capsys):
+    options = ("--model", tiny, "--tokens", 3, "--temperature", 0, "--block-size", 2)
+    output = run(capsys, *options, "--prompt", "a", "--prompt", "bcd")
+    assert output.startswith("==> prompt 1 <==\na")
+    assert "\n\n==> prompt 2 <==\nbcd" in output
+    assert "The texts have no block in common." in output
+
+
+def test_a_text_at_the_end_of_the_context_leaves_the_others_alone(tiny, capsys):
+    options = ("--model", tiny, "--tokens", 30, "--temperature", 0)
+    output = run(capsys, *options, "--prompt", "x" * 60, "--prompt", "y")
+    assert "63 tokens read, 33 generated." in output
+    assert "1 of the texts reached the end of the model's context, 64." in output
+    alone = run(capsys, *options, "--prompt", "x" * 60)
+    assert "61 tokens read, 3 generated, room for 64." in alone
+    assert "The text reached the end of the model's context, 64." in alone
+    assert main([str(x) for x in (*options, "--prompt", "y", "--prompt", "x" * 70)]) == 2
+    message = "numkv: prompt 2: 71 tokens leave no room to go on in the model's context of 64\n"
+    assert capsys.readouterr().err == message
+
+
+def test_the_screen_shows_one_text_at_a_time(capsys):
+    texts = [screen.Text("a", "A\n"), screen.Text("b", "1\n2\n"), screen.Text("c", "C\n")]
+    shown = screen.Screen(ByteTokenizer(), texts)
+
+    def new():
+        return capsys.readouterr().out
+
+    assert new() == "==> a <==\nA\n"
+    shown.show(1, ord("x"))
+    shown.show(2, ord("y"))
+    assert new() == ""
+    shown.show(0, ord("z"))
+    assert new() == "z"
+    shown.show(2, None)
+    shown.show(0, None)
+    assert new() == "\n\n==> b <==\n1\n2\nx"
+    shown.show(1, ord("w"))
+    assert new() == "w"
+    shown.show(1, None)
+    assert new() == "\n\n==> c <==\nC\ny\n\n"
+
+
+def test_fp32_alone_is_the_reference(tiny, capsys):
+    output = run(capsys, "--model", tiny, "--prompt", "x", "--tokens", 4, "--kind", "fp32")
+    assert cells(output, "fp32")[-2:] == ["reference", "reference"]
+
+
+def test_cuda(tiny, capsys):
+    options = ("--model", tiny, "--tokens", 2, "--kind", "fp32", "--temperature", 0)
+    for prompts in (["--prompt", "x"], ["--prompt", "x", "--prompt", "x"]):
+        output = run(capsys, *options, *prompts, "--target", "cuda")
+        assert output.split("cache")[0] == run(capsys, *options, *prompts).split("cache")[0]
+
+
+def test_seed(tiny, capsys):
+    def text(seed):
+        options = ("--model", tiny, "--prompt", "x", "--tokens", 30, "--temperature", 2)
+        return run(capsys, *options, "--seed", seed).split("cache")[0]
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_file_and_long_prompts(tiny, tmp_path, capsys):
+    path = tmp_path / "prompt.txt"
+    path.write_text("".join(f"{i}\n" for i in range(23)))
+    output = run(capsys, "--model", tiny, "--file", path, "--tokens", 1)
+    assert output.startswith("[… 3 lines]\n3\n4\n")
+    assert cells(output, "fp16")[5] == "-"  # one token needs no decoding step
+
+
+def test_control_characters_are_shown_as_a_sign(capsys):
+    screen.show("a\x1b[2Jb\tc\n\x00")
+    assert capsys.readouterr().out == "a\ufffd[2Jb\tc\n\ufffd"
+
+
+# ---------------------------------------------------------------- other commands
+
+
+def test_info(capsys):
+    output = run(capsys, "info")
+    facts = dict(line.split(maxsplit=1) for line in output.splitlines())
+    assert facts["numkv"].startswith(numkv.__version__)
+    for name in ("python", "numpy", "numba", "llvmlite", "cpu", "threads", "targets", "kinds"):
+        assert name in facts
+    assert "threading layer" in output
+    assert "bits" in next(line for line in output.splitlines() if line.startswith("vector width"))
+
+
+def test_plan_by_sizes(capsys):
+    options = ("--layers", 36, "--kv-heads", 8, "--head-dim", 128)
+    output = run(capsys, "plan", *options, "--memory", "1.125GiB", "--tokens", "1,024")
+    assert cells(output, "fp16") == ["fp16", "4,096", "147,456", "8,192", "144", "MiB"]
+    assert cells(output, "fp32")[3] == "4,096"
+    labels = [line.split()[0] for line in output.splitlines()[4:-1]]
+    assert labels == [kind.name for kind in numkv.kinds.kinds()]
+    assert cells(output, "int8")[1] == f"{8 * 2 * (128 + 4):,}"
+    assert "scales of int8 are counted" in output
+    output = run(capsys, "plan", *options, "--head-dim-v", 64, "--kind", "bf16")
+    assert "scales" not in output
+    assert cells(output, "bf16")[2] == f"{36 * 8 * (128 + 64) * 2:,}"
+
+
+def test_plan_by_config(tiny, tmp_path, capsys):
+    for path in (tiny, tiny / "config.json"):
+        assert cells(run(capsys, "plan", "--config", path), "bf16")[2] == "128"
+    assert cells(run(capsys, "plan", "--config", tiny, "--layers", 4), "bf16")[2] == "256"
+    other = {"model_type": "gemma3", "text_config": {**SIZES, "head_dim": None}}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    assert cells(run(capsys, "plan", "--config", tmp_path), "bf16")[2] == "96"
+
+
+def test_eval(tiny, tmp_path, capsys):
+    path = tmp_path / "text.py"
+    path.write_text("import os\n" * 5)
+    options = ("eval", "--model", tiny, "--context", 16)
+    output = run(capsys, *options, "--file", path, "--kind", "fp32", "fp64", "bf16", "int8")
+    assert cells(output, "fp32")[2:] == ["+0.00000", "reference", "reference"]
+    assert cells(output, "fp64")[-2:] == ["100.00", "%"]
+    assert 0 < float(cells(output, "bf16")[3]) < 1e-2
+    assert 0 < float(cells(output, "int8")[3]) < 1e-2
+    assert f"{path}: 50 bytes in windows of 16 tokens" in output
+
+
+def test_eval_of_held_out_modules(tiny, capsys, monkeypatch):
+    from numkv.cli import evaluate
+    from numkv.demo.evaluate import Document, HeldOut
+
+    found = HeldOut(
+        (Document("a.py", "import b"), Document("b.py", "x = 1")), "3.11.7", ("a.py",), ()
+    )
+    monkeypatch.setattr(evaluate, "held_out", lambda: found)
+    output = run(capsys, "eval", "--model", tiny, "--modules", "b")
+    assert "b of 2 held-out modules, not the reference text of Python 3.11.7; 1 differ" in output
+    assert "5 bytes" in output
+    assert main(["eval", "--model", str(tiny), "--modules", "c"]) == 2
+    assert "expected some of a, b; got c" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["info"], ["plan"], ["eval"], ["accuracy"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: numkv")
+    assert max(map(len, output.splitlines())) <= 100
+
+
+def test_python_m_numkv():
+    command = [sys.executable, "-m", "numkv", "plan", "--layers", "1", "--kv-heads", "1"]
+    done = subprocess.run([*command, "--head-dim", "8"], capture_output=True, text=True, check=True)
+    assert cells(done.stdout, "fp16")[1] == "32"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "numkv: plan needs --config, or --layers, --kv-heads and --head-dim\n"
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nonsense"], "unrecognized arguments: --nonsense (see numkv --help)"),
+        (["--kind", "fp17"], "expected one of fp64, fp32, fp16, bf16"),
+        (["--kind", "fp16/"], "expected one of fp64"),
+        (["--tokens", "0"], "argument --tokens: expected an integer of 1 or more, got '0'"),
+        (["--temperature", "nan"], "argument --temperature: expected 0 or more, got 'nan'"),
+        (["--target", "tpu"], "argument --target: invalid choice: 'tpu'"),
+        (["--block-size", "0"], "argument --block-size: expected an integer of 1 or more, got '0'"),
+        (
+            ["--kind", "int8/int7"],
+            "expected one of fp64, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8",
+        ),
+        (["--prompt", "a", "--file", "b"], "not allowed with argument"),
+        (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt: no such file or directory"),
+        (["--model", "/nowhere"], "/nowhere/config.json: no such file or directory"),
+        (["--prompt", "x" * 3000], "leave no room to go on in the model's context of 2,048"),
+        (["--prompt", "\udce4"], "--prompt: not UTF-8 text"),
+        (["plan", "--memory", "lots"], "expected a size such as 8GiB or 500MB, got 'lots'"),
+        (["plan", "--config", "/nowhere"], "/nowhere: no such file or directory"),
+        (["plan", "--layers", "2"], "plan needs --config, or"),
+        (["eval", "--file", "/nowhere"], "/nowhere: no such file or directory"),
+        (["eval", "--context", "1"], "expected an integer of 2 or more"),
+        (["eval", "--context", "4096"], "--context 4,096: the model has 2,048"),
+        (["eval", "--modules", "nonsense"], "--modules: expected some of "),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("numkv: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_no_cuda_is_one_line(capsys, monkeypatch):
+    def refuse(name):
+        raise numkv.NotSupported(f"no {name}; install a driver")
+
+    monkeypatch.setattr(numkv.targets, "get", refuse)
+    assert main(["--target", "cuda"]) == 2
+    assert capsys.readouterr().err == "numkv: no cuda; install a driver\n"
+    assert "cpu; no cuda (no cuda)" in run(capsys, "info")
+
+
+def test_bad_files_are_errors(tiny, tmp_path, capsys):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    assert main(["--file", str(latin)]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
+    assert main(["eval", "--file", str(latin)]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    assert main(["eval", "--file", str(empty)]) == 2
+    assert "no text to evaluate" in capsys.readouterr().err
+    config = {**SIZES, "model_type": "qwen3", "bos_token_id": None}
+    write_checkpoint(tmp_path, **config)
+    assert main(["--model", str(tmp_path), "--file", str(empty)]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+    mla = tmp_path / "mla.json"
+    mla.write_text(json.dumps({**config, "kv_lora_rank": 512}))
+    assert main(["plan", "--config", str(mla)]) == 2
+    assert "compressed latents" in capsys.readouterr().err
+    mla.write_text(json.dumps({**config, "num_hidden_layers": "many"}))
+    assert main(["plan", "--config", str(mla)]) == 2
+    assert "num_hidden_layers: expected a positive integer, got 'many'" in capsys.readouterr().err
+
+
+def test_interrupt(capsys, monkeypatch):
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate.Model, "load", lambda *_: interrupted(""))
+    assert main([]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30), ("1.5 MiB", 1536 * 1024), ("500MB", 500_000_000), ("2k", 2000),
+        ("640", 640), ("3B", 3), ("1tib", 2**40),
+    ],
+)  # fmt: skip
+def test_parse_bytes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 XB", "1e9"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"), (640, "640 B"), (1024, "1 KiB"), (1500, "1.46 KiB"), (8 * 2**30, "8 GiB"),
+        (123 * 2**20 + 1, "123 MiB"), (45 * 2**20 + 2**19, "45.5 MiB"), (2**60, "1024 PiB"),
+    ],
+)  # fmt: skip
+def test_format_bytes(size, text):
+    assert format_bytes(size) == text
+
+
+def test_table():
+    assert table(["a", "bb"], [["ccc", "1"]]) == "a    bb\n---  --\nccc   1"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
+def test_progress(stream, monkeypatch):
+    with Progress("short work", stream):
+        pass
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(Progress, "DELAY", 0.01)
+    with Progress("long work", stream) as progress:
+        progress.update(1, 4)
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "long work…  25 %  0 s" in stream.getvalue()
+    if stream.isatty():
+        assert stream.getvalue().endswith("\r" + " " * len("long work…  25 %  0 s") + "\r")

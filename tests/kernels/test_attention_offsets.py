@@ -1,0 +1,78 @@
+"""Which memory attention asks for ahead of time: seen neither in results nor, on a noisy machine, in times."""
+
+import numba
+import numpy as np
+import pytest
+
+from numkv.kernels.cpu.attention.offsets import (
+    EXTENTS,
+    K_EXTENTS,
+    TURN,
+    V_EXTENTS,
+    layout_of,
+    locate,
+    strides_of,
+)
+from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE
+
+LINE = 64
+
+
+@numba.njit
+def run_locate(k, v, tile, begin, end, entries, unit, head, offsets):
+    """Fill the tables of a turn, of rows without scales."""
+    layout = layout_of(k, strides_of(k), False, v, strides_of(v), False, unit)
+    locate(offsets, tile, begin, end, entries, head, layout)
+
+
+def asked_for(extents):
+    """The cache lines that extents have, as they are asked for; the last one, which never ends, is left out."""
+    lines = []
+    for start, end in extents.reshape(-1, 2):
+        if end == NO_MORE:
+            return lines
+        lines += range(start // LINE, (end - 1) // LINE + 1)
+    raise AssertionError("extents without an end")
+
+
+def lines_of(pool, slots, head):
+    """The cache lines of some tokens' rows."""
+    size = pool.shape[2]
+    lines = []
+    for slot in slots:
+        row = pool[slot // size, head, slot % size]
+        start = row.ctypes.data
+        lines += range(start // LINE, (start + row.size - 1) // LINE + 1)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("tile", "begin", "end"),
+    [(0, 0, 200), (64, 0, 200), (192, 0, 200), (64, 70, 100), (256, 0, 200)],
+)
+@pytest.mark.parametrize("by_slot", [False, True], ids=["by block", "by slot"])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (64, 128), (48, 80)])
+def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end):
+    num_blocks = 256 // block_size
+    k, v = (np.zeros((num_blocks, 2, block_size, d), np.int8) for d in (dim, dim_v))
+    blocks = rng.permutation(num_blocks)
+    entries = blocks.astype(np.int32)
+    if by_slot:
+        entries = (
+            (blocks[:, None] * block_size + np.arange(block_size)).astype(np.int32).reshape(-1)
+        )
+    offsets = np.full(TURN, -1, np.int64)
+    run_locate(k, v, tile, begin, end, entries, 1 if by_slot else block_size, 1, offsets)
+    # Past the end there is no tile: its last token stands in.
+    tokens = range(max(tile, begin), min(tile + KV_TILE, end)) or [end - 1]
+    slots = [blocks[t // block_size] * block_size + t % block_size for t in tokens]
+    for pool, at in ((k, K_EXTENTS), (v, V_EXTENTS)):
+        asked = asked_for(offsets[at : at + EXTENTS])
+        wanted = lines_of(pool, slots, 1)
+        assert set(asked) == set(wanted)
+        # No line twice, but where an extent ends and another one begins.
+        assert len(asked) <= len(set(asked)) + len(slots) * (pool.shape[3] % LINE > 0)
+        # In the order of tokens.
+        assert list(dict.fromkeys(asked)) == list(dict.fromkeys(wanted))

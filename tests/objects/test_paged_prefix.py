@@ -1,0 +1,178 @@
+"""Prefixes that sequences of a `PagedKVCache` share."""
+
+import numpy as np
+import pytest
+from paged_caches import check_attention, fill, grow, make, started, write
+
+from numkv.caches.paged.prefix_match import release_behind_window
+
+
+@pytest.fixture
+def cpu():
+    """`to` and `host` of tests that are about the host's bookkeeping."""
+    return np.asarray, np.asarray
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_a_second_prompt_shares_the_first_ones_blocks(target, to, host, kind):
+    cache = make(target=target, kind=kind)
+    first = started(cache, to, PROMPT)
+    used = cache.stats().pool.used
+    text = PROMPT[:6] + [7, 7, 7]
+    second = cache.add(text)
+    assert cache.cached_len(second) == cache.length(second) == 6
+    assert cache.stats().pool.used == used
+    tables = [cache._sequences[s].tables[0] for s in (first, second)]
+    assert np.array_equal(tables[0][:3], tables[1])
+    grow(cache, to, second, text)
+    check_attention(cache, to, host, first, PROMPT, kind=kind)
+    check_attention(cache, to, host, second, text, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("length", "cached"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)]
+)
+def test_the_last_token_is_left_to_compute(cpu, length, cached):
+    """And partial blocks are never shared."""
+    cache = make()
+    started(cache, cpu[0], PROMPT)
+    assert cache.cached_len(cache.add(PROMPT[:length])) == cached
+    cache.check()
+
+
+def test_what_is_shared_stays_findable_without_a_sequence(cpu):
+    to, host = cpu
+    cache = make()
+    cache.remove(started(cache, to, PROMPT))
+    assert cache.stats().pool.used == 0
+    seq = cache.add(PROMPT)
+    assert cache.cached_len(seq) == 8
+    grow(cache, to, seq, PROMPT)
+    check_attention(cache, to, host, seq, PROMPT)
+
+
+def test_extra_keys_keep_prompts_apart(cpu):
+    to, host = cpu
+    cache = make()
+    extras = [None, {"adapter": 7}, {"adapter": 8}, {"salt": b"a"}, {"adapter": 7, "salt": b"a"}]
+    seqs = []
+    for salt, extra in enumerate(extras):
+        seqs.append(cache.add(PROMPT, extra=extra))
+        assert cache.cached_len(seqs[-1]) == 0
+        grow(cache, to, seqs[-1], PROMPT[:4], salt=salt)
+    for salt, extra in enumerate(extras):
+        again = cache.add(PROMPT[:5], extra=extra)
+        assert cache.cached_len(again) == 4
+        for seq in (seqs[salt], again):
+            check_attention(cache, to, host, seq, PROMPT[:4], salt=salt)
+
+
+def test_nothing_of_the_callers_objects_is_kept(cpu):
+    """What they say later is not what the cache was told."""
+    to, host = cpu
+    cache = make(num_blocks=40)
+    started(cache, to, PROMPT, extra={"adapter": 1})
+    tokens, extra = np.array(PROMPT, np.int32), {"adapter": 1}
+    seq, empty = cache.add(tokens, extra=extra), cache.add(extra=extra)
+    tokens[:], extra["adapter"] = 8, 2
+    grow(cache, to, empty, [7, 7, 7])
+    other = make()
+    other.swap_in(cache.swap_out(seq))
+    assert other.cached_len(other.add(PROMPT, extra={"adapter": 1})) == 8
+    assert other.cached_len(other.add([8] * 9, extra={"adapter": 1})) == 0
+    assert cache.cached_len(cache.add([7, 7, 7], extra={"adapter": 1})) == 2
+    assert cache.cached_len(cache.add([7, 7, 7], extra={"adapter": 2})) == 0
+
+
+def test_groups_never_share_with_one_another(cpu):
+    """Two groups hold other layers of the same tokens; whatever the extra keys are called."""
+    to, host = cpu
+    cache = make(4, windows=[-1, 50, -1, 50])
+    seqs = [started(cache, to, PROMPT)]
+    seqs += [started(cache, to, PROMPT), cache.fork(seqs[0])]
+    for group in (0, 1):
+        other = cache.add(PROMPT, extra={"numkv group": group})
+        assert cache.cached_len(other) == 0
+    held = [set(t.tolist()) for t in cache._sequences[seqs[0]].tables]
+    assert not held[0] & held[1]
+    for seq in seqs:
+        check_attention(cache, to, host, seq, PROMPT)
+
+
+def test_without_ids_nothing_is_findable(cpu):
+    to, _ = cpu
+    cache = make()
+    seq = started(cache, to, PROMPT[:5], named=False)
+    grow(cache, to, seq, PROMPT)  # what comes before is not known, so this cannot be named
+    assert cache.cached_len(cache.add(PROMPT)) == 0
+    assert cache.stats().pool.cached == 0
+    cache.truncate(seq, 0)
+    grow(cache, to, seq, PROMPT)
+    assert cache.cached_len(cache.add(PROMPT)) == 8
+
+
+def test_a_block_that_fills_up_over_steps_is_findable(cpu):
+    to, _ = cpu
+    cache = make(block_size=4)
+    seq = cache.add()
+    for n in range(1, 10):
+        grow(cache, to, seq, PROMPT[:n])
+        assert cache.stats().pool.cached == n // 4
+    assert cache.cached_len(cache.add(PROMPT)) == 8
+
+
+def test_sliding_layers_need_their_window_only(cpu):
+    """A long prompt is found though the sliding layers' first blocks have been given to others."""
+    to, host = cpu
+    cache = make(2, windows=[-1, 3], num_blocks=60)
+    text = [n % 7 for n in range(41)]
+    seq = cache.add()
+    for n in range(2, 42, 3):
+        grow(cache, to, seq, text[:n])
+    table = cache._sequences[seq].tables[1]
+    assert (table[:18] == -1).all()
+    assert (table[18:] >= 0).all()
+    squeeze = cache.add()
+    fill(cache, [squeeze], 2 * (cache.num_free // 2))
+    assert cache.stats().pool.evictions >= 10
+    cache.remove(squeeze)
+    again = cache.add(text)
+    assert cache.cached_len(again) == 40
+    grow(cache, to, again, text)
+    check_attention(cache, to, host, again, text)
+    assert cache.cached_len(cache.add(text[:30])) == 0  # its window is gone
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 7])
+def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
+    """Holes in the sliding group, against a search of all lengths one by one."""
+    to, host = cpu
+    size, blocks = 2, 10
+    text = list(range(2 * blocks + 1))
+    rng = np.random.default_rng(window)
+    for _ in range(20):
+        cache = make(2, windows=[-1, window], num_blocks=60)
+        step = cache.reserve([cache.add()], [len(text)])  # registered before the window moves
+        write(step, to, [text], [0])
+        state = cache._sequences[0]
+        with monkeypatch.context() as patch:
+            patch.setattr("numkv.caches.paged.cache.release_behind_window", lambda *_: None)
+            cache.commit(step, token_ids=text)
+        lost = rng.random((2, blocks)) < [[0.04], [0.3]]
+        for table, gone in zip(state.tables, lost, strict=True):
+            cache.blocks.forget(table[:blocks][gone])
+        release_behind_window(cache._store, state)
+        want = max(
+            n
+            for n in range(blocks + 1)
+            if not lost[0, :n].any()
+            and not lost[1, max(0, n * size - 1 - window) // size : n].any()
+        )
+        seq = cache.add(text)
+        assert cache.cached_len(seq) == want * size
+        cache.check()
+        if want:
+            check_attention(cache, to, host, seq, text[: want * size])
