@@ -98,9 +98,9 @@ def _make_load_queries(k_kind, v_kind):
     SCALE_LATER = k_kind == "bf16"
 
     @inlined
-    def load_queries(q, floats, ints, at, sizes, item, scale):
-        first_scale = F(1) if SCALE_LATER and item.is_large else F(scale)
-        load_rows(q, floats, at, sizes, item, first_scale, item.is_large)
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+        first_scale = np.float64(1) if SCALE_LATER and item.is_large else scale
+        load_rows(q, k_scale, floats, at, sizes, item, first_scale, item.is_large)
         if item.is_large:
             rows, heads = item.rows, item.end_head - item.first_head
             number = heads * _blocks(rows)

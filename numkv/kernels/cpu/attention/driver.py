@@ -36,7 +36,7 @@ from numkv.kernels.cpu.attention.records import (
     Tile,
     Visibility,
 )
-from numkv.kernels.cpu.attention.scales import make_gather
+from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
 from numkv.kernels.cpu.attention.scratch import make_layout, places, total
 from numkv.kernels.cpu.attention.vector import make_vector
 from numkv.kernels.cpu.inline import inlined
@@ -63,7 +63,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
     k_scale_steps = strides_of if K_SCALED else _no_strides
     v_scale_steps = strides_of if V_SCALED else _no_strides
-    store = _make_store(COMPUTE)
+    store = _make_store(V_KIND, COMPUTE)
     MAX_ROWS = np.int64(AMX_QUERY_ROWS if USE_AMX else QUERY_ROWS)
     TO_BASE_2 = LOG2_E
 
@@ -112,7 +112,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
                 b += 1
             item = item_of(problem, plan, b, number)
             entries = block_table[b]
-            transposed = load_queries(q, floats, spare_ints, at, sizes, item, scale)
+            transposed = load_queries(q, k_scale, floats, spare_ints, at, sizes, item, scale)
             # Tiles of tokens, each for one head after another.
             tile, head = item.begin - item.begin % KV_TILE, item.first_head
             # Tables of this turn and of the next: V of this one and K of the next are prefetched.
@@ -139,7 +139,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
                 tile, head = next_tile, next_head
                 here, ahead = ahead, here
             leave_rows(floats, at, sizes, item, transposed)
-            store(out, lse, sinks, floats, at, sizes, item, parts_at)
+            store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
         end()
 
     return kernel
@@ -166,19 +166,20 @@ def _no_strides(array):
     return np.int64(0), np.int64(0), np.int64(0)
 
 
-def _make_store(COMPUTE):
-    """``store``: an item's result, or its split's part of it."""
+def _make_store(V_KIND, COMPUTE):
+    """``store``: an item's result, or its split's part of it, times the scale of the kv head's V rows if it has one."""
+    of_head = make_of_head(V_KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
     TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
 
     @inlined
-    def store(out, lse, sinks, floats, at, sizes, item, parts_at):
+    def store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at):
         group, num_q_heads, part_size = sizes.group, out.shape[1], sizes.dim_v + PART_EXTRA
         r = np.int64(0)
         for row in range(item.tokens * (item.end_head - item.first_head)):
             t = row % item.tokens
-            h0 = (item.first_head + row // item.tokens) * group
-            for h in range(h0, h0 + group):
+            head = item.first_head + row // item.tokens
+            for h in range(head * group, (head + 1) * group):
                 first = at.outputs + r * sizes.pad_v
                 o_row = floats[first : first + sizes.dim_v]
                 if item.part < 0:
@@ -186,13 +187,15 @@ def _make_store(COMPUTE):
                     factor, log_sum = finish(
                         floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
                     )
-                    multiply(o_row, F(factor), row_of(out, (item.first_token + t, h)))
+                    row_scale = of_head(F(factor), v_scale, head)
+                    multiply(o_row, row_scale, row_of(out, (item.first_token + t, h)))
                     lse[item.first_token + t, h] = log_sum
                 else:
                     part = parts_at + (item.part + t * num_q_heads + h) * part_size
                     floats[part] = floats[at.maxima + r]
                     floats[part + 1] = floats[at.sums + r]
-                    multiply(o_row, F(1), floats[part + PART_EXTRA : part + part_size])
+                    row_scale = of_head(F(1), v_scale, head)
+                    multiply(o_row, row_scale, floats[part + PART_EXTRA : part + part_size])
                 r += 1
 
     return store

@@ -31,8 +31,7 @@ __all__ = ["in_integers", "make_keys", "make_values"]
 def in_integers(kind: str, compute: str) -> bool:
     """Whether rows of a kind are multiplied as integers."""
     found = kind_named(kind)
-    is_packed = found.elements_per_word > 1
-    return compute == "float32" and found.has_scales and (INT4_INTEGERS or not is_packed)
+    return compute == "float32" and found.has_scales and (INT4_INTEGERS or not found.is_packed)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import FEW_ROWS, KV_TILE, QUERY_ROWS, Item
-from numkv.kernels.cpu.attention.visible import visible_to_any
 from numkv.kernels.cpu.inline import inlined
+from numkv.rows.visible import visible_to_any
 
 __all__ = [
     "LEAST_ROWS",

@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups, make_gather_scales
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.prefetch import prefetch
 from numkv.kinds import kind as kind_named
 
-__all__ = ["make_gather"]
+__all__ = ["make_gather", "make_of_head"]
 
 
 @functools.cache
@@ -48,3 +50,19 @@ def make_gather(kind: str, compute: str) -> Callable[..., Any]:
     if not found.has_scales:
         return nothing
     return of_groups if found.group_size else of_rows
+
+
+@functools.cache
+def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
+    """``of_head(factor, scale, head)``: a factor times the scale of a kv head, in the float type, for a storage kind."""
+    F = np.float32 if compute == "float32" else np.float64
+
+    @inlined
+    def scaled(factor, scale, head):
+        return F(factor * scale[head])
+
+    @inlined
+    def unscaled(factor, scale, head):
+        return F(factor)
+
+    return scaled if kind_named(kind).scales_per == "head" else unscaled

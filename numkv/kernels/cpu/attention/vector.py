@@ -18,6 +18,7 @@ from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.integers import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
 from numkv.kernels.cpu.attention.records import SoftmaxState
+from numkv.kernels.cpu.attention.scales import make_of_head
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import row_of
@@ -37,8 +38,8 @@ class Engine(NamedTuple):
 
     #: ``begin()`` and ``end()``, once a thread.
     begin: Callable[..., Any]
-    #: ``load_queries(q, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch memory, and
-    #: returns whether its output rows are transposed.
+    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch memory,
+    #: and returns whether its output rows are transposed.
     load_queries: Callable[..., Any]
     #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
     #: of a tile for one kv head, and returns whether output rows are transposed now.
@@ -72,23 +73,26 @@ def _padded_rows(rows):
 
 @functools.cache
 def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
-    """``load_rows(q, floats, at, sizes, item, scale, transposed)``: query rows times a scale, and where results go.
+    """``load_rows(q, k_scale, floats, at, sizes, item, scale, transposed)``: query rows times a scale, and zeros.
 
-    If output rows are transposed, theirs are not cleared.
+    The scale of a kv head's K rows, if there is one, joins that of its query rows. Where results go is cleared, but for
+    output rows that will be transposed.
     """
+    of_head = make_of_head(k_kind, compute)
     load_query, _, _ = _keys(k_kind, v_kind, compute)
-    HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).elements_per_word > 1
+    HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).is_packed
     F = np.float32 if compute == "float32" else np.float64
 
     @inlined
-    def load_rows(q, floats, at, sizes, item, scale, transposed):
+    def load_rows(q, k_scale, floats, at, sizes, item, scale, transposed):
         heads = item.end_head - item.first_head
         r = np.int64(0)
         for row in range(item.tokens * heads):
             t = item.first_token + row % item.tokens
-            h0 = (item.first_head + row // item.tokens) * sizes.group
-            for h in range(h0, h0 + sizes.group):
-                load_query(floats, at, sizes, r, row_of(q, (t, h)), scale)
+            head = item.first_head + row // item.tokens
+            row_scale = of_head(scale, k_scale, head)
+            for h in range(head * sizes.group, (head + 1) * sizes.group):
+                load_query(floats, at, sizes, r, row_of(q, (t, h)), row_scale)
                 floats[at.maxima + r] = F(-np.inf)
                 r += 1
         # Rows that fill up the last group take part in the arithmetic: what happens to be there may be denormal
@@ -123,8 +127,8 @@ def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
         pass
 
     @inlined
-    def load_queries(q, floats, ints, at, sizes, item, scale):
-        load_rows(q, floats, at, sizes, item, F(scale), False)
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         return False
 
     @inlined

@@ -1,4 +1,4 @@
-"""Which tokens a query sees: a range of its own, or causality and a window."""
+"""Which tokens of a KV tile a query sees; see `numkv.rows.visible`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,9 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.rows.visible import visible_to_any
 
-__all__ = ["visible_in_tile", "visible_to_any"]
-
-
-@register_jitable
-def visible_to_any(ranges, row, count, position, window_left, length):
-    """The smallest range ``[begin, end)`` that holds what each of some queries sees.
-
-    Parameters
-    ----------
-    ranges : int64 array (num_tokens, 2) or (0, 2)
-        Tokens that each query token sees, or none: then it sees `window_left` earlier tokens and itself.
-    row, count : int
-        The query tokens: the first's row among all, and how many they are.
-    position : int
-        Position of the first.
-    window_left, length : int
-        Of the attention and of the sequence.
-    """
-    if len(ranges) > 0:
-        begin, end = length, np.int64(0)
-        for t in range(row, row + count):
-            if ranges[t, 0] < ranges[t, 1]:
-                begin = min(begin, ranges[t, 0])
-                end = max(end, ranges[t, 1])
-        return max(np.int64(0), begin), min(length, end)
-    begin = max(np.int64(0), position - window_left) if window_left >= 0 else np.int64(0)
-    return begin, position + count
+__all__ = ["visible_in_tile"]
 
 
 @register_jitable

@@ -25,7 +25,8 @@ ON_LINE = {kind.name: 64 * kind.elements_per_word // kind.word.itemsize for kind
 def widened(v, kind, words):
     """The floats that a vector of words of a kind stands for, in the float type of `v`: ``words.astype(compute)``.
 
-    Words of INT8 are codes, which have still to be multiplied by their scale.
+    Words of INT8 are codes, which have still to be multiplied by their scale, and 8-bit floats may have to be by their
+    head's.
     """
     if kind == "int8":
         return v.b.sitofp(v.b.sext(words, v.int_type), v.type)
@@ -73,4 +74,34 @@ def _fp16_by_integers(v, words):
     return b.bitcast(b.or_(sign, b.select(is_finite, finite, special)), floats)
 
 
-_WIDEN = {"fp64": _as_is, "fp32": _as_is, "fp16": _fp16, "bf16": _bf16}
+def _e5m2(v, words):
+    """The upper half of a half float's bits."""
+    type_ = ir.VectorType(I16, v.lanes)
+    return _fp16(v, v.b.shl(v.b.zext(words, type_), ir.Constant(type_, [I16(8)] * v.lanes)))
+
+
+def _e4m3(v, words):
+    """A half float with one exponent bit less, whose bias is 8 less: ``(sign, 0, exponent, mantissa) * 2**8``.
+
+    There is no infinity, and all ones are NaN::
+
+        word        s eeee mmm
+        half float  s 0eeee mmm0000000
+    """
+    b, type_ = v.b, ir.VectorType(I16, v.lanes)
+
+    def constant(value):
+        return ir.Constant(type_, [I16(value)] * v.lanes)
+
+    wide = b.zext(words, type_)
+    magnitude = b.and_(wide, constant(0x7F))
+    is_nan = b.icmp_unsigned("==", magnitude, constant(0x7F))
+    bits = b.select(is_nan, constant(0x7E00), b.shl(magnitude, constant(7)))
+    sign = b.shl(b.and_(wide, constant(0x80)), constant(8))
+    floats = _fp16(v, b.or_(bits, sign))
+    return b.fmul(floats, ir.Constant(floats.type, [FLOAT(256.0)] * v.lanes))
+
+
+_WIDEN = {
+    "fp64": _as_is, "fp32": _as_is, "fp16": _fp16, "bf16": _bf16, "fp8_e4m3": _e4m3, "fp8_e5m2": _e5m2,
+}  # fmt: skip
