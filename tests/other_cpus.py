@@ -15,10 +15,10 @@ import sys
 sys.path.insert(0, "tests")
 import numpy as np
 import paged_problems
-from numkv.kernels.cpu import simd
+from numkv.kernels.cpu.vectors import features
 from problems import Shape
 lanes = int(sys.argv[1])
-assert simd.LANES == lanes, simd.LANES
+assert features.LANES == lanes, features.LANES
 rng = np.random.default_rng(0)
 for kind in ("fp16", "int8", "int4"):
     for shape in (Shape(6, 2, 96, (70, 33)), Shape(7, 1, 34, (41,), new=(3,)), Shape(8, 1, 64, (1100,))):

@@ -15,15 +15,16 @@ import pytest
 import numkv
 
 # The package has a function of the same name.
-from numkv.kernels.cpu import attention, simd, threads
+from numkv.kernels.cpu import attention, threads
+from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
 
 on_x86 = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
     reason="reads assembly of x86-64 in the form it has on Linux",
 )
-with_vectors = pytest.mark.skipif(simd.LANES < 8, reason="without AVX2, SSE has no multiply-add")
+with_vectors = pytest.mark.skipif(LANES < 8, reason="without AVX2, SSE has no multiply-add")
 
-WIDE = {16: "%zmm", 8: "%ymm"}.get(simd.LANES)
+WIDE = {16: "%zmm", 8: "%ymm"}.get(LANES)
 FLOATS = re.compile(r"^vfn?m(add|sub)\d+ps\b")
 PAIRS = re.compile(r"^(vpdp(wssd|busd)s?|vpmadd(wd|ubsw))\b")
 MATRICES = re.compile(r"^(tdp\w+|vdpbf16ps)\b")
@@ -38,7 +39,7 @@ PRODUCTS = {
     "fp16": (FLOATS, MATRICES),
     "bf16": (FLOATS, MATRICES),
     "int8": INTEGERS,
-    "int4": INTEGERS if simd.LANES == 16 else (FLOATS, *INTEGERS),
+    "int4": INTEGERS if LANES == 16 else (FLOATS, *INTEGERS),
 }
 
 
@@ -81,11 +82,11 @@ class Compiled:
             found += [f"narrow: {line}" for line in vectors if WIDE not in line]
             about += any(product.match(line) for product in products for line in lines)
             asking += any(line.startswith("prefetch") for line in lines)
-        if about < 2 * len(simd.AT_ONCE):
+        if about < 2 * len(ROW_UNROLL):
             found.append(f"{about} loops of products")
         # Sums of V rows ask for K rows, scores for V rows; those of INT4 do it in another loop, and its sums, of long
         # rows and of short ones, are the same code for all numbers of rows.
-        if asking < (2 if self.kind == "int4" and simd.LANES == 16 else len(simd.AT_ONCE)):
+        if asking < (2 if self.kind == "int4" and LANES == 16 else len(ROW_UNROLL)):
             found.append(f"{asking} loops that ask for memory ahead of time")
         return found
 

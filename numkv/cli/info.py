@@ -17,10 +17,10 @@ import numkv
 from numkv import targets
 from numkv.cli.output import format_bytes
 from numkv.errors import NotSupported
-from numkv.kernels.cpu import simd
-from numkv.kernels.cpu.attention import make_attention
-from numkv.kernels.cpu.simd_tiles import has_tiles
+from numkv.kernels.cpu.attention.driver import make_attention
 from numkv.kernels.cpu.threads import num_threads
+from numkv.kernels.cpu.vectors import features
+from numkv.kernels.cpu.vectors.amx import has_amx
 from numkv.kernels.disk_cache import SUFFIX, folder_of
 from numkv.kinds import kinds
 
@@ -61,7 +61,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "blas", _blas()
     yield "cpu", _cpu()
     yield "vector width", _vector_width()
-    yield "matrix unit", "AMX" if has_tiles() else "none"
+    yield "matrix unit", "AMX" if has_amx() else "none"
     yield "threads", f"{num_threads()} of {os.cpu_count()} cores"
     yield "threading layer", _threading_layer()
     yield "targets", _targets()
@@ -98,8 +98,8 @@ def _cpu() -> str:
 
 
 def _vector_width() -> str:
-    half = "yes" if simd._HAS_HALF else "no"
-    return f"{32 * simd.LANES} bits ({simd.LANES} floats), half floats in hardware: {half}"
+    half = "yes" if features.HAS_HALF else "no"
+    return f"{32 * features.LANES} bits ({features.LANES} floats), half floats in hardware: {half}"
 
 
 def _threading_layer() -> str:

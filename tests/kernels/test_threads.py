@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numba import types
 
-from numkv.kernels.cpu.simd import next_item, on_threads
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
+from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 
 WORKERS = [1, numba.get_num_threads()]
 I8 = types.Array(types.int64, 1, "C")

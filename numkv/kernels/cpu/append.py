@@ -25,8 +25,9 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.scales import by_row
-from numkv.kernels.cpu.simd import is_aligned, on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
+from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
+from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind

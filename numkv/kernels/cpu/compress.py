@@ -28,9 +28,18 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.cpu.simd import TILE, next_item, on_threads, row_of, softmax_tile
-from numkv.kernels.cpu.simd_codes import CODE_LANES, score_code_tile, weigh_code_tile
+from numkv.kernels.cpu.attention.llvm.softmax import online_softmax_row
+from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.compress_codes import (
+    CODE_LANES,
+    CodeRows,
+    make_accumulate_codes,
+    make_qk_codes,
+)
+from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
+from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codes import code_at, packed_byte, refined
@@ -184,12 +193,41 @@ def make_turn(SRC):
     return kernel
 
 
+def _make_scores(bits):
+    """``score(q, q_at, q_step, keys, rows, s)`` of 1 or 4 query rows against codes of `bits` bits."""
+    score_one, score_four = make_qk_codes(bits, 1), make_qk_codes(bits, 4)
+
+    @inlined
+    def score(q, q_at, q_step, keys, rows, s):
+        if rows == 4:
+            score_four(q, q_at, q_step, keys, s, 0, KV_TILE)
+        else:
+            score_one(q, q_at, q_step, keys, s, 0, KV_TILE)
+
+    return score
+
+
+def _make_accumulate(bits):
+    """``accumulate(s, values, rows, sums, at, step, rescale)`` of 1 or 4 query rows and codes of `bits` bits."""
+    add_one, add_four = make_accumulate_codes(bits, 1), make_accumulate_codes(bits, 4)
+
+    @inlined
+    def accumulate(s, values, rows, sums, at, step, rescale):
+        if rows == 4:
+            add_four(s, 0, KV_TILE, values, sums, at, step, rescale, 0)
+        else:
+            add_one(s, 0, KV_TILE, values, sums, at, step, rescale, 0)
+
+    return accumulate
+
+
 def make_attend(BITS):
     """The kernel of scores and of attention on codes of `BITS` bits.
 
     Without `parts`, scores go to `scores`; with them, there is one for each split, and what they get is to be merged.
     """
     LENGTH, LANES = SPLIT, CODE_LANES
+    score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(BITS)
 
     def kernel(
         q, q_sketch, dim, projections, levels, sign_levels, k_codes, k_scales, signs, residuals,
@@ -205,8 +243,11 @@ def make_attend(BITS):
         step, sketch_step = q.shape[1], q_sketch.shape[1]
         width, sign_width = k_codes.shape[2], signs.shape[2]
         pad = (dim + LANES - 1) // LANES * LANES
-        s = np.empty(4 * TILE, np.float32)
-        s_sketch = np.empty(4 * TILE, np.float32)
+        k_bytes, v_bytes = without_refcount(k_codes), without_refcount(v_codes)
+        sign_bytes = without_refcount(signs)
+        code_levels, sign_values = without_refcount(levels), without_refcount(sign_levels)
+        s = np.empty(4 * KV_TILE, np.float32)
+        s_sketch = np.empty(4 * KV_TILE, np.float32)
         sums = np.empty(group * pad, np.float32)
         maxima = np.empty(group, np.float32)
         totals = np.empty(group, np.float32)
@@ -221,55 +262,47 @@ def make_attend(BITS):
             sums[:] = np.float32(0)
             maxima[:] = np.float32(-np.inf)
             totals[:] = np.float32(0)
-            for t in range(first, last, TILE):
-                count = min(TILE, last - t)
+            for t in range(first, last, KV_TILE):
+                count = min(KV_TILE, last - t)
                 at = (g * k_codes.shape[1] + t) * width  # of K and of V
                 sign_at = (g * signs.shape[1] + t) * sign_width
+                keys = CodeRows(k_bytes, at, width, count, dim, code_levels)
+                sketches = CodeRows(
+                    sign_bytes, sign_at, sign_width, count, projections, sign_values
+                )
+                values = CodeRows(v_bytes, at, width, count, dim, code_levels)
                 r = np.int64(0)
                 while r < group:
                     at_once = 4 if group - r >= 4 else 1
                     row = g * group + r
-                    q_at, sketch_at = row * step, row * sketch_step
-                    if at_once == 4:
-                        score_code_tile(BITS, 4, q, q_at, step, k_codes, at, width, count, dim,
-                                        levels, s, 0, TILE)  # fmt: skip
-                    else:
-                        score_code_tile(BITS, 1, q, q_at, step, k_codes, at, width, count, dim,
-                                        levels, s, 0, TILE)  # fmt: skip
-                    if projections > 0 and at_once == 4:
-                        score_code_tile(1, 4, q_sketch, sketch_at, sketch_step, signs, sign_at,
-                                        sign_width, count, projections, sign_levels, s_sketch, 0,
-                                        TILE)  # fmt: skip
-                    elif projections > 0:
-                        score_code_tile(1, 1, q_sketch, sketch_at, sketch_step, signs, sign_at,
-                                        sign_width, count, projections, sign_levels, s_sketch, 0,
-                                        TILE)  # fmt: skip
+                    score(q, row * step, step, keys, at_once, s)
+                    if projections > 0:
+                        score_signs(
+                            q_sketch, row * sketch_step, sketch_step, sketches, at_once, s_sketch
+                        )
                     for i in range(at_once):
                         for j in range(count):
-                            s[i * TILE + j] *= k_scales[g, t + j]
+                            s[i * KV_TILE + j] *= k_scales[g, t + j]
                         if projections > 0:
                             for j in range(count):
-                                s[i * TILE + j] += s_sketch[i * TILE + j] * residuals[g, t + j]
+                                s[i * KV_TILE + j] += (
+                                    s_sketch[i * KV_TILE + j] * residuals[g, t + j]
+                                )
                     if attends:
                         for i in range(at_once):
-                            maximum, shrink, total = softmax_tile(
-                                "float32", s, i * TILE, 0, count, maxima[r + i]
+                            maximum, shrink, total = online_softmax_row(
+                                s, i * KV_TILE, 0, count, maxima[r + i]
                             )
                             maxima[r + i] = maximum
                             totals[r + i] = totals[r + i] * shrink + total
                             rescale[i] = shrink
                             for j in range(count):
-                                s[i * TILE + j] *= v_scales[g, t + j]
-                        if at_once == 4:
-                            weigh_code_tile(BITS, 4, s, 0, TILE, v_codes, at, width, count, dim,
-                                            levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
-                        else:
-                            weigh_code_tile(BITS, 1, s, 0, TILE, v_codes, at, width, count, dim,
-                                            levels, sums, r * pad, pad, rescale, 0)  # fmt: skip
+                                s[i * KV_TILE + j] *= v_scales[g, t + j]
+                        accumulate(s, values, at_once, sums, r * pad, pad, rescale)
                     else:
                         for i in range(at_once):
                             for j in range(count):
-                                scores[row + i, t - begin + j] = s[i * TILE + j]
+                                scores[row + i, t - begin + j] = s[i * KV_TILE + j]
                     r += at_once
             if attends:
                 for r in range(group):

@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import array, build
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec

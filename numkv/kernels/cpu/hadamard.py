@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec

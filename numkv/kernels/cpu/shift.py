@@ -14,7 +14,7 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.scales import by_row
-from numkv.kernels.cpu.simd import row_of
+from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind

@@ -34,7 +34,7 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc import parallel
 
-from numkv.kernels.cpu.simd import thread_launcher
+from numkv.kernels.cpu.vectors.launch import thread_launcher
 
 __all__ = ["ON_THREADS", "launching", "num_threads", "run", "start", "workers_for"]
 

@@ -14,11 +14,11 @@ from problems import Shape
 import numkv
 
 # The package has a function of the same name.
-from numkv.kernels.cpu import attention
-from numkv.kernels.cpu.simd_tiles import has_tiles
+from numkv.kernels.cpu.attention.amx import use_amx
+from numkv.kernels.cpu.vectors.amx import has_amx
 
 pytestmark = pytest.mark.skipif(
-    not has_tiles(), reason="this CPU has no matrix unit, or may not use it"
+    not has_amx(), reason="this CPU has no matrix unit, or may not use it"
 )
 
 MANY = [
@@ -38,9 +38,9 @@ def with_bits(values, bits):
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_many_rows_run_on_the_unit(kind):
-    assert attention.on_tiles(kind, kind, "float32")
-    assert not attention.on_tiles(kind, kind, "float64")
-    assert not attention.on_tiles(kind, "fp16", "float32")
+    assert use_amx(kind, kind, "float32")
+    assert not use_amx(kind, kind, "float64")
+    assert not use_amx(kind, "fp16", "float32")
 
 
 @pytest.mark.parametrize("bits", [8, 16, 24])

@@ -4,41 +4,44 @@ import numba
 import numpy as np
 import pytest
 
-from numkv.kernels.cpu.simd import TILE, most_rows, softmax_rows
+from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step
+from numkv.kernels.cpu.attention.records import KV_TILE, SoftmaxState
+from numkv.kernels.cpu.vectors.features import row_unroll
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
 FENCE = 12345.0
+step_float32, step_float64 = (make_online_softmax_step(x) for x in ("float32", "float64"))
 
 
 @numba.njit
 def run_float32(rows, count, s, begin, end, at):
-    softmax_rows("float32", rows, count, s, 0, begin, end, at, at + 16, at + 32)
+    step_float32(rows, count, s, 0, begin, end, SoftmaxState(at, at + 16, at + 32))
 
 
 @numba.njit
 def run_float64(rows, count, s, begin, end, at):
-    softmax_rows("float64", rows, count, s, 0, begin, end, at, at + 16, at + 32)
+    step_float64(rows, count, s, 0, begin, end, SoftmaxState(at, at + 16, at + 32))
 
 
 def softmax(compute, scores, begin, end, count, maxima, sums):
-    """Probabilities (TILE, rows), then maxima, sums and rescaling factors, 16 of each."""
+    """Probabilities (KV_TILE, rows), then maxima, sums and rescaling factors, 16 of each."""
     rows = scores.shape[1]
-    s = np.full(TILE * rows + 48, FENCE, compute)
-    at = TILE * rows
+    s = np.full(KV_TILE * rows + 48, FENCE, compute)
+    at = KV_TILE * rows
     s[:at] = scores.reshape(-1)
     s[at : at + len(maxima)] = maxima
     s[at + 16 : at + 16 + len(sums)] = sums
     {"float32": run_float32, "float64": run_float64}[compute](rows, count, s, begin, end, at)
-    return s[:at].reshape(TILE, rows), *s[at:].reshape(3, 16)
+    return s[:at].reshape(KV_TILE, rows), *s[at:].reshape(3, 16)
 
 
 @pytest.mark.parametrize(("compute", "bound"), [("float32", 2e-6), ("float64", 4e-15)])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (0, 1), (63, 64), (16, 48)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
 def test_softmax_of_rows(rng, compute, bound, rows, begin, end):
-    rows = min(rows, most_rows(compute))
+    rows = min(rows, row_unroll(compute))
     count = max(1, rows - 1)
-    scores = rng.uniform(-30, 30, (TILE, rows)).astype(compute)
+    scores = rng.uniform(-30, 30, (KV_TILE, rows)).astype(compute)
     # What is not seen may be anything.
     scores[:begin], scores[end:] = np.nan, np.inf
     maxima = rng.uniform(-30, 30, rows).astype(compute)
@@ -65,14 +68,14 @@ def test_softmax_of_rows(rng, compute, bound, rows, begin, end):
 
 @pytest.mark.parametrize("compute", ["float32", "float64"])
 def test_rows_without_scores_and_with_bad_ones(rng, compute):
-    rows = min(4, most_rows(compute))
-    scores = rng.uniform(-3, 3, (TILE, rows)).astype(compute)
+    rows = min(4, row_unroll(compute))
+    scores = rng.uniform(-3, 3, (KV_TILE, rows)).astype(compute)
     scores[:, 0] = -np.inf
     scores[7, 1] = np.nan
     if rows > 2:
         scores[:, 2] = -2000  # far below what was seen before
     maxima, sums = np.array([-np.inf, 1, 1, 1])[:rows], np.array([0, 1, 1, 1])[:rows]
-    p, new, total, rescale = softmax(compute, scores, 0, TILE, rows, maxima, sums)
+    p, new, total, rescale = softmax(compute, scores, 0, KV_TILE, rows, maxima, sums)
     assert new[0] == -np.inf
     assert total[0] == rescale[0] == 0
     assert (p[:, 0] == 0).all()

@@ -4,28 +4,46 @@ import numba
 import numpy as np
 import pytest
 
-from numkv.kernels.cpu import simd_integers
-from numkv.kernels.cpu.simd import NEVER, TILE, arrange_rows, code_row, gather_groups, most_rows
-from numkv.kernels.cpu.simd_integers import (
-    BLOCK,
-    SHORT,
-    code_group_weights,
-    code_weights,
-    fill_code_row,
-    score_integers,
+from numkv.kernels.cpu.attention.llvm.int4_pv import (
+    make_accumulate_int4,
+    quantise_group_probs,
     shares,
-    sum_code_groups,
-    weigh_integers,
 )
+from numkv.kernels.cpu.attention.llvm.int4_qk import (
+    SHORT,
+    make_qk_int4,
+    spread_query,
+    sum_query_groups,
+)
+from numkv.kernels.cpu.attention.llvm.int8 import (
+    make_accumulate_int8,
+    quantise_probs,
+    quantise_query,
+)
+from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
+from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
+from numkv.kernels.cpu.attention.records import (
+    INT4_SPAN,
+    KV_TILE,
+    Outputs,
+    Queries,
+    Rows,
+    Weights,
+)
+from numkv.kernels.cpu.vectors.features import INT4_INTEGERS, row_unroll
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
 for_int4 = pytest.mark.skipif(
-    not simd_integers.INT4_INTEGERS, reason="INT4 is taken as integers with vectors of 512 bits"
+    not INT4_INTEGERS, reason="INT4 is taken as integers with vectors of 512 bits"
 )
 GROUP = 32
 ROWS = 8
-# Runs of memory to ask for ahead of time: from address 0 on, which does nothing.
-NOTHING = np.array([0, NEVER])
+# Memory to prefetch: from address 0 on, which does nothing.
+NOTHING = np.array([0, NO_MORE])
+accumulate_int8, accumulate_int4 = make_accumulate_int8("int8"), make_accumulate_int4("int4")
+gather_groups, interleave = make_gather_groups("float32"), make_interleave_queries("float32")
+qk_int4 = make_qk_int4("int4")
 # What lies in memory that must not matter, or must stay as it is.
 FENCE = np.float32(12345.0)
 # Half a step of 15 bits of the largest weight, and rounding.
@@ -33,15 +51,15 @@ STEP = 0.52 / 32767
 
 
 @numba.njit
-def run_code_weights(rows, f, factors_at, begin, end, scales_at):
-    code_weights(rows, f, 0, factors_at, begin, end, scales_at)
+def run_quantise_probs(rows, f, factors_at, begin, end, scales_at):
+    quantise_probs(rows, f, 0, factors_at, begin, end, scales_at)
 
 
 @numba.njit
 def run_weigh8(rows, count, f, scales_at, v, offsets, begin, end, dim, o_at, o_step, rescale_at):
-    weigh_integers(
-        "int8", rows, count, f, 0, scales_at, v, offsets, begin, end, dim, 0, o_at, o_step, rescale_at,
-        "int8", NOTHING,
+    accumulate_int8(
+        rows, count, f, Weights(0, scales_at), Rows(v, offsets, dim, 0, 1), begin, end,
+        Outputs(o_at, o_step, rescale_at), NOTHING,
     )  # fmt: skip
 
 
@@ -50,11 +68,11 @@ def run_weigh4(
     rows, count, f, s_at, scales, offsets, scale_offsets, scales_at, groups, begin, end, w_at, sums_at,
     codes, dim, o_at, o_step, rescale_at,
 ):  # fmt: skip
-    gather_groups("float32", f, scales_at, scales, scale_offsets, groups)
-    code_group_weights(rows, f, s_at, scales_at, dim, begin, end, w_at, sums_at)
-    weigh_integers(
-        "int4", rows, count, f, w_at, 0, codes, offsets, begin, end, dim, sums_at, o_at, o_step,
-        rescale_at, "int4", NOTHING,
+    gather_groups(f, scales_at, scales, scale_offsets, groups)
+    quantise_group_probs(rows, f, s_at, scales_at, dim, begin, end, w_at, sums_at)
+    accumulate_int4(
+        rows, count, f, Weights(w_at, sums_at), Rows(codes, offsets, dim, scales_at, groups), begin, end,
+        Outputs(o_at, o_step, rescale_at), NOTHING,
     )  # fmt: skip
 
 
@@ -63,19 +81,18 @@ def run_score4(
     at_once, rows, q, f, q_step, sums_at, rows_at, scales, scale_offsets, scales_at, codes, offsets, count,
     dim, s_at, q_scales_at,
 ):  # fmt: skip
-    blocks = q_step // BLOCK
-    gather_groups("float32", f, scales_at, scales, scale_offsets, (dim + 31) // 32)
+    blocks = q_step // INT4_SPAN
+    groups = (dim + 31) // 32
+    gather_groups(f, scales_at, scales, scale_offsets, groups)
     for r in range(rows):
-        fill_code_row(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
-        f[q_scales_at + r] = code_row(f, r * q_step, dim, q_step)
-        sum_code_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
+        spread_query(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
+        f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
+        sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     size = 16 * blocks
-    arrange_rows("float32", at_once, f, 0, q_step, q_step // 2, rows_at)
-    arrange_rows("float32", at_once, f, sums_at, size, size, rows_at + at_once * q_step)
-    score_integers(
-        at_once, f, rows_at, q_scales_at, rows_at + at_once * q_step, codes, offsets, count, dim,
-        scales_at, s_at, "int4", NOTHING,
-    )  # fmt: skip
+    interleave(at_once, f, 0, q_step, q_step // 2, rows_at)
+    interleave(at_once, f, sums_at, size, size, rows_at + at_once * q_step)
+    queries = Queries(rows_at, q_scales_at, rows_at + at_once * q_step)
+    qk_int4(at_once, f, queries, Rows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING)
 
 
 def at_once(rows):
@@ -84,8 +101,8 @@ def at_once(rows):
 
 
 def table(rng, num_rows, step):
-    """Where `TILE` rows start among `num_rows`, in a mixed order; `fill_ramp` leaves as many numbers more."""
-    return rng.permutation(num_rows)[:TILE] * np.int64(step)
+    """Where `KV_TILE` rows start among `num_rows`, in a mixed order; `fill_ramp` leaves as many numbers more."""
+    return rng.permutation(num_rows)[:KV_TILE] * np.int64(step)
 
 
 def packed(values):
@@ -100,12 +117,12 @@ def packed(values):
 
 
 def scale_words(rng, shape, size=1.0):
-    """Words of INT4 groups, and their scales and lowest levels as float64, from the description in `rows/int4.py`."""
+    """Words of INT4 groups, and their scales and minima as float64, from the description in `rows/int4.py`."""
     words = (rng.uniform(0.5, 2, shape) * size).astype(np.float32).view(np.uint32) >> 16
     words = words.astype(np.uint16)
     scale = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    lowest = (-7.5 + ((words & 7) - 3.5) / 2) * scale
-    return words, scale, lowest
+    minimum = (-7.5 + ((words & 7) - 3.5) / 2) * scale
+    return words, scale, minimum
 
 
 def spread(groups, dim):
@@ -119,22 +136,22 @@ def spread(groups, dim):
 @pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
-def test_code_weights(rng, rows, begin, end, size):
-    rows = min(rows, most_rows("float32"))
-    p = rng.uniform(0, 1, (TILE, rows)).astype(np.float32)
+def test_quantise_probs(rng, rows, begin, end, size):
+    rows = min(rows, row_unroll("float32"))
+    p = rng.uniform(0, 1, (KV_TILE, rows)).astype(np.float32)
     p[::2, -1] = 0
     if rows > 1:
         p[:, 1] = 0
-    factors = (rng.uniform(-1, 1, TILE) * size).astype(np.float32)
+    factors = (rng.uniform(-1, 1, KV_TILE) * size).astype(np.float32)
     factors[:begin] = np.nan
     factors[end:] = np.inf
     f = np.concatenate([p.reshape(-1), factors, np.zeros(16, np.float32)])
-    run_code_weights(rows, f, p.size, begin, end, p.size + TILE)
-    scales = f[p.size + TILE :][:rows]
+    run_quantise_probs(rows, f, p.size, begin, end, p.size + KV_TILE)
+    scales = f[p.size + KV_TILE :][:rows]
     # Two tokens of one row side by side.
-    pairs = f[: p.size // 2].view(np.int16).reshape(TILE // 2, rows, 2)
-    codes = pairs.transpose(0, 2, 1).reshape(TILE, rows).astype(np.float64)
-    weights = np.zeros((TILE, rows))
+    pairs = f[: p.size // 2].view(np.int16).reshape(KV_TILE // 2, rows, 2)
+    codes = pairs.transpose(0, 2, 1).reshape(KV_TILE, rows).astype(np.float64)
+    weights = np.zeros((KV_TILE, rows))
     weights[begin:end] = p[begin:end].astype(np.float64) * factors[begin:end, None]
     assert np.isfinite(scales).all()
     assert (codes[:begin] == 0).all()
@@ -149,11 +166,11 @@ def test_code_weights(rng, rows, begin, end, size):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("token", [6, 37])
 def test_a_bad_factor_that_is_seen_makes_the_scale_nan(rng, bad, token):
-    f = rng.uniform(0.1, 1, 3 * TILE + 16).astype(np.float32)
-    f[2 * TILE + token] = bad
+    f = rng.uniform(0.1, 1, 3 * KV_TILE + 16).astype(np.float32)
+    f[2 * KV_TILE + token] = bad
     f[2 * 8] = f[2 * 8 + 1] = 0  # the probabilities of token 8
-    run_code_weights(2, f, 2 * TILE, 6, 38, 3 * TILE)
-    assert np.isnan(f[3 * TILE :][:2]).all()
+    run_quantise_probs(2, f, 2 * KV_TILE, 6, 38, 3 * KV_TILE)
+    assert np.isnan(f[3 * KV_TILE :][:2]).all()
 
 
 def check_weighed(rows, out, before, rescale, weights, values, dim, step_bound):
@@ -169,7 +186,7 @@ def check_weighed(rows, out, before, rescale, weights, values, dim, step_bound):
 
 
 @pytest.mark.parametrize("dim", [8, 34, 64, 96, 128, 129, 160, 256, 320])
-def test_weigh_integers_int8(rng, dim):
+def test_accumulate_int8(rng, dim):
     o_step = dim + 40
     codes = rng.integers(-128, 128, (100, dim), np.int8)
     for rows, begin, end in [
@@ -182,11 +199,11 @@ def test_weigh_integers_int8(rng, dim):
     ]:
         offsets = table(rng, len(codes), dim)
         n = at_once(rows)
-        w = np.full((TILE, n), FENCE, np.float32)
-        w[:, :rows] = rng.uniform(0, 1, (TILE, rows))
-        factors = rng.uniform(-2, 2, TILE).astype(np.float32)
+        w = np.full((KV_TILE, n), FENCE, np.float32)
+        w[:, :rows] = rng.uniform(0, 1, (KV_TILE, rows))
+        factors = rng.uniform(-2, 2, KV_TILE).astype(np.float32)
         factors[:begin] = factors[end:] = np.nan
-        p = np.zeros((ROWS, TILE))
+        p = np.zeros((ROWS, KV_TILE))
         p[:rows] = w[:, :rows].T
         rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
         out = np.full((ROWS, o_step), FENCE, np.float32)
@@ -194,7 +211,7 @@ def test_weigh_integers_int8(rng, dim):
         parts = [w, factors, np.zeros(16), rescale, out, np.zeros(64)]
         f = np.concatenate([x.reshape(-1) for x in parts], dtype=np.float32)
         factors_at, scales_at, rescale_at, o_at = np.cumsum([x.size for x in parts])[:4]
-        run_code_weights(n, f, factors_at, begin, end, scales_at)
+        run_quantise_probs(n, f, factors_at, begin, end, scales_at)
         run_weigh8(
             n,
             rows,
@@ -209,7 +226,7 @@ def test_weigh_integers_int8(rng, dim):
             o_step,
             rescale_at,
         )
-        weights = np.zeros((ROWS, TILE))
+        weights = np.zeros((ROWS, KV_TILE))
         weights[:rows, begin:end] = p[:rows, begin:end] * factors[begin:end].astype(np.float64)
         values = codes[offsets // dim].astype(np.float64)
         step = STEP * np.abs(weights).max(1)[:, None] * np.abs(values[begin:end]).sum(0)
@@ -233,13 +250,13 @@ class Int4:
     """Rows of INT4 with their scales, and where a tile's rows start."""
 
     def __init__(self, rng, dim, size=1.0):
-        self.dim, self.groups, self.blocks = dim, -(-dim // GROUP), -(-dim // BLOCK)
+        self.dim, self.groups, self.blocks = dim, -(-dim // GROUP), -(-dim // INT4_SPAN)
         codes = rng.integers(0, 16, (80, dim))
         self.bytes = packed(codes).reshape(-1)
-        self.words, scale, lowest = scale_words(rng, (80, self.groups), size)
-        self.order = rng.permutation(80)[:TILE]
+        self.words, scale, minimum = scale_words(rng, (80, self.groups), size)
+        self.order = rng.permutation(80)[:KV_TILE]
         self.offsets, self.scale_offsets = self.order * (dim // 2), self.order * self.groups
-        values = codes * spread(scale, dim) + spread(lowest, dim)
+        values = codes * spread(scale, dim) + spread(minimum, dim)
         self.values = values[self.order]
         # What a step of a weight may change: the weight is the probability times the group's scale.
         self.scale, self.codes = scale[self.order], codes[self.order]
@@ -252,13 +269,19 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
     """Run it; give the result, what was before, rescaling factors, probabilities and scales of weights."""
     o_step = v.dim + 40
     fours = ROWS // 4 * v.blocks
-    sizes = [ROWS * TILE, 2 * 4 * TILE * v.blocks, fours * TILE // 2 * 16, fours * 32, ROWS]
+    sizes = [
+        ROWS * KV_TILE,
+        2 * 4 * KV_TILE * v.blocks,
+        fours * KV_TILE // 2 * 16,
+        fours * 32,
+        ROWS,
+    ]
     s_at, scales_at, w_at, sums_at, rescale_at, o_at = np.cumsum([0, *sizes])
     f = np.zeros(o_at + ROWS * o_step + 64, np.float32)
     if p is None:
-        p = rng.uniform(0, 1, (ROWS, TILE)).astype(np.float32)
+        p = rng.uniform(0, 1, (ROWS, KV_TILE)).astype(np.float32)
     n = at_once(rows)
-    f[: TILE * n] = p[:n].T.reshape(-1)
+    f[: KV_TILE * n] = p[:n].T.reshape(-1)
     p = p.astype(np.float64)
     p[:, :begin] = p[:, end:] = 0
     rescale = rng.uniform(0, 1, ROWS).astype(np.float32)
@@ -284,29 +307,29 @@ def weigh4(rng, v, rows, begin, end, p=None, spoil=()):
 
 @numba.njit
 def run_gather(f, scales, offsets, groups):
-    gather_groups("float32", f, 0, scales, offsets, groups)
+    gather_groups(f, 0, scales, offsets, groups)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("run", [64, 16, 4, 1])
 def test_gather_groups_finds_tokens_one_after_another_and_apart(rng, groups, run):
-    words, scale, lowest = scale_words(rng, (80, groups))
-    starts = rng.permutation(80 // run)[: TILE // run] * run
+    words, scale, minimum = scale_words(rng, (80, groups))
+    starts = rng.permutation(80 // run)[: KV_TILE // run] * run
     order = (starts[:, None] + np.arange(run)).reshape(-1)
-    width = 2 if simd_integers.INT4_INTEGERS and groups <= 2 else 4
+    width = 2 if INT4_INTEGERS and groups <= 2 else 4
     fours = -(-groups // 4)
-    f = np.zeros(2 * 4 * TILE * fours, np.float32)
+    f = np.zeros(2 * 4 * KV_TILE * fours, np.float32)
     run_gather(f, words.reshape(-1), order * groups, groups)
-    for found, wanted in zip(f.reshape(2, -1), (scale, lowest), strict=True):
-        found = found[: fours * TILE * width].reshape(fours, TILE, width).swapaxes(0, 1)
-        found = found.reshape(TILE, -1)
+    for found, wanted in zip(f.reshape(2, -1), (scale, minimum), strict=True):
+        found = found[: fours * KV_TILE * width].reshape(fours, KV_TILE, width).swapaxes(0, 1)
+        found = found.reshape(KV_TILE, -1)
         np.testing.assert_allclose(found[:, :groups], wanted[order], rtol=1e-6)
         assert (found[:, groups:] == 0).all()
 
 
 @for_int4
 @pytest.mark.parametrize("dim", DIMS)
-def test_weigh_integers_int4(rng, dim):
+def test_accumulate_int4(rng, dim):
     v = Int4(rng, dim)
     for rows, begin, end in [
         (1, 0, 64),
@@ -316,7 +339,7 @@ def test_weigh_integers_int4(rng, dim):
         (7, 0, 3),
         (8, 17, 19),
     ]:
-        unseen = [t for t in range(TILE) if not begin <= t < end]
+        unseen = [t for t in range(KV_TILE) if not begin <= t < end]
         found, before, rescale, p, scales = weigh4(rng, v, rows, begin, end, spoil=unseen)
         assert np.isfinite(scales).all()
         peak = np.abs(p[:, begin:end, None] * v.scale[begin:end]).max((1, 2))
@@ -342,7 +365,7 @@ def test_int4_weights_of_any_size(rng, size):
 @for_int4
 def test_int4_weights_of_zero_and_nan(rng):
     v = Int4(rng, 64)
-    zero = np.zeros((ROWS, TILE), np.float32)
+    zero = np.zeros((ROWS, KV_TILE), np.float32)
     found, before, rescale, _, scales = weigh4(rng, v, 2, 0, 64, p=zero)
     np.testing.assert_allclose(found[:2, :64], before[:2, :64] * rescale[:2, None], rtol=1e-6)
     assert np.isfinite(scales).all()
@@ -354,29 +377,29 @@ def test_int4_weights_of_zero_and_nan(rng):
 
 def score4(k, q, count):
     """Scores of query rows with `count` rows of K, as float64, and the scales of query rows."""
-    q_step, n = k.blocks * BLOCK, at_once(len(q))
+    q_step, n = k.blocks * INT4_SPAN, at_once(len(q))
     # Rows that fill up a group are zeros.
     sizes = [
         n * q_step,
         n * 16 * k.blocks,
         n * (q_step + 16 * k.blocks),
-        2 * 4 * TILE * k.blocks,
+        2 * 4 * KV_TILE * k.blocks,
         n,
     ]
     sums_at, rows_at, scales_at, q_scales_at, s_at = np.cumsum(sizes)
-    f = np.zeros(s_at + n * TILE, np.float32)
+    f = np.zeros(s_at + n * KV_TILE, np.float32)
     run_score4(
         n, len(q), q, f, q_step, sums_at, rows_at, k.words.reshape(-1), k.scale_offsets, scales_at, k.bytes,
         k.offsets, count, k.dim, s_at, q_scales_at,
     )  # fmt: skip
-    scores = f[s_at:].reshape(TILE, n)[:count, : len(q)].T
+    scores = f[s_at:].reshape(KV_TILE, n)[:count, : len(q)].T
     return scores.astype(np.float64), f[q_scales_at:s_at][: len(q)]
 
 
 @for_int4
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e10])
-def test_score_integers(rng, dim, size):
+def test_qk_int4(rng, dim, size):
     k = Int4(rng, dim)
     for rows, count in [(1, 64), (2, 33), (3, 1), (4, 64), (5, 17), (7, 64), (8, 63)]:
         q = (rng.standard_normal((rows, dim)) * size).astype(np.float32)
@@ -384,7 +407,7 @@ def test_score_integers(rng, dim, size):
         wanted = (q.astype(np.float64) @ k.values.T)[:, :count]
         peak = np.abs(q).max(1)[:, None]
         bound = STEP * peak * np.abs(k.values[:count]).sum(1)
-        # Products are added with code 0's level apart: rounding is of sums of codes, not of values.
+        # Products are added with minima apart: rounding is of sums of codes, not of values.
         bound = bound + 2e-6 * peak * (np.abs(k.values[:count]) + 15 * k.scale.max()).sum(1)
         assert (np.abs(scores - wanted) <= bound).all()
 

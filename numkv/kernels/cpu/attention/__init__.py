@@ -1,0 +1,192 @@
+"""Attention over a paged pool (a contiguous cache is one with long blocks), on the CPU.
+
+For query row (token t, q head h) at position ``p = seq_len - T + t`` and kv head ``g = h // group``::
+
+    score[j] = soft_cap(sm_scale * q[t, h] . k[slot(j), g])       for p - window_left <= j <= p
+    out[t, h] = sum over j of softmax(score)[j] * v[slot(j), g]
+
+The unit of work is an item: one sequence, one or several kv heads, one block of query tokens (all q heads of the
+groups) and one split of the KV range. Splits are merged afterwards in order, as in Flash-Decoding (Dao et al., 2023).
+Heads do not mix, and split boundaries depend on the sequence's own length and window alone.
+
+=============  ==========================================================================================
+`driver`       the kernel: a loop over items and their tiles
+`plan`         which items there are
+`scratch`      what lies where in a worker's scratch memory
+`offsets`      where the rows of a tile lie
+`visible`      which tokens a query sees
+`scales`       scales of a tile's tokens
+`merge`        the kernel that merges splits
+`vector`       the engine of vector code, for K and V each by `floats` or by `integers`
+`amx`          the engine of Intel's matrix unit
+`llvm`         the engines' steps in LLVM
+`records`      sizes and records that these share
+=============  ==========================================================================================
+
+Every engine has the same steps: load queries, scores, softmax, accumulate; then results are stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.attention.amx import use_amx
+from numkv.kernels.cpu.attention.driver import make_attention
+from numkv.kernels.cpu.attention.integers import in_integers
+from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
+from numkv.kernels.cpu.attention.offsets import WORKER_INTS
+from numkv.kernels.cpu.attention.plan import (
+    LEAST_ROWS,
+    MIN_SPLIT,
+    SERIAL_WORK,
+    Problem,
+    make_plan,
+    plan_of,
+    plan_size,
+)
+from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, QUERY_ROWS
+from numkv.kernels.cpu.attention.scratch import make_layout
+from numkv.kernels.cpu.convert import from_floats, to_floats
+from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.cpu.threads import ON_THREADS, launching, num_threads, run
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
+from numkv.kernels.scratch import Workspaces
+from numkv.kinds import kinds
+
+__all__ = ["attend"]
+
+
+@functools.cache
+def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
+    real = getattr(types, compute)
+    signature = (
+        array(real, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2),
+        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
+        types.float64, types.float64, types.int64,
+        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
+        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
+    )  # fmt: skip
+    label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
+    args = (k_kind, v_kind, compute, _use_amx(k_kind, v_kind, compute))
+    return build(make_attention, signature, args=args, label=label)
+
+
+@functools.cache
+def _merge_kernel(compute: str) -> Any:
+    real = getattr(types, compute)
+    signature = (
+        array(types.int64, 1), array(real, 1), array(real, 3, out=True),
+        array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
+        types.Array(types.int64, 1, "C"), *ON_THREADS,
+    )  # fmt: skip
+    return build(
+        make_merge_splits, signature, args=(compute,), label=f"merge of splits in {compute}"
+    )
+
+
+def _plan(
+    seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows, columns, threads, ints
+):  # fmt: skip
+    """Make a plan in `ints`; return how many threads are to work on it, and how many parts there are to merge."""
+    problem = Problem(
+        seq_lens, q_starts, ranges, window_left, capacity, unit, num_kv_heads, group, max_rows
+    )
+    plan = plan_of(ints, len(seq_lens))
+    workers = make_plan(problem, columns, threads, plan)
+    return workers, plan.first_part[len(seq_lens)]
+
+
+@functools.cache
+def _plan_kernel() -> Any:
+    index = array(types.int64, 1)
+    signature = (
+        index, index, array(types.int64, 2), *[types.int64] * 8,
+        types.Array(types.int64, 1, "C"),
+    )  # fmt: skip
+    return build(_plan, signature, label="plan of attention")
+
+
+_use_amx = functools.cache(use_amx)
+
+
+@functools.lru_cache(maxsize=64)
+def _scratch_size(k_kind: str, v_kind: str, compute: str, dim: int, dim_v: int, group: int) -> int:
+    """Floats of scratch memory that a worker needs."""
+    layout = make_layout(
+        k_kind, v_kind, in_integers(k_kind, compute), _use_amx(k_kind, v_kind, compute)
+    )
+    sizes_of, scratch_of = layout
+    return sum(scratch_of(sizes_of(dim, dim_v, group)))
+
+
+_workspaces = Workspaces(lambda size, dtype: aligned(np.empty, (size,), dtype))
+# What a kernel computes with where the words of queries are that.
+_WORD_OF = {kind.name: kind.word.name for kind in kinds() if kind.word.kind == "f"}
+# NumPy takes microseconds to spell a dtype's name.
+_NAMES = {np.dtype(name): name for name in ("float32", "float64")}
+
+
+@implements(Operations.attend)
+def attend(
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
+):  # fmt: skip
+    compute = _NAMES[sinks.dtype]
+    result = out
+    if _WORD_OF.get(q_kind) != compute:
+        q = to_floats(q, q_kind, compute)
+        result = np.empty(out.shape, compute)
+    kernel = _kernel(k_kind, v_kind, compute)
+    group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
+    unit = 1 if by_slot else k.shape[2]
+    num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
+    scratch = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group)
+    # As many as there can be: to ask how many there are would start them, and small calls do without.
+    threads = numba.config.NUMBA_NUM_THREADS
+    alone = num_seqs == 1 and len(ranges) == 0
+    longest = int(seq_lens[0]) if alone else capacity
+    rows = max(q.shape[0] * group, num_seqs * LEAST_ROWS)
+    small = rows * longest * k.shape[1] * (dim + dim_v) < SERIAL_WORK
+    memory = _workspaces.borrow()
+    try:
+        ints = memory.take("int64", plan_size(num_seqs) + threads * WORKER_INTS)
+        if longest <= MIN_SPLIT and (small or alone):
+            # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
+            workers = 1 if small else num_threads()
+            parts_at = workers * scratch
+            with launching(workers) as launch:
+                kernel(
+                    q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
+                    logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                    memory.take(compute, parts_at), ints, launch, -1, workers,
+                )  # fmt: skip
+        else:
+            max_rows = AMX_QUERY_ROWS if _use_amx(k_kind, v_kind, compute) else QUERY_ROWS
+            workers, parts = _plan_kernel()(
+                seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, max_rows,
+                dim + dim_v, threads, ints,
+            )  # fmt: skip
+            if workers > 1:
+                workers = min(workers, num_threads())
+            parts_at = workers * scratch
+            floats = memory.take(compute, parts_at + parts * (dim_v + PART_EXTRA))
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                floats, ints,
+            )  # fmt: skip
+            if parts:
+                merge = _merge_kernel(compute)
+                run(merge, workers, q_starts, sinks, result, lse, parts_at, floats, ints)
+    finally:
+        _workspaces.give_back(memory)
+    if result is not out:
+        from_floats(result, out, q_kind)

@@ -1,0 +1,201 @@
+"""The attention kernel: items one after another, their tiles, and what an engine does with each.
+
+Threads take items one after another, so ragged batches balance themselves, and no item's result depends on which thread
+took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
+whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
+Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows while V
+rows are added up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numkv.kernels.cpu.attention.amx import make_amx
+from numkv.kernels.cpu.attention.floats import multiply
+from numkv.kernels.cpu.attention.integers import in_integers
+from numkv.kernels.cpu.attention.merge import PART_EXTRA
+from numkv.kernels.cpu.attention.offsets import (
+    K_EXTENTS,
+    TABLE,
+    TURN,
+    V_EXTENTS,
+    WORKER_INTS,
+    layout_of,
+    locate,
+    strides_of,
+)
+from numkv.kernels.cpu.attention.plan import Problem, item_of, make_plan, plan_of
+from numkv.kernels.cpu.attention.records import (
+    AMX_QUERY_ROWS,
+    KV_TILE,
+    LN_2,
+    LOG2_E,
+    QUERY_ROWS,
+    Rows,
+    Tile,
+    Visibility,
+)
+from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
+from numkv.kernels.cpu.attention.scratch import make_layout, places, total
+from numkv.kernels.cpu.attention.vector import make_vector
+from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
+from numkv.kernels.cpu.vectors.launch import next_item, on_threads
+from numkv.kinds import kind
+from numkv.rows.softmax import finish
+
+__all__ = ["make_attention"]
+
+
+def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
+    """The attention kernel for a K kind, a V kind and the float type it computes in; with `USE_AMX` on a matrix unit.
+
+    With -1 for `worker` it makes the plan first, which else is there. What it takes comes as it is, not as records:
+    Numba takes microseconds to unpack these when it is called.
+    """
+    engine = make_amx(K_KIND, V_KIND) if USE_AMX else make_vector(K_KIND, V_KIND, COMPUTE)
+    begin, load_queries, attend_tile, leave_rows, end = engine
+    sizes_of, scratch_of = (
+        inlined(f) for f in make_layout(K_KIND, V_KIND, in_integers(K_KIND, COMPUTE), USE_AMX)
+    )
+    gather_k, gather_v = make_gather(K_KIND, COMPUTE), make_gather(V_KIND, COMPUTE)
+    K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
+    k_scale_steps = strides_of if K_SCALED else _no_strides
+    v_scale_steps = strides_of if V_SCALED else _no_strides
+    store = _make_store(V_KIND, COMPUTE)
+    MAX_ROWS = np.int64(AMX_QUERY_ROWS if USE_AMX else QUERY_ROWS)
+    TO_BASE_2 = LOG2_E
+
+    def kernel(
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
+        window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
+    ):  # fmt: skip
+        # Slices of arrays, and records with them, cost nothing if no references are counted.
+        q, out, lse = without_refcount(q), without_refcount(out), without_refcount(lse)
+        k, k_scale = without_refcount(k), without_refcount(k_scale)
+        v, v_scale = without_refcount(v), without_refcount(v_scale)
+        block_table, sinks = without_refcount(block_table), without_refcount(sinks)
+        floats, ints = without_refcount(floats), without_refcount(ints)
+        num_kv_heads, dim, dim_v = k.shape[1], q.shape[2], out.shape[2]
+        layout = layout_of(
+            k, k_scale_steps(k_scale), K_SCALED, v, v_scale_steps(v_scale), V_SCALED,
+            np.int64(1) if by_slot else np.int64(k.shape[2]),
+        )  # fmt: skip
+        sizes = sizes_of(dim, dim_v, q.shape[1] // num_kv_heads)
+        seen = Visibility(without_refcount(ranges), window_left)
+        problem = Problem(
+            without_refcount(seq_lens), without_refcount(q_starts), seen.ranges, window_left,
+            block_table.shape[1] * layout.unit, layout.unit, num_kv_heads, sizes.group, MAX_ROWS,
+        )  # fmt: skip
+        plan = plan_of(ints, len(seq_lens))
+        threads = workers
+        if worker < 0:  # there is no plan so far
+            threads = make_plan(problem, dim + dim_v, workers, plan)
+            worker = np.int64(0)
+        if launch != 0 and threads > 1:
+            on_threads(launch, workers)
+            return
+
+        parts = scratch_of(sizes)
+        at = places(worker * total(parts), parts)
+        offsets = plan.rest[worker * WORKER_INTS :]
+        spare_ints = offsets[2 * TURN :]
+        items, b = plan.first_item[len(seq_lens)], np.int64(0)
+        scale = sm_scale if soft_cap > 0 else sm_scale * TO_BASE_2
+        begin()
+        while True:
+            number = next_item(plan.next_item)
+            if number >= items:
+                break
+            while plan.first_item[b + 1] <= number:
+                b += 1
+            item = item_of(problem, plan, b, number)
+            entries = block_table[b]
+            transposed = load_queries(q, k_scale, floats, spare_ints, at, sizes, item, scale)
+            # Tiles of tokens, each for one head after another.
+            tile, head = item.begin - item.begin % KV_TILE, item.first_head
+            # Tables of this turn and of the next: V of this one and K of the next are prefetched.
+            here, ahead = np.int64(0), np.int64(TURN)
+            locate(offsets, tile, item.begin, item.end, entries, head, layout)
+            while tile < item.end:
+                next_tile, next_head = tile, head + 1
+                if next_head == item.end_head:
+                    next_tile, next_head = tile + KV_TILE, item.first_head
+                next_offsets = offsets[ahead:]
+                locate(next_offsets, next_tile, item.begin, item.end, entries, next_head, layout)
+                now = _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at)
+                gather_k(
+                    floats, at.key_scales, k_scale, offsets[here + 2 * TABLE :],
+                    offsets[ahead + 2 * TABLE :], sizes.k_groups,
+                )  # fmt: skip
+                gather_v(
+                    floats, at.value_scales, v_scale, offsets[here + 2 * TABLE + layout.v_table :],
+                    offsets[ahead + 2 * TABLE + layout.v_table :], sizes.v_groups,
+                )  # fmt: skip
+                transposed = attend_tile(
+                    floats, spare_ints, at, sizes, item, seen, soft_cap, now, transposed
+                )
+                tile, head = next_tile, next_head
+                here, ahead = ahead, here
+            leave_rows(floats, at, sizes, item, transposed)
+            store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
+        end()
+
+    return kernel
+
+
+@inlined
+def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at):
+    """The tile of a turn, whose tables are at `here`, with those of the next turn at `ahead`."""
+    return Tile(
+        tile,
+        head,
+        Rows(k, offsets[here:], sizes.dim, at.key_scales, sizes.k_groups),
+        Rows(v, offsets[here + layout.v_table :], sizes.dim_v, at.value_scales, sizes.v_groups),
+        offsets[here + V_EXTENTS :],
+        offsets[ahead + K_EXTENTS :],
+        Rows(k, offsets[ahead:], sizes.dim, at.key_scales, sizes.k_groups),
+        layout.k_step[2],
+    )
+
+
+@inlined
+def _no_strides(array):
+    """What stands for the strides of scales where tokens have none."""
+    return np.int64(0), np.int64(0), np.int64(0)
+
+
+def _make_store(V_KIND, COMPUTE):
+    """``store``: an item's result, or its split's part of it, times the scale of the kv head's V rows if it has one."""
+    of_head = make_of_head(V_KIND, COMPUTE)
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
+
+    @inlined
+    def store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at):
+        group, num_q_heads, part_size = sizes.group, out.shape[1], sizes.dim_v + PART_EXTRA
+        r = np.int64(0)
+        for row in range(item.tokens * (item.end_head - item.first_head)):
+            t = row % item.tokens
+            head = item.first_head + row // item.tokens
+            for h in range(head * group, (head + 1) * group):
+                first = at.outputs + r * sizes.pad_v
+                o_row = floats[first : first + sizes.dim_v]
+                if item.part < 0:
+                    sink = F(sinks[h]) * F(TO_BASE_2) if len(sinks) > 0 else F(-np.inf)
+                    factor, log_sum = finish(
+                        floats[at.maxima + r], floats[at.sums + r], sink, F(TO_BASE_E)
+                    )
+                    row_scale = of_head(F(factor), v_scale, head)
+                    multiply(o_row, row_scale, row_of(out, (item.first_token + t, h)))
+                    lse[item.first_token + t, h] = log_sum
+                else:
+                    part = parts_at + (item.part + t * num_q_heads + h) * part_size
+                    floats[part] = floats[at.maxima + r]
+                    floats[part + 1] = floats[at.sums + r]
+                    row_scale = of_head(F(1), v_scale, head)
+                    multiply(o_row, row_scale, floats[part + PART_EXTRA : part + part_size])
+                r += 1
+
+    return store

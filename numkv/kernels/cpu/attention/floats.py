@@ -1,0 +1,88 @@
+"""The engine of floats: rows are widened to the float type that attention computes in.
+
+An engine has two sides. K's: ``load_query`` puts a query row into scratch memory, ``interleave`` puts several side by
+side, ``scores`` multiplies them with a tile's K rows. V's: ``accumulate`` adds a tile's weighted V rows to the output.
+Both take rows `count` at once, of which the first `taken` count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu.attention.llvm.pv import make_accumulate_pv
+from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries, make_qk_tile
+from numkv.kernels.cpu.attention.records import Outputs, Queries
+from numkv.kernels.cpu.inline import inlined
+
+__all__ = ["clear", "make_keys", "make_values", "multiply"]
+
+# Loops over a row stand alone, over arrays that begin with it, so that each becomes vector code.
+
+
+@register_jitable
+def clear(x):
+    """``x[:] = 0``."""
+    for i in range(len(x)):
+        x[i] = 0
+
+
+@register_jitable
+def multiply(x, factor, target):
+    """``target[: len(x)] = factor * x``."""
+    for i in range(len(x)):
+        target[i] = factor * x[i]
+
+
+@functools.cache
+def make_keys(
+    kind: str, compute: str, next_kind: str, in_words: bool = False
+) -> tuple[Callable[..., Any], ...]:
+    """``load_query, interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched.
+
+    With `in_words`, query rows will be 16-bit integers when they are interleaved: two take the place of a float.
+    """
+    halves = 2 if in_words else 1
+    interleave_queries = make_interleave_queries(compute)
+    qk_tile = make_qk_tile(kind, compute, next_kind)
+    F = np.float32 if compute == "float32" else np.float64
+
+    @inlined
+    def load_query(floats, at, sizes, row, q_row, scale):
+        target = floats[at.queries + row * sizes.pad_dim : at.queries + (row + 1) * sizes.pad_dim]
+        multiply(q_row, scale, target)
+        clear(target[sizes.dim :])
+        floats[at.query_scales + row] = F(1)
+
+    @inlined
+    def interleave(floats, at, sizes, count, row, place):
+        interleave_queries(
+            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim // halves,
+            at.interleaved + place * sizes.pad_dim,
+        )  # fmt: skip
+
+    @inlined
+    def scores(floats, at, sizes, count, row, place, keys, end, extents):
+        queries = Queries(
+            at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.interleaved_sums
+        )
+        qk_tile(count, floats, queries, keys, end, at.scores, extents)
+
+    return load_query, interleave, scores
+
+
+@functools.cache
+def make_values(kind: str, compute: str, next_kind: str) -> Callable[..., Any]:
+    """``accumulate`` for a storage kind of V; `next_kind` is K's, whose rows are prefetched."""
+    accumulate_pv = make_accumulate_pv(kind, compute, next_kind)
+
+    @inlined
+    def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):
+        outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
+        accumulate_pv(count, taken, floats, at.scores, values, begin, end, outputs, extents)
+
+    return accumulate

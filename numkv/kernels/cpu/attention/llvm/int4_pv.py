@@ -1,0 +1,361 @@
+"""Weighted sums of INT4 rows, in integers. Vectors have 512 bits here: 16 lanes of 32 bits.
+
+Codes are not widened: weights are taken apart into low and high bytes, and one instruction multiplies and adds fours of
+bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group. A byte is both of its
+nibbles at once: from sums of whole bytes, the sums of low nibbles leave 16 times those of high ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.attention.llvm.int4_qk import SHORT
+from numkv.kernels.cpu.attention.llvm.int8 import add_to_output
+from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
+from numkv.kernels.cpu.vectors.emit import I8, I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.words import Words
+from numkv.rows.int4 import GROUP
+
+__all__ = ["make_accumulate_int4", "quantise_group_probs", "shares"]
+
+
+def shares(rows, short):
+    """How weights of INT4 groups share a vector: lanes of a token and a row, rows, and tokens.
+
+    Lanes are those of groups, of which short rows have two. Of several tokens, those of a vector follow each other.
+    """
+    width = 2 if short else 4
+    together = min(rows, 16 // width)
+    return width, together, 16 // (width * together)
+
+
+@intrinsic
+def quantise_group_probs(
+    typing_context, rows, s, s_at, scales_at, head_dim, begin, end, w_at, sums_at
+):  # fmt: skip
+    """Probabilities of some rows and a tile times the scales of tokens' groups, as 16-bit integers in two bytes.
+
+    In NumPy, of probabilities p (KV_TILE, rows), scales and minima (KV_TILE, groups), with 0 for tokens outside
+    ``[begin, end)``::
+
+        x = p[:, :, None] * scales[:, None];  sums = (p[:, :, None] * minima[:, None]).sum(0)
+        unit = abs(x).max(0) / 32639;  w = rint(x / unit);  low, high = w.astype(int8), (w - low) / 256
+
+    All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, scales and minima where `gather_groups` put
+    them. Results come by span (128 elements) and by rows that are taken together (see `shares`). The two kinds of bytes
+    are at `w_at`, the high ones 256 floats further on; a lane has those of four tokens for a row and a group. Of one
+    row and four groups, with n = 4 tokens in a vector of weights::
+
+        lane      0    1    2    3  | 4    5    6    7  | ...         r0 in all
+        group     g0   g1   g2   g3 | g0   g1   g2   g3 | ...
+        tokens    0, n, 2n, 3n      | 1, n+1, 2n+1, 3n+1 | ...        in the order 0, 2, 1, 3 of `Words.bytes_of`
+
+    At `sums_at` are as often a vector of sums and, 16 floats further on, one of units, by groups and by rows.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        probs = _GroupProbs(b, *unpack(context, b, sig.args[1:], args[1:]))
+        short = b.icmp_signed("<=", probs.head_dim, I64(SHORT))
+        with b.if_else(short) as (of_short, of_others):
+            for place, short in ((of_short, True), (of_others, False)):
+                with place:
+                    for_rows(b, args[0], lambda rows, short=short: probs.emit(rows, short))
+        return context.get_dummy_value()
+
+    return types.void(i8, s, i8, i8, i8, i8, i8, i8, i8), codegen
+
+
+class _GroupProbs:
+    """Emits `quantise_group_probs`."""
+
+    def __init__(self, b, data, s_at, scales_at, head_dim, begin, end, w_at, sums_at):
+        self.b, self.v, self.data = b, Words(b), data
+        self.s_at, self.scales_at, self.head_dim = s_at, scales_at, head_dim
+        self.begin, self.end, self.w_at, self.sums_at = begin, end, w_at, sums_at
+        self.spans = b.sdiv(b.add(head_dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
+        self.minimum_at = b.mul(self.spans, I64(4 * KV_TILE))
+        self.scratch = scratch_floats(b, self.v.float, KV_TILE * self.v.lanes)
+        self.partial = b.or_(
+            b.icmp_signed(">", begin, I64(0)), b.icmp_signed("<", end, I64(KV_TILE))
+        )
+        self.seen_only = scratch_floats(b, self.v.float, 2 * 4 * KV_TILE)
+
+    def emit(self, rows, short):
+        """The code for a number of query rows."""
+        b = self.b
+        self.rows = rows
+        self.width, self.together, self.tokens = shares(rows, short)
+        if short:
+            self.add_span(I64(0))
+        else:
+            with steps(b, I64(0), self.spans, 1) as (span, _):
+                self.add_span(span)
+
+    def add_span(self, span):
+        """The weights of a span, for some rows after others."""
+        scales = self.scales_of(span)
+        with steps(self.b, I64(0), I64(self.rows // self.together), 1) as (part, _):
+            self.quantise(span, scales, part)
+
+    def scales_of(self, span):
+        """Where scales and minima of a span are: with zeros for tokens that are not seen."""
+        b, v, width = self.b, self.v, self.width
+        at = b.add(self.scales_at, b.mul(span, I64(4 * KV_TILE)))
+        places = [at, b.add(at, self.minimum_at)]
+        with b.if_then(self.partial, likely=False):
+            first, last = (b.mul(x, I64(width)) for x in (self.begin, self.end))
+            for i, place in enumerate(places):
+                with steps(b, I64(0), I64(width * KV_TILE), v.lanes) as (j, _):
+                    below = v.lanes_below(b.sub(last, j))
+                    seen = b.and_(below, b.not_(v.lanes_below(b.sub(first, j))))
+                    value = v.load_floats(self.data, b.add(place, j))
+                    value = b.select(seen, value, v.splat(0.0))
+                    v.store(value, self.seen_only, b.add(j, I64(i * 4 * KV_TILE)))
+        return [
+            b.select(
+                self.partial,
+                v.pointer(self.seen_only, I64(i * 4 * KV_TILE), v.float),
+                v.pointer(self.data, place, v.float),
+            )
+            for i, place in enumerate(places)
+        ]
+
+    def quantise(self, span, scales, part):
+        """The weights of some rows."""
+        b, v, width, together, tokens = self.b, self.v, self.width, self.together, self.tokens
+        of_scales = [i // (width * together) * width + i % width for i in range(16)]
+        first = b.add(self.s_at, b.mul(part, I64(together)))
+        totals = [cgutils.alloca_once_value(b, v.splat(0.0)) for _ in range(4)]
+        peaks = [cgutils.alloca_once_value(b, v.splat_int(0)) for _ in range(4)]
+        turns = KV_TILE // (4 * tokens)
+        with steps(b, I64(0), I64(turns), 1) as (turn, _):
+            for j in range(4):
+                vector = b.add(b.mul(turn, I64(4)), I64(j))
+                token = b.mul(vector, I64(tokens))
+                at = b.add(first, b.mul(token, I64(self.rows)))
+                p = v.stretched(self.data, at, tokens * together)
+                found = []
+                for base in scales:
+                    x = v.load_part(base, b.mul(token, I64(width)), tokens * width)
+                    found.append(v.shuffle(x, x, of_scales))
+                weight = b.fmul(p, found[0])
+                v.store(weight, self.scratch, b.mul(vector, I64(v.lanes)))
+                b.store(v.larger_size(weight, b.load(peaks[j])), peaks[j])
+                b.store(v.fma(p, found[1], b.load(totals[j])), totals[j])
+
+        factor, scale = v.quantiser(self.merged(peaks, v.larger_int))
+        place = b.add(b.mul(part, self.spans), span)
+        at = b.add(self.sums_at, b.mul(place, I64(32)))
+        v.store(self.merged(totals, b.fadd), self.data, at)
+        v.store(scale, self.data, b.add(at, I64(16)))
+        w_here = b.add(self.w_at, b.mul(place, I64(512)))
+        with steps(b, I64(0), I64(turns), 1) as (turn, _):
+            at = b.mul(turn, I64(4 * v.lanes))
+            weights = [v.load_floats(self.scratch, b.add(at, I64(j * v.lanes))) for j in range(4)]
+            at = b.add(w_here, b.mul(turn, I64(v.lanes)))
+            for j, x in enumerate(v.bytes_of(weights, factor)):
+                v.store(b.bitcast(x, v.type), self.data, b.add(at, I64(256 * j)))
+
+    def merged(self, slots, combine):
+        """Four vectors combined, and then the tokens of a vector."""
+        b, v = self.b, self.v
+        x, y, z, w = map(b.load, slots)
+        x = combine(combine(x, y), combine(z, w))
+        lanes = self.width * self.together
+        while lanes < v.lanes:
+            x = combine(x, v.shuffle(x, x, [i ^ lanes for i in range(v.lanes)]))
+            lanes *= 2
+        return x
+
+
+@functools.cache
+def make_accumulate_int4(next_kind):
+    """`accumulate_int4`; `next_kind` is the storage kind of the rows that are prefetched."""
+
+    @intrinsic
+    def accumulate_int4(
+        typing_context, rows, count, floats, weights, values, begin, end, outputs, extents
+    ):
+        """Add INT4 rows weighted by integers: ``o[r, d] = rescale[r] * o[r, d] + sum over t of p[t, r] * v[t, d]``.
+
+        In NumPy, for a quantisation group, with what `quantise_group_probs` made of p, put at ``weights.at`` and at
+        ``weights.scales_at``::
+
+            o = rescale * o + unit * ((low @ codes) + 256 * (high @ codes)) + sums
+
+        Codes of four tokens are put side by side first, once for all rows::
+
+            bytes of tokens   t0: c0 c1 c2 ...   t1: c0 c1 c2 ...   t2: ...   t3: ...
+            lanes             t0c0 t2c0 t1c0 t3c0 | t0c1 t2c1 t1c1 t3c1 | ...
+
+        All floats are in one array. Of the `rows` rows the first `count` are written, to columns below the head dim.
+        Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
+        """
+        i8 = types.int64
+
+        def codegen(context, b, sig, args):
+            arguments = unpack(context, b, sig.args, args)
+            short = b.icmp_signed("<=", arguments[4].dim, I64(SHORT))
+            with b.if_else(short) as (of_short, of_others):
+                for place, short in ((of_short, True), (of_others, False)):
+                    with place:
+                        _Int4(b, (next_kind, short), *arguments).emit()
+            return context.get_dummy_value()
+
+        return types.void(i8, i8, floats, weights, values, i8, i8, outputs, extents), codegen
+
+    return accumulate_int4
+
+
+class _Int4:
+    """Emits `accumulate_int4`, for short rows or for others."""
+
+    def __init__(
+        self, b, form, rows, count, floats, weights, values, begin, end, outputs, extents
+    ):  # fmt: skip
+        next_kind, self.short = form
+        self.b, self.v = b, Words(b)
+        self.stream = PrefetchStream(b, next_kind, extents)
+        self.rows, self.count, self.floats, self.weights = rows, count, floats, weights
+        self.values, self.outputs = values, outputs
+        self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
+        self.width = 2 if self.short else 4
+        # What `shares` says, and lanes of four tokens.
+        self.most = 16 // self.width
+        few = b.icmp_signed("<", rows, I64(self.most))
+        self.in_four = b.select(few, b.mul(rows, I64(self.width)), I64(16))
+        self.tokens = b.sdiv(I64(16), self.in_four)
+        self.fours = 2 if self.short else 1  # of tokens, in a turn
+        # Turns whose tokens lie between each other's are all taken.
+        longer = b.icmp_signed(">", self.tokens, I64(self.fours))
+        span = b.select(longer, self.tokens, I64(self.fours))
+        in_span, of_span = b.mul(span, I64(4)), b.sdiv(span, I64(self.fours))
+        self.first_turn = b.mul(b.sdiv(begin, in_span), of_span)
+        turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
+        self.turns = b.mul(turns, of_span)
+        # Of a turn eight vectors: of groups the low nibbles, then the bytes as they are.
+        self.codes = scratch_floats(b, self.v.float, KV_TILE // 4 * 8 * self.v.lanes)
+        # A turn has the elements of four blocks, and they are prefetched a block at a time: by many rows not in all
+        # turns, and if there are few rows, more while codes are mixed.
+        many = b.icmp_signed(">", rows, I64(4))
+        self.seldom = b.select(many, I64(1), I64(0))
+
+    def emit(self):
+        """The code for all numbers of query rows."""
+        if self.short:
+            self.add_span(I64(0))
+        else:
+            with steps(self.b, I64(0), self.spans, 1) as (span, _):
+                self.add_span(span)
+
+    def add_span(self, span):
+        """A span of columns."""
+        self.mix(span)
+        with steps(self.b, I64(0), self.count, 1) as (row, _):
+            self.add_row(span, row)
+
+    def issue(self, turn):
+        """Prefetch a part of what comes next."""
+        b = self.b
+        with b.if_then(b.icmp_signed("==", b.and_(turn, self.seldom), I64(0))):
+            self.stream.issue(INT4_SPAN)
+
+    def code_at(self, turn, i, j):
+        """Where a vector of a turn is among the codes."""
+        b = self.b
+        return b.mul(b.add(b.mul(turn, I64(8)), I64(4 * i + j)), I64(self.v.lanes))
+
+    def mix(self, span):
+        """Put codes of four tokens side by side, for all rows."""
+        b, v = self.b, self.v
+        at = b.mul(span, I64(INT4_SPAN // 2))
+        left = b.sub(b.ashr(self.values.dim, I64(1)), at)
+        with steps(b, self.first_turn, self.turns, 1) as (turn, _):
+            self.issue(turn)
+            for number in (2, 1):
+                with b.if_then(b.icmp_signed("<=", self.rows, I64(number))):
+                    self.stream.issue(INT4_SPAN)
+            found = [self.load_tokens(turn, j, at, left) for j in range(4)]
+            for j, x in enumerate(v.mixed_fours(*found)):
+                x = b.bitcast(x, v.int_type)
+                low = b.and_(x, v.splat_int(0x0F0F0F0F))
+                if not v.has_fours:
+                    x = b.and_(b.lshr(x, v.splat_int(4)), v.splat_int(0x0F0F0F0F))
+                for i, y in enumerate((low, x)):
+                    v.store(b.bitcast(y, v.type), self.codes, self.code_at(turn, i, j))
+
+    def load_tokens(self, turn, j, at, left):
+        """The bytes of a turn's j-th token; of short rows those of two tokens."""
+        b, v = self.b, self.v
+        places = []
+        for i in range(self.fours):
+            four = b.add(b.mul(turn, I64(self.fours)), I64(i))
+            in_vector = b.and_(four, b.sub(self.tokens, I64(1)))
+            vector = b.add(b.mul(b.sub(four, in_vector), I64(4)), in_vector)
+            token = b.add(vector, b.mul(self.tokens, I64(j)))
+            places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
+        row = v.load_int4(self.values.words, places, left)
+        # So that each of what is mixed is of one group.
+        lanes = [4 * k + i for i in range(4) for k in range(4)]
+        return b.bitcast(v.shuffle(row, row, lanes), ir.VectorType(I8, 4 * v.lanes))
+
+    def add_row(self, span, row):
+        """A span of columns, for one row."""
+        b, v, floats = self.b, self.v, self.floats
+        part = b.ashr(row, I64(self.most.bit_length() - 1))
+        place = b.add(b.mul(part, self.spans), span)
+        lane = b.mul(b.and_(row, I64(self.most - 1)), I64(self.width))
+        w_here = b.add(b.add(self.weights.at, b.mul(place, I64(512))), lane)
+        # By low and high bytes of weights, what the codes are, and groups, of short rows twice.
+        sums = {
+            key: cgutils.alloca_once(b, v.int_type)
+            for key in itertools.product(range(2), range(2), range(4))
+        }
+        for slot in sums.values():
+            b.store(v.splat_int(0), slot)
+        with steps(b, self.first_turn, self.turns, 1) as (turn, _):
+            self.issue(turn)
+            for j in range(4):
+                four = b.add(b.mul(turn, I64(self.fours)), I64(j // self.width))
+                at = b.add(w_here, b.mul(four, self.in_four))
+                at = b.add(at, I64(j % self.width))
+                weights = [v.splat(v.load_one(floats, b.add(at, I64(256 * i)))) for i in range(2)]
+                for k in range(2):
+                    x = v.load_floats(self.codes, self.code_at(turn, k, j))
+                    for i in range(2):
+                        slot = sums[i, k, j]
+                        b.store(v.add_fours(b.load(slot), x, weights[i]), slot)
+        at = b.add(b.add(self.weights.scales_at, b.mul(place, I64(32))), lane)
+        for j in range(self.width):
+            self.finish(span, row, j, sums, at)
+
+    def finish(self, span, row, j, sums, at):
+        """Add a group's sums to the output row."""
+        b, v = self.b, self.v
+        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i + j)))) for i in (0, 16))
+        totals = []
+        for k in range(2):
+            x, y = (
+                functools.reduce(b.add, [b.load(sums[i, k, n]) for n in range(j, 4, self.width)])
+                for i in range(2)
+            )
+            totals.append(b.add(x, b.shl(y, v.splat_int(8))))
+        low, high = totals
+        if v.has_fours:  # of whole bytes: high nibbles count 16 times
+            high = b.ashr(b.sub(high, low), v.splat_int(4))
+        column = b.add(b.mul(span, I64(INT4_SPAN)), I64(j * GROUP))
+        left = b.ashr(b.sub(self.values.dim, column), I64(1))
+        half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
+        with b.if_then(b.icmp_signed(">", left, I64(0))):
+            for x, start in ((low, column), (high, b.add(column, half))):
+                value = v.fma(b.sitofp(x, v.type), scale, minimum)
+                mask = v.lanes_below(half)
+                add_to_output(v, self.floats, self.outputs, row, value, start, mask)

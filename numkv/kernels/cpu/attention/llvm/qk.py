@@ -1,0 +1,279 @@
+"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8."""
+
+from __future__ import annotations
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.attention.llvm.scales import load_group
+from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
+from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.stored import ON_LINE
+from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.rows.int4 import GROUP
+
+__all__ = ["make_interleave_queries", "make_qk_tile"]
+
+# Lanes of a K row that are widened at a time: those of 16 tokens stay in L1 beside all else.
+_PART = 128
+# Bytes of a group of INT4 codes: byte j holds element j in its low nibble and element j + _PAIRS in its high one.
+_PAIRS = GROUP // 2
+
+
+@functools.cache
+def make_interleave_queries(compute):
+    """`interleave_queries` for a float type."""
+
+    @intrinsic
+    def interleave_queries(typing_context, rows, q, q_at, q_step, size, to_at):
+        """Interleave `rows` query rows: with n = lanes / rows, ``to = q.reshape(rows, -1, n).swapaxes(0, 1)``.
+
+        A vector then has a few elements of each row, as `qk_tile` reads them. Of four rows and 16 lanes::
+
+            a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3        first vector
+            a4 a5 a6 a7 | b4 b5 ...                                      second vector
+
+        Row r is at ``q_at + r * q_step`` of the floats `q`. `size` floats of each are taken, a multiple of the lanes,
+        or for more than one row of half of them; they go to ``q[to_at]`` and on.
+        """
+        i8 = types.int64
+
+        def codegen(context, b, sig, args):
+            rows, data, q_at, q_step, size, to_at = unpack(context, b, sig.args, args)
+
+            def emit(rows):
+                v = Vectors(b, compute)
+                each = v.lanes // rows
+                with steps(b, I64(0), size, each) as (i, _):
+                    to = b.add(to_at, b.mul(i, I64(rows)))
+                    for r in range(rows):
+                        at = b.add(b.add(q_at, b.mul(I64(r), q_step)), i)
+                        v.store(v.load_part(data, at, each), data, b.add(to, I64(r * each)))
+
+            for_rows(b, rows, emit, row_unroll(compute))
+            return context.get_dummy_value()
+
+        return types.void(i8, q, i8, i8, i8, i8), codegen
+
+    return interleave_queries
+
+
+@functools.cache
+def make_qk_tile(kind, compute, next_kind):
+    """`qk_tile` for a storage kind of K and a float type; `next_kind` is that of the rows which are prefetched."""
+
+    @intrinsic
+    def qk_tile(typing_context, rows, floats, queries, keys, count, s_at, extents):
+        """Scores of `rows` query rows and `count` K rows: ``s[t, r] = sum over d of q[r, d] * k[t, d]``.
+
+        Query rows (`queries`) are those of `interleave_queries`, with zeros up to whole vectors. `count` is rounded up
+        to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
+        ``s_at + t * rows + r``.
+
+        Where K is INT8, scores are multiplied by the tokens' scales. Then, with float32, query rows are integers that
+        `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too. Where K is
+        INT4, K rows are dequantised by what `gather_groups` put down.
+
+        A few elements of a K row are read into all parts of a vector, one part for each query row, so a vector holds
+        products of one token with all rows, and few lanes of it are left to be added::
+
+            q, interleaved    a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3
+            k[t], repeated    k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3
+            sum of products   of row a    | of row b    | of row c    | of row d
+
+        K rows that have to be widened are put into scratch memory first, once for all query rows. Meanwhile the memory
+        in `extents` (the tile's V rows) is prefetched.
+        """
+        i8 = types.int64
+
+        def codegen(context, b, sig, args):
+            emitter = _QK(
+                b, (kind, compute, next_kind), *unpack(context, b, sig.args[1:], args[1:])
+            )
+            for_rows(b, args[0], emitter.emit, row_unroll(compute))
+            return context.get_dummy_value()
+
+        return types.void(i8, floats, queries, keys, i8, i8, extents), codegen
+
+    return qk_tile
+
+
+class _QK:
+    """Emits `qk_tile`."""
+
+    def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
+        self.kind, compute, next_kind = kinds
+        self.b, self.v = b, Vectors(b, compute)
+        self.stream = PrefetchStream(b, next_kind, extents)
+        self.floats, self.queries, self.keys, self.count, self.s_at = (
+            floats, queries, keys, count, s_at
+        )  # fmt: skip
+        self.integers = self.kind == "int8" and compute == "float32"
+        self.own = "fp64" if self.v.double else "fp32"
+        self.in_unit = 2 if self.integers else 1  # columns in a lane
+        # Columns at once, and, of the main loop, columns that make a whole cache line.
+        self.width = GROUP if self.kind == "int4" else self.in_unit * self.v.lanes
+        line = max(self.width, ON_LINE[self.kind])
+        self.sizes = sorted({min(2 * line, _PART * self.in_unit), line, self.width}, reverse=True)
+        self.part = max(line, _PART * self.in_unit)
+        self.tokens = ACCUMULATORS
+        self.step = self.part // self.in_unit  # lanes that a token's columns take in scratch memory
+        self.scratch = scratch_floats(b, self.v.float, self.tokens * self.step)
+
+    def emit(self, rows):
+        """The code for a number of query rows."""
+        b, v = self.b, self.v
+        each = v.lanes // rows
+        type_ = v.int_type if self.integers else v.type
+        directly = self.kind != "int4" and (rows == 1 or self.kind == self.own)
+        taken = max(8, each) if directly else self.tokens
+        sums = [cgutils.alloca_once(b, type_) for _ in range(taken)]
+        row_scales = (
+            v.repeated(self.floats, self.queries.scales_at, rows) if self.integers else None
+        )
+
+        def add(unit, values):
+            """Add the products of some lanes of each row, from number `unit` on."""
+            q_lanes = v.load_floats(self.floats, b.add(self.queries.at, b.mul(unit, I64(rows))))
+            for t, slot in enumerate(sums):
+                total, k_lanes = b.load(slot), values(t)
+                if self.integers:
+                    total = v.add_pairs(total, q_lanes, k_lanes)
+                else:
+                    total = v.fma_to(total, q_lanes, k_lanes)
+                b.store(total, slot)
+
+        with steps(b, I64(0), self.count, taken) as (t0, _):
+            for slot in sums:
+                b.store(ir.Constant(type_, None), slot)
+            if directly:
+                self.add_directly(t0, rows, taken, add)
+            else:
+                self.add_widened(t0, rows, add)
+            for i, scores in enumerate(v.sums_by_row([b.load(slot) for slot in sums], rows)):
+                token = b.add(t0, I64(i * each))
+                if self.integers:
+                    scores = b.fmul(b.sitofp(scores, v.type), row_scales)
+                if self.kind == "int8":
+                    factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), each)
+                    scores = b.fmul(scores, factors)
+                v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))
+
+    # -- rows as they are
+
+    def add_directly(self, t0, rows, tokens, add):
+        """Add products where elements are read from K rows as they are, or whole vectors of one query row."""
+        b, v = self.b, self.v
+        each = v.lanes // rows
+        k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(tokens)]
+        columns = each * self.in_unit
+
+        def add_part(d, left=None):
+            mask = None if left is None else v.lanes_below(left, lanes=columns)
+
+            def values(t):
+                at = b.add(k_at[t], d)
+                if self.integers:
+                    return v.load_codes(self.keys.words, at, mask)
+                if rows == 1:
+                    return v.load(self.kind, self.keys.words, at, mask)
+                part = v.load_part(self.keys.words, at, each, mask)
+                return v.shuffle(part, part, [i % each for i in range(v.lanes)])
+
+            add(b.sdiv(d, I64(self.in_unit)), values)
+
+        size, dim = max(columns, ON_LINE[self.kind]), self.keys.dim
+        lines, whole = (b.and_(dim, I64(-x)) for x in (size, columns))
+
+        with steps(b, I64(0), lines, size) as (d, _):
+            for i in range(0, size, columns):
+                self.stream.issue(tokens * columns, i // columns)
+                add_part(b.add(d, I64(i)))
+        with b.if_then(b.icmp_signed("<", lines, dim)):
+            self.stream.issue(tokens * columns)
+            if size > columns:
+                with steps(b, lines, whole, columns) as (d, _):
+                    add_part(d)
+            if columns > 1:
+                with b.if_then(b.icmp_signed("<", whole, dim)):
+                    add_part(whole, b.sub(dim, whole))
+
+    # -- rows that are widened first
+
+    def add_widened(self, t0, rows, add):
+        """Add the products of all columns, by way of scratch memory."""
+        b, v, dim = self.b, self.v, self.keys.dim
+        each = v.lanes // rows
+        with steps(b, I64(0), dim, self.part) as (start, _):
+            stop = b.add(start, I64(self.part))
+            stop = b.select(b.icmp_signed("<", stop, dim), stop, dim)
+            self.widen_rows(t0, start, stop)
+            units = b.sdiv(b.add(b.sub(stop, start), I64(self.in_unit - 1)), I64(self.in_unit))
+            first = b.sdiv(start, I64(self.in_unit))
+            with steps(b, I64(0), units, each) as (i, _):
+                # Half of what comes next is prefetched here, the other half while rows are widened.
+                self.stream.issue(self.tokens * each * self.in_unit // 2, b.sdiv(i, I64(each)))
+                add(
+                    b.add(first, i),
+                    lambda t: v.repeated(self.scratch, b.add(i, I64(t * self.step)), each),
+                )
+
+    def widen_rows(self, t0, start, stop):
+        """Put columns ``[start, stop)`` of some tokens into scratch memory, with zeros up to whole vectors."""
+        b = self.b
+        with steps(b, I64(0), I64(self.tokens), 1) as (i, _):
+            t = b.add(t0, i)
+            row_at = b.load(b.gep(self.keys.offsets, [t]))
+            to_row = b.mul(i, I64(self.step))
+
+            def add(d, size, columns=None):
+                self.stream.issue(size // 2, i)
+                column = b.ashr(b.sub(d, start), I64(self.in_unit.bit_length() - 1))
+                to = b.add(to_row, column)
+                for j in range(0, size, self.width):
+                    to_here = b.add(to, I64(j // self.in_unit))
+                    self.widen(row_at, t, b.add(d, I64(j)), to_here, columns)
+
+            at = start
+            for size in self.sizes:
+                end = b.add(start, b.and_(b.sub(stop, start), I64(-size)))
+                with steps(b, at, end, size) as (d, _):
+                    add(d, size)
+                at = end
+            with b.if_then(b.icmp_signed("<", at, stop)):
+                add(at, self.width, b.sub(stop, at))
+
+    def widen(self, row_at, t, d, to, columns=None):
+        """Put `width` columns of token t's row from column d on, or so many as a row's end has left, to `to`."""
+        b, v = self.b, self.v
+        if self.kind == "int4":
+            self.dequantise(row_at, t, d, to, columns)
+            return
+        mask = None if columns is None else v.lanes_below(columns, lanes=self.width)
+        at = b.add(row_at, d)
+        if self.integers:
+            values = v.load_codes(self.keys.words, at, mask)
+        else:
+            values = v.load(self.kind, self.keys.words, at, mask)
+        v.store(b.bitcast(values, v.type), self.scratch, to)
+
+    def dequantise(self, row_at, t, d, to, columns):
+        """The same for a group of INT4: its low nibbles, then its high ones."""
+        b, v = self.b, self.v
+        half = I64(_PAIRS) if columns is None else b.ashr(columns, I64(1))
+        group = b.ashr(d, I64(GROUP.bit_length() - 1))
+        scale = load_group(v, self.floats, self.keys.scales_at, t, group, self.keys.groups)
+        pairs = []
+        for first in range(0, _PAIRS, v.lanes):
+            mask = None if columns is None else v.lanes_below(half, first)
+            at = b.add(b.add(row_at, b.ashr(d, I64(1))), I64(first))
+            pairs.append((first, v.load_nibbles(self.keys.words, at, *scale, mask)))
+        # Of a short group, what is past low nibbles gives way to high ones.
+        for i, start in enumerate((I64(0), half)):
+            for first, values in pairs:
+                v.store(values[i], self.scratch, b.add(b.add(to, start), I64(first)))

@@ -1,0 +1,181 @@
+"""Scales of a tile's tokens, side by side in scratch memory.
+
+INT8 has a scale for each row. INT4 has one for each group of 32 elements, as a word that also says which value code 0
+stands for: the group's minimum.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.vectors.arrays import RAMP
+from numkv.kernels.cpu.vectors.emit import FLOAT, I16, I32, I64, steps, unpack
+from numkv.kernels.cpu.vectors.features import INT4_INTEGERS
+from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.rows.int4 import LOWEST, OFFSETS
+
+__all__ = ["load_group", "make_gather_groups", "make_gather_scales", "scale_place"]
+
+
+def scale_place(b, t, group, width=4):
+    """Where `gather_groups` puts the scale of a group of token t; of rows of one or two `width` may be 2.
+
+    Four groups of all tokens come first, token after token, then the next four::
+
+        t0: g0 g1 g2 g3 | t1: g0 g1 g2 g3 | ... | t63 | t0: g4 g5 g6 g7 | ...
+    """
+    four = b.mul(b.ashr(group, I64(2)), I64(KV_TILE))
+    return b.add(b.mul(b.add(four, t), I64(width)), b.and_(group, I64(3)))
+
+
+def load_group(v, base, at, t, group, groups):
+    """The scale and the minimum of a group of token t, as `gather_groups` has put them at `at`: two vectors."""
+    b = v.b
+    place = b.add(at, scale_place(b, t, group))
+    fours = b.sdiv(b.add(groups, I64(3)), I64(4))
+    minimum = b.add(place, b.mul(fours, I64(4 * KV_TILE)))
+    scale, minimum = v.load_one(base, place), v.load_one(base, minimum)
+    return v.splat(scale), v.splat(minimum)
+
+
+@functools.cache
+def make_gather_scales(compute):
+    """`gather_scales` for scratch memory of a float type."""
+
+    @intrinsic
+    def gather_scales(typing_context, to, to_at, scales, offsets):
+        """``to[to_at : to_at + KV_TILE] = scales[offsets]``, from float32."""
+
+        def codegen(context, b, sig, args):
+            data, to_at, source, offsets = unpack(context, b, sig.args, args)
+            v = Vectors(b, compute)
+            for t in range(KV_TILE):
+                value = b.load(b.gep(source, [b.load(b.gep(offsets, [I64(t)]))]))
+                if v.double:
+                    value = b.fpext(value, v.float)
+                v.store(value, data, b.add(to_at, I64(t)))
+            return context.get_dummy_value()
+
+        return types.void(to, types.int64, scales, offsets), codegen
+
+    return gather_scales
+
+
+@functools.cache
+def make_gather_groups(compute):
+    """`gather_groups` for scratch memory of a float type."""
+
+    @intrinsic
+    def gather_groups(typing_context, to, to_at, scales, offsets, groups):
+        """Put the scales and the minima of a tile's INT4 rows side by side, `groups` of each token.
+
+        In NumPy, of the words ``w = scales[offsets[:, None] + arange(groups)]``::
+
+            scale = (w << 16).view(float32);  minimum = (LOWEST + (w % OFFSETS) / 2) * scale
+
+        Scales go to ``to_at + scale_place(t, g)``, minima ``4 * KV_TILE`` floats further on for each four groups begun.
+        Groups that a row does not have get zeros. Where INT4 is taken as integers, one or two groups take the place of
+        two, not of four.
+        """
+
+        def codegen(context, b, sig, args):
+            gather = _Gather(b, compute, *unpack(context, b, sig.args, args))
+            if compute == "float64" or not INT4_INTEGERS:
+                gather.emit(4)
+                return context.get_dummy_value()
+            few = b.icmp_signed("<=", gather.groups, I64(2))
+            with b.if_else(few) as (of_few, of_others):
+                with of_few:
+                    gather.emit(2)
+                with of_others:
+                    gather.emit(4)
+            return context.get_dummy_value()
+
+        return types.void(to, types.int64, scales, offsets, types.int64), codegen
+
+    return gather_groups
+
+
+class _Gather:
+    """Emits `gather_groups`, `width` groups of some tokens at a time."""
+
+    def __init__(self, b, compute, data, to_at, source, offsets, groups):
+        self.b, self.v = b, Vectors(b, compute)
+        self.data, self.to_at, self.source, self.offsets = data, to_at, source, offsets
+        self.groups = groups
+        self.fours = b.sdiv(b.add(groups, I64(3)), I64(4))
+        self.minimum_at = b.mul(self.fours, I64(4 * KV_TILE))
+
+    def emit(self, width):
+        b, v = self.b, self.v
+        tokens = max(1, v.lanes // width)  # in a vector
+        at_once = max(RAMP, tokens)
+        words_type = ir.VectorType(I16, width * tokens)
+        rows_type = ir.VectorType(I64, at_once)
+        with (
+            steps(b, I64(0), self.fours, 1) as (j, _),
+            steps(b, I64(0), I64(KV_TILE), at_once) as (t, _),
+        ):
+            mask = v.lanes_below(b.sub(self.groups, b.mul(j, I64(4))), lanes=width)
+            first_row = b.gep(self.offsets, [t])
+            rows = b.load(b.bitcast(first_row, rows_type.as_pointer()), align=8)
+            row = b.load(first_row)
+            apart = self._lie_apart(rows, row, width)
+            with b.if_else(apart, likely=False) as (of_apart, of_together):
+                with of_apart, steps(b, I64(0), I64(at_once), tokens) as (i, _):
+                    here = b.add(t, i)
+                    self._put(self._gathered(here, tokens, j, mask, width), j, here, width)
+                with of_together:
+                    for i in range(0, at_once, tokens):
+                        pointer = b.gep(self.source, [b.add(row, I64(i * width))])
+                        pointer = b.bitcast(pointer, words_type.as_pointer())
+                        self._put(b.load(pointer, align=2), j, b.add(t, I64(i)), width)
+
+    def _lie_apart(self, rows, row, width):
+        """Whether tokens do not lie one after another, with nothing between their groups."""
+        b, type_ = self.b, rows.type
+        iota = ir.Constant(type_, [I64(i) for i in range(type_.count)])
+        first = b.insert_element(ir.Constant(type_, ir.Undefined), row, I32(0))
+        first = self.v.shuffle(first, first, [0] * type_.count)
+        wanted = b.add(first, b.mul(iota, _splat(type_, width)))
+        other = b.icmp_signed("!=", rows, wanted)
+        bits = ir.IntType(type_.count)
+        apart = b.icmp_unsigned("!=", b.bitcast(other, bits), bits(0))
+        return b.or_(apart, b.icmp_signed("!=", self.groups, I64(width)))
+
+    def _gathered(self, t, tokens, j, mask, width):
+        """The words of a vector of tokens, from t on, that lie anywhere."""
+        b, v = self.b, self.v
+        pieces = []
+        for i in range(tokens):
+            row = b.load(b.gep(self.offsets, [b.add(t, I64(i))]))
+            pointer = b.gep(self.source, [b.add(row, b.mul(j, I64(4)))])
+            pieces.append(v.masked_load(pointer, ir.VectorType(I16, width), 2, mask))
+        while len(pieces) > 1:
+            both = [*range(2 * pieces[0].type.count)]
+            pieces = [v.shuffle(*pieces[i : i + 2], both) for i in range(0, len(pieces), 2)]
+        return pieces[0]
+
+    def _put(self, words, j, t, width):
+        """Store what the words of a vector of tokens say."""
+        b, v = self.b, self.v
+        wide, floats, real = (ir.VectorType(x, words.type.count) for x in (I32, FLOAT, v.float))
+        bits = b.shl(b.zext(words, wide), _splat(wide, 16))
+        scale = b.bitcast(bits, floats)
+        # 64 and half of the last bits of words: these have the places of 1/2, 1 and 2 beside it.
+        level = b.and_(bits, _splat(wide, (OFFSETS - 1) << 16))
+        level = b.bitcast(b.or_(level, _splat(wide, 0x42800000)), floats)
+        minimum = b.fmul(b.fadd(level, _splat(floats, LOWEST - 64)), scale)
+        at = b.add(self.to_at, scale_place(b, t, b.mul(j, I64(4)), width))
+        for value in (scale, minimum):
+            v.store(b.fpext(value, real) if v.double else value, self.data, at)
+            at = b.add(at, self.minimum_at)
+
+
+def _splat(type_, value):
+    return ir.Constant(type_, [ir.Constant(type_.element, value)] * type_.count)

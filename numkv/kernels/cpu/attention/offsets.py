@@ -1,0 +1,190 @@
+"""Where the rows of a KV tile lie: tables that vector code reads.
+
+A turn is a tile of one kv head. Its tables lie one after another in a worker's integers, 8 numbers more than `KV_TILE`
+each as `fill_ramp` may write beyond::
+
+    0           K rows       where each token's row or its scales start, in elements;
+    TABLE       V rows       where both lie the same, those of K are V's too
+    2 * TABLE   K's scales
+    3 * TABLE   V's scales
+    K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
+    V_EXTENTS   extents of V rows
+
+There are tables for two turns: while V rows of one are read, K rows of the next are prefetched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
+from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE
+
+__all__ = [
+    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "layout_of", "locate", "strides_of",
+]  # fmt: skip
+
+#: Numbers of a table.
+TABLE = KV_TILE + RAMP
+#: Numbers of extents: two for each token, and an end.
+EXTENTS = 2 * (KV_TILE + 1)
+K_EXTENTS, V_EXTENTS = 4 * TABLE, 4 * TABLE + EXTENTS
+#: Numbers of a turn, in whole cache lines.
+TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
+#: Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take.
+WORKER_INTS = 2 * TURN + 8 + AMX_QUERY_ROWS
+
+
+class Layout(NamedTuple):
+    """How K, V and their scales lie in memory."""
+
+    #: Tokens that an entry of the block table stands for, and tokens of a block.
+    unit: int
+    block_size: int
+    #: Elements from block to block, from head to head and from token to token.
+    k_step: Any
+    v_step: Any
+    #: The same of scales, if tokens have any.
+    k_scale_step: Any
+    v_scale_step: Any
+    #: Where a pool begins, words of a row, bytes of a word.
+    k_rows: Any
+    v_rows: Any
+    #: Whether tokens have scales.
+    k_scaled: bool
+    v_scaled: bool
+    #: Whether V and its scales lie as K does.
+    same: bool
+    #: Where V's tables begin: 0 if they are those of K.
+    v_table: int
+
+
+@inlined
+def strides_of(array):
+    """Elements from block to block, from head to head and from token to token."""
+    size = array.itemsize
+    return array.strides[0] // size, array.strides[1] // size, array.strides[2] // size
+
+
+@inlined
+def layout_of(k, k_scale_step, k_scaled, v, v_scale_step, v_scaled, unit):
+    """The `Layout` of pools; without scales their steps do not count."""
+    k_step, v_step = strides_of(k), strides_of(v)
+    same = (
+        k_step == v_step
+        and k_scaled == v_scaled
+        and (not k_scaled or k_scale_step == v_scale_step)
+    )  # fmt: skip
+    v_table = np.int64(0) if same else np.int64(TABLE)
+    k_rows = address_of(k), np.int64(k.shape[3]), np.int64(k.itemsize)
+    v_rows = address_of(v), np.int64(v.shape[3]), np.int64(v.itemsize)
+    return Layout(
+        unit, np.int64(k.shape[2]), k_step, v_step, k_scale_step, v_scale_step, k_rows, v_rows, k_scaled,
+        v_scaled, same, v_table,
+    )  # fmt: skip
+
+
+@register_jitable
+def locate(offsets, tile, begin, end, entries, head, layout):
+    """Fill the tables of a turn.
+
+    Parameters
+    ----------
+    offsets : int64 array
+        The tables.
+    tile : int
+        The first token of the tile.
+    begin, end : int
+        Tokens ``[begin, end)`` of the sequence that matter. Others stand in for their neighbours: their own blocks are
+        never looked up.
+    entries : int32 array
+        The sequence's row of the block table.
+    head : int
+        The kv head.
+    layout : Layout
+        How K and V lie.
+    """
+    if begin >= end:
+        return
+    unit, block_size, k_step, v_step = layout.unit, layout.block_size, layout.k_step, layout.v_step
+    p, stop, at = max(tile, begin), min(tile + KV_TILE, end), np.int64(0)
+    if p >= stop:  # a tile past the end
+        p, stop = end - 1, end
+    else:
+        at = p - tile
+    first = at
+    k_extents, v_extents = (np.int64(K_EXTENTS), np.int64(0)), (np.int64(V_EXTENTS), np.int64(0))
+    # Divisions are slow: only the first run needs one, and that of a contiguous cache does not.
+    entry = p // unit if p >= unit else np.int64(0)
+    in_unit = p - entry * unit
+    while p < stop:
+        # A run of tokens that lie one after another.
+        block, offset = np.int64(entries[entry]), in_unit
+        run = min(unit - in_unit, stop - p)
+        if unit < block_size:  # slots: as many as follow each other
+            slot = block
+            block = slot // block_size if slot >= block_size else np.int64(0)
+            offset = slot - block * block_size
+            most = min(block_size - offset, stop - p)
+            while run < most and np.int64(entries[entry + run]) == slot + run:
+                run += 1
+        k_at = block * k_step[0] + head * k_step[1] + offset * k_step[2]
+        v_at = block * v_step[0] + head * v_step[1] + offset * v_step[2]
+        k_extents = _add_extents(offsets, k_extents, k_at, run, k_step[2], layout.k_rows)
+        v_extents = _add_extents(offsets, v_extents, v_at, run, v_step[2], layout.v_rows)
+        fill_ramp(offsets, at, run, k_at, k_step[2])
+        if not layout.same:
+            fill_ramp(offsets, TABLE + at, run, v_at, v_step[2])
+        if layout.k_scaled:
+            step = layout.k_scale_step
+            s_at = block * step[0] + head * step[1] + offset * step[2]
+            fill_ramp(offsets, 2 * TABLE + at, run, s_at, step[2])
+        if layout.v_scaled and not layout.same:
+            step = layout.v_scale_step
+            s_at = block * step[0] + head * step[1] + offset * step[2]
+            fill_ramp(offsets, 3 * TABLE + at, run, s_at, step[2])
+        at += run
+        p += run
+        entry += run if unit == 1 else np.int64(1)
+        in_unit = np.int64(0)
+    # Prefetches beyond the last extent repeat it.
+    for at_extent, _ in (k_extents, v_extents):
+        offsets[at_extent] = offsets[at_extent - 2]
+        offsets[at_extent + 1] = NO_MORE
+    if first > 0 or at < KV_TILE:
+        _stand_in(offsets, first, at)
+
+
+@register_jitable
+def _add_extents(offsets, extents, first, count, step, rows):
+    """Put `count` rows, the first at `first`, among extents; rows that lie one after another make one.
+
+    `extents` says where the next one goes, and where the one before it ends; that is returned for the next call.
+    """
+    at, last_end = extents
+    base, words, size = rows
+    each = count if step == words else np.int64(1)
+    i = np.int64(0)
+    while i < count:  # the length of a range would need a division
+        start = base + (first + i * step) * size
+        if start != last_end:
+            offsets[at] = start & -64
+            at += 2
+        last_end = start + each * words * size
+        offsets[at - 1] = last_end
+        i += each
+    return at, last_end
+
+
+@register_jitable
+def _stand_in(offsets, first, end):
+    """Let tokens ``[first, end)`` of a tile stand in for those before and after; apart, as it is seldom called."""
+    for table in (0, TABLE, 2 * TABLE, 3 * TABLE):
+        for j in range(first):
+            offsets[table + j] = offsets[table + first]
+        fill_ramp(offsets, table + end, KV_TILE - end, offsets[table + end - 1], 0)

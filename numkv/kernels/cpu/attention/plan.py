@@ -1,0 +1,204 @@
+"""Which items a call has: for each sequence blocks of query tokens, or splits of the KV range, and kv heads.
+
+Later query blocks see more tokens: they are taken first. A sequence has several query blocks or several splits, never
+both. Split boundaries depend on the sequence's own length and window alone, so no result depends on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.extending import register_jitable
+
+from numkv.kernels.cpu.attention.records import FEW_ROWS, KV_TILE, QUERY_ROWS, Item
+from numkv.kernels.cpu.inline import inlined
+from numkv.rows.visible import visible_to_any
+
+__all__ = [
+    "LEAST_ROWS",
+    "MIN_SPLIT",
+    "SERIAL_WORK",
+    "Plan",
+    "Problem",
+    "item_of",
+    "make_plan",
+    "plan_of",
+    "plan_size",
+]
+
+# A split of the KV range has at least so many tokens, and a sequence at most so many splits.
+MIN_SPLIT = 1024
+MAX_SPLITS = 64
+# A block whose heads lie in runs of so many tokens or more is read a head at a time; of shorter ones, an item takes
+# several heads as long as each thread is left with so many items to balance.
+LONG_RUN = 64
+ITEMS_EACH = 4
+#: Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
+#: are read and converted all the same. Times of two threads as parts of those of one, on an Intel Xeon with 2 cores, as
+#: tenth percentiles, in groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million: fp16 out of caches 0.96, 0.79, 0.79
+#: and 0.62, from memory 0.86, 0.72, 0.70 and 0.55; int8 out of caches 0.88, 0.80, 0.84 and 0.76. What is saved below 2
+#: million is lost again where threads sleep, or something else has taken their core.
+SERIAL_WORK = 2_000_000
+LEAST_ROWS = 4
+
+
+class Plan(NamedTuple):
+    """Views of the integers that say what there is to do. Arrays but counters have an element for each sequence."""
+
+    #: Counters that threads share: of items, and of rows to merge.
+    next_item: Any
+    next_row: Any
+    #: The first item and the first part of its results; both have the total at the end.
+    first_item: Any
+    first_part: Any
+    #: The length of a split, or 0 where there is only one.
+    split_len: Any
+    #: Kv heads that an item takes.
+    heads: Any
+    #: What follows: integers of workers.
+    rest: Any
+
+
+@inlined
+def plan_of(ints, num_seqs):
+    """The plan that lies in an array of integers."""
+    first_item, first_part = 2, 3 + num_seqs
+    split_len = first_part + num_seqs + 1
+    heads = split_len + num_seqs
+    rest = heads + num_seqs
+    return Plan(
+        ints[0:1], ints[1:2], ints[first_item:first_part], ints[first_part:split_len],
+        ints[split_len:heads], ints[heads:rest], ints[rest:],
+    )  # fmt: skip
+
+
+def plan_size(num_seqs: int) -> int:
+    """Integers of a plan, without those of workers."""
+    return 4 + 4 * num_seqs
+
+
+class Problem(NamedTuple):
+    """What a plan is made for."""
+
+    seq_lens: Any
+    q_starts: Any
+    ranges: Any
+    window_left: int
+    #: Tokens for which a sequence's row of the block table has room, and tokens of one of its entries.
+    capacity: int
+    unit: int
+    num_kv_heads: int
+    #: Q heads of a kv head, and query rows of an item at most.
+    group: int
+    max_rows: int
+
+
+@register_jitable
+def _length(problem, b):
+    """Tokens of a sequence; with ranges, those for which there is room."""
+    return np.int64(problem.seq_lens[b]) if len(problem.ranges) == 0 else problem.capacity
+
+
+@register_jitable
+def make_plan(problem, columns, threads, plan):
+    """Fill a plan; return how many threads are to work on it.
+
+    Parameters
+    ----------
+    problem : Problem
+        What there is to do.
+    columns : int
+        Elements of a K row and of a V row, together.
+    threads : int
+        How many threads there may be.
+    plan : Plan
+        To be filled; its counters are set to 0.
+    """
+    seq_lens, q_starts, ranges, group = (
+        problem.seq_lens, problem.q_starts, problem.ranges, problem.group
+    )  # fmt: skip
+    num_kv_heads, num_seqs = problem.num_kv_heads, len(seq_lens)
+    block_tokens = max(1, problem.max_rows // group)
+    plan.next_item[0] = plan.next_row[0] = 0
+    parts = np.int64(0)
+    work = np.int64(0)
+    pieces = np.int64(0)  # of query blocks and splits
+    for b in range(num_seqs):
+        tokens = q_starts[b + 1] - q_starts[b]
+        plan.first_part[b] = parts
+        blocks = (tokens + block_tokens - 1) // block_tokens
+        length = _length(problem, b)
+        first, end = visible_to_any(
+            ranges, q_starts[b], tokens, length - tokens, problem.window_left, length
+        )
+        first -= first % KV_TILE
+        span = max(np.int64(0), end - first)
+        split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
+        split_len = max(MIN_SPLIT, (split_len + KV_TILE - 1) // KV_TILE * KV_TILE)
+        splits = max(np.int64(1), (span + split_len - 1) // split_len)
+        if blocks != 1:  # none, or enough to do without splitting
+            splits = np.int64(1)
+        plan.split_len[b] = split_len if splits > 1 else np.int64(0)
+        plan.heads[b] = max(1, QUERY_ROWS // max(1, min(tokens, block_tokens) * group))
+        plan.first_item[b] = blocks * splits
+        pieces += blocks * splits
+        if splits > 1:
+            parts += splits * tokens * num_kv_heads * group
+        if tokens > 0:
+            work += max(tokens * group, LEAST_ROWS) * span * num_kv_heads * columns
+    plan.first_part[num_seqs] = parts
+    workers = 1 if work < SERIAL_WORK else threads
+
+    most_heads = np.int64(1)
+    if problem.unit < LONG_RUN:
+        wanted = ITEMS_EACH * workers if workers > 1 else 1
+        while most_heads < num_kv_heads and (
+            pieces * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
+        ):
+            most_heads += 1
+    items = np.int64(0)
+    for b in range(num_seqs):
+        heads = min(plan.heads[b], most_heads)
+        plan.heads[b] = heads
+        mine = plan.first_item[b] * ((num_kv_heads + heads - 1) // heads)
+        plan.first_item[b] = items
+        items += mine
+    plan.first_item[num_seqs] = items
+    return workers
+
+
+@inlined
+def item_of(problem, plan, b, number):
+    """What an item of sequence b is: `number` is the item's among those of all sequences."""
+    q_starts, group = problem.q_starts, problem.group
+    block_tokens = max(1, problem.max_rows // group)
+    seq_tokens = q_starts[b + 1] - q_starts[b]
+    length = _length(problem, b)
+    split_len = plan.split_len[b]
+    inner = number - plan.first_item[b]
+    heads = plan.heads[b]
+    head_parts = (problem.num_kv_heads + heads - 1) // heads
+    first_head = inner % head_parts * heads
+    end_head = min(problem.num_kv_heads, first_head + heads)
+    inner //= head_parts
+    blocks = (seq_tokens + block_tokens - 1) // block_tokens
+    # One of the two is 0: there are either blocks or splits. Later blocks see more: take them first.
+    block = blocks - 1 - inner if blocks > 1 else np.int64(0)
+    split = inner if blocks == 1 else np.int64(0)
+    t0 = block * block_tokens
+    tokens = min(seq_tokens, t0 + block_tokens) - t0
+    position = length - seq_tokens + t0
+    begin, end = visible_to_any(
+        problem.ranges, q_starts[b] + t0, tokens, position, problem.window_left, length
+    )
+    part = np.int64(-1)
+    if split_len > 0:
+        first = begin - begin % KV_TILE
+        begin = max(begin, first + split * split_len)
+        end = min(end, first + (split + 1) * split_len)
+        part = plan.first_part[b] + split * seq_tokens * problem.num_kv_heads * group
+    return Item(
+        b, q_starts[b] + t0, tokens, tokens * group, first_head, end_head, position, begin, end, part,
+        seq_tokens * group > FEW_ROWS,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""Sizes and records that the parts of attention share.
+
+A record is a named tuple of numbers and of arrays without reference counts, which costs nothing in compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+__all__ = [
+    "AMX_QUERY_ROWS",
+    "FEW_ROWS",
+    "INT4_SPAN",
+    "KV_TILE",
+    "LN_2",
+    "LOG2_E",
+    "QUERY_ROWS",
+    "AmxScales",
+    "Item",
+    "Outputs",
+    "Queries",
+    "Rows",
+    "SoftmaxState",
+    "Tile",
+    "Visibility",
+    "Weights",
+]
+
+#: Tokens in a KV tile: its scores stay in L1, and V rows are fetched while K rows are used.
+KV_TILE = 64
+#: Query rows of an item. Many enough that a tile's K rows, read once, are used often; few enough to stay in L1 and L2.
+QUERY_ROWS = 64
+#: The same on a matrix unit, where K and V are taken apart and put together for it: what that costs is for more rows.
+AMX_QUERY_ROWS = 256
+#: Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
+FEW_ROWS = 8
+#: Elements of INT4 that are taken at once: four quantisation groups.
+INT4_SPAN = 128
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+class Item(NamedTuple):
+    """A unit of work: some kv heads of a sequence, a block of its query tokens, a part of its KV range.
+
+    Query rows are (token, q head of the group); scratch memory has those of one kv head after another.
+    """
+
+    seq: int
+    #: The first query token among those of all sequences, and how many tokens there are.
+    first_token: int
+    tokens: int
+    #: Query rows of a kv head.
+    rows: int
+    #: Kv heads ``[first_head, end_head)``.
+    first_head: int
+    end_head: int
+    #: Position of the first query token.
+    position: int
+    #: Tokens of the sequence ``[begin, end)`` that this item attends to.
+    begin: int
+    end: int
+    #: Where the first token's parts are among those of all splits; -1 if the KV range is not split.
+    part: int
+    #: Whether the sequence has many query rows, as a matrix unit wants them.
+    is_large: bool
+
+
+class Visibility(NamedTuple):
+    """Which tokens a query sees: ranges of its own, or causality and a window."""
+
+    ranges: Any
+    window_left: int
+
+
+class Rows(NamedTuple):
+    """K or V rows of a KV tile: token t's starts at ``words[offsets[t]]``."""
+
+    words: Any
+    offsets: Any
+    #: Elements of a row.
+    dim: int
+    #: Where the tokens' scales are in scratch memory, and how many a token has.
+    scales_at: int
+    groups: int
+
+
+class Tile(NamedTuple):
+    """A KV tile of one kv head."""
+
+    #: The first token, and the kv head.
+    start: int
+    head: int
+    keys: Rows
+    values: Rows
+    #: Memory of this tile's V rows and of the next tile's K rows, as a `PrefetchStream` takes it.
+    v_extents: Any
+    k_extents: Any
+    #: The next tile's K rows.
+    next_keys: Rows
+    #: Elements from one token's K row to the next within a block.
+    k_step: int
+
+
+class Queries(NamedTuple):
+    """Where query rows are in scratch memory: interleaved, with scales and sums of groups if they are integers."""
+
+    at: int
+    scales_at: int
+    sums_at: int
+
+
+class Weights(NamedTuple):
+    """Where probabilities as integers are in scratch memory, and what belongs to all of them."""
+
+    at: int
+    #: Scales of rows (INT8); sums of minima and scales of groups (INT4).
+    scales_at: int
+
+
+class Outputs(NamedTuple):
+    """Where output rows are in scratch memory, `step` floats apart, and what rescales them."""
+
+    at: int
+    step: int
+    rescale_at: int
+
+
+class SoftmaxState(NamedTuple):
+    """Where the online softmax keeps rows' maxima, their sums and what rescales earlier sums."""
+
+    maxima_at: int
+    sums_at: int
+    rescale_at: int
+
+
+class AmxScales(NamedTuple):
+    """Where scales are in scratch memory: of query rows, K rows and V rows, and, to be written, of weights."""
+
+    queries_at: int
+    keys_at: int
+    values_at: int
+    weights_at: int

@@ -1,0 +1,68 @@
+"""Scales of K and V: those of a tile's tokens are put side by side; those of a head join queries and outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups, make_gather_scales
+from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.prefetch import prefetch
+from numkv.kinds import kind as kind_named
+
+__all__ = ["make_gather", "make_of_head"]
+
+
+@functools.cache
+def make_gather(kind: str, compute: str) -> Callable[..., Any]:
+    """``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind.
+
+    It puts down the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile.
+    """
+    found = kind_named(kind)
+    gather_scales, gather_groups = make_gather_scales(compute), make_gather_groups(compute)
+
+    @inlined
+    def prefetch_scales(scale, offsets, groups):
+        # Tokens whose scales make a cache line.
+        line = max(1, 64 // (groups * scale.itemsize))
+        for i in range(0, KV_TILE, line):
+            prefetch(scale, offsets[i])
+
+    @inlined
+    def of_rows(floats, to_at, scale, offsets, next_offsets, groups):
+        gather_scales(floats, to_at, scale, offsets)
+        prefetch_scales(scale, next_offsets, groups)
+
+    @inlined
+    def of_groups(floats, to_at, scale, offsets, next_offsets, groups):
+        gather_groups(floats, to_at, scale, offsets, groups)
+        prefetch_scales(scale, next_offsets, groups)
+
+    @inlined
+    def nothing(floats, to_at, scale, offsets, next_offsets, groups):
+        pass
+
+    if not found.has_scales:
+        return nothing
+    return of_groups if found.group_size else of_rows
+
+
+@functools.cache
+def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
+    """``of_head(factor, scale, head)``: a factor times the scale of a kv head, in the float type of `compute`."""
+    F = np.float32 if compute == "float32" else np.float64
+
+    @inlined
+    def scaled(factor, scale, head):
+        return F(factor * scale[head])
+
+    @inlined
+    def unscaled(factor, scale, head):
+        return F(factor)
+
+    return scaled if kind_named(kind).scales_per == "head" else unscaled

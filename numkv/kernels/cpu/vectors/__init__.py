@@ -1,0 +1,24 @@
+"""Vector code for the CPU: what emits LLVM for kernels, from the CPU's features up to loops and threads.
+
+Numba vectorises plain loops well, but not loops like attention's: a dot product for every token, an exponential in the
+middle, half floats to widen. Such steps are written as LLVM vector code, in functions (intrinsics) that a kernel calls
+like any other. What they are made of is here:
+
+============  ==========================================================================================
+`features`    which instructions the CPU has, how wide its vectors are
+`emit`        loops and branches while emitting; how an intrinsic's arguments are read
+`vectors`     `Vectors`: vectors of floats, loaded from any storage kind
+`words`       `Words`: vectors of 16-bit integers and bytes, and their products
+`amx`         `Amx`: Intel's matrix unit
+`math`        powers of two and hyperbolic tangents
+`prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
+`arrays`      rows of strided arrays, arrays without reference counts, addresses
+`launch`      running a kernel on several threads, and handing out items to them
+============  ==========================================================================================
+
+How to read it. `Vectors` emits instructions on vectors of `lanes` floats; LLVM turns them into whatever the CPU has
+(AVX-512, AVX2, NEON, or pairs of narrow ones). What is known when a kernel is built (storage kind, float type) is an
+argument of the function that makes an intrinsic; sizes that vary by call are ordinary numbers, so that one compiled
+kernel serves every head dim and group. Nothing is read past a row's end: what is left over after whole vectors is
+loaded under a mask. Arguments named ``*_at`` are element offsets into an array's memory.
+"""

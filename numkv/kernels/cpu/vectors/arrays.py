@@ -1,0 +1,108 @@
+"""Arrays in kernels: a row of a strided array, an array without reference counts, addresses, numbers in even steps."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_jitable
+
+from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
+
+__all__ = ["RAMP", "address_of", "fill_ramp", "is_aligned", "row_of", "without_refcount"]
+
+#: Numbers that `fill_ramp` writes at once.
+RAMP = 8
+
+
+@intrinsic
+def row_of(typing_context, array, index):
+    """One row of an array whose last axis is contiguous, whatever its other strides: a 1-d C array that shares memory.
+
+    The caller keeps `array` alive, and `index` (one number for each axis but the last) in range.
+    """
+    row_type = types.Array(array.dtype, 1, "C", readonly=not array.mutable)
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[0])(context, b, args[0])
+        at = b.ptrtoint(source.data, I64)
+        for axis, i in enumerate(cgutils.unpack_tuple(b, args[1])):
+            at = b.add(at, b.mul(i, b.extract_value(source.strides, axis)))
+        row = context.make_array(row_type)(context, b)
+        context.populate_array(
+            row,
+            data=b.inttoptr(at, source.data.type),
+            shape=[b.extract_value(source.shape, array.ndim - 1)],
+            strides=[source.itemsize],
+            itemsize=source.itemsize,
+            meminfo=None,
+        )
+        return row._getvalue()
+
+    return row_type(array, types.UniTuple(types.int64, array.ndim - 1)), codegen
+
+
+@intrinsic
+def without_refcount(typing_context, array):
+    """The same array without its owner: as no references are counted, slices of it cost nothing.
+
+    The caller keeps `array` alive.
+    """
+
+    def codegen(context, b, sig, args):
+        source = context.make_array(sig.args[0])(context, b, args[0])
+        source.meminfo = ir.Constant(source.meminfo.type, None)
+        source.parent = ir.Constant(source.parent.type, None)
+        return source._getvalue()
+
+    return array(array), codegen
+
+
+@intrinsic
+def address_of(typing_context, array):
+    """Where an array's first element is, as a number."""
+
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(data_of(context, b, sig.args[0], args[0]), I64)
+
+    return types.int64(array), codegen
+
+
+@register_jitable
+def is_aligned(array):
+    """Whether an array's elements lie at multiples of their size."""
+    places = address_of(array)
+    for axis in range(array.ndim):
+        if array.shape[axis] > 1:
+            places |= array.strides[axis]
+    return places & (array.itemsize - 1) == 0
+
+
+@intrinsic
+def fill_ramp(typing_context, array, at, count, start, step):
+    """Put ``start + i * step`` for i in ``range(count)`` into an int64 array.
+
+    Up to `RAMP` - 1 numbers more are written. Numba's own loop does not vectorise, as an index that might be negative
+    would count from the end.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[0], args[0])
+        _, at, count, start, step = args
+        type_ = ir.VectorType(I64, RAMP)
+
+        def splat(x):
+            first = b.insert_element(ir.Constant(type_, ir.Undefined), x, I32(0))
+            zeros = ir.Constant(ir.VectorType(I32, RAMP), None)
+            return b.shuffle_vector(first, first, zeros)
+
+        iota = ir.Constant(type_, [ir.Constant(I64, i) for i in range(RAMP)])
+        first = b.add(splat(start), b.mul(iota, splat(step)))
+        with steps(b, I64(0), count, RAMP) as (i, _):
+            value = b.add(first, splat(b.mul(i, step)))
+            pointer = b.gep(data, [b.add(at, i)])
+            b.store(value, b.bitcast(pointer, type_.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(array, i8, i8, i8, i8), codegen

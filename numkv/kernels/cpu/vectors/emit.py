@@ -1,0 +1,101 @@
+"""Emitting LLVM: types, loops, branches by the number of rows, memory on the stack, the arguments of an intrinsic."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from numkv.kernels.cpu.vectors.features import ROW_UNROLL
+
+__all__ = [
+    "DOUBLE",
+    "FLOAT",
+    "HALF",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "as_bytes",
+    "data_of",
+    "for_rows",
+    "keep_in_memory",
+    "scratch_floats",
+    "steps",
+    "unpack",
+]
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT, DOUBLE, HALF = ir.FloatType(), ir.DoubleType(), ir.HalfType()
+
+
+def data_of(context, builder, array_type, value):
+    """The address of an array's first element."""
+    return context.make_array(array_type)(context, builder, value).data
+
+
+def unpack(context, builder, types_, values):
+    """The arguments of an intrinsic as its emitter uses them.
+
+    An array becomes the address of its first element, a named tuple an object with an attribute for each field; the
+    rest stays as it is.
+    """
+    return [_unpacked(context, builder, *pair) for pair in zip(types_, values, strict=True)]
+
+
+def _unpacked(context, builder, type_, value):
+    if isinstance(type_, types.Array):
+        return data_of(context, builder, type_, value)
+    if isinstance(type_, types.BaseNamedTuple):
+        fields = cgutils.unpack_tuple(builder, value, len(type_.fields))
+        return SimpleNamespace(
+            **dict(zip(type_.fields, unpack(context, builder, type_.types, fields), strict=True))
+        )
+    return value
+
+
+def for_rows(builder, rows, emit, most=ROW_UNROLL[0], numbers=ROW_UNROLL):
+    """Emit code for each number of rows of `numbers` up to `most`; that of `rows`, known at run time, runs.
+
+    `rows` is one of these numbers.
+    """
+
+    def among(numbers):
+        if len(numbers) == 1:
+            emit(numbers[0])
+            return
+        half = len(numbers) // 2
+        few = builder.icmp_signed("<", rows, I64(numbers[half]))
+        with builder.if_else(few) as (of_few, of_many):
+            with of_few:
+                among(numbers[:half])
+            with of_many:
+                among(numbers[half:])
+
+    among(sorted(n for n in numbers if n <= most))
+
+
+def steps(builder, start, stop, step):
+    """A loop over ``range(start, stop, step)`` for emitting its body; gives the index."""
+    return cgutils.for_range_slice(builder, start, stop, I64(step), I64)
+
+
+def scratch_floats(builder, element, size):
+    """The address of memory for `size` numbers on the stack, from the beginning of a cache line on."""
+    place = cgutils.alloca_once(builder, ir.ArrayType(element, size))
+    place.align = 64
+    return builder.bitcast(place, I8.as_pointer())
+
+
+def keep_in_memory(builder, pointer):
+    """Have what was stored at a pointer read from memory: LLVM would take vectors apart to keep a part of it."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type])
+    nothing = ir.InlineAsm(signature, "", "r,~{memory}", side_effect=True)
+    builder.call(nothing, [pointer])
+
+
+def as_bytes(builder, pointer):
+    """The same address, as one of bytes."""
+    return builder.bitcast(pointer, I8.as_pointer())

@@ -1,0 +1,99 @@
+"""Memory that is asked for ahead of time, evenly spread among arithmetic."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
+from numkv.kernels.cpu.vectors.features import LOCALITY
+from numkv.kernels.cpu.vectors.stored import ON_LINE, PER_WORD, STORED
+
+__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column"]
+
+#: Where the last extent of a `PrefetchStream` ends: past all addresses.
+NO_MORE = 1 << 62
+
+
+class PrefetchStream:
+    """Prefetches memory a cache line at a time, in the order in which it lies.
+
+    An extent is a run of adjacent bytes. At `extents` are addresses: the cache line with which the first one begins,
+    and where it ends, then the same of the next one; the last ends at `NO_MORE`. Evenly spread among arithmetic and in
+    order, prefetches cost next to no time. Bursts of them fill the few buffers that track what is on its way, and the
+    arithmetic behind them waits; every second line first is no better, as CPUs fetch lines in pairs.
+
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+        Where to emit.
+    kind : str
+        Storage kind of the rows in these extents.
+    extents : llvmlite.ir.Value
+        Where the addresses are.
+    """
+
+    def __init__(self, builder, kind, extents):
+        self.b, self.on_line, self.extents = builder, ON_LINE[kind], extents
+        self.at, self.end, self.next = (cgutils.alloca_once(builder, I64) for _ in range(3))
+        builder.store(I64(0), self.next)
+        self._begin_extent()
+
+    def _begin_extent(self):
+        number = self.b.load(self.next)
+        for i, slot in enumerate((self.at, self.end)):
+            self.b.store(self.b.load(self.b.gep(self.extents, [self.b.add(number, I64(i))])), slot)
+        self.b.store(self.b.add(number, I64(2)), self.next)
+
+    def _issue(self, lines):
+        at = self.b.load(self.at)
+        for i in range(lines):
+            address = self.b.inttoptr(self.b.add(at, I64(64 * i)), I8.as_pointer())
+            prefetch_line(self.b, address)
+        at = self.b.add(at, I64(64 * lines))
+        self.b.store(at, self.at)
+        ended = self.b.icmp_signed(">=", at, self.b.load(self.end))
+        with self.b.if_then(ended, likely=False):
+            self._begin_extent()
+
+    def issue(self, elements, turn=0):
+        """Prefetch as many lines as hold `elements` elements; where that is less than one, in some turns only."""
+        if elements >= self.on_line:
+            self._issue(elements // self.on_line)
+            return
+        turns = self.on_line // elements
+        if isinstance(turn, int):
+            if turn % turns == 0:
+                self._issue(1)
+            return
+        mine = self.b.icmp_signed("==", self.b.and_(turn, I64(turns - 1)), I64(0))
+        with self.b.if_then(mine):
+            self._issue(1)
+
+
+def prefetch_line(builder, pointer):
+    """Prefetch a cache line to read it; the address may be anything."""
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [pointer, I32(0), I32(LOCALITY), I32(1)])
+
+
+def prefetch_column(builder, kind, base, at, column):
+    """Prefetch the cache line of a column of the row at `at`, of a storage kind; the address may be anything."""
+    column = builder.ashr(column, I64(1)) if PER_WORD[kind] == 2 else column
+    typed = builder.bitcast(base, STORED[kind].as_pointer())
+    prefetch_line(builder, as_bytes(builder, builder.gep(typed, [builder.add(at, column)])))
+
+
+@intrinsic
+def prefetch(typing_context, array, at):
+    """Prefetch the cache line of an element of an array."""
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[0], args[0])
+        prefetch_line(b, as_bytes(b, b.gep(data, [args[1]])))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen

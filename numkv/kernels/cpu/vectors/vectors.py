@@ -1,0 +1,268 @@
+"""Vectors of floats: constants, memory, arithmetic, sums across lanes."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
+from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, LANES
+from numkv.kernels.cpu.vectors.stored import STORED, widened
+
+__all__ = ["Vectors"]
+
+
+class Vectors:
+    """Emits vector instructions for one float type.
+
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+        Where to emit.
+    compute : {"float32", "float64"}
+        Element type of the vectors.
+    """
+
+    def __init__(self, builder, compute):
+        self.b = builder
+        self.double = compute == "float64"
+        self.lanes = LANES // 2 if self.double else LANES
+        self.float = DOUBLE if self.double else FLOAT
+        self.int = I64 if self.double else I32
+        self.type = ir.VectorType(self.float, self.lanes)
+        self.int_type = ir.VectorType(self.int, self.lanes)
+
+    # -- constants and lanes
+
+    def splat(self, value):
+        """A vector whose lanes all hold a number or an LLVM scalar."""
+        if not isinstance(value, ir.Value):
+            return ir.Constant(self.type, [ir.Constant(self.float, float(value))] * self.lanes)
+        first = self.b.insert_element(ir.Constant(self.type, ir.Undefined), value, I32(0))
+        return self.shuffle(first, first, [0] * self.lanes)
+
+    def splat_int(self, value):
+        """An integer vector whose lanes all hold a number."""
+        return ir.Constant(self.int_type, [ir.Constant(self.int, value)] * self.lanes)
+
+    def shuffle(self, a, b, lanes):
+        """Lanes picked from `a` (0 …) and `b` (from its number of lanes on)."""
+        mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, i) for i in lanes])
+        return self.b.shuffle_vector(a, b, mask)
+
+    def lanes_below(self, count, start=0, lanes=None):
+        """A mask of the lanes whose number plus `start` is below the LLVM integer `count` (i64, far below 2**31)."""
+        lanes = lanes or self.lanes
+        type_ = ir.VectorType(I32, lanes)
+        iota = ir.Constant(type_, [ir.Constant(I32, start + i) for i in range(lanes)])
+        count = self.b.trunc(count, I32)
+        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), count, I32(0))
+        return self.b.icmp_signed("<", iota, self.shuffle(first, first, [0] * lanes))
+
+    # -- memory
+
+    def pointer(self, base, at, element):
+        """The address of element `at` of memory that has elements of an LLVM type."""
+        typed = self.b.bitcast(base, element.as_pointer())
+        return self.b.gep(typed, [at])
+
+    def load(self, kind, base, at, mask=None):
+        """Load `lanes` elements of a storage kind, widened; lanes outside `mask` are zero and not touched."""
+        element = STORED[kind]
+        type_ = ir.VectorType(element, self.lanes)
+        pointer = self.pointer(base, at, element)
+        size = {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[element]
+        if mask is None:
+            value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=size)
+        else:
+            value = self.masked_load(pointer, type_, size, mask)
+        return widened(self, kind, value)
+
+    def masked_load(self, pointer, type_, size, mask):
+        """Load the lanes of `mask` of a vector of elements of `size` bytes; the others are zero."""
+        name = f"llvm.masked.load.v{type_.count}{'i' if size < 4 else 'f'}{8 * size}.p0"
+        pointer = self.b.bitcast(pointer, type_.as_pointer())
+        signature = ir.FunctionType(type_, [pointer.type, I32, mask.type, type_])
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        zero = ir.Constant(type_, None)
+        return self.b.call(function, [pointer, I32(size), mask, zero])
+
+    def load_codes(self, base, at, mask=None):
+        """Load ``2 * lanes`` int8 codes as 16-bit integers; lanes outside `mask` are zero and not touched."""
+        type_ = ir.VectorType(I8, 2 * self.lanes)
+        pointer = self.pointer(base, at, I8)
+        if mask is None:
+            value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+        else:
+            value = self.masked_load(pointer, type_, 1, mask)
+        return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
+
+    def load_words(self, base, at):
+        """Load ``2 * lanes`` 16-bit integers from the memory of floats; `at` counts floats."""
+        type_ = ir.VectorType(I16, 2 * self.lanes)
+        pointer = self.pointer(base, at, self.float)
+        return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=2)
+
+    def load_nibbles(self, base, at, scale, minimum, mask=None):
+        """Load `lanes` bytes of two INT4 codes: the values of the low nibbles and of the high ones.
+
+        A value is ``scale * code + minimum``, with vectors of their group's scale and of the value of code 0. Lanes
+        outside `mask` are zero and not touched.
+        """
+        type_ = ir.VectorType(I8, self.lanes)
+        pointer = self.pointer(base, at, I8)
+        if mask is None:
+            codes = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+        else:
+            codes = self.masked_load(pointer, type_, 1, mask)
+        wide = ir.VectorType(I32, self.lanes)
+        low = self.b.zext(codes, wide)
+        high = self.b.lshr(low, ir.Constant(wide, [I32(4)] * self.lanes))
+        values = []
+        for code in (low, high):
+            code = self.b.and_(code, ir.Constant(wide, [I32(15)] * self.lanes))
+            value = self.fma(self.b.sitofp(code, self.type), scale, minimum)
+            if mask is not None:
+                value = self.b.select(mask, value, ir.Constant(self.type, None))
+            values.append(value)
+        return values
+
+    def add_pairs(self, total, a, b):
+        """``total + a * b`` of 16-bit integers, neighbouring products added: `lanes` 32-bit sums.
+
+        `a` and `b` are vectors of any element type, of which the bits count.
+        """
+        if self.lanes == 16 and "avx512vnni" in FEATURES:
+            # As text: LLVM would take some of them apart, into a product and a sum.
+            signature = ir.FunctionType(total.type, [total.type] * 3)
+            add = ir.InlineAsm(signature, "vpdpwssd $2, $1, $0", "=v,v,v,0")
+            a, b = (self.b.bitcast(x, total.type) for x in (a, b))
+            return self.b.call(add, [a, b, total])
+        words = ir.VectorType(I16, 2 * self.lanes)
+        a, b = (self.b.bitcast(x, words) for x in (a, b))
+        name = ADD_PAIRS.get(self.lanes)
+        if name:
+            signature = ir.FunctionType(total.type, [a.type] * 2)
+            function = cgutils.get_or_insert_function(self.b.module, signature, name)
+            return self.b.add(total, self.b.call(function, [a, b]))
+        for first in (0, 1):
+            lanes = [*range(first, 2 * self.lanes, 2)]
+            wide = [self.b.sext(self.shuffle(x, x, lanes), total.type) for x in (a, b)]
+            total = self.b.add(total, self.b.mul(*wide))
+        return total
+
+    def store(self, value, base, at):
+        """Store a float or a vector of floats, of any number of lanes."""
+        pointer = self.pointer(base, at, self.float)
+        size = 8 if self.double else 4
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer()), align=size)
+
+    def store_masked(self, value, base, at, mask):
+        """Store the lanes of `mask` of a vector of floats."""
+        pointer = self.b.bitcast(self.pointer(base, at, self.float), value.type.as_pointer())
+        bits = 64 if self.double else 32
+        signature = ir.FunctionType(ir.VoidType(), [value.type, pointer.type, I32, mask.type])
+        name = f"llvm.masked.store.v{self.lanes}f{bits}.p0"
+        function = cgutils.get_or_insert_function(self.b.module, signature, name)
+        self.b.call(function, [value, pointer, I32(bits // 8), mask])
+
+    def load_floats(self, base, at, mask=None):
+        """Load `lanes` floats of the vectors' own type; those outside `mask` are zero and not touched."""
+        return self.load("fp64" if self.double else "fp32", base, at, mask)
+
+    def load_one(self, base, at):
+        """Load one float of the vectors' own type."""
+        return self.b.load(self.pointer(base, at, self.float))
+
+    # -- arithmetic
+
+    def fma(self, a, b, c):
+        """``a * b + c``, rounded once."""
+        name = f"llvm.fma.v{self.lanes}f{64 if self.double else 32}"
+        signature = ir.FunctionType(self.type, [self.type] * 3)
+        return self.b.call(
+            cgutils.get_or_insert_function(self.b.module, signature, name), [a, b, c]
+        )
+
+    def fma_to(self, total, a, b):
+        """``total + a * b``, rounded once, for sums that are carried along in a loop."""
+        if not {"avx2", "avx512f"} & FEATURES:
+            return self.fma(a, b, total)
+        # As text: where `b` is not needed again, LLVM would put the sum in its place and move it back each time.
+        signature = ir.FunctionType(self.type, [self.type] * 3)
+        name = "vfmadd231pd" if self.double else "vfmadd231ps"
+        add = ir.InlineAsm(signature, f"{name} $2, $1, $0", "=v,v,v,0")
+        return self.b.call(add, [a, b, total])
+
+    def larger(self, a, b):
+        """Lane by lane the larger; `b` where `a` is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    # -- across lanes
+
+    def fold(self, vector, combine):
+        """All lanes combined into one, in halves: a scalar."""
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            other = self.shuffle(vector, vector, [*range(width, 2 * width)])
+            vector = self.shuffle(vector, vector, [*range(width)])
+            vector = combine(vector, other)
+        return self.b.extract_element(vector, I32(0))
+
+    def sums_by_row(self, vectors, rows):
+        """Vectors of scores out of vectors of products: ``out[t, r] = sum(vectors[t].reshape(rows, -1)[r])``.
+
+        Tokens are merged pairwise, half of a row's lanes each time, so that each sum adds its lanes in the same order
+        wherever it stands. With two rows r, s and eight lanes, tokens 0 and 1::
+
+            r0a r0b r0c r0d s0a s0b s0c s0d     a + c of each, then b + d
+            r1a r1b r1c r1d s1a s1b s1c s1d
+                  ->   r0(a+c) r0(b+d) s0(a+c) s0(b+d) r1(a+c) r1(b+d) s1(a+c) s1(b+d)
+                  ->   r0 s0 r1 s1 ...              (with tokens 2 and 3)
+        """
+        add = self.b.add if isinstance(vectors[0].type.element, ir.IntType) else self.b.fadd
+        each = self.lanes // rows
+        while each > 1:
+            each //= 2
+            low = [start + i for start in range(0, 2 * self.lanes, 2 * each) for i in range(each)]
+            high = [i + each for i in low]
+            vectors = [
+                add(self.shuffle(*pair, low), self.shuffle(*pair, high))
+                for pair in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+        return vectors
+
+    def repeated(self, base, at, count):
+        """Load `count` floats, at most as many as there are lanes, and repeat them: ``a b | a b | a b | a b``."""
+        part = self.load_part(base, at, count)
+        return self.shuffle(part, part, [i % count for i in range(self.lanes)])
+
+    def stretched(self, base, at, count):
+        """Load `count` floats and repeat each of them: ``a a a a | b b b b``."""
+        part = self.load_part(base, at, count)
+        return self.shuffle(part, part, [i * count // self.lanes for i in range(self.lanes)])
+
+    def load_part(self, base, at, count, mask=None):
+        """Load `count` floats; those outside `mask` are zero and not touched."""
+        type_ = ir.VectorType(self.float, count)
+        pointer = self.b.bitcast(self.pointer(base, at, self.float), type_.as_pointer())
+        size = 8 if self.double else 4
+        if mask is not None:
+            return self.masked_load(pointer, type_, size, mask)
+        return self.b.load(pointer, align=size)
+
+    def fold_by_row(self, vector, rows, combine):
+        """The lanes of each row combined, where lane i belongs to row i % rows: for each row in all of its lanes.
+
+        `rows` is a number at run time, a power of 2.
+        """
+        slot = cgutils.alloca_once_value(self.b, vector)
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            with self.b.if_then(self.b.icmp_signed("<=", rows, I64(width))):
+                here = self.b.load(slot)
+                other = self.shuffle(here, here, [i ^ width for i in range(self.lanes)])
+                self.b.store(combine(here, other), slot)
+        return self.b.load(slot)

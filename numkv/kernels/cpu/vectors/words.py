@@ -1,0 +1,207 @@
+"""Vectors of 16-bit integers and of bytes: codes, and what they are multiplied with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
+from numkv.kernels.cpu.vectors.features import FEATURES, LANES
+from numkv.kernels.cpu.vectors.vectors import Vectors
+
+__all__ = ["Words"]
+
+_LARGEST = 32639.0
+
+
+class Words(Vectors):
+    """Vectors of 16-bit integers, twice as many as floats."""
+
+    def __init__(self, builder):
+        super().__init__(builder, "float32")
+        self.word_type = ir.VectorType(I16, 2 * self.lanes)
+        # Whether products of bytes are added by fours at once.
+        self.has_fours = self.lanes == 16 and "avx512vnni" in FEATURES
+
+    def splat_word(self, value):
+        """A vector whose words are all a number."""
+        return ir.Constant(self.word_type, [ir.Constant(I16, value)] * self.word_type.count)
+
+    def words(self, vector):
+        """The same bits as 16-bit integers."""
+        return self.b.bitcast(vector, self.word_type)
+
+    def load_int8(self, base, at, count):
+        """Load `count` codes of INT8, at most ``4 * lanes``, as words: ``codes[0::2], codes[1::2]``.
+
+        Past `count` codes are 0, and memory is not touched. A word has two codes::
+
+            bytes   c0 c1 | c2 c3 | ...    ->   even  c0 | c2 | ...     odd  c1 | c3 | ...
+        """
+        words = self.words(self.load_bytes(base, at, count, 4 * self.lanes))
+        eight = self.splat_word(8)
+        return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
+
+    def load_int4(self, base, places, count):
+        """Load `count` bytes of INT4 codes of a row, the others 0; or of two short rows, one in each half.
+
+        They come as 32-bit lanes.
+        """
+        size = 4 * self.lanes // len(places)
+        rows = [self.load_bytes(base, at, count, size) for at in places]
+        row = rows[0] if len(rows) == 1 else self.shuffle(*rows, [*range(2 * size)])
+        return self.b.bitcast(row, self.int_type)
+
+    def load_bytes(self, base, at, count, size):
+        """Load `count` bytes into a vector of `size`; the others are 0."""
+        type_ = ir.VectorType(I8, size)
+        iota = ir.Constant(type_, [ir.Constant(I8, i) for i in range(size)])
+        some = self.b.select(self.b.icmp_signed("<", count, I64(size)), count, I64(size))
+        first = self.b.insert_element(
+            ir.Constant(type_, ir.Undefined), self.b.trunc(some, I8), I32(0)
+        )
+        mask = self.b.icmp_unsigned("<", iota, self.shuffle(first, first, [0] * size))
+        pointer = self.pointer(base, at, I8)
+        if LANES == 16:
+            return self.masked_load(pointer, type_, 1, mask)
+        # Without masks in hardware, byte by byte: only where a row ends.
+        value = cgutils.alloca_once(self.b, type_)
+        whole = self.b.icmp_signed(">=", count, I64(size))
+        with self.b.if_else(whole) as (of_whole, of_rest):
+            with of_whole:
+                wide = self.b.bitcast(pointer, type_.as_pointer())
+                self.b.store(self.b.load(wide, align=1), value)
+            with of_rest:
+                self.b.store(self.masked_load(pointer, type_, 1, mask), value)
+        return self.b.load(value)
+
+    def nibbles(self, codes):
+        """Bytes of two INT4 codes as words: of even and odd bytes the low nibbles, then of both the high ones.
+
+        In NumPy: ``b[0::2] & 15, b[1::2] & 15, b[0::2] >> 4, b[1::2] >> 4``.
+        """
+        words = self.words(codes)
+        shifted = [self.b.lshr(words, self.splat_word(bits)) for bits in (8, 4, 12)]
+        low = self.splat_word(15)
+        return [self.b.and_(x, low) for x in (words, *shifted[:2])] + shifted[2:]
+
+    def add_fours(self, total, codes, weights):
+        """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
+
+        Products of two neighbours stay below 2**15, unless there is an instruction for four (see `has_fours`).
+        """
+        codes, weights = (self.b.bitcast(x, total.type) for x in (codes, weights))
+        if self.has_fours:
+            signature = ir.FunctionType(total.type, [total.type] * 3)
+            add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
+            return self.b.call(add, [codes, weights, total])
+        bytes_type = ir.VectorType(I8, 4 * self.lanes)
+        signature = ir.FunctionType(self.word_type, [bytes_type] * 2)
+        function = cgutils.get_or_insert_function(
+            self.b.module, signature, "llvm.x86.avx512.pmaddubs.w.512"
+        )
+        pairs = self.b.call(function, [self.b.bitcast(x, bytes_type) for x in (codes, weights)])
+        return self.add_pairs(total, pairs, self.splat_word(1))
+
+    def interleave(self, a, b):
+        """Elements of two vectors by turns, within each 128 bits: of their lower halves, and of their upper ones.
+
+        With elements of 32 bits::
+
+            a0 a1 a2 a3 | a4 ...        a0 b0 a1 b1 | a4 b4 ...
+            b0 b1 b2 b3 | b4 ...   ->   a2 b2 a3 b3 | a6 b6 ...
+        """
+        count = a.type.count
+        each = 16 * count // (4 * self.lanes)
+        found = []
+        for half in (range(each // 2), range(each // 2, each)):
+            lanes = [x for start in range(0, count, each) for i in half
+                     for x in (start + i, count + start + i)]  # fmt: skip
+            found.append(self.shuffle(a, b, lanes))
+        return found
+
+    def in_order(self, parts):
+        """Four vectors, each with every fourth piece of 128 bits, as four with the pieces in order.
+
+        With 512 bits, by numbers of pieces::
+
+            0 4 8 12        0  1  2  3
+            1 5 9 13   ->   4  5  6  7
+            2 6 ..          8  9  10 11
+            3 7 ..          12 13 14 15
+        """
+        pieces = self.lanes // 4
+
+        def piece(*numbers):
+            return [4 * number + i for number in numbers for i in range(4)]
+
+        if pieces == 1:
+            return parts
+        if pieces == 2:
+            pairs = [(j, i) for j in range(2) for i in (0, 2)]
+            return [self.shuffle(parts[i], parts[i + 1], piece(j, 2 + j)) for j, i in pairs]
+        found = []
+        for j in (0, 2):
+            halves = [
+                self.shuffle(parts[i], parts[i + 1], piece(j, 4 + j, j + 1, 5 + j)) for i in (0, 2)
+            ]
+            found += [
+                self.shuffle(*halves, piece(0, 1, 4, 5)),
+                self.shuffle(*halves, piece(2, 3, 6, 7)),
+            ]
+        return found
+
+    def larger_size(self, x, peak):
+        """The larger magnitude, lane by lane, as bits, which are in the order of magnitudes and end with NaN's."""
+        bits = self.b.and_(self.b.bitcast(x, self.int_type), self.splat_int(0x7FFFFFFF))
+        return self.larger_int(bits, peak)
+
+    def larger_int(self, a, b):
+        """Lane by lane the larger integer."""
+        return self.b.select(self.b.icmp_signed(">", a, b), a, b)
+
+    def quantiser(self, peak):
+        """What makes integers of weights whose magnitudes are up to `peak`, and what undoes it, lane by lane.
+
+        `peak` is what `larger_size` found; both are NaN where a weight is not finite.
+        """
+        finite = self.b.icmp_signed("<", peak, self.splat_int(0x7F800000))
+        # Far below that a factor would overflow.
+        least = self.splat_int(int(np.float32(1e-33).view(np.int32)))
+        peak = self.b.bitcast(self.larger_int(peak, least), self.type)
+        peak = self.b.select(finite, peak, self.splat(math.nan))
+        factor = self.b.fdiv(self.splat(_LARGEST), peak)
+        return factor, self.b.fmul(peak, self.splat(1 / _LARGEST))
+
+    def pairs(self, low, high):
+        """The low 16 bits of integers, side by side in 32-bit lanes."""
+        return self.b.or_(
+            self.b.and_(low, self.splat_int(0xFFFF)), self.b.shl(high, self.splat_int(16))
+        )
+
+    def nearest(self, x):
+        """The nearest integers of floats whose magnitude is below 2**22, in the low bits of 32-bit lanes."""
+        shifted = self.b.fadd(x, self.splat(12582912.0))  # 1.5 * 2**23
+        return self.b.bitcast(shifted, self.int_type)
+
+    def bytes_of(self, weights, factor):
+        """Four vectors of weights, times a factor, as integers: two vectors of bytes with signs, low and high ones.
+
+        The integer is ``low + 256 * high``. In each 32 bits the bytes are of vectors 0, 2, 1 and 3.
+        """
+        # With 128 more, high bytes are what they should be, and low ones those with the other sign bit.
+        magic = self.splat(12582912.0 + 128)
+        a, b, c, d = (self.b.bitcast(self.fma(x, factor, magic), self.int_type) for x in weights)
+        first, last = self.pairs(a, b), self.pairs(c, d)
+        even, odd, eight = (self.splat_int(x) for x in (0x00FF00FF, 0xFF00FF00 - 2**32, 8))
+        low = self.b.or_(self.b.and_(first, even), self.b.and_(self.b.shl(last, eight), odd))
+        high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
+        return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
+
+    def mixed_fours(self, a, b, c, d):
+        """Bytes of four vectors side by side, in the order of `bytes_of`: those of every fourth lane."""
+        pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
+        return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
