@@ -22,7 +22,8 @@ from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.simd import is_aligned, on_threads, row_of
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Checks, Operations
+from numkv.kernels.operations import Operations
+from numkv.kernels.small_calls import Checks
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
@@ -33,7 +34,7 @@ from numkv.rows.rope import rotate_pair
 
 __all__ = ["scatter_write", "small_write", "write_rows"]
 
-# What a kernel is to do before it writes; see `Operations.small_write`.
+# What a kernel is to do before it writes; see `SmallCalls.small_write`.
 CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
