@@ -9,12 +9,13 @@ import numpy as np
 
 from numkv.arrays import Array
 from numkv.kernels.operations import Operations
-from numkv.kinds import Kind
+from numkv.kinds import Kind, kinds
 
-__all__ = ["HALVES", "Array", "Target"]
+__all__ = ["BF16", "WORD_OF", "Array", "Target"]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-HALVES = frozenset((BF16, np.dtype(np.float16)))
+#: The words of those float dtypes that kernels see as words.
+WORD_OF = {k.dtype: k.word for k in kinds() if k.is_float and k.word != k.dtype}
 
 
 class Target(Protocol):
@@ -56,7 +57,7 @@ class Target(Protocol):
         """`x` as a NumPy array; a copy on CUDA."""
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+        """The array that kernels see: floats of 16 and of 8 bits as unsigned words, others as they are."""
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""

@@ -11,9 +11,13 @@ from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.base import BF16, WORD_OF, Array
 
 __all__ = ["CpuTarget"]
+
+
+# What torch calls the floats that it cannot hand to NumPy.
+OF_TORCH = {f"torch.{dtype.name}": dtype for dtype in WORD_OF if dtype != np.float16}
 
 
 class CpuTarget:
@@ -38,8 +42,8 @@ class CpuTarget:
     def accept(self, x: Any, name: str) -> Array:
         """`x` as a NumPy array, without a copy.
 
-        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; a bfloat16 torch tensor too,
-        which neither of the two can hand over as such.
+        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; torch tensors of bfloat16 and
+        of 8-bit floats too, which neither of the two can hand over as such.
         """
         if type(x) is np.ndarray:
             return x
@@ -75,10 +79,11 @@ class CpuTarget:
                 'move it with .cpu(), or use target="cuda"'
             )
         x = x.detach()
-        if str(x.dtype) == "torch.bfloat16":
+        known = OF_TORCH.get(str(x.dtype))
+        if known is not None:
             import torch
 
-            return x.view(torch.uint16).numpy().view(BF16)
+            return x.view(getattr(torch, str(WORD_OF[known]))).numpy().view(known)
         return x.numpy()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -94,8 +99,9 @@ class CpuTarget:
         return x  # type: ignore[no-any-return]
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+        """The array that kernels see: floats of 16 and of 8 bits as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words."""

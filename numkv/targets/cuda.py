@@ -16,8 +16,8 @@ from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
-from numkv.targets.cpu import CpuTarget
+from numkv.targets.base import BF16, WORD_OF, Array
+from numkv.targets.cpu import OF_TORCH, CpuTarget
 
 __all__ = ["CudaTarget"]
 
@@ -97,10 +97,12 @@ class CudaTarget:
                 f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
                 f'numkv.targets.get("cuda").asarray({name})'
             )
-        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # no typestr names bfloat16
+        known = OF_TORCH.get(str(getattr(x, "dtype", "")))
+        if known is not None:  # no typestr names these
             import torch
 
-            return self._cuda.as_cuda_array(x.detach().view(torch.int16)).view(BF16)
+            words = x.detach().view(torch.int16 if known.itemsize == 2 else torch.uint8)
+            return self._cuda.as_cuda_array(words).view(known)
         interface = getattr(x, "__cuda_array_interface__", None)
         if interface is not None and interface["typestr"][1] != "V":
             return self._cuda.as_cuda_array(x)
@@ -135,16 +137,17 @@ class CudaTarget:
                 f"`{name}`: {type(x).__name__} does not hand its memory over by DLPack ({error})"
             ) from error
         dtype = np.dtype(view.dtype)
+        word = dtype if dtype == np.float16 else WORD_OF.get(dtype, dtype)
         strides = view.strides  # in elements; None if contiguous
         description = {
             "shape": tuple(view.shape),
             "strides": None if strides is None else tuple(n * dtype.itemsize for n in strides),
             "data": (view.ptr, view.readonly),
-            "typestr": "<u2" if dtype == BF16 else dtype.str,
+            "typestr": word.str,
             "version": 3,
         }
         array = self._cuda.from_cuda_array_interface(description, owner=view)
-        return array.view(BF16) if dtype == BF16 else array
+        return array if word == dtype else array.view(dtype)
 
     # -- making arrays
 
@@ -172,12 +175,13 @@ class CudaTarget:
     # -- views
 
     def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+        """The array that kernels see: floats of 16 and of 8 bits as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""
-        return words.view(dtype) if dtype in HALVES else words
+        return words.view(dtype) if dtype in WORD_OF else words
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
