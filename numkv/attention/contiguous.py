@@ -75,8 +75,9 @@ def decode_attention(
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype.
     k_scale, v_scale : array, optional
-        Scales of codes: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
-        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``. None for float kinds.
+        Scales of stored elements: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
+        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a number,
+        or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
 

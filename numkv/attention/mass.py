@@ -17,7 +17,7 @@ from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array
 
-__all__ = ["attention_mass", "attention_weights", "weigh"]
+__all__ = ["attention_mass", "attention_weights"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -96,9 +96,6 @@ def attention_mass(
     return weights
 
 
-weigh = attention_mass  # what callers in caches/paged and caches/multi import
-
-
 def attention_weights(
     q: Any,
     k: Any,
@@ -129,8 +126,8 @@ def attention_weights(
         one attention over the keys. Needed if there are sinks, as they take a share of the softmax.
     sm_scale, logits_soft_cap, window_left
         See `numkv.decode_attention`.
-    k_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
-        Scales of int8 storage; None for float kinds.
+    k_scale : array, optional
+        Scales of stored keys; see `numkv.decode_attention`.
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.

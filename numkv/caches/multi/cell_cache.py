@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.checks import check_position, check_sequence
@@ -486,7 +486,7 @@ class CellCache(MultiSequenceCache):
         pool, q = self._queries(now, layer, q)
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
-        weights = weigh(
+        weights = attention_mass(
             pool, table, q, lens, starts, max(counts, default=0),
             check_options(sm_scale, logits_soft_cap), lse=lse, ranges=ranges, by_slot=True,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.groups import group_layers
@@ -330,7 +330,7 @@ class StoredSequences:
                 f"which sees token {first}, and layer {layer} holds those from "
                 f"{first_stored} on; pass fewer, or ask the step that wrote them"
             )
-        weights = weigh(
+        weights = attention_mass(
             pool, place.index(self._store.block_table([state], group), np.int32), q,
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
             length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
