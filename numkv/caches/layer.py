@@ -97,7 +97,8 @@ class Layer(SingleSequence):
         """Scales of K; of float kinds an empty array.
 
         Of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
-        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``, of fp8 float32 ``(num_kv_heads,)``, which
+        `set_scales` sets.
         """
         return self._pool.scales("k")
 
@@ -184,6 +185,30 @@ class Layer(SingleSequence):
         if self._full_precision is None and self._append_small(0, k, v, check_finite):
             return
         self._append(0, k, v, check_finite)
+
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer in fp8; they are 1 at first.
+
+        A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
+        ``max(|x|) / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
+
+        Parameters
+        ----------
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If the layer, or a pool that it shares, is not empty.
+        NotSupported
+            If the kind is no fp8 kind.
+        ValueError
+            If a scale is not finite and above 0.
+        DimensionMismatch, UnsupportedDType
+            If an array has another shape or dtype.
+        """
+        self._set_scales(0, k, v)
 
     def write(
         self,

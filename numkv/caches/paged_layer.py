@@ -130,6 +130,29 @@ class PagedPool:
         """Bytes of the K and V buffers, scales included."""
         return self._pool.nbytes
 
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
+
+        Parameters
+        ----------
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If blocks are in use.
+        NotSupported, ValueError, DimensionMismatch, UnsupportedDType
+            See `PagedLayer.set_scales`.
+        """
+        used = self.num_blocks - self.num_free
+        if used:
+            raise NumkvError(
+                f"set_scales: expected a pool without blocks in use, got {used}, whose rows were stored by other "
+                "scales; set scales first, or free them"
+            )
+        self._pool.set_scales(k, v)
+
     def stats(self) -> PoolStats:
         """Counts of blocks now, and of what has happened to them."""
         return self.blocks.stats()
@@ -276,6 +299,9 @@ class PagedLayer(Layer):
 
     def _room(self) -> int:
         return self._owned * int(self._pool.k.shape[2])
+
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        self.pool.set_scales(k, v)  # which other layers may use
 
     @property
     def seq_len(self) -> int:
