@@ -14,7 +14,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.groups import group_layers
-from numkv.caches.paged.store import BlockStore, SequenceState
+from numkv.caches.paged.store import BlockStore, SequenceState, pool_with_own_scales
 from numkv.checks import check_index, check_size
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind, kinds_of
@@ -94,7 +94,11 @@ class StoredSequences:
             for slot, layer in enumerate(members)
         }
         self.blocks = BlockPool(shape[0], shape[2])
-        self._store = BlockStore(place, groups, pools, self.blocks, places)
+        layer_pools = {
+            layer: pools[slot] if group == 0 else pool_with_own_scales(pools[slot])
+            for layer, (slot, group) in places.items()
+        }
+        self._store = BlockStore(place, groups, pools, self.blocks, places, layer_pools)
         self._target, self._groups, self._pools = place, groups, pools
         self._sequences: dict[int, SequenceState] = {}
         self._next = 0
@@ -144,7 +148,7 @@ class StoredSequences:
     @property
     def nbytes(self) -> int:
         """Bytes of the K and V buffers, scales included."""
-        return sum(pool.nbytes for pool in self._pools)
+        return self._store.nbytes
 
     def window_of(self, layer: int) -> int:
         """The window of a layer.
