@@ -108,7 +108,9 @@ class KVCache(StoredRows):
         # Whether the buffers that .jit has are the cache's own.
         self._current = np.ones(1, np.int64)
         super().__init__(pool, rows, tables, residual_window, num_sink_tokens, self._bound)
-        self._pools = pools_of_layers(pool)
+        self._pools, self._room = pools_of_layers(pool), shape[2]
+        ids = one_block_each(self._target.name, layers)
+        self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
 
     def _move(self, capacity: int) -> None:
         """Move what is stored into buffers for `capacity` tokens."""
@@ -125,7 +127,7 @@ class KVCache(StoredRows):
             for before, after in ((old.k_buffer, new.k_buffer), (old.v_buffer, new.v_buffer)):
                 if before.kind.has_scales:
                     copy_rows(by_row(before.scales), by_row(after.scales), start)
-        self._pool, self._pools = new, pools_of_layers(new)
+        self._pool, self._pools, self._room = new, pools_of_layers(new), capacity
         self._current[0] = 0  # for views that `jit` gave so far
         self._current = np.ones(1, np.int64)
         self._struct = None
@@ -201,9 +203,6 @@ class KVCache(StoredRows):
 
     # -- writing
 
-    def _room(self) -> int:
-        return int(self._pool.k.shape[2])
-
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         if start + tokens <= self.capacity:
             return
@@ -216,7 +215,7 @@ class KVCache(StoredRows):
         self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
 
     def _block_table(self, layer: int) -> Array:
-        return one_block_each(self._target.name, self.num_layers)[layer : layer + 1]
+        return self._device_tables[layer]
 
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append the rows of one token or of several to a layer; the length stays.

@@ -30,7 +30,7 @@ class Layer(SingleSequence):
         residual_window: int = 0, num_sink_tokens: int = 0,
     ) -> None:  # fmt: skip
         self._table = block_table  # (max_blocks,), on the host
-        self._capacity = capacity
+        self._capacity = self._room = capacity
         self._device_table: Array = None
         context_lens = np.zeros(1, np.int32)  # shared with .jit
         super().__init__(
@@ -150,9 +150,6 @@ class Layer(SingleSequence):
     def _take_room(self, length: int) -> None:
         """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
-    def _room(self) -> int:
-        return self._capacity
-
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         self._check_room(start, tokens)
         self._take_room(start + tokens)
@@ -271,7 +268,7 @@ class Layer(SingleSequence):
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
-                self._room() - start, check_finite,
+                self._room - start, check_finite,
             )  # fmt: skip
             if tokens >= 0:
                 self._lengths[0] = start + tokens

@@ -257,6 +257,7 @@ class PagedLayer(Layer):
         self._table_view.flags.writeable = False
         self._owned = 0
         super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
+        self._room = 0
 
     @property
     def is_paged(self) -> bool:
@@ -285,7 +286,7 @@ class PagedLayer(Layer):
             return
         taken = self.pool.blocks.allocate(need - self._owned)  # all or nothing: CacheFull
         self._table[self._owned : need] = self._ids[self._owned : need] = taken
-        self._owned = need
+        self._owned, self._room = need, need * self.block_size
         self._device_table = None
 
     def _stored(self, layer: int) -> int:
@@ -296,9 +297,6 @@ class PagedLayer(Layer):
                 "compiled code may read it, not write it"
             )
         return length
-
-    def _room(self) -> int:
-        return self._owned * int(self._pool.k.shape[2])
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         self.pool.set_scales(k, v)  # which other layers may use
@@ -323,7 +321,7 @@ class PagedLayer(Layer):
         if keep < self._owned:
             self.pool.blocks.release(self._ids[keep : self._owned].copy())
             self._table[keep : self._owned] = self._ids[keep : self._owned] = -1
-            self._owned = keep
+            self._owned, self._room = keep, keep * self.block_size
             self._device_table = None
 
     def truncate(self, length: int) -> None:

@@ -61,9 +61,8 @@ class SingleSequence:
 
     # -- what a subclass says
 
-    def _room(self) -> int:
-        """Tokens of a layer that there is memory for now."""
-        raise NotImplementedError
+    #: Tokens of a layer that there is memory for now; an attribute, as calls of one token read it twice.
+    _room: int
 
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         """Have memory for so many tokens from position `start` on; `CacheFull` if there cannot be."""
@@ -144,7 +143,7 @@ class SingleSequence:
 
     def _stored(self, layer: int) -> int:
         """The tokens of a layer; compiled code may have written the number, so it is checked against the memory."""
-        length, most = int(self._lengths[layer]), self._room()
+        length, most = int(self._lengths[layer]), self._room
         if not 0 <= length <= most:
             raise NumkvError(self._bad_length(layer, length, most))
         return length
@@ -173,7 +172,7 @@ class SingleSequence:
         """Append a few rows in one compiled call, or write nothing and return False."""
         start = self._stored(layer)
         tokens = fast_path.pool_append(
-            self._pools[layer], k, v, self._tables[layer], start, self._room() - start, check_finite
+            self._pools[layer], k, v, self._tables[layer], start, self._room - start, check_finite
         )
         if tokens < 0:
             return False
