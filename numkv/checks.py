@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.arrays import AnyArray, Array
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 __all__ = [
     "Shape",
@@ -49,7 +50,7 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
 
 def check_array(
     target: Target, name: str, x: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape
-) -> Array:
+) -> AnyArray:
     """Take an array argument: of this target, one of `dtypes`, of `shape`, with a contiguous last axis, aligned.
 
     Parameters
@@ -132,7 +133,7 @@ _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 
 def check_integers(
     target: Target, name: str, x: Any, shape: Shape, dtypes: tuple[np.dtype[Any], ...] = _INTEGERS
-) -> Array:
+) -> AnyArray:
     """Take an argument of indices or lengths; on the CPU a list of ints will do.
 
     Parameters

@@ -91,7 +91,7 @@ def _run(
     kinds: dict[str, Any] = {"kind": k_kind, "v_kind": v_kind, "target": target, **options}
     table, weight = (place.asarray(np.ones(shape, np.float32)) for shape in ((4, dim // 2), dim))
     accepted = set(source_dtypes(k_kind)) & set(source_dtypes(v_kind))
-    own = [k_kind] if k_kind is v_kind and not k_kind.has_scales else []
+    own = [k_kind] if k_kind is v_kind and k_kind.is_query else []
     for source in dict.fromkeys([*own, *sources]):
         if source.dtype not in accepted:
             continue
@@ -101,7 +101,7 @@ def _run(
         for layer in (ContiguousLayer(4, 1, dim, **kinds), paged):
             layer.append(rows, rows)
             for mode in QKMode:
-                tables = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
+                tables: dict[str, Any] = {} if mode is QKMode.COPY else {"cos": table, "sin": table}
                 layer.truncate(1)
                 q = layer.write(
                     qkv, num_q_heads=1, qk_mode=mode, q_norm_weight=weight, k_norm_weight=weight,

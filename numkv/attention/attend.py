@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import Array
 from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 __all__ = [
     "attend",
@@ -133,10 +134,11 @@ def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows
         target.values_on_host and is_plain(q, 3) and q.shape[2] == head_dim
         and num_kv_heads and q.shape[1] % num_kv_heads == 0 and kind_of_dtype(q.dtype) is not None
     ):  # fmt: skip
-        return q
-    q = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
-    check_group(q.shape[1], num_kv_heads)
-    return q
+        plain: Array = q
+        return plain
+    checked: Array = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
+    check_group(checked.shape[1], num_kv_heads)
+    return checked
 
 
 def check_lengths(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
 from numkv.checks import check_array, check_integers
@@ -15,7 +16,7 @@ from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 __all__ = [
     "decode_attention",

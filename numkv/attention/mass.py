@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import kind, kind_of_dtype
+from numkv.kinds import kind_of_dtype
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
-from numkv.targets.base import Array
 
 __all__ = ["attention_mass", "attention_weights", "weigh"]
 
@@ -75,21 +75,10 @@ def attention_mass(
         q = pool.k_rotation.forward(target, q)
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
-    keys, k_kind, k_scale = pool.k, pool.k_kind, pool.k_scale
-    if k_kind.group_size and not target.values_on_host:
-        # The CUDA kernel cannot read quantisation groups: it gets a float32 copy of the pool.
-        num_blocks, heads, block_size, words = (int(n) for n in keys.shape)
-        flat = (num_blocks * heads, block_size)
-        keys = target.dequantise(
-            k_kind,
-            keys.reshape((*flat, words)),
-            k_scale.reshape((*flat, int(k_scale.shape[3]))),
-        ).reshape((num_blocks, heads, block_size, head_dim))
-        k_kind, k_scale = kind("fp32"), target.empty((0, 0, 0), _FLOAT32)
     if ranges is None:
         ranges = no_ranges(target.name)
     target.ops.attention_weights(
-        target.words(q), q_kind.name, keys, k_kind.name, k_scale, block_table, seq_lens,
+        target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
         q_starts, ranges, int(by_slot), lse, scale, float(options.logits_soft_cap),
         int(options.window_left), weights,
     )  # fmt: skip
@@ -119,7 +108,8 @@ def attention_weights(
     q : array (num_tokens, num_q_heads, head_dim)
         The newest tokens' queries of all sequences, one after another; fp16, bf16, fp32 or fp64.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or int8 codes. Slots past a sequence's length are never read.
+        Cached keys, of any float kind, or int8 codes; or uint8 words of INT4 codes, ``head_dim / 2`` of them. Slots
+        past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
@@ -129,8 +119,9 @@ def attention_weights(
         one attention over the keys. Needed if there are sinks, as they take a share of the softmax.
     sm_scale, logits_soft_cap, window_left
         See `numkv.decode_attention`.
-    k_scale : float32 array (num_seqs, num_kv_heads, capacity), optional
-        Scales of int8 storage; None for float kinds.
+    k_scale : array, optional
+        Scales of codes: float32 ``(num_seqs, num_kv_heads, capacity)`` for int8, bfloat16 with an axis of groups more
+        for int4; None for float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.
@@ -160,7 +151,8 @@ def attention_weights(
     target = targets.of(k)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
     pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)
-    num_seqs, num_kv_heads, capacity, head_dim = (int(n) for n in pool.k.shape)
+    num_seqs, num_kv_heads, capacity, words = (int(n) for n in pool.k.shape)
+    head_dim = words * pool.k_kind.elements_per_word
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens")
     num_tokens, decode = int(q.shape[0]), cu_seqlens_q is None
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)

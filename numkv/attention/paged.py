@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
+from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
 from numkv.checks import check_array, check_integers
@@ -14,7 +15,7 @@ from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 __all__ = ["paged_decode_attention", "paged_prefill_attention"]
 

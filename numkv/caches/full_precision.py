@@ -438,7 +438,7 @@ class FullPrecisionWindow:
         begin, end = self.quantised(layer, length)
         if begin:
             # The table covers the whole sequence, as kernels read some tokens past those they are asked for.
-            table = np.full((1, -(-length // self._size)), layer)
+            table: Any = np.full((1, -(-length // self._size)), layer)
             first = of(own, target.index(table, np.int32), tokens, length, begin)
             put(first, np.arange(begin))
         if end < length:

@@ -198,12 +198,12 @@ class RopeShift:
         no_scale = target.empty((0, 0, 0), np.float32)
         for first in range(0, int(slots.shape[0]), _AT_ONCE):
             part = slots[first : min(int(slots.shape[0]), first + _AT_ONCE)]
-            keys = pool.gather_k(part)
+            keys = pool.k_buffer.gather(part)
             n, heads, dim = (int(size) for size in keys.shape)
             numbers = target.index(np.arange(n), np.int64)
             rows = keys.reshape((n, heads, 1, dim))  # blocks of one token
             self._turn(target, rows, kind.name, no_scale, numbers, offset)
-            pool.scatter_k(keys, part)
+            pool.k_buffer.scatter(keys, part)
 
 
 def plan_shift(
@@ -245,35 +245,25 @@ def _turned(
     shift: Shift, layer: int, pool: Pool, cells: NDArray[np.int32], offset: int, step: int
 ) -> Callable[[], object]:
     """Have a function turn a layer's keys; what puts them into their place."""
-    target, kind = pool.target, pool.k_kind
-    _, heads, _, words = (int(size) for size in pool.k.shape)
+    target, heads = pool.target, int(pool.k.shape[1])
     dim, n = pool.head_dim, len(cells)
     slots = target.index(cells, np.int64)
     # What is to be stored lies in a block of its own until then.
-    block = (1, heads, n)
-    aside = target.empty((*block, words), kind.word)
-    scale = target.empty(kind.scale_shape(block, dim), kind.scale_word)
-    dtypes = source_dtypes(kind)
+    staging = pool.k_buffer.like(1, n)
+    dtypes = source_dtypes(pool.k_kind)
     for first in range(0, n, step):
         part = slice(first, min(n, first + step))
         size = part.stop - first
         # Copies, as the function may work in place and keep what it was given.
-        keys = pool.gather_k(slots[part])
+        keys = pool.k_buffer.gather(slots[part])
         offsets = target.index(np.full(size, offset, np.int32), np.int32)
         result = shift(layer, keys, offsets)
         result = check_array(target, "keys from shift", result, dtypes, (size, heads, dim))
-        if kind.has_scales:
-            pool.check_finite(k=result)
-        result = pool.stored_k(result)
-        found = kind_of_dtype(result.dtype)
-        assert found is not None
-        numbers = target.index(np.arange(first, part.stop), np.int64)
-        target.ops.scatter_rows(target.words(result), found.name, aside, kind.name, scale, numbers)
+        pool.k_buffer.check_finite("k", result)
+        staging.scatter(result, target.index(np.arange(first, part.stop), np.int64))
 
     def put_back() -> None:
         numbers = target.index(np.arange(n), np.int64)
-        target.ops.copy_tokens(aside, numbers, pool.k, slots)
-        if kind.has_scales:
-            target.ops.copy_tokens(scale, numbers, pool.k_scale, slots)
+        staging.copy_tokens(numbers, pool.k_buffer, slots)
 
     return put_back

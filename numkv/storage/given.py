@@ -10,7 +10,8 @@ import numpy as np
 from numkv import targets
 from numkv.checks import Shape, check_array, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype, kinds
+from numkv.kinds import STORED_FLOAT_DTYPES, kind_of_dtype, kind_of_stored_dtype, kinds
+from numkv.storage.buffer import Buffer, head_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
@@ -19,9 +20,7 @@ __all__ = ["stored_pool"]
 _FLOAT32 = np.dtype(np.float32)
 
 _CODES = {k.word: k for k in kinds() if k.has_scales}
-
-
-_STORED = (*FLOAT_DTYPES, *_CODES)
+_STORED = (*STORED_FLOAT_DTYPES, *_CODES)
 
 
 def stored_pool(
@@ -38,33 +37,51 @@ def stored_pool(
         of_k, of_v = kind_of_dtype(k.dtype), kind_of_dtype(v.dtype)
         if of_k is not None and of_v is not None:
             none = _no_scale(target.name)
-            return Pool(target, target.words(k), target.words(v), of_k, of_v, none, none)
+            return Pool(
+                Buffer(target, target.words(k), none, of_k),
+                Buffer(target, target.words(v), none, of_v),
+            )
     k = check_array(target, names[0], k, _STORED, shape)
     v = check_array(target, names[1], v, _STORED, (*k.shape[:3], "head_dim_v"))
-    k_kind, k_scale = _stored_kind(target, "k_scale", k, scales[0])
-    v_kind, v_scale = _stored_kind(target, "v_scale", v, scales[1])
-    return Pool(target, target.words(k), target.words(v), k_kind, v_kind, k_scale, v_scale)
+    return Pool(_buffer(target, "k_scale", k, scales[0]), _buffer(target, "v_scale", v, scales[1]))
 
 
-def _stored_kind(target: Target, name: str, x: Array, scale: Any) -> tuple[Kind, Array]:
-    """The kind of a buffer, and the words of its scales; floats have none, codes need them."""
-    found = kind_of_dtype(x.dtype)
-    if found is not None:
-        if scale is not None:
-            raise NotSupported(
-                f"`{name}`: expected None for {found} storage, got an array; scales belong to "
-                "quantised kinds"
+def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
+    """A checked array with its scales: floats have none, or those of heads; codes need them."""
+    found = kind_of_stored_dtype(x.dtype)
+    if found is None:
+        found = _CODES[x.dtype]
+        rows, dim = tuple(int(n) for n in x.shape[:3]), int(x.shape[3]) * found.elements_per_word
+        shape = found.scale_shape(rows, dim)
+        if scale is None:
+            raise DimensionMismatch(
+                f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None",
+                expected=shape,
             )
-        return found, _no_scale(target.name)
-    found = _CODES[x.dtype]
-    rows, dim = tuple(int(n) for n in x.shape[:3]), int(x.shape[3]) * found.elements_per_word
-    shape = found.scale_shape(rows, dim)
-    if scale is None:
-        raise DimensionMismatch(
-            f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None",
-            expected=shape,
+        scales = target.words(check_array(target, name, scale, (found.scale_dtype,), shape))
+    elif found.scales_per == "head":
+        scales = _of_heads(target, name, scale, int(x.shape[1]))
+    elif scale is not None:
+        raise NotSupported(
+            f"`{name}`: expected None for {found} storage, got an array; scales belong to quantised kinds"
         )
-    return found, target.words(check_array(target, name, scale, (found.scale_dtype,), shape))
+    else:
+        scales = _no_scale(target.name)
+    return Buffer(target, target.words(x), scales, found)
+
+
+def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
+    """The scales of heads on the target: 1, a number, or an array with one for each head."""
+    if scale is None or isinstance(scale, (int, float, np.integer, np.floating)):
+        return _same_for_heads(target.name, name, 1.0 if scale is None else float(scale), heads)
+    if target.values_on_host:
+        return head_scales(name, scale, heads)
+    return check_array(target, name, scale, (_FLOAT32,), (heads,))
+
+
+@functools.lru_cache(maxsize=64)
+def _same_for_heads(target: str, name: str, scale: float, heads: int) -> Array:
+    return targets.get(target).asarray(head_scales(name, scale, heads))
 
 
 @functools.cache

@@ -7,14 +7,20 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from numkv.arrays import Array
+from numkv import arrays
 from numkv.kernels.operations import Operations
-from numkv.kinds import Kind
+from numkv.kinds import Kind, kinds
 
-__all__ = ["HALVES", "Array", "Target"]
+__all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target"]
+
+#: What modules take from here that `numkv.arrays` has not been brought to yet.
+Array = arrays.AnyArray
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-HALVES = frozenset((BF16, np.dtype(np.float16)))
+#: Words of the floats that kernels do not see as such: ``uint16`` for 16-bit floats, ``uint8`` for 8-bit ones.
+WORD_OF = {k.dtype: k.word for k in kinds() if k.is_float and k.word != k.dtype}
+#: Of these, the dtypes that torch has and NumPy has not, by the names of torch.
+TORCH_DTYPES = {f"torch.{dtype}": dtype for dtype in WORD_OF if dtype != np.float16}
 
 
 class Target(Protocol):
@@ -27,12 +33,14 @@ class Target(Protocol):
     has_jit_views: bool
     #: Whether operations run on streams that a caller may choose.
     has_streams: bool
+    #: New elements of K below which a call is small, and one function on one thread may do it; 0 if there is none.
+    small_call: int
 
     @property
     def ops(self) -> Operations:
         """The target's operations: see `numkv.kernels`."""
 
-    def asarray(self, x: Any, name: str = "array") -> Array:
+    def asarray(self, x: Any, name: str = "array") -> arrays.Array:
         """`x` as an array of this target, without a copy where it is already here.
 
         Parameters
@@ -43,38 +51,40 @@ class Target(Protocol):
             What errors call it.
         """
 
-    def accept(self, x: Any, name: str) -> Array:
+    def accept(self, x: Any, name: str) -> arrays.Array:
         """`x` as an array of this target, without a copy, or an error that names it."""
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
         """A new array whose elements are undefined."""
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
         """A new array of zeros."""
 
-    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_host(self, x: arrays.Array) -> np.ndarray[Any, Any]:
         """`x` as a NumPy array; a copy on CUDA."""
 
-    def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
+    def words(self, x: arrays.Array) -> arrays.Array:
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
 
-    def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
+    def typed(self, words: arrays.Array, dtype: np.dtype[Any]) -> arrays.Array:
         """The array that a user sees of float words: the inverse of `words`."""
 
-    def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
+    def dequantise(self, kind: Kind, codes: arrays.Array, scale: arrays.Array) -> arrays.Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
 
-    def one_head(self, x: Array) -> Array:
+    def one_head(self, x: arrays.Array) -> arrays.Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
 
-    def token_major(self, x: Array) -> Array:
+    def token_major(self, x: arrays.Array) -> arrays.Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
 
-    def dim_major(self, x: Array) -> Array:
+    def dim_major(self, x: arrays.Array) -> arrays.Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
 
-    def index(self, x: Any, dtype: Any) -> Array:
+    def index(self, x: Any, dtype: Any) -> arrays.Array:
         """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
 
-    def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    def reals(
+        self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> arrays.Array:
         """A small float argument (norm weights, sinks) as an array of this target, of `dtype` and `shape`."""

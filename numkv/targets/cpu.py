@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from numkv.arrays import Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
 
 __all__ = ["CpuTarget"]
 
@@ -23,6 +25,7 @@ class CpuTarget:
     values_on_host = True
     has_jit_views = True
     has_streams = False
+    small_call = SERIAL_ELEMENTS
 
     @property
     def ops(self) -> Operations:
@@ -38,8 +41,8 @@ class CpuTarget:
     def accept(self, x: Any, name: str) -> Array:
         """`x` as a NumPy array, without a copy.
 
-        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; a bfloat16 torch tensor too,
-        which neither of the two can hand over as such.
+        Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; torch tensors of bfloat16 and
+        8-bit floats too, which neither of the two can hand over as such.
         """
         if type(x) is np.ndarray:
             return x
@@ -75,11 +78,12 @@ class CpuTarget:
                 'move it with .cpu(), or use target="cuda"'
             )
         x = x.detach()
-        if str(x.dtype) == "torch.bfloat16":
-            import torch
+        dtype = TORCH_DTYPES.get(str(x.dtype))
+        if dtype is None:
+            return x.numpy()
+        import torch
 
-            return x.view(torch.uint16).numpy().view(BF16)
-        return x.numpy()
+        return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array whose elements are undefined."""
@@ -89,13 +93,14 @@ class CpuTarget:
         """A new array of zeros, for buffers; the system gives its memory when it is first touched."""
         return aligned(np.zeros, shape, dtype)
 
-    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_host(self, x: Any) -> HostArray:
         """`x` itself."""
-        return x  # type: ignore[no-any-return]
+        return x
 
-    def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+    def words(self, x: Any) -> Array:
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words."""
@@ -110,15 +115,15 @@ class CpuTarget:
         dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 
-    def one_head(self, x: Array) -> Array:
+    def one_head(self, x: Any) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
         return x[:, None, :]
 
-    def token_major(self, x: Array) -> Array:
+    def token_major(self, x: Any) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(1, 0, 2)
 
-    def dim_major(self, x: Array) -> Array:
+    def dim_major(self, x: Any) -> Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(0, 2, 1)
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numba.core import config
 
+from numkv.arrays import Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, HALVES, Array
+from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
 from numkv.targets.cpu import CpuTarget
 
 __all__ = ["CudaTarget"]
@@ -42,6 +43,11 @@ def _load_cuda() -> Any:
     return cuda
 
 
+def _names_a_dtype(typestr: str) -> bool:
+    """Whether NumPy knows a dtype by its typestr; those of ml_dtypes are void, or ``"<f1"``."""
+    return typestr[1] != "V" and typestr[1:] != "f1"
+
+
 class CudaTarget:
     """Arrays in device memory: Numba's device arrays, which carry ``__cuda_array_interface__``.
 
@@ -55,6 +61,7 @@ class CudaTarget:
     values_on_host = False
     has_jit_views = False
     has_streams = True
+    small_call = 0
 
     def __init__(self) -> None:
         self._cuda = _load_cuda()
@@ -97,12 +104,16 @@ class CudaTarget:
                 f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
                 f'numkv.targets.get("cuda").asarray({name})'
             )
-        if str(getattr(x, "dtype", "")) == "torch.bfloat16":  # no typestr names bfloat16
+        dtype = TORCH_DTYPES.get(str(getattr(x, "dtype", "")))
+        if dtype is not None:  # no typestr names it
             import torch
 
-            return self._cuda.as_cuda_array(x.detach().view(torch.int16)).view(BF16)
+            word = (
+                torch.int16 if dtype.itemsize == 2 else torch.uint8
+            )  # as old ones of torch have no uint16
+            return self._cuda.as_cuda_array(x.detach().view(word)).view(dtype)
         interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None and interface["typestr"][1] != "V":
+        if interface is not None and _names_a_dtype(interface["typestr"]):
             return self._cuda.as_cuda_array(x)
         if hasattr(x, "__dlpack__"):
             return self._from_dlpack(x, name)
@@ -140,11 +151,11 @@ class CudaTarget:
             "shape": tuple(view.shape),
             "strides": None if strides is None else tuple(n * dtype.itemsize for n in strides),
             "data": (view.ptr, view.readonly),
-            "typestr": "<u2" if dtype == BF16 else dtype.str,
+            "typestr": WORD_OF.get(dtype, dtype).str,
             "version": 3,
         }
         array = self._cuda.from_cuda_array_interface(description, owner=view)
-        return array.view(BF16) if dtype == BF16 else array
+        return self.typed(array, dtype)
 
     # -- making arrays
 
@@ -163,21 +174,23 @@ class CudaTarget:
             device_memset(array, 0, array.nbytes)
         return array
 
-    def to_host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_host(self, x: Any) -> HostArray:
         """A copy of `x` as a NumPy array; waits for the device."""
         if isinstance(x, np.ndarray):
             return x
-        return self.accept(x, "array").copy_to_host()  # type: ignore[no-any-return]
+        device: Any = self.accept(x, "array")
+        return device.copy_to_host()
 
     # -- views
 
-    def words(self, x: Array) -> Array:
-        """The array that kernels see: 16-bit floats as ``uint16`` words, others as they are."""
-        return x.view(np.uint16) if x.dtype in HALVES else x
+    def words(self, x: Any) -> Array:
+        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        word = WORD_OF.get(x.dtype)
+        return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""
-        return words.view(dtype) if dtype in HALVES else words
+        return words.view(dtype) if dtype in WORD_OF else words
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
@@ -185,10 +198,10 @@ class CudaTarget:
 
         heads, tokens, words = codes.shape
         out = self.empty((heads, tokens, words * kind.elements_per_word), np.float32)
-        dequantise(codes, kind.name, scale, out)
+        dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 
-    def one_head(self, x: Array) -> Array:
+    def one_head(self, x: Any) -> Array:
         """A view of shape ``(tokens, 1, width)`` on an array of shape ``(tokens, width)``."""
         tokens, width = x.shape
         if self._simulated:
@@ -200,15 +213,15 @@ class CudaTarget:
             (tokens, 1, width), (by_token, by_token, by_element), x.dtype, x.stream, x.gpu_data
         )
 
-    def token_major(self, x: Array) -> Array:
+    def token_major(self, x: Any) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (1, 0, 2))
 
-    def dim_major(self, x: Array) -> Array:
+    def dim_major(self, x: Any) -> Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (0, 2, 1))
 
-    def _transposed(self, x: Array, axes: tuple[int, ...]) -> Array:
+    def _transposed(self, x: Any, axes: tuple[int, ...]) -> Array:
         """A view of an array of three axes, in another order."""
         if self._simulated:
             return x.transpose(axes)

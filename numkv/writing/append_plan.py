@@ -136,7 +136,7 @@ def _element(dtype: Any) -> Kind:
             found = kind_of_dtype(np.dtype(dtype))
         except TypeError:
             found = None
-    if found is None or found.has_scales:
+    if found is None or not found.is_query:
         raise UnsupportedDType(
             f"`dtype`: expected fp64, fp32, fp16 or bf16, got {dtype!r}; quantised rows are appended "
             "by the layers"

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from numkv.kernels.cpu.at_once import copy_both, store_both
-from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
-from numkv.kernels.cpu.write import LOOK, LOOK_FOR_NAN, writer
+from numkv import targets
+from numkv.arrays import Array
+from numkv.kernels.operations import Checks
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
 from numkv.storage.pool import Pool, source_dtypes
@@ -25,6 +25,10 @@ __all__ = ["append", "paged_append", "pool_append", "pool_write"]
 _INT32, _INT64, _UINT16 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint16)
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _NO_SCALE = np.empty((0, 0, 0), np.float32)
+_LOOK, _LOOK_FOR_NAN = int(Checks.LOOK), int(Checks.LOOK_FOR_NAN)
+
+_HOST = targets.of(_NO_SCALE)  # whose arrays NumPy's are
+SMALL = _HOST.small_call
 
 _STORED = {
     (kind.word if kind.has_scales else kind.dtype): kind
@@ -45,7 +49,7 @@ def _by_slot(
     if kind is None or rows not in source_dtypes(kind):
         return None
     scales = kind.scale_dtype if kind.has_scales else None
-    store = store_both(_float_name(rows), kind.name, True)
+    store = _HOST.ops.small_append(_source_name(rows), kind.name, True)
     return store, scales, rows.itemsize == 2, pool.itemsize == 2
 
 
@@ -54,7 +58,20 @@ def _by_table(rows: np.dtype[Any], pool: str) -> Any:
     """What puts rows of a dtype into pools of a kind by a block table, or None."""
     if rows not in source_dtypes(named(pool)):
         return None
-    return store_both(_float_name(rows), pool, False)
+    return _HOST.ops.small_append(_source_name(rows), pool, False)
+
+
+@functools.cache
+def _copy(kind: str) -> Any:
+    """What copies rows of a kind into contiguous caches."""
+    return _HOST.ops.small_copy(kind)
+
+
+def _source_name(dtype: np.dtype[Any]) -> str:
+    """Name of the kind of new rows whose dtype a pool takes."""
+    name = _float_name(dtype)
+    assert name is not None
+    return name
 
 
 @functools.cache
@@ -75,7 +92,7 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         type(k_new) is type(v_new) is type(k_cache) is type(v_cache) is type(cache_offsets) is np.ndarray
     ):  # fmt: skip
         return False
-    if k_new.size >= SERIAL_ELEMENTS or v_new.size >= SERIAL_ELEMENTS:
+    if k_new.size >= SMALL or v_new.size >= SMALL:
         return False
     dtype = k_cache.dtype
     if not (k_new.dtype == v_new.dtype == v_cache.dtype == dtype and cache_offsets.dtype == _INT64):
@@ -87,7 +104,7 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         k_new, v_new = k_new.view(_UINT16), v_new.view(_UINT16)
         k_cache, v_cache = k_cache.view(_UINT16), v_cache.view(_UINT16)
     try:
-        done: bool = copy_both(name)(k_new, v_new, k_cache, v_cache, cache_offsets)
+        done: bool = _copy(name)(k_new, v_new, k_cache, v_cache, cache_offsets)
     except TypeError:  # another rank, read-only or unaligned
         return False
     return done
@@ -99,7 +116,7 @@ def paged_append(
     """Do a small `numkv.paged_append`, or return False."""
     if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
         return False
-    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
+    if k.size >= SMALL or v.size >= SMALL:
         return False
     of_rows, of_pool = k.dtype, k_pool.dtype
     found = _by_slot(of_rows, of_pool)
@@ -152,12 +169,13 @@ def pool_append(
     int
         Tokens appended, or -1.
     """
-    if not (type(k) is type(v) is type(pool.k) is np.ndarray):
+    of_k, of_v = pool.k_buffer, pool.v_buffer
+    if not (type(k) is type(v) is type(of_k.words) is np.ndarray):
         return -1
-    if k.size >= SERIAL_ELEMENTS or v.size >= SERIAL_ELEMENTS:
+    if k.size >= SMALL or v.size >= SMALL:
         return -1
-    kind, dtype = pool.k_kind, k.dtype
-    if kind is not pool.v_kind or pool.k_rotation is not None or v.dtype != dtype:
+    kind, dtype = of_k.kind, k.dtype
+    if kind is not of_v.kind or of_k.rotation is not None or v.dtype != dtype:
         return -1
     store = _by_table(dtype, kind.name)
     if store is None:
@@ -166,7 +184,16 @@ def pool_append(
         k, v = k.view(_UINT16), v.view(_UINT16)
     try:
         tokens: int = store(
-            k, v, pool.k, pool.v, pool.k_scale, pool.v_scale, block_table, start, room, bool(look)
+            k,
+            v,
+            of_k.words,
+            of_v.words,
+            of_k.scales,
+            of_v.scales,
+            block_table,
+            start,
+            room,
+            bool(look),
         )
     except TypeError:  # another rank, or unaligned
         return -1
@@ -194,13 +221,13 @@ def _writer(
     if qkv not in FLOAT_DTYPES or kind is None or table not in (_FLOAT32, _FLOAT64):
         return None
     compute = _FLOAT64 if "fp64" in (kind.name, k_kind, v_kind) else _FLOAT32
-    kernel = writer(kind.name, k_kind, v_kind, compute, table, by_slot)
+    kernel = _HOST.ops.small_write(kind.name, k_kind, v_kind, compute, table, by_slot)
     return kernel, qkv.itemsize == 2, _NO_WEIGHT[compute]
 
 
 def pool_write(
     pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
-    eps: Any, q_out: Any, angles: np.ndarray[Any, Any], first: int, places: np.ndarray[Any, Any], start: int,
+    eps: Any, q_out: Any, angles: Array, first: int, places: Array, start: int,
     room: int, look: bool,
 ) -> tuple[int, Any]:  # fmt: skip
     """Do the fused write of a few tokens, or write nothing and return -1.
@@ -229,9 +256,10 @@ def pool_write(
     q_out : array (num_tokens, num_q_heads, head_dim)
         Has taken q, in qkv's dtype.
     """
-    if not (type(qkv) is type(pool.k) is np.ndarray and type(num_q_heads) is int):
+    of_k, of_v = pool.k_buffer, pool.v_buffer
+    if not (type(qkv) is type(of_k.words) is np.ndarray and type(num_q_heads) is int):
         return -1, None
-    if qkv.ndim != 2 or qkv.size >= SERIAL_ELEMENTS or pool.k_rotation is not None:
+    if qkv.ndim != 2 or qkv.size >= SMALL or of_k.rotation is not None:
         return -1, None
     try:
         normalise, rotate, interleaved = _MODES[qk_mode]
@@ -242,7 +270,7 @@ def pool_write(
     elif not (type(cos) is type(sin) is np.ndarray and cos.dtype == sin.dtype):
         return -1, None
     dtype = qkv.dtype
-    found = _writer(dtype, pool.k_kind.name, pool.v_kind.name, cos.dtype, angles is not NOT_BY_SLOT)
+    found = _writer(dtype, of_k.kind.name, of_v.kind.name, cos.dtype, angles is not NOT_BY_SLOT)
     if found is None:
         return -1, None
     write, halves, no_weight = found
@@ -253,7 +281,7 @@ def pool_write(
     if q_out is None:
         if num_q_heads < 0:
             return -1, None
-        q_out = np.empty((len(qkv), num_q_heads, pool.head_dim), dtype)
+        q_out = np.empty((len(qkv), num_q_heads, of_k.dim), dtype)
     elif (
         type(q_out) is not np.ndarray or q_out.dtype != dtype or q_out.shape[1:2] != (num_q_heads,)
     ):
@@ -264,8 +292,8 @@ def pool_write(
     try:
         tokens: int = write(
             qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first, words,
-            pool.k, pool.k_scale, pool.v, pool.v_scale, places, start, room,
-            LOOK_FOR_NAN if look else LOOK, 0, 0, 1,
+            of_k.words, of_k.scales, of_v.words, of_v.scales, places, start, room,
+            _LOOK_FOR_NAN if look else _LOOK, 0, 0, 1,
         )  # fmt: skip
     except TypeError:  # another rank or dtype, read-only or unaligned
         return -1, None

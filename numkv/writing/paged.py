@@ -45,9 +45,9 @@ def _check_slots(
 
 
 def _check_writable(pool: Pool) -> None:
-    for name, x in (("k_pool", pool.k), ("v_pool", pool.v), ("k_scale", pool.k_scale),
-                    ("v_scale", pool.v_scale)):  # fmt: skip
-        check_writable(name, x)
+    for side, buffer in (("k", pool.k_buffer), ("v", pool.v_buffer)):
+        for name, x in zip(("pool", "scale"), buffer.by_token(), strict=False):
+            check_writable(f"{side}_{name}", x)
 
 
 def paged_append(
@@ -67,8 +67,8 @@ def paged_append(
     Parameters
     ----------
     k, v : array (num_tokens, num_kv_heads, head_dim)
-        New rows of any number of sequences, in the pool's own dtype or in float32; for int8 and int4 pools in fp32,
-        fp16 or bf16.
+        New rows of any number of sequences, in the pool's own dtype or in float32; for pools of int8, int4 and fp8 in
+        fp32, fp16 or bf16.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
         Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
     slot_mapping : int32 or int64 array (num_tokens,)
@@ -77,7 +77,8 @@ def paged_append(
         with `validate` only, else any of them may.
     k_scale, v_scale : array, optional
         Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
-        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None; the same in all calls.
     check_finite : bool
         Whether rows that are to be quantised are looked at first.
     validate : bool
@@ -141,7 +142,8 @@ def paged_write(
         See `numkv.ContiguousLayer.write`.
     k_scale, v_scale : array, optional
         Scales of pools of codes, written in place: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
-        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None; the same in all calls.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
 

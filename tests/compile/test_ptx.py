@@ -24,6 +24,7 @@ from numba.cuda import dispatcher
 import numkv.kernels.cuda as cuda_kernels
 from numkv.kernels.cuda.copy import make_copy_blocks
 from numkv.kernels.cuda.simd import jit
+from numkv.kinds import kinds
 
 TARGETS = [(8, 0), (9, 0)]
 KERNELS = list(cuda_kernels.catalogue())
@@ -63,18 +64,25 @@ def test_who_waits_is_told(monkeypatch, capsys):
     assert "numkv: compiling copy_blocks for CUDA\n" in capsys.readouterr().err
 
 
+def has_kernel(path) -> bool:
+    return re.search(r"^ +def kernel\(", path.read_text(), re.M) is not None
+
+
 def module_of(kernel) -> str:
-    return getattr(kernel, "py_func", kernel).__module__.split(".")[-1]
+    """The file or folder of a kernel: its operation."""
+    module = getattr(kernel, "py_func", kernel).__module__
+    return module.removeprefix(f"{cuda_kernels.__name__}.").split(".")[0]
 
 
 def test_every_kernel_file_is_in_the_catalogue():
-    files = Path(cuda_kernels.__file__).parent.glob("*.py")
-    with_kernels = {path.stem for path in files if "def make_" in path.read_text()}
+    folder = Path(cuda_kernels.__file__).parent
+    files = [path.relative_to(folder) for path in folder.rglob("*.py")]
+    with_kernels = {f.parts[0].removesuffix(".py") for f in files if has_kernel(folder / f)}
     assert with_kernels >= {"append", "attention", "merge", "write"}
     assert with_kernels == {module_of(kernel) for _, kernel, _ in KERNELS}
 
 
-@pytest.mark.parametrize("file", ["append", "attention", "write"])
-@pytest.mark.parametrize("kind", ["fp64", "fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("file", ["append", "attention", "mass", "shift", "write"])
+@pytest.mark.parametrize("kind", [k.name for k in kinds()])
 def test_every_kind_is_in_the_catalogue(file, kind):
     assert any(module_of(kernel) == file and kind in name for name, kernel, _ in KERNELS)

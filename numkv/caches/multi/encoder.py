@@ -225,12 +225,8 @@ class EncoderCache(MultiSequenceCache):
         else:
             made = pool
         if check_finite:
-            quantised = {}
-            if ready.k_kind.has_scales:
-                quantised["k"] = k
-            if ready.v_kind.has_scales:
-                quantised["v"] = v
-            made.check_finite(**quantised)
+            made.k_buffer.check_finite("k", k)
+            made.v_buffer.check_finite("v", v)
         if self._reserve:
             self._layers.setdefault(layer, made)
             return

@@ -1,6 +1,6 @@
 """Append ready rows to a cache, on the CPU.
 
-Three operations:
+Operations:
 
 `append_rows`
     ``pool[block, h, offset] = rows[t, h]`` where token ``start + t`` lies in slot ``block * block_size + offset`` by
@@ -9,6 +9,9 @@ Three operations:
     The same, with the slot of each row given; slot -1 skips the row.
 `copy_rows`
     ``cache[b, h, offsets[b] + t] = new[b, h, t]`` word for word; rows that fall outside the cache are skipped.
+`small_append`, `small_copy`
+    K and V of a small call in one compiled function, checks included. A token of one sequence is moved so fast that
+    what a call costs is its arguments: each array that compiled code is handed costs as much.
 """
 
 from __future__ import annotations
@@ -23,15 +26,17 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import SCALES, WORDS, array, build
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
-from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
+from numkv.rows.quantize import is_finite
 
-__all__ = ["append_rows", "copy_rows", "scatter_rows"]
+__all__ = ["append_rows", "copy_rows", "scatter_rows", "small_append", "small_copy"]
 
 
 def row_writer(SRC, DST):
@@ -93,6 +98,85 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
 
 
+def make_small_append(SRC, DST, BY_SLOT):
+    """The kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
+    load, _ = codec(SRC)
+    put = row_writer(SRC, DST)
+    OF_POOL = kind(DST)
+    PER_WORD, QUANTISED, GROUP = OF_POOL.elements_per_word, OF_POOL.has_scales, OF_POOL.group_size
+
+    def kernel(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look):
+        num_tokens, heads = np.int64(k.shape[0]), np.int64(k_pool.shape[1])
+        num_blocks, block_size = np.int64(k_pool.shape[0]), np.int64(k_pool.shape[2])
+        if (BY_SLOT and len(places) != num_tokens) or (not BY_SLOT and num_tokens > room):
+            return -1
+        if not is_aligned(places):
+            return -1
+        for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
+            if rows.shape[0] != num_tokens or rows.shape[1] != heads:
+                return -1
+            if rows.shape[2] != PER_WORD * pool.shape[3]:
+                return -1
+            if rows.strides[2] != rows.itemsize or pool.strides[3] != pool.itemsize:
+                return -1
+            if not (is_aligned(rows) and is_aligned(pool) and is_aligned(scale)):
+                return -1
+            if pool.shape[0] != num_blocks or pool.shape[1] != heads or pool.shape[2] != block_size:
+                return -1
+            if QUANTISED:
+                if scale.shape[0] != num_blocks or scale.shape[1] != heads:
+                    return -1
+                if scale.shape[2] != block_size or scale.strides[scale.ndim - 1] != scale.itemsize:
+                    return -1
+                if GROUP and scale.shape[3] != (rows.shape[2] + GROUP - 1) // GROUP:
+                    return -1
+        if BY_SLOT:
+            for t in range(num_tokens):
+                if places[t] < -1 or places[t] >= num_blocks * block_size:
+                    return -1
+        if QUANTISED and look:
+            for rows in (k, v):
+                for t in range(num_tokens):
+                    for h in range(heads):
+                        row = row_of(rows, (np.int64(t), np.int64(h)))
+                        bad = np.int64(0)
+                        for d in range(len(row)):
+                            bad += 0 if is_finite(load(row[d])) else 1
+                        if bad:
+                            return -1
+        x = np.empty(max(k.shape[2], v.shape[2]), np.float32)
+        for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
+            floats, scales = x[: rows.shape[2]], by_row(scale)
+            for t in range(num_tokens):
+                if BY_SLOT:
+                    slot = np.int64(places[t])
+                    if slot < 0:
+                        continue
+                else:
+                    slot = slot_of(places, start + t, block_size)
+                block, offset = slot // block_size, slot % block_size
+                for h in range(heads):
+                    place = (block, np.int64(h), offset)
+                    source = row_of(rows, (np.int64(t), np.int64(h)))
+                    put(source, row_of(pool, place), row_of(scales, place), floats)
+        return num_tokens
+
+    return kernel
+
+
+@implements(Operations.small_append)
+@functools.cache
+def small_append(rows_kind, pool_kind, by_slot):
+    rows, pool = array(WORDS[rows_kind], 3), array(WORDS[pool_kind], 4, out=True)
+    scale = array(*SCALES[pool_kind], out=True)
+    signature = (
+        rows, rows, pool, pool, scale, scale, array(types.int64 if by_slot else types.int32, 1),
+        types.int64, types.int64, types.boolean,
+    )  # fmt: skip
+    label = f"small_append, {rows_kind} to {pool_kind}{', by slot' if by_slot else ''}"
+    return build(make_small_append, signature, args=(rows_kind, pool_kind, by_slot), label=label)
+
+
 @implements(Operations.append_rows)
 def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
     kernel = _append_rows(rows_kind, pool_kind, False)
@@ -105,6 +189,27 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     run(kernel, workers_for(rows.size), rows, pool, scale, slot_mapping, 0)
 
 
+@register_jitable
+def _landing(first, new_len, num_rows):
+    """Which of the new rows ``[low, high)`` land in a cache; offsets far outside must not overflow the sums."""
+    low = high = np.int64(0)
+    if -new_len < first < num_rows:
+        low = max(np.int64(0), -first)
+        high = min(new_len, num_rows - first)
+    return low, high
+
+
+@register_jitable
+def _copy_rows_of(new, cache, b, begin, end, first):
+    """Copy new rows ``[begin, end)`` of sequence `b` to row `first` of its cache, and on."""
+    for h in range(new.shape[1]):
+        for t in range(begin, end):
+            source = row_of(new, (b, np.int64(h), np.int64(t)))
+            target = row_of(cache, (b, np.int64(h), np.int64(first + t)))
+            for d in range(len(source)):
+                target[d] = source[d]
+
+
 def make_copy_rows(WORD):
     """The kernel that copies rows of `WORD` bytes an element at per-sequence offsets."""
 
@@ -114,20 +219,10 @@ def make_copy_rows(WORD):
             return
         num_rows = np.int64(cache.shape[2])
         for b in range(new.shape[0]):
-            first = offsets[b]
-            # Source rows [low, high) land inside; offsets far outside must not overflow the sums.
-            low = high = np.int64(0)
-            if -np.int64(new.shape[2]) < first < num_rows:
-                low = max(np.int64(0), -first)
-                high = min(np.int64(new.shape[2]), num_rows - first)
+            low, high = _landing(offsets[b], np.int64(new.shape[2]), num_rows)
             begin = low + (high - low) * worker // workers
             end = low + (high - low) * (worker + 1) // workers
-            for h in range(new.shape[1]):
-                for t in range(begin, end):
-                    source = row_of(new, (np.int64(b), np.int64(h), np.int64(t)))
-                    target = row_of(cache, (np.int64(b), np.int64(h), np.int64(first + t)))
-                    for d in range(len(source)):
-                        target[d] = source[d]
+            _copy_rows_of(new, cache, np.int64(b), begin, end, offsets[b])
 
     return kernel
 
@@ -145,3 +240,41 @@ def copy_rows(new, cache, offsets, stream=None):
     bits = f"u{new.dtype.itemsize}"
     kernel = _copy_rows(new.dtype.itemsize)
     run(kernel, workers_for(new.size), new.view(bits), cache.view(bits), offsets)
+
+
+def make_small_copy():
+    """The kernel that checks and copies new rows of K and V into contiguous caches, on one thread."""
+
+    def kernel(k_new, v_new, k_cache, v_cache, offsets):
+        batch, heads, tokens, size = (
+            k_new.shape[0], k_new.shape[1], k_new.shape[2], np.int64(k_cache.shape[2]),
+        )  # fmt: skip
+        if len(offsets) != batch or not is_aligned(offsets):
+            return False
+        for new, cache in ((k_new, k_cache), (v_new, v_cache)):
+            if new.shape[0] != batch or new.shape[1] != heads or new.shape[2] != tokens:
+                return False
+            if cache.shape[0] != batch or cache.shape[1] != heads or cache.shape[2] != size:
+                return False
+            if new.shape[3] != cache.shape[3]:
+                return False
+            if new.strides[3] != new.itemsize or cache.strides[3] != cache.itemsize:
+                return False
+            if not (is_aligned(new) and is_aligned(cache)):
+                return False
+        for new, cache in ((k_new, k_cache), (v_new, v_cache)):
+            for b in range(batch):
+                low, high = _landing(offsets[b], np.int64(tokens), size)
+                _copy_rows_of(new, cache, np.int64(b), low, high, offsets[b])
+        return True
+
+    return kernel
+
+
+@implements(Operations.small_copy)
+@functools.cache
+def small_copy(rows_kind):
+    word = WORDS[rows_kind]
+    new, cache = array(word, 4), array(word, 4, out=True)
+    signature = (new, new, cache, cache, array(types.int64, 1))
+    return build(make_small_copy, signature, args=(), label=f"small_copy, {rows_kind}")

@@ -101,7 +101,12 @@ def make_dequantise(KIND):
 
 @functools.cache
 def _dequantise(kind: str) -> Any:
-    signature = (array(WORDS[kind], 3), array(*SCALES[kind]), array(types.float32, 3, out=True))
+    dtype, ndim = SCALES[kind]
+    signature = (
+        array(WORDS[kind], 3),
+        array(dtype, max(3, ndim)),
+        array(types.float32, 3, out=True),
+    )
     return build(make_dequantise, signature, args=(kind,), label=f"dequantise, {kind}")
 
 
@@ -114,9 +119,10 @@ def dequantise(codes, kind, scale, out):
         Rows of one block, in the words of `kind`.
     kind : str
         Their kind, one with scales.
-    scale : array (num_heads, num_tokens), (num_heads, num_tokens, groups) or (num_heads,)
-        Scales of the rows, of their groups, or of the heads, in words.
+    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
+        Scales of the rows, or of their groups, in words. Where an axis of it is 1, all share them.
     out : float32 array (num_heads, num_tokens, head_dim)
         Takes the values.
     """
-    _dequantise(kind)(codes, scale if scale.ndim == 1 else scale[None], out)
+    shape = (*codes.shape[:2], *scale.shape[2:])
+    _dequantise(kind)(codes, np.broadcast_to(scale, shape)[None], out)

@@ -30,6 +30,7 @@ from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
+from numkv.rows.visible import visible_range, visible_to_any
 
 __all__ = ["attention_weights"]
 
@@ -52,15 +53,6 @@ def _score(x, tile, scores):
         c, e = tile[(d + 2) * TILE : (d + 3) * TILE], tile[(d + 3) * TILE : (d + 4) * TILE]
         for i in range(TILE):
             scores[i] += (x0 * a[i] + x1 * b[i]) + (x2 * c[i] + x3 * e[i])
-
-
-@register_jitable
-def _seen(ranges, row, position, window_left):
-    """Tokens ``[low, high)`` that a query sees: its range, or, without any, itself and what its window covers."""
-    if len(ranges) > 0:
-        return ranges[row, 0], ranges[row, 1]
-    low = max(np.int64(0), position - window_left) if window_left >= 0 else np.int64(0)
-    return low, position + 1
 
 
 def make_attention_weights(K_KIND):
@@ -86,16 +78,7 @@ def make_attention_weights(K_KIND):
             length, first_row = seq_lens[b], q_starts[b]
             tokens = q_starts[b + 1] - first_row
             position = length - tokens  # of the first query
-            # All tokens that some query sees are in [begin, end).
-            begin, end = np.int64(0), length
-            if window_left >= 0:
-                begin = max(begin, position - window_left)
-            if len(ranges) > 0:
-                begin, end = length, np.int64(0)
-                for r in range(first_row, first_row + tokens):
-                    if ranges[r, 0] < ranges[r, 1]:
-                        begin, end = min(begin, ranges[r, 0]), max(end, ranges[r, 1])
-                end = min(end, length)
+            begin, end = visible_to_any(ranges, first_row, tokens, position, window_left, length)
             row, x = np.empty(dim, np.float32), np.zeros(padded, np.float32)
             tile = np.zeros(padded * TILE, np.float32)
             scores, totals = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -116,7 +99,9 @@ def make_attention_weights(K_KIND):
                     # Without ranges, those before see nothing of the tile.
                     t0 = np.int64(0) if len(ranges) > 0 else max(np.int64(0), low - position)
                     for t in range(t0, tokens):
-                        first, last = _seen(ranges, first_row + t, position + t, window_left)
+                        first, last = visible_range(
+                            ranges, first_row + t, position + t, window_left, length
+                        )
                         first, last = max(first, low), min(last, high)
                         if first >= last:
                             continue

@@ -18,6 +18,7 @@ from numba import types
 from numkv.kernels.builder import WORDS, array, build
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kinds import kind as kind_of
 from numkv.rows.convert import codec
 from numkv.rows.softmax import merge_weights
 
@@ -49,7 +50,7 @@ def _merge(kind: str) -> Any:
     signature = (
         o, lse, o, lse, array(WORDS[kind], 3, out=True), array(types.float32, 2, out=True),
     )  # fmt: skip
-    compute = "float64" if kind == "fp64" else "float32"
+    compute = kind_of(kind).compute.name
     return build(make_merge, signature, args=(kind, compute), label=f"merge, {kind}")
 
 

@@ -23,7 +23,7 @@ from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Operations
+from numkv.kernels.operations import Checks, Operations
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
@@ -32,11 +32,10 @@ from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
-__all__ = ["scatter_write", "write_rows"]
+__all__ = ["scatter_write", "small_write", "write_rows"]
 
-# What a kernel is to do before it writes: nothing, as all has been checked; see that the arguments fit one another; or
-# that, and search what is to be quantised for NaN and infinity.
-CHECKED, LOOK, LOOK_FOR_NAN = range(3)
+# What a kernel is to do before it writes; see `Operations.small_write`.
+CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
 # Loops over a row stand alone, without branches, so that each becomes vector code.
@@ -225,7 +224,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
 
 @functools.cache
-def writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
+def _writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot: bool) -> Any:
     """The kernel for qkv and pools of these kinds, which computes in one dtype and has tables of another.
 
     See `write_rows` and `scatter_write` for its arguments; of those two it has the ones that it does not use as well.
@@ -244,6 +243,11 @@ def writer(src: str, k_kind: str, v_kind: str, compute: Any, table: Any, by_slot
     return build(make_write_rows, signature, args=args, label=label)
 
 
+@implements(Operations.small_write)
+def small_write(qkv_kind, k_kind, v_kind, compute, table, by_slot):
+    return _writer(qkv_kind, k_kind, v_kind, compute, table, by_slot)
+
+
 _NO_PLACES = np.empty(0, np.int64)
 
 
@@ -252,7 +256,7 @@ def write_rows(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
     q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
 ):  # fmt: skip
-    kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
+    kernel = _writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
     run(
         kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
@@ -265,7 +269,7 @@ def scatter_write(
     qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
     q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
 ):  # fmt: skip
-    kernel = writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
+    kernel = _writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
     run(
         kernel, workers_for(qkv.size),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,

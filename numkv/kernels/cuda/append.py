@@ -21,7 +21,7 @@ from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.int4 import GROUP, store_int4_group
 
-__all__ = ["append_rows", "copy_rows", "scatter_rows"]
+__all__ = ["append_rows", "copy_rows", "scatter_rows", "small_append", "small_copy"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 
@@ -121,6 +121,16 @@ def append_rows(rows, rows_kind, pool, pool_kind, scale, block_table, start):
 def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
     kernel, blocks = _append_rows(rows_kind, pool_kind, True), _blocks(rows, pool_kind, scale)
     launch(kernel, blocks, (LANES, ROWS), rows, pool, scale, slot_mapping, 0)
+
+
+@implements(Operations.small_append)
+def small_append(rows_kind, pool_kind, by_slot):
+    return None  # a launch costs more than what a small call could save
+
+
+@implements(Operations.small_copy)
+def small_copy(rows_kind):
+    return None
 
 
 def make_copy_rows(WORD):

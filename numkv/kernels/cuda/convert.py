@@ -22,8 +22,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 def make_dequantise(KIND):
     """The kernel that turns stored rows of a kind with scales into float32."""
     value, _ = element_codec(KIND)
-    SCALES_PER = kind(KIND).scales_per
-    HEAD, ROW = SCALES_PER == "head", SCALES_PER == "row"
+    HEAD, GROUPS = (kind(KIND).scales_per == per for per in ("head", "group"))
 
     def kernel(codes, scale, out):
         num_heads, num_tokens, dim = out.shape
@@ -31,12 +30,13 @@ def make_dequantise(KIND):
         for row in range(first, num_heads * num_tokens, np.int64(cuda.gridDim.x) * ROWS):
             h, t = row // num_tokens, row % num_tokens
             words = codes[h, t]
-            if HEAD:
-                scales = scale[h : h + 1]
-            elif ROW:
-                scales = scale[h, t : t + 1]
-            else:
+            if HEAD:  # one of the axes is 1
+                g = t % np.int64(scale.shape[1])
+                scales = scale[h % np.int64(scale.shape[0]), g : g + 1]
+            elif GROUPS:
                 scales = scale[h, t]
+            else:
+                scales = scale[h, t : t + 1]
             for d in range(cuda.threadIdx.x, dim, LANES):
                 out[h, t, d] = value(words, scales, d, dim)
 
@@ -57,8 +57,8 @@ def dequantise(codes, kind, scale, out):
         Rows of one block, in the words of `kind`.
     kind : str
         Their kind, one with scales.
-    scale : array (num_heads, num_tokens), (num_heads, num_tokens, groups) or (num_heads,)
-        Scales of the rows, of their groups, or of the heads, in words.
+    scale : array (num_heads, num_tokens) or (num_heads, num_tokens, groups)
+        Scales of the rows, or of their groups, in words. Of kinds with scales of heads one of the axes is 1.
     out : float32 array (num_heads, num_tokens, head_dim)
         Takes the values.
     """
@@ -73,7 +73,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             continue
         dtype, ndim = SCALES[of_pool.name]
         signature = (
-            types.Array(WORDS[of_pool.name], 3, "A"), types.Array(dtype, max(1, ndim - 1), "A"),
+            types.Array(WORDS[of_pool.name], 3, "A"), types.Array(dtype, max(2, ndim - 1), "A"),
             c_array(types.float32, 3),
         )  # fmt: skip
         yield f"dequantise[{of_pool}]", make_dequantise(of_pool.name), signature

@@ -13,22 +13,24 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-from numba.extending import register_jitable
 
-from numkv.kernels.builder import WORDS
+from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import (
     THREADS,
     WIDTH,
     aligned,
     c_array,
     ceil_div,
+    column_of,
     jit,
     launch,
     reader,
 )  # fmt: skip
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kinds import kind
 from numkv.rows.convert import codec
+from numkv.rows.visible import is_visible, queries_that_see
 
 __all__ = ["attention_weights"]
 
@@ -36,23 +38,17 @@ __all__ = ["attention_weights"]
 AT_ONCE = 4
 
 
-@register_jitable
-def _sees(ranges, row, j):
-    """Whether token `j` is in a query's range."""
-    return ranges[row, 0] <= j and j < ranges[row, 1]
-
-
 def make_attention_weights(Q_KIND, K_KIND, WIDE):
     """The kernel for a kind of q and a kind of K; `WIDE` says whether K rows are read 16 bytes at a time."""
-    STEP = WIDTH[K_KIND]
-    QUANTISED = K_KIND == "int8"
-    read = reader(K_KIND, "float32", STEP, WIDE)
+    STEP, SCALES_PER = WIDTH[K_KIND], kind(K_KIND).scales_per
+    BY_ROW, BY_HEAD, HALF = SCALES_PER == "row", SCALES_PER == "head", STEP // 2
+    read, column = reader(K_KIND, "float32", STEP, WIDE), column_of(K_KIND, STEP)
     load, _ = codec(Q_KIND)
 
     def kernel(
-        q, k, k_scale, block_table, seq_lens, q_starts, ranges, by_slot, lse, sm_scale, soft_cap,
-        window_left, weights,
+        q, k, k_scale, block_table, seq_lens, q_starts, ranges, options, lse, weights
     ):  # fmt: skip
+        by_slot, sm_scale, soft_cap, window_left = options
         num_blocks, num_kv_heads, block_size = k.shape[0], k.shape[1], np.int64(k.shape[2])
         dim, group = q.shape[2], q.shape[1] // num_kv_heads
         columns = np.int64(weights.shape[2])
@@ -71,18 +67,9 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
             length, first_row = np.int64(seq_lens[b]), np.int64(q_starts[b])
             tokens = np.int64(q_starts[b + 1]) - first_row
             position = length - tokens  # of the first query
-            # Queries [low, high) see this token; with ranges, the first and the last of these do.
-            low, high = max(np.int64(0), j - position), tokens
-            if window_left >= 0:
-                high = min(high, j + window_left - position + 1)
-            if j >= length or first_row < 0 or first_row + tokens > q.shape[0]:
-                low, high = np.int64(0), np.int64(0)
-            elif ranges.shape[0] > 0:
-                low, high = np.int64(0), tokens
-                while low < high and not _sees(ranges, first_row + low, j):
-                    low += 1
-                while low < high and not _sees(ranges, first_row + high - 1, j):
-                    high -= 1
+            low, high = np.int64(0), np.int64(0)
+            if j < length and first_row >= 0 and first_row + tokens <= q.shape[0]:
+                low, high = queries_that_see(ranges, first_row, tokens, position, window_left, j)
             block, place = np.int64(-1), j % block_size
             if low < high and by_slot:
                 if j < block_table.shape[1]:
@@ -93,24 +80,31 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
             total = np.float32(0)
             if block >= 0 and block < num_blocks:
                 scale = np.float32(sm_scale)
-                if QUANTISED:
+                if BY_ROW:
                     scale *= k_scale[block, g, place]
+                if BY_HEAD:
+                    scale *= k_scale[g]
                 for r0 in range(low * group, high * group, AT_ONCE):
                     for i in range(AT_ONCE):
                         sums[i] = np.float32(0)
                     for chunk in range((dim + STEP - 1) // STEP):
                         read(k, k_scale, block, g, place, chunk, x, 0)
+                        # A whole chunk has a row's elements from `first` on, and from `second` on.
+                        first, second = column(chunk, 0, dim), column(chunk, HALF, dim)
                         for i in range(AT_ONCE):
                             r = min(r0 + i, high * group - 1)
                             row = q[first_row + r // group, g * group + r % group]
                             for n in range(STEP):
-                                d = chunk * STEP + n
+                                d = first + n if n < HALF else second + n - HALF
+                                if not WIDE:
+                                    d = column(chunk, n, dim)
                                 if WIDE or d < dim:
                                     sums[i] += load(row[d]) * x[n]
                     for i in range(AT_ONCE):
                         r = r0 + i
                         if r < high * group and (
-                            ranges.shape[0] == 0 or _sees(ranges, first_row + r // group, j)
+                            ranges.shape[0] == 0
+                            or is_visible(ranges, first_row + r // group, position, window_left, j)
                         ):
                             score = scale * sums[i]
                             if soft_cap > 0:
@@ -137,24 +131,26 @@ def attention_weights(
     kernel = _attention_weights(q_kind, k_kind, aligned(k, k_kind, WIDTH[k_kind]))
     launch(
         kernel, num_seqs * num_kv_heads * ceil_div(columns, THREADS), THREADS, q, k, k_scale,
-        block_table, seq_lens, q_starts, ranges, by_slot, lse, float(sm_scale), float(logits_soft_cap),
-        window_left, weights,
+        block_table, seq_lens, q_starts, ranges,
+        (int(by_slot), float(sm_scale), float(logits_soft_cap), int(window_left)), lse, weights,
     )  # fmt: skip
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     f32 = types.float32
+    options = types.Tuple((types.int64, types.float64, types.float64, types.int64))
     for q_kind, k_kind, wide, index in (
         ("fp64", "fp64", True, types.int64), ("fp32", "fp32", False, types.int32),
         ("fp16", "fp16", True, types.int64), ("bf16", "bf16", True, types.int32),
         ("fp32", "int8", True, types.int64), ("bf16", "int8", False, types.int64),
+        ("bf16", "int4", True, types.int64), ("fp32", "int4", False, types.int32),
+        ("bf16", "fp8_e4m3", True, types.int64), ("fp32", "fp8_e5m2", False, types.int32),
     ):  # fmt: skip
         signature = (
-            c_array(WORDS[q_kind], 3), c_array(WORDS[k_kind], 4), c_array(f32, 3),
-            c_array(types.int32, 2), c_array(index, 1), c_array(index, 1),
-            c_array(types.int64, 2), types.int64, c_array(f32, 2), types.float64, types.float64,
-            types.int64, c_array(f32, 3),
+            c_array(WORDS[q_kind], 3), c_array(WORDS[k_kind], 4), c_array(*SCALES[k_kind]),
+            c_array(types.int32, 2), c_array(index, 1), c_array(index, 1), c_array(types.int64, 2),
+            options, c_array(f32, 2), c_array(f32, 3),
         )  # fmt: skip
         name = f"attention_weights[q {q_kind}, K {k_kind}{', wide' if wide else ''}]"
         yield name, make_attention_weights(q_kind, k_kind, wide), signature

@@ -10,7 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, compute_of, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -46,11 +46,7 @@ def make_merge(KIND, COMPUTE):
 
 @functools.cache
 def _merge(kind: str) -> Any:
-    return jit(make_merge(kind, _compute(kind)), 8)
-
-
-def _compute(kind: str) -> str:
-    return "float64" if kind == "fp64" else "float32"
+    return jit(make_merge(kind, compute_of(kind)), 8)
 
 
 @implements(Operations.merge_states)
@@ -64,4 +60,4 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     lse = c_array(types.float32, 2)
     for kind in ("fp64", "fp16", "bf16"):
         o = c_array(WORDS[kind], 3)
-        yield f"merge[{kind}]", make_merge(kind, _compute(kind)), (o, lse, o, lse, o, lse)
+        yield f"merge[{kind}]", make_merge(kind, compute_of(kind)), (o, lse, o, lse, o, lse)

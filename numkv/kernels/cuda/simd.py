@@ -21,12 +21,14 @@ from numba.core import cgutils, config
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import tell
+from numkv.kinds import kind as kind_of
+from numkv.kinds import kinds
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 __all__ = [
     "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "column_of",
-    "jit", "launch", "load_chunk", "loader", "natural", "reader",
+    "compute_of", "jit", "launch", "load_chunk", "loader", "natural", "reader",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -39,8 +41,11 @@ LANES = 4 if SIMULATED else 32
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048
 
-#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; of INT4 in 8, as more make too many floats.
-WIDTH = {"fp64": 2, "fp32": 4, "fp16": 8, "bf16": 8, "int8": 16, "int4": 16}
+#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4, 8
+#: bytes), as more make too many floats.
+WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in kinds()}
+#: Kinds of which several elements share a word: INT4.
+PACKED = frozenset(k.name for k in kinds() if k.is_packed)
 
 _simulator_lock = threading.Lock()
 
@@ -48,6 +53,11 @@ _simulator_lock = threading.Lock()
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
     return -(-a // b)
+
+
+def compute_of(*names: str) -> str:
+    """The dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
+    return "float64" if any(kind_of(name).compute == np.float64 for name in names) else "float32"
 
 
 def c_array(dtype: Any, ndim: int) -> Any:
@@ -137,8 +147,7 @@ def aligned(array: Any, kind: str, width: int) -> bool:
     width : int
         Elements of a chunk.
     """
-    if kind == "int4":  # two to a word
-        width //= 2
+    width //= kind_of(kind).elements_per_word
     size = width * array.dtype.itemsize
     if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
         return False
@@ -147,15 +156,16 @@ def aligned(array: Any, kind: str, width: int) -> bool:
     )  # None is an empty array's
 
 
+@functools.cache
 def loader(KIND, COMPUTE="float32"):
-    """The function that turns a word into a float; an INT8 code is its own value, not yet scaled. Not for INT4."""
-    return codec("fp32" if KIND in ("int8", "int4") else KIND, COMPUTE)[0]
+    """The function that turns a word into a float; a code is its own value, not yet scaled. Not for packed kinds."""
+    return codec("fp32" if kind_of(KIND).has_scales else KIND, COMPUTE)[0]
 
 
 def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
     load = loader(KIND, floats.dtype.name)
     row = array[a, b, c]
-    if KIND == "int4":
+    if KIND in PACKED:
         for i in range(WIDTH // 2):
             floats[at + i] = int(row[d + i]) & 15
             floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
@@ -184,7 +194,8 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
         for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
-        size = width * sig.args[2].dtype.bitwidth // 8 // (2 if kind == "int4" else 1)
+        words = width // kind_of(kind).elements_per_word
+        size = words * sig.args[2].dtype.bitwidth // 8
         vector = ir.VectorType(i32, size // 4)
         # Arrays come as generic pointers; these are all in global memory.
         pointer = b.addrspacecast(
@@ -194,7 +205,7 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
         chunk.align = size
         real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
         at_ = context.cast(b, args[8], sig.args[8], types.int64)
-        for i, value in enumerate(_floats_of(b, kind, chunk)):
+        for i, value in enumerate(_floats_of(context, b, kind, chunk)):
             if value.type != real:
                 value = (
                     b.fpext(value, real) if as_float == types.float64 else b.fptrunc(value, real)
@@ -205,14 +216,12 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
     return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
 
 
-def _floats_of(b, kind, chunk):
+def _floats_of(context, b, kind, chunk):
     """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
     i32, single = ir.IntType(32), ir.FloatType()
     if kind == "int4":
-        for shift in (
-            -1,
-            3,
-        ):  # what lifts the low and the high nibbles to bits 1 to 4 of their bytes
+        # What lifts the low and the high nibbles to bits 1 to 4 of their bytes.
+        for shift in (-1, 3):
             for i in range(chunk.type.count):
                 yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
         return
@@ -220,6 +229,13 @@ def _floats_of(b, kind, chunk):
         part = _bf16_floats if kind == "bf16" else _int8_floats
         for i in range(chunk.type.count):
             yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
+        return
+    if kind in ("fp8_e4m3", "fp8_e5m2"):  # GPUs before sm_89 have no conversion
+        load = loader(kind)
+        elements = b.bitcast(chunk, ir.VectorType(ir.IntType(8), 4 * chunk.type.count))
+        for i in range(4 * chunk.type.count):
+            word = b.extract_element(elements, ir.Constant(i32, i))
+            yield context.compile_internal(b, load, types.float32(types.uint8), [word])
         return
     element, count = {
         "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
@@ -291,16 +307,17 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     -------
     function
         ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
-        ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, and in the order that
-        `column_of` says.
+        ``floats[at:]``; elements past the end of the row are 0. Those of packed kinds are scaled, as a row has several
+        scales, and in the order that `column_of` says; scales of rows or of heads are left to the caller.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
-    BYTES, GROUP_BYTES = STEP // 2, GROUP // 2  # of INT4
+    BY_GROUP = KIND in PACKED
+    BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
 
     @register_jitable
     def read(array, scale, a, b, c, chunk, floats, at):
-        if KIND == "int4":
+        if BY_GROUP:
             first = chunk * BYTES
             word = scale[a, b, c, first // GROUP_BYTES]
             factor = F(bf16_to_float32(word))
@@ -342,11 +359,11 @@ def column_of(KIND, STEP):
     function
         ``column(chunk, i, dim)``: the column of a chunk's element i in a row of `dim`; `dim` or more past the end.
     """
-    BYTES = STEP // 2
+    TWO_HALVES, BYTES = KIND in PACKED, STEP // 2
 
     @register_jitable
     def column(chunk, i, dim):
-        if KIND == "int4":
+        if TWO_HALVES:
             return int4_column(chunk * BYTES + i % BYTES, i >= BYTES, dim)
         return chunk * STEP + i
 

@@ -22,7 +22,7 @@ from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
-__all__ = ["scatter_write", "write_rows"]
+__all__ = ["scatter_write", "small_write", "write_rows"]
 
 ROWS = THREADS // LANES  # heads that a block takes at once
 
@@ -158,6 +158,11 @@ def scatter_write(
         positions, 0, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
         slot_mapping, 0, True,
     )  # fmt: skip
+
+
+@implements(Operations.small_write)
+def small_write(qkv_kind, k_kind, v_kind, compute, table, by_slot):
+    return None  # a launch costs more than what a small call could save
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:

@@ -11,38 +11,26 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
-from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.simd import SIMULATED, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.attention.items import (
+    MAX_SPLIT_QUERIES,
+    MAX_SPLITS,
+    MIN_SPLIT,
+    Batch,
+    extent,
+    parts_by_token,
+)  # fmt: skip
+from numkv.kernels.cuda.attention.sizes import tile_of
+from numkv.kernels.cuda.simd import THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.scratch import Workspaces
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
-__all__ = [
-    "AT_ONCE", "LN_2", "LOG2_E", "MAX_SPLIT_QUERIES", "TEAM", "extent", "max_splits",
-    "merge_splits", "parts_of", "tile_of", "visible",
-]  # fmt: skip
-
-# Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
-TEAM = 2 if SIMULATED else 8
-# Tokens that a team scores at once, so that enough reads are under way; also rows of V that a thread reads ahead.
-AT_ONCE = {"float32": 4, "float64": 2}
-# A split of the KV range has at least so many tokens, and a sequence at most so many splits. Sequences with more
-# queries than MAX_SPLIT_QUERIES have enough items without: they are not split.
-MIN_SPLIT = 64 if SIMULATED else 256
-MAX_SPLITS = 64
-MAX_SPLIT_QUERIES = 8
+__all__ = ["LN_2", "LOG2_E", "max_splits", "merge_splits", "parts_of"]
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# Longer than any sequence, and far from overflowing.
-FAR = 1 << 40
-
-
-def tile_of(compute: str) -> int:
-    """Tokens of a tile: as many as a block scores at once."""
-    return THREADS // TEAM * AT_ONCE[compute]
 
 
 def max_splits(capacity: int, window_left: int, compute: str) -> int:
@@ -51,56 +39,6 @@ def max_splits(capacity: int, window_left: int, compute: str) -> int:
     if window_left >= 0:
         reach = min(reach, window_left + MAX_SPLIT_QUERIES + tile_of(compute))
     return max(1, min(MAX_SPLITS, ceil_div(reach, MIN_SPLIT)))
-
-
-@register_jitable
-def visible(ranges, start, position, t0, t1, capacity, window_left):
-    """Tokens that any of a sequence's queries ``[t0, t1)`` sees, and those that all of them see, as two ranges.
-
-    `start` is the row of its first query, and `position` that query's position: negative where there are more
-    queries than tokens. Ranges, where there are any, take the place of causality and the window.
-    """
-    if ranges.shape[0] == 0:
-        begin, all_begin = np.int64(0), np.int64(0)
-        if window_left >= 0:
-            begin = max(begin, position + t0 - window_left)
-            all_begin = position + t1 - 1 - window_left
-        end = min(position + t1, capacity)
-        return begin, end, all_begin, min(position + t0 + 1, end)
-    begin, end = capacity, np.int64(0)
-    all_begin, all_end = np.int64(0), capacity
-    for t in range(start + t0, start + t1):
-        low = max(np.int64(ranges[t, 0]), np.int64(0))
-        high = min(np.int64(ranges[t, 1]), capacity)
-        all_begin, all_end = max(all_begin, low), min(all_end, high)
-        if low < high:
-            begin, end = min(begin, low), max(end, high)
-    return begin, end, all_begin, all_end
-
-
-@register_jitable
-def extent(q_starts, seq_lens, ranges, b, num_tokens, capacity, window_left, TILE):
-    """What there is to do for a sequence; nothing is trusted, as the host has not seen the values.
-
-    Returns its first query, number of queries and length, the first token that any query sees (rounded down to
-    tiles; 0 where there are too many queries to split), and the length and number of its splits.
-    """
-    start = np.int64(q_starts[b])
-    tokens = np.int64(q_starts[b + 1]) - start
-    if start < 0 or tokens < 0 or tokens > num_tokens or start > num_tokens - tokens:
-        tokens = np.int64(0)
-    length = min(max(np.int64(seq_lens[b]), np.int64(0)), np.int64(FAR))
-    first, span = np.int64(0), np.int64(0)
-    if tokens <= MAX_SPLIT_QUERIES:
-        first, end, _, _ = visible(
-            ranges, start, length - tokens, np.int64(0), tokens, capacity, window_left
-        )
-        first -= first % TILE
-        span = max(end - first, np.int64(0))
-    split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
-    split_len = max(np.int64(MIN_SPLIT), (split_len + TILE - 1) // TILE * TILE)
-    splits = max((span + split_len - 1) // split_len, np.int64(1))
-    return start, tokens, length, first, split_len, splits
 
 
 class _Local(threading.local):
@@ -144,6 +82,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
         num_tokens, num_q_heads, dim_v = out.shape
         num_seqs = seq_lens.shape[0]
         num_sinks = sinks.shape[0]
+        batch = Batch(seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left)
         thread = np.int64(cuda.threadIdx.x)
         tops = cuda.shared.array(MAX_SPLITS, F)
         weights = cuda.shared.array(MAX_SPLITS, F)
@@ -151,7 +90,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
             np.int64(cuda.blockIdx.x), parts.shape[0] * num_q_heads, np.int64(cuda.gridDim.x)
         ):  # fmt: skip
             at, h = row // num_q_heads, row % num_q_heads
-            if num_tokens <= MAX_SPLIT_QUERIES * num_seqs:
+            if parts_by_token(num_tokens, num_seqs):
                 # The sequence whose queries token `at` is one of: the last that starts no later.
                 b, above = np.int64(0), np.int64(num_seqs)
                 while above - b > 1:
@@ -163,10 +102,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
                 t = at - np.int64(q_starts[b])
             else:
                 b, t = at // MAX_SPLIT_QUERIES, at % MAX_SPLIT_QUERIES
-            start, tokens, _, _, _, splits = extent(
-                q_starts, seq_lens, ranges, b, num_tokens, np.int64(capacity), window_left, TILE
-            )
-            if splits == 1 or t < 0 or t >= tokens:
+            own = extent(batch, b, TILE)
+            splits = own.splits
+            if splits == 1 or t < 0 or t >= own.tokens:
                 continue
             for i in range(thread, splits, THREADS):
                 tops[i] = parts[at, h, i, dim_v]
@@ -187,9 +125,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
                 x = F(0)
                 for i in range(splits):
                     x = cuda.fma(weights[i], parts[at, h, i, d], x)
-                out[start + t, h, d] = store_q(F(factor) * x)
+                out[own.start + t, h, d] = store_q(F(factor) * x)
             if thread == 0:
-                lse[start + t, h] = log_sum
+                lse[own.start + t, h] = log_sum
             cuda.syncthreads()
 
     return kernel
@@ -214,7 +152,7 @@ def merge_splits(
     capacity : int
         Tokens that a row of the block table can say the places of.
     seq_lens, q_starts, ranges, window_left, sinks, out, lse
-        See `numkv.kernels.cuda.attention.attend`.
+        See `numkv.kernels.operations.Operations.attend`.
     """
     launch(
         _merge_splits(q_kind, sinks.dtype.name), parts.shape[0] * parts.shape[1], THREADS,

@@ -1,0 +1,144 @@
+"""Attention over a paged pool (a contiguous cache is one with long blocks), on CUDA.
+
+What is computed is on top of `numkv.kernels.cpu.attention`. The unit of work is an *item*: one sequence, one kv head,
+up to eight query rows (a row is a token and a q head of the group) and one split of the KV range. The host knows
+neither lengths nor query starts, so each block adds up itself how many items there are, and takes every
+``gridDim``-th. Nothing is left over to launch blocks for.
+
+Within an item, a tile of tokens at a time:
+
+1. *Scores.* Teams of adjacent threads read a K row together, 16 bytes each, for several tokens at once; every element
+   read serves all query rows. Partial sums go to shared memory.
+2. *Softmax.* Threads take (row, token) pairs: they add the team's sums up, mask, find the tile's maximum and turn
+   scores into probabilities: the online softmax of Milakov and Gimelshein (arXiv:1805.02867), in base 2.
+3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
+   teams when the item ends.
+
+INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
+probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
+read, as each group of a row has a scale of its own. Of 8-bit floats, a head's scale of K multiplies its query rows, the
+one of V its output rows.
+
+A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
+row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
+
+Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
+merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
+on the sequence and the head dims alone, so results do not depend on the batch or the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from numba import types
+
+from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.attention import splits
+from numkv.kernels.cuda.attention.kernel import make_attention
+from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
+from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
+from numkv.kernels.cuda.simd import (
+    THREADS,
+    WIDTH,
+    aligned,
+    c_array,
+    ceil_div,
+    compute_of,
+    jit,
+    launch,
+)  # fmt: skip
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
+
+__all__ = ["attend"]
+
+
+@functools.cache
+def _attention(
+    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
+) -> Any:
+    kernel = make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    return jit(kernel, ROW_CHOICES[rows] - (compute == "float64"))
+
+
+@implements(Operations.attend)
+def attend(
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
+):  # fmt: skip
+    compute = sinks.dtype
+    num_tokens, num_q_heads, dim = q.shape
+    num_kv_heads, block_size, dim_v = v.shape[1], v.shape[2], out.shape[2]
+    num_seqs = seq_lens.shape[0]
+    if 0 in (num_tokens, num_seqs, num_q_heads, dim_v):
+        return
+
+    # -- which kernel
+    group = num_q_heads // num_kv_heads
+    wanted = group * ceil_div(num_tokens, num_seqs)
+    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
+    fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
+    rows = next((n for n in fitting if n >= wanted), fitting[-1])
+    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
+    wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
+    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+
+    # -- how much there can be to do
+    capacity = block_table.shape[1] * (1 if by_slot else block_size)
+    num_splits = max_splits(capacity, window_left, compute.name)
+    row_blocks = min(
+        num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
+    )  # fmt: skip
+    with parts_of(num_tokens, num_seqs, num_q_heads, num_splits, dim_v, compute.name) as parts:
+        launch(
+            kernel, row_blocks * num_splits * num_kv_heads, THREADS,
+            q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+            (int(by_slot), float(sm_scale), float(logits_soft_cap), int(window_left)),
+            sinks, out, lse, parts,
+            shared_bytes=sizes[rows],
+        )  # fmt: skip
+        if num_splits > 1:
+            merge_splits(
+                parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
+            )
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    options = types.Tuple((types.int64, types.float64, types.float64, types.int64))
+    # Items of the most rows, and of fewer; rows that do not start at multiples of 16 bytes; output rows longer than
+    # a block.
+    cases = [
+        ("fp64", "fp64", "fp64", 8, 1, True), ("fp32", "fp32", "fp32", 8, 1, True),
+        ("fp16", "fp16", "fp16", 8, 1, True), ("bf16", "bf16", "bf16", 8, 1, True),
+        ("bf16", "int8", "int8", 8, 1, True), ("fp32", "fp16", "bf16", 8, 1, True),
+        ("fp16", "int8", "fp16", 8, 1, True), ("bf16", "fp32", "int8", 8, 1, True),
+        ("fp64", "int8", "int8", 8, 1, True),
+        ("fp64", "bf16", "fp32", 4, 1, False), ("fp32", "fp32", "fp16", 4, 1, False),
+        ("fp32", "int8", "int8", 4, 1, False), ("fp16", "int8", "int8", 4, 1, True),
+        ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
+        ("bf16", "bf16", "bf16", 1, 1, True), ("bf16", "int4", "int4", 8, 1, True),
+        ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
+        ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
+        ("bf16", "fp8_e4m3", "fp8_e4m3", 8, 1, True), ("fp32", "fp8_e5m2", "fp8_e5m2", 4, 1, False),
+        ("fp16", "fp8_e5m2", "int8", 4, 1, True), ("fp64", "int4", "fp8_e4m3", 1, 1, False),
+    ]  # fmt: skip
+    for q_kind, k_kind, v_kind, rows, columns, wide in cases:
+        compute = compute_of(q_kind, k_kind, v_kind)
+        pool = "C" if wide else "A"
+        real = getattr(types, compute)
+        signature = (
+            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool),
+            c_array(*SCALES[k_kind]), types.Array(WORDS[v_kind], 4, pool),
+            c_array(*SCALES[v_kind]), c_array(types.int32, 2),
+            c_array(types.int64, 1), c_array(types.int64, 1), c_array(types.int64, 2), options,
+            c_array(real, 1), c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
+        )  # fmt: skip
+        name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
+        name += "]" if wide else ", strided]"
+        kernel = make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
+        yield name, kernel, signature
+    yield from splits.catalogue()

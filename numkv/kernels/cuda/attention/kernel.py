@@ -1,0 +1,470 @@
+"""The attention kernel on CUDA: its steps, one after another, and the driver that takes a block through its items.
+
+Steps are closures over sizes and kinds. All of them are in this file, as the simulator knows what ``cuda`` is in the
+file of a kernel only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.items import (
+    Batch,
+    Places,
+    Rows,
+    make_items,
+    make_locate,
+)  # fmt: skip
+from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
+from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, natural, reader
+from numkv.kinds import kind
+from numkv.rows.convert import codec
+from numkv.rows.softmax import finish
+
+__all__ = ["make_attention"]
+
+
+class State(NamedTuple):
+    """The online softmax of a thread, in registers: of each query row its maximum, sum and weighted V."""
+
+    maxima: Any
+    bases: Any  #: the maxima, or 0 for rows that have seen nothing
+    totals: Any
+    sums: Any  #: [column, row, element of the chunk]
+
+
+class VTeam(NamedTuple):
+    """A thread's place in the teams that read V rows; they have a lane for each chunk, so other sizes than K's."""
+
+    lane: Any
+    team: Any
+    lanes: Any
+    teams: Any
+    chunks: Any  #: of a V row
+
+
+def _float(COMPUTE):
+    return np.float32 if COMPUTE == "float32" else np.float64
+
+
+def make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES):
+    """The function that puts an item's query rows into shared memory, scaled: by a scale of K's head too."""
+    F, ROWS, K_WIDTH, Q_STEP = _float(COMPUTE), SIZES.rows, SIZES.k_width, SIZES.q_step
+    BY_HEAD = kind(K_KIND).scales_per == "head"
+    load, _ = codec(Q_KIND, COMPUTE)
+    column = column_of(K_KIND, K_WIDTH)
+
+    @register_jitable
+    def load_queries(q, rows, item, scale, k_scale, q_rows, thread):
+        dim = q.shape[2]
+        if BY_HEAD:
+            scale *= F(k_scale[item.head])
+        chunks = (dim + K_WIDTH - 1) // K_WIDTH
+        for r in range(ROWS):
+            for i in range(thread, chunks * K_WIDTH, THREADS):
+                c, e = natural(i) // K_WIDTH, natural(i) % K_WIDTH
+                d = column(c, e, dim)
+                x = F(0)
+                if r < item.rows and d < dim:
+                    x = scale * load(q[rows.token[r], rows.head[r], d])
+                q_rows[c * Q_STEP + r * K_WIDTH + e] = x
+
+    return load_queries
+
+
+def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
+    """The function that scores a KV tile: each lane of a team leaves a part of every dot product in `partial`."""
+    F, ROWS, TILE, TOKENS = _float(COMPUTE), SIZES.rows, SIZES.tile, SIZES.tokens
+    K_WIDTH, Q_STEP, PART_STEP = SIZES.k_width, SIZES.q_step, SIZES.part_step
+    SCORES, TEAMS = ROWS * TOKENS, THREADS // TEAM
+    # What the innermost loops take at once; the compiler unrolls them whole, which it would not do with more.
+    K_STEP = min(K_WIDTH, 8)
+    read = reader(K_KIND, COMPUTE, K_WIDTH, WIDE)
+
+    @register_jitable
+    def add_products(scores, q_rows, at, floats, first):
+        """Add the products of `K_STEP` elements of each token, from the chunk's element `first` on."""
+        for n in range(K_STEP):
+            e = first + n
+            for r in range(ROWS):
+                x = q_rows[at + r * K_WIDTH + e]
+                for i in range(TOKENS):
+                    scores[r * TOKENS + i] = cuda.fma(
+                        x, floats[i * K_WIDTH + e], scores[r * TOKENS + i]
+                    )
+
+    @register_jitable
+    def score_tile(k, k_scale, g, places, at, q_rows, dim, partial, scores, floats, thread):
+        lane, team = thread % TEAM, thread // TEAM
+        chunks = (dim + K_WIDTH - 1) // K_WIDTH
+        for i in range(SCORES):
+            scores[i] = F(0)
+        for chunk in range(lane, chunks, TEAM):
+            c = natural(chunk)
+            for i in range(TOKENS):
+                # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
+                block = max(places.blocks[at + team + i * TEAMS], 0)
+                offset = places.offsets[at + team + i * TEAMS]
+                read(k, k_scale, block, g, offset, c, floats, i * K_WIDTH)
+            add_products(scores, q_rows, c * Q_STEP, floats, 0)
+            if K_WIDTH > K_STEP:
+                add_products(scores, q_rows, c * Q_STEP, floats, K_STEP)
+        for r in range(ROWS):
+            for i in range(TOKENS):
+                partial[lane * PART_STEP + r * TILE + team + i * TEAMS] = scores[r * TOKENS + i]
+
+    return score_tile
+
+
+def make_mask(K_SCALED, COMPUTE, SIZES):
+    """The function that adds the parts of scores up, caps and masks them."""
+    F, ROWS, TILE, TO_BASE_2 = _float(COMPUTE), SIZES.rows, SIZES.tile, LOG2_E
+    PART_STEP, ROW_STEP, TOKENS_EACH = SIZES.part_step, SIZES.row_step, SIZES.tokens_each
+    ROWS_EACH = ceil_div(ROWS, ROW_STEP)
+
+    @register_jitable
+    def mask_scores(partial, k_factors, soft_cap, rows, places, at, tile, p, thread):
+        for m in range(TOKENS_EACH):
+            j = thread % TILE + m * THREADS
+            for n in range(ROWS_EACH):
+                r = thread // TILE + n * ROW_STEP
+                if r < ROWS:
+                    score = F(0)
+                    for i in range(TEAM):
+                        score += partial[i * PART_STEP + r * TILE + j]
+                    if K_SCALED:
+                        score *= k_factors[m]
+                    if soft_cap > 0:
+                        score = F(soft_cap) * F(math.tanh(score / F(soft_cap)))
+                        score *= F(TO_BASE_2)
+                    seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
+                    if places.blocks[at + j] < 0 or not seen:
+                        score = F(-np.inf)
+                    p[j * ROWS + r] = score
+
+    return mask_scores
+
+
+def make_softmax(V_SCALED, COMPUTE, SIZES):
+    """The function that turns scores into probabilities relative to the running maxima."""
+    F, ROWS, TILE, SEARCHERS = _float(COMPUTE), SIZES.rows, SIZES.tile, SIZES.searchers
+    COLUMNS, V_WIDTH = SIZES.columns, SIZES.v_width
+    ROW_STEP, TOKENS_EACH = SIZES.row_step, SIZES.tokens_each
+    MAXIMA = ROWS * SEARCHERS
+
+    @register_jitable
+    def softmax(p, peaks, state, v_factors, v_scales, thread):
+        if thread < MAXIMA:
+            top = F(-np.inf)
+            for n in range(TILE // SEARCHERS):
+                j = n * SEARCHERS + thread % SEARCHERS
+                top = max(top, p[j * ROWS + thread // SEARCHERS])
+            peaks[thread] = top
+        cuda.syncthreads()
+        for r in range(ROWS):
+            top = state.maxima[r]
+            for i in range(SEARCHERS):
+                top = max(top, peaks[r * SEARCHERS + i])
+            # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
+            state.bases[r] = top if top > F(-np.inf) else F(0)
+            shrink = F(math.exp2(state.maxima[r] - state.bases[r]))
+            state.maxima[r] = top
+            # An fma, so that no compiler makes one of it with the sum that follows, here but not there.
+            state.totals[r] = cuda.fma(state.totals[r], shrink, F(0))
+            for n in range(COLUMNS):
+                for e in range(V_WIDTH):
+                    state.sums[(n * ROWS + r) * V_WIDTH + e] *= shrink
+        for m in range(TOKENS_EACH):
+            j = thread % TILE + m * THREADS
+            for r in range(ROWS):  # not by ROW_STEP, so that `bases` stays in registers
+                if r % ROW_STEP == thread // TILE:
+                    p[j * ROWS + r] = F(math.exp2(p[j * ROWS + r] - state.bases[r]))
+            if V_SCALED and thread < TILE:
+                v_scales[j] = v_factors[m]
+
+    return softmax
+
+
+def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
+    """The function that adds a KV tile's V rows, weighted, to the sums of each thread."""
+    ROWS, COLUMNS, TILE = SIZES.rows, SIZES.columns, SIZES.tile
+    V_WIDTH, V_TOKENS, V_STEP = SIZES.v_width, SIZES.v_tokens, SIZES.v_step
+    read = reader(V_KIND, COMPUTE, V_WIDTH, WIDE)
+
+    @register_jitable
+    def add_rows(state, n, p, v_scales, j, floats, first):
+        """Add the weighted chunks of `V_STEP` rows, from the one of token ``j + first`` on, to column `n`."""
+        for r in range(ROWS):
+            for m in range(V_STEP):
+                i = first + m
+                weight = p[(j + i) * ROWS + r]
+                if n == 0:
+                    state.totals[r] += weight
+                if V_SCALED:
+                    weight *= v_scales[j + i]
+                for e in range(V_WIDTH):
+                    s = (n * ROWS + r) * V_WIDTH + e
+                    state.sums[s] = cuda.fma(weight, floats[i * V_WIDTH + e], state.sums[s])
+
+    @register_jitable
+    def add_visible(state, n, p, v_scales, j, floats):
+        """Add the weighted chunk of token `j` to the sums of those rows that see it."""
+        for r in range(ROWS):
+            weight = p[j * ROWS + r]
+            if n == 0:
+                state.totals[r] += weight
+            if weight != 0:
+                if V_SCALED:
+                    weight *= v_scales[j]
+                for e in range(V_WIDTH):
+                    s = (n * ROWS + r) * V_WIDTH + e
+                    state.sums[s] = cuda.fma(weight, floats[e], state.sums[s])
+
+    @register_jitable
+    def accumulate(v, v_scale, g, places, at, ragged, p, v_scales, state, floats, own):
+        first = own.team * V_TOKENS if own.team < own.teams else TILE
+        for j0 in range(first, TILE, own.teams * V_TOKENS):
+            j = natural(j0)
+            for n in range(COLUMNS):
+                # Threads beyond the last chunk read it too; what they add up is not used.
+                c = min(own.lane + n * THREADS, own.chunks - 1)
+                if ragged:
+                    # Not all rows see all of these tokens, and a weight of 0 would not hide a NaN.
+                    for i in range(V_TOKENS):
+                        block, offset = places.blocks[at + j + i], places.offsets[at + j + i]
+                        if block >= 0:
+                            read(v, v_scale, block, g, offset, c, floats, 0)
+                            add_visible(state, n, p, v_scales, j + i, floats)
+                else:
+                    for i in range(V_TOKENS):
+                        block, offset = places.blocks[at + j + i], places.offsets[at + j + i]
+                        read(v, v_scale, block, g, offset, c, floats, i * V_WIDTH)
+                    add_rows(state, n, p, v_scales, j, floats, 0)
+                    if V_TOKENS > V_STEP:
+                        add_rows(state, n, p, v_scales, j, floats, V_STEP)
+
+    return accumulate
+
+
+def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
+    """The functions that add up over the teams, normalise, and store rows or a split's parts of them."""
+    F, TO_BASE_2, TO_BASE_E = _float(COMPUTE), LOG2_E, LN_2
+    ROWS, COLUMNS, V_WIDTH = SIZES.rows, SIZES.columns, SIZES.v_width
+    ROWS_AT_ONCE, BY_HEAD = SIZES.rows_at_once, kind(V_KIND).scales_per == "head"
+    _, store = codec(Q_KIND, COMPUTE)
+    column = column_of(V_KIND, V_WIDTH)
+
+    @register_jitable
+    def store_totals(state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread):
+        """Store each row's log of its sum of exponentials, and leave what its sums are multiplied by."""
+        dim = parts.shape[3] - 2
+        for r in range(ROWS):
+            if thread == 0:
+                tops[r] = state.maxima[r]
+            if own.lane == 0 and own.team < own.teams:
+                p[own.team * ROWS + r] = state.totals[r]
+        cuda.syncthreads()
+        if thread < item.rows:
+            h = rows.head[thread]
+            total = F(0)
+            for i in range(own.teams):
+                total += p[natural(i) * ROWS + thread]
+            if item.splits > 1:
+                factors[thread] = F(1)
+                parts[rows.part[thread], h, item.split, dim] = tops[thread]
+                parts[rows.part[thread], h, item.split, dim + 1] = total
+            else:
+                sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(-np.inf)
+                factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
+                factors[thread] = F(factor)
+                lse[rows.token[thread], h] = log_sum
+            if BY_HEAD:
+                factors[thread] *= F(v_scale[item.head])
+
+    @register_jitable
+    def store_rows(state, item, rows, out, parts, partial, factors, own, thread):
+        """Store the rows' weighted sums of V: the result, or a split's part of it."""
+        dim = out.shape[2]
+        for n in range(COLUMNS):
+            for r0 in range(0, ROWS, ROWS_AT_ONCE):
+                cuda.syncthreads()
+                for i in range(ROWS_AT_ONCE):
+                    for e in range(V_WIDTH):
+                        if r0 + i < ROWS:
+                            partial[(i * V_WIDTH + e) * THREADS + thread] = state.sums[
+                                (n * ROWS + r0 + i) * V_WIDTH + e
+                            ]
+                cuda.syncthreads()
+                for s in range(own.team, ROWS_AT_ONCE * V_WIDTH, own.teams):
+                    i = natural(s)
+                    r = r0 + i // V_WIDTH
+                    d = column(own.lane + n * THREADS, i % V_WIDTH, dim)
+                    if r < item.rows and d < dim and own.team < own.teams:
+                        x = F(0)
+                        for m in range(own.teams):
+                            x += partial[i * THREADS + natural(m) * own.lanes + own.lane]
+                        x *= factors[r]
+                        if item.splits > 1:
+                            parts[rows.part[r], rows.head[r], item.split, d] = x
+                        else:
+                            out[rows.token[r], rows.head[r], d] = store(x)
+
+    return store_totals, store_rows
+
+
+def make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES):
+    """The function that reads the scales of those tokens that a thread takes in the softmax."""
+    F, TILE, TOKENS_EACH = _float(COMPUTE), SIZES.tile, SIZES.tokens_each
+
+    @register_jitable
+    def read_factors(k_scale, v_scale, g, places, at, k_factors, v_factors, thread):
+        if K_SCALED or V_SCALED:
+            for m in range(TOKENS_EACH):
+                j = thread % TILE + m * THREADS
+                k_factors[m], v_factors[m] = F(0), F(0)
+                block, offset = places.blocks[at + j], places.offsets[at + j]
+                if block >= 0:
+                    if K_SCALED:
+                        k_factors[m] = F(k_scale[block, g, offset])
+                    if V_SCALED:
+                        v_factors[m] = F(v_scale[block, g, offset])
+
+    return read_factors
+
+
+def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
+    """The attention kernel.
+
+    Parameters
+    ----------
+    Q_KIND, K_KIND, V_KIND : str
+        Kinds of q and the output, of K and of V.
+    COMPUTE : {"float32", "float64"}
+        What it computes in.
+    ROWS : int
+        Query rows of an item.
+    COLUMNS : int
+        Chunks of an output row that a thread takes; 1 unless the head dim is huge.
+    WIDE : bool
+        Whether all rows of K and V can be read in chunks of 16 bytes.
+    """
+    F, REAL, TO_BASE_2 = _float(COMPUTE), getattr(types, COMPUTE), LOG2_E
+    SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
+    TILE, V_WIDTH, TOKENS_EACH = SIZES.tile, SIZES.v_width, SIZES.tokens_each
+    K_SCALED, V_SCALED = (kind(name).scales_per == "row" for name in (K_KIND, V_KIND))
+    # How long arrays are.
+    PARTS, PROBABILITIES, PLACES = SIZES.parts, ROWS * TILE, 2 * TILE
+    MAXIMA, V_SCALES = ROWS * SIZES.searchers, TILE if V_SCALED else 1
+    SCORES, K_FLOATS = ROWS * SIZES.tokens, SIZES.tokens * SIZES.k_width
+    V_FLOATS, SUMS = SIZES.v_tokens * V_WIDTH, COLUMNS * ROWS * V_WIDTH
+    # The steps.
+    count_items, find_item, describe_rows = make_items(ROWS, TILE)
+    locate = make_locate(TILE)
+    load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
+    read_factors = make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES)
+    score_tile = make_scores(K_KIND, COMPUTE, SIZES, WIDE)
+    mask_scores = make_mask(K_SCALED, COMPUTE, SIZES)
+    softmax = make_softmax(V_SCALED, COMPUTE, SIZES)
+    accumulate = make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE)
+    store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
+
+    def kernel(
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
+        parts,
+    ):  # fmt: skip
+        by_slot, sm_scale, soft_cap, window_left = options
+        num_kv_heads, dim_v = k.shape[1], out.shape[2]
+        group = q.shape[1] // num_kv_heads
+        capacity = np.int64(block_table.shape[1])
+        if not by_slot:
+            capacity *= k.shape[2]
+        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left)
+        thread = natural(cuda.threadIdx.x)
+        v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
+        lanes = natural(min(v_chunks, THREADS))
+        teams = natural(min(THREADS // lanes, TILE))
+        own = VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, v_chunks)
+
+        q_rows = cuda.shared.array(0, REAL)  # [chunk, row, element of the chunk]
+        partial = cuda.shared.array(PARTS, F)
+        p = cuda.shared.array(PROBABILITIES, F)  # [token, row]: scores, then probabilities
+        peaks = cuda.shared.array(MAXIMA, F)
+        tops = cuda.shared.array(ROWS, F)
+        factors = cuda.shared.array(ROWS, F)
+        v_scales = cuda.shared.array(V_SCALES, F)  # of the tile's tokens
+        counts = cuda.shared.array(THREADS, np.int64)
+        row_token = cuda.shared.array(ROWS, np.int64)
+        row_head = cuda.shared.array(ROWS, np.int64)
+        row_begin = cuda.shared.array(ROWS, np.int64)
+        row_end = cuda.shared.array(ROWS, np.int64)
+        row_part = cuda.shared.array(ROWS, np.int64)
+        rows = Rows(row_token, row_head, row_begin, row_end, row_part)
+        blocks = cuda.shared.array(PLACES, np.int32)
+        offsets = cuda.shared.array(PLACES, np.int32)
+        lost = cuda.shared.array(1, np.int32)
+        places = Places(blocks, offsets, lost)
+
+        scores = cuda.local.array(SCORES, F)
+        k_floats = cuda.local.array(K_FLOATS, F)
+        v_floats = cuda.local.array(V_FLOATS, F)
+        k_factors = cuda.local.array(TOKENS_EACH, F)
+        v_factors = cuda.local.array(TOKENS_EACH, F)
+        maxima = cuda.local.array(ROWS, F)
+        bases = cuda.local.array(ROWS, F)
+        totals = cuda.local.array(ROWS, F)
+        sums = cuda.local.array(SUMS, F)
+        state = State(maxima, bases, totals, sums)
+
+        counts[thread] = count_items(batch, group, num_kv_heads, thread)
+        cuda.syncthreads()
+        items = np.int64(0)
+        for i in range(min(seq_lens.shape[0], THREADS)):
+            items += counts[natural(i)]
+        for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
+            item = find_item(batch, group, num_kv_heads, counts, number)
+            g, tile = item.head, item.begin - item.begin % TILE
+            if thread == 0:
+                lost[0] = 0
+            cuda.syncthreads()
+            describe_rows(batch, item, group, rows, thread)
+            locate(places, block_table, by_slot, k, item, tile, thread)
+            cuda.syncthreads()
+            scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+            load_queries(q, rows, item, scale, k_scale, q_rows, thread)
+            for r in range(ROWS):
+                maxima[r] = F(-np.inf)
+                totals[r] = F(0)
+            for i in range(SUMS):
+                sums[i] = F(0)
+            cuda.syncthreads()
+            while tile < item.end:
+                at = tile & TILE
+                # On their way while K is read.
+                read_factors(k_scale, v_scale, g, places, at, k_factors, v_factors, thread)
+                score_tile(
+                    k, k_scale, g, places, at, q_rows, q.shape[2], partial, scores, k_floats, thread
+                )  # fmt: skip
+                cuda.syncthreads()
+                mask_scores(partial, k_factors, soft_cap, rows, places, at, tile, p, thread)
+                # Where the next tile's tokens lie; everyone is done with the tile before this one.
+                locate(places, block_table, by_slot, k, item, tile + TILE, thread)
+                cuda.syncthreads()
+                softmax(p, peaks, state, v_factors, v_scales, thread)
+                cuda.syncthreads()
+                ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
+                accumulate(v, v_scale, g, places, at, ragged, p, v_scales, state, v_floats, own)
+                tile += TILE
+            cuda.syncthreads()
+            store_totals(
+                state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread
+            )  # fmt: skip
+            store_rows(state, item, rows, out, parts, partial, factors, own, thread)
+            cuda.syncthreads()
+
+    return kernel

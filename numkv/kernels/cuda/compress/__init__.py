@@ -1,0 +1,197 @@
+"""Vectors as codes of a few bits, on CUDA; see `numkv.kernels.cpu.compress` for the method."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import cuda, types
+
+from numkv.errors import NotSupported
+from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda.compress.rows import ROWS, make_decode, make_encode, make_multiply
+from numkv.kernels.cuda.compress.scores import (
+    Q_ROWS,
+    SPLIT,
+    make_attend,
+    make_finish,
+    make_score,
+)  # fmt: skip
+from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
+
+__all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
+
+# Shared memory that a block has without asking, and what of it q rows may take.
+SHARED_BYTES = 48 * 1024
+Q_BYTES = 16 * 1024
+
+LOG2_E = math.log2(math.e)
+
+
+@functools.cache
+def _encode(kind: str) -> Any:
+    return jit(make_encode(kind))
+
+
+@functools.cache
+def _decode(bits: int) -> Any:
+    return jit(make_decode(bits))
+
+
+@functools.cache
+def _multiply(kind: str) -> Any:
+    return jit(make_multiply(kind))
+
+
+@functools.cache
+def _score(bits: int, num_rows: int) -> Any:
+    return jit(make_score(bits, num_rows))
+
+
+@functools.cache
+def _attend(bits: int, num_rows: int, columns: int) -> Any:
+    return jit(make_attend(bits, num_rows, columns))
+
+
+@functools.cache
+def _finish() -> Any:
+    return jit(make_finish())
+
+
+def _bits(levels: Any) -> int:
+    return int(levels.size).bit_length() - 1
+
+
+def _flat(codes: Any) -> Any:
+    """Codes in one dimension, where kernels compute the places of bytes themselves."""
+    return codes.reshape((codes.size,))
+
+
+def _check_shared(shared_bytes: int, dim: int) -> None:
+    """Refuse rows of which a block cannot hold as many as it takes at once."""
+    if shared_bytes > SHARED_BYTES - 4096:  # what else the kernels need
+        raise NotSupported(
+            f"head_dim: expected rows that fit into {SHARED_BYTES} bytes of shared memory, got {dim} "
+            'elements; split them, or use target="cpu"'
+        )
+
+
+def _rotated(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tuple[Any, Any]:
+    """Queries rotated and scaled, and their products with the sketch."""
+    num_heads, dim, projections = sketch.shape
+    blocks = ceil_div(q.shape[0] // num_heads, ROWS) * num_heads
+    rotated = cuda.device_array((q.shape[0], dim), np.float32)
+    sketched = cuda.device_array((q.shape[0], projections), np.float32)
+    size = 4 * ROWS * dim
+    launch(
+        _multiply(q_kind), blocks, (LANES, ROWS), q, rotation, np.float32(scale), rotated,
+        shared_bytes=size,
+    )  # fmt: skip
+    if projections:
+        launch(
+            _multiply("fp32"), blocks, (LANES, ROWS), rotated, sketch, np.float32(1), sketched,
+            shared_bytes=size,
+        )  # fmt: skip
+    return rotated, sketched
+
+
+def _rows_at_once(group: int, row_bytes: int) -> int:
+    """How many q rows of a head a block takes."""
+    fitting = [n for n in Q_ROWS if n * row_bytes <= Q_BYTES] or [1]
+    return next((n for n in fitting if n >= group), fitting[-1])
+
+
+@implements(Operations.encode_rows)
+def encode_rows(
+    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start
+):
+    num_tokens, num_heads, dim = rows.shape
+    shared_bytes = 4 * ROWS * (dim + max(dim, sketch.shape[2]))
+    _check_shared(shared_bytes, dim)
+    launch(
+        _encode(rows_kind), ceil_div(num_tokens, ROWS) * num_heads, (LANES, ROWS),
+        rows, rotation, edges, levels, _bits(levels), sketch, codes, scales, signs, residuals, start,
+        shared_bytes=shared_bytes,
+    )  # fmt: skip
+
+
+@implements(Operations.decode_rows)
+def decode_rows(codes, scales, begin, levels, back, out):
+    num_heads, num_tokens, dim = out.shape
+    launch(
+        _decode(_bits(levels)), ceil_div(num_tokens, ROWS) * num_heads, (LANES, ROWS),
+        _flat(codes), codes.shape[1], codes.shape[2], scales, begin, levels, back, out,
+        shared_bytes=4 * ROWS * dim,
+    )  # fmt: skip
+
+
+@implements(Operations.score_codes)
+def score_codes(
+    q, q_kind, rotation, levels, sketch, codes, scales, signs, residuals, begin, end, sm_scale, out
+):
+    num_heads, dim, projections = sketch.shape
+    group = q.shape[0] // num_heads
+    row_bytes = 4 * (dim + projections)
+    num_rows = _rows_at_once(group, row_bytes)
+    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale)
+    blocks = ceil_div(end - begin, THREADS) * ceil_div(group, num_rows) * num_heads
+    launch(
+        _score(_bits(levels), num_rows), blocks, THREADS, rotated, sketched, levels, _flat(codes),
+        scales, _flat(signs), residuals, begin, end, out,
+        shared_bytes=num_rows * row_bytes,
+    )  # fmt: skip
+
+
+@implements(Operations.attend_codes)
+def attend_codes(
+    q, q_kind, rotation, back, levels, sketch, k_codes, k_scales, signs, residuals, v_codes, v_scales,
+    begin, end, sm_scale, out,
+):  # fmt: skip
+    num_heads, dim, projections = sketch.shape
+    num_q_heads = q.shape[0]
+    group = num_q_heads // num_heads
+    row_bytes = 4 * (dim + projections)
+    num_rows = _rows_at_once(group, row_bytes)
+    splits = ceil_div(end - begin, SPLIT)
+    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
+    parts = cuda.device_array((num_q_heads, splits, dim + 2), np.float32)
+    launch(
+        _attend(_bits(levels), num_rows, ceil_div(dim, THREADS)),
+        splits * ceil_div(group, num_rows) * num_heads, THREADS,
+        rotated, sketched, levels, _flat(k_codes), k_scales, _flat(signs), residuals,
+        _flat(v_codes), v_scales, begin, end, parts,
+        shared_bytes=num_rows * row_bytes,
+    )  # fmt: skip
+    launch(_finish(), num_q_heads, THREADS, parts, back, out, shared_bytes=4 * dim)
+
+
+def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
+    real, i64 = types.float32, types.int64
+    matrix, floats, packed = c_array(real, 3), c_array(real, 1), c_array(types.uint8, 1)
+    by_token = c_array(real, 2)
+    for kind in ("fp64", "fp32", "bf16"):
+        signature = (
+            c_array(WORDS[kind], 3), matrix, floats, floats, i64, matrix, c_array(types.uint8, 3),
+            by_token, c_array(types.uint8, 3), by_token, i64,
+        )  # fmt: skip
+        yield f"encode[{kind}]", make_encode(kind), signature
+        signature = (c_array(WORDS[kind], 2), matrix, real, by_token)
+        yield f"multiply[{kind}]", make_multiply(kind), signature
+    for bits, num_rows, columns in ((1, 1, 1), (3, 4, 1), (4, 8, 1), (8, 8, 2), (16, 1, 3)):
+        signature = (packed, i64, i64, by_token, i64, floats, matrix, matrix)
+        yield f"decode[{bits} bits]", make_decode(bits), signature
+        keys = by_token, by_token, floats, packed, by_token, packed, by_token
+        name = f"[{bits} bits, {num_rows} rows"
+        yield f"score{name}]", make_score(bits, num_rows), (*keys, i64, i64, by_token)
+        yield (
+            f"attend{name}, {columns} columns]",
+            make_attend(bits, num_rows, columns),
+            (*keys, packed, by_token, i64, i64, matrix),
+        )
+    yield "finish", make_finish(), (matrix, matrix, by_token)

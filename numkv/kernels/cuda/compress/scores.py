@@ -1,0 +1,379 @@
+"""Scores and attention on the codes of compressed heads, on CUDA.
+
+*Scores.* A block takes a tile of tokens, one for each thread, and up to eight q rows of their head. Codes come into
+shared memory some bytes of each row at a time, adjacent threads taking adjacent bytes; then each thread looks the
+levels of its own token up, once for all q rows.
+
+*Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
+Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
+kernel merges the splits in order, and multiplies the sums with the transposed rotation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.simd import SIMULATED, THREADS, natural
+from numkv.rows.codes import code_at
+
+__all__ = ["Q_ROWS", "SPLIT", "make_attend", "make_finish", "make_score"]
+
+# Q rows that share the codes of a head, as many as there are or as registers allow.
+Q_ROWS = (1, 4, 8)
+# Codes of a token that lie in shared memory at once. As many bits make whole words.
+CHUNK = 16 if SIMULATED else 64
+# Bytes between the chunks of two tokens, so that they do not all start in the same bank.
+PAD = 4
+# Tokens of a split.
+SPLIT = 16 if SIMULATED else 256
+# Codes of so many bits or less are looked up in shared memory.
+SHARED_BITS = 8
+
+
+class Keys(NamedTuple):
+    """Encoded keys of all heads; codes and signs in one dimension."""
+
+    codes: Any
+    row_bytes: Any
+    scales: Any
+    signs: Any
+    sign_bytes: Any
+    residuals: Any
+
+
+class Queries(NamedTuple):
+    """Query rows in shared memory, their sketches behind them, and what both are multiplied with."""
+
+    rows: Any
+    dim: Any
+    projections: Any
+    sign_levels: Any
+
+
+class State(NamedTuple):
+    """The online softmax of a thread, in registers."""
+
+    maxima: Any  #: of each q row
+    totals: Any  #: of the thread's own tokens
+    sums: Any  #: [column, row]
+
+
+@register_jitable
+def _keys(codes, scales, signs, residuals):
+    num_rows = scales.shape[0] * scales.shape[1]
+    return Keys(
+        codes, codes.shape[0] // num_rows, scales, signs, signs.shape[0] // num_rows, residuals
+    )
+
+
+def _products(BITS, NUM_ROWS):
+    """The function that adds up the products of q rows and the levels of a tile of tokens, one token a thread."""
+    STEP = CHUNK * BITS // 8  # bytes of a chunk
+    APART = STEP + PAD
+
+    @register_jitable
+    def products(codes, row_bytes, first, count, width, q, q_at, levels, staged, thread, sums):
+        # `first` is the tile's first row of codes; q rows of `width` elements start at q[q_at].
+        for c in range(0, width, CHUNK):
+            start = c // CHUNK * STEP
+            length = min(STEP, row_bytes - start)
+            for i in range(thread, count * length, THREADS):
+                token, byte = i // length, i % length
+                staged[token * APART + byte] = codes[(first + token) * row_bytes + start + byte]
+            cuda.syncthreads()
+            if thread < count:
+                for i in range(min(CHUNK, width - c)):
+                    level = levels[code_at(staged, thread * APART, BITS, natural(i))]
+                    for r in range(NUM_ROWS):
+                        x = q[q_at + r * width + c + i]
+                        sums[r] = cuda.fma(x, level, sums[r])
+            cuda.syncthreads()
+
+    return products
+
+
+def _scorer(BITS, NUM_ROWS):
+    """The function that leaves the scores of a tile of tokens in `sums`, one token a thread."""
+    add_levels, add_signs = _products(BITS, NUM_ROWS), _products(1, NUM_ROWS)
+
+    @register_jitable
+    def score(keys, h, tile, count, q, levels, staged, thread, sums, sketch_sums):
+        for r in range(NUM_ROWS):
+            sums[r] = np.float32(0)
+            sketch_sums[r] = np.float32(0)
+        first = h * keys.scales.shape[1] + tile
+        add_levels(
+            keys.codes, keys.row_bytes, first, count, q.dim, q.rows, 0, levels, staged, thread, sums
+        )
+        if q.projections > 0:
+            add_signs(
+                keys.signs, keys.sign_bytes, first, count, q.projections, q.rows, NUM_ROWS * q.dim,
+                q.sign_levels, staged, thread, sketch_sums,
+            )  # fmt: skip
+        if thread < count:
+            scale = keys.scales[h, tile + thread]
+            for r in range(NUM_ROWS):
+                sums[r] *= scale
+            if q.projections > 0:
+                left = keys.residuals[h, tile + thread]
+                for r in range(NUM_ROWS):
+                    sums[r] = cuda.fma(sketch_sums[r], left, sums[r])
+
+    return score
+
+
+@register_jitable
+def _load_queries(rotated, sketched, row0, num_rows, rows, q, thread):
+    """Put `rows` q rows and their sketches into shared memory; rows past `num_rows` are the last one again."""
+    dim, projections = rotated.shape[1], sketched.shape[1]
+    for r in range(rows):
+        row = row0 + min(r, num_rows - 1)
+        for d in range(thread, dim, THREADS):
+            q[r * dim + d] = rotated[row, d]
+        for i in range(thread, projections, THREADS):
+            q[rows * dim + r * projections + i] = sketched[row, i]
+
+
+def _table_size(bits):
+    return 1 << bits if bits <= SHARED_BITS else 1
+
+
+def make_score(BITS, NUM_ROWS):
+    """The kernel of scores on codes of `BITS` bits, for `NUM_ROWS` q rows of a head at once."""
+    score = _scorer(BITS, NUM_ROWS)
+    STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
+    TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
+
+    def kernel(rotated, sketched, levels, codes, scales, signs, residuals, begin, end, out):
+        num_heads = scales.shape[0]
+        group = rotated.shape[0] // num_heads
+        thread = natural(cuda.threadIdx.x)
+        staged = cuda.shared.array(STAGED, np.uint8)
+        table = cuda.shared.array(TABLE, np.float32)
+        sign_levels = cuda.shared.array(2, np.float32)
+        sums = cuda.local.array(NUM_ROWS, np.float32)
+        sketch_sums = cuda.local.array(NUM_ROWS, np.float32)
+        keys = _keys(codes, scales, signs, residuals)
+        q_rows = cuda.shared.array(0, types.float32)
+        q = Queries(q_rows, rotated.shape[1], sketched.shape[1], sign_levels)
+        if IN_SHARED:
+            for i in range(thread, TABLE, THREADS):
+                table[i] = levels[i]
+        if thread < 2:
+            sign_levels[thread] = np.float32(2 * thread - 1)
+        row_blocks = (group + NUM_ROWS - 1) // NUM_ROWS
+        tiles = (end - begin + THREADS - 1) // THREADS
+        for item in range(
+            np.int64(cuda.blockIdx.x), tiles * row_blocks * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            inner = item // num_heads
+            h, r0 = item % num_heads, inner % row_blocks * NUM_ROWS
+            tile = begin + inner // row_blocks * THREADS
+            count, rows = min(THREADS, end - tile), min(NUM_ROWS, group - r0)
+            cuda.syncthreads()
+            _load_queries(rotated, sketched, h * group + r0, rows, NUM_ROWS, q_rows, thread)
+            cuda.syncthreads()
+            if IN_SHARED:
+                score(keys, h, tile, count, q, table, staged, thread, sums, sketch_sums)
+            else:
+                score(keys, h, tile, count, q, levels, staged, thread, sums, sketch_sums)
+            if thread < count:
+                for r in range(NUM_ROWS):
+                    if r < rows:
+                        out[h * group + r0 + r, tile - begin + thread] = sums[r]
+
+    return kernel
+
+
+def _softmax(NUM_ROWS, COLUMNS):
+    """The function that turns scores into weights of the values' levels, relative to the running maxima."""
+    SEARCHERS = min(8, THREADS // NUM_ROWS)  # threads that look for the maximum of one row
+    MAXIMA = NUM_ROWS * SEARCHERS
+
+    @register_jitable
+    def softmax(scores, p, peaks, state, v_scales, h, tile, count, thread):
+        here = thread < count
+        for r in range(NUM_ROWS):
+            p[r * THREADS + thread] = scores[r] if here else np.float32(-np.inf)
+        cuda.syncthreads()
+        if thread < MAXIMA:
+            r, top = thread // SEARCHERS, np.float32(-np.inf)
+            for i in range(thread % SEARCHERS, THREADS, SEARCHERS):
+                top = max(top, p[r * THREADS + natural(i)])
+            peaks[thread] = top
+        cuda.syncthreads()
+        v_scale = v_scales[h, tile + thread] if here else np.float32(0)
+        for r in range(NUM_ROWS):
+            top = state.maxima[r]
+            for i in range(SEARCHERS):
+                top = max(top, peaks[r * SEARCHERS + i])
+            shrink = np.float32(math.exp2(state.maxima[r] - top))
+            state.maxima[r] = top
+            weight = np.float32(0)
+            if here:
+                weight = np.float32(math.exp2(scores[r] - top))
+            state.totals[r] = cuda.fma(state.totals[r], shrink, weight)
+            p[r * THREADS + thread] = weight * v_scale
+            for n in range(COLUMNS):
+                state.sums[n * NUM_ROWS + r] *= shrink
+        cuda.syncthreads()
+
+    return softmax, MAXIMA
+
+
+def _accumulate(BITS, NUM_ROWS, COLUMNS):
+    """The functions that add up weighted levels of the values, and store a split's part of the result."""
+
+    @register_jitable
+    def accumulate(v_codes, at, row_bytes, count, levels, p, state, dim, thread):
+        for n in range(COLUMNS):
+            # Threads beyond the last column read it too; what they add up is not used.
+            d = natural(min(thread + n * THREADS, dim - 1))
+            for i in range(count):
+                level = levels[code_at(v_codes, at + i * row_bytes, BITS, d)]
+                for r in range(NUM_ROWS):
+                    s = n * NUM_ROWS + r
+                    state.sums[s] = cuda.fma(p[r * THREADS + i], level, state.sums[s])
+
+    @register_jitable
+    def store(state, p, parts, row0, rows, split, thread):
+        dim = parts.shape[2] - 2
+        for r in range(NUM_ROWS):
+            p[r * THREADS + thread] = state.totals[r]
+        cuda.syncthreads()
+        for r in range(NUM_ROWS):
+            if r < rows:
+                for n in range(COLUMNS):
+                    d = thread + n * THREADS
+                    if d < dim:
+                        parts[row0 + r, split, d] = state.sums[n * NUM_ROWS + r]
+                if thread == 0:
+                    total = np.float32(0)
+                    for i in range(THREADS):
+                        total += p[r * THREADS + natural(i)]
+                    parts[row0 + r, split, dim] = state.maxima[r]
+                    parts[row0 + r, split, dim + 1] = total
+
+    return accumulate, store
+
+
+def make_attend(BITS, NUM_ROWS, COLUMNS):
+    """The kernel of attention on codes; what it leaves are splits to be merged.
+
+    Parameters
+    ----------
+    BITS : int
+        Bits of a code.
+    NUM_ROWS : int
+        Q rows of a head that a block takes at once.
+    COLUMNS : int
+        Columns of the values that a thread takes.
+    """
+    score = _scorer(BITS, NUM_ROWS)
+    softmax, MAXIMA = _softmax(NUM_ROWS, COLUMNS)
+    accumulate, store = _accumulate(BITS, NUM_ROWS, COLUMNS)
+    LENGTH = SPLIT
+    STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
+    TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
+    PROBABILITIES, SUMS = NUM_ROWS * THREADS, COLUMNS * NUM_ROWS
+
+    def kernel(
+        rotated, sketched, levels, k_codes, k_scales, signs, residuals, v_codes, v_scales, begin,
+        end, parts,
+    ):  # fmt: skip
+        num_heads, capacity = k_scales.shape
+        dim = rotated.shape[1]
+        group, splits = rotated.shape[0] // num_heads, parts.shape[1]
+        thread = natural(cuda.threadIdx.x)
+        staged = cuda.shared.array(STAGED, np.uint8)
+        table = cuda.shared.array(TABLE, np.float32)
+        sign_levels = cuda.shared.array(2, np.float32)
+        p = cuda.shared.array(PROBABILITIES, np.float32)  # [row, token]
+        peaks = cuda.shared.array(MAXIMA, np.float32)
+        scores = cuda.local.array(NUM_ROWS, np.float32)
+        sketch_scores = cuda.local.array(NUM_ROWS, np.float32)
+        maxima = cuda.local.array(NUM_ROWS, np.float32)
+        totals = cuda.local.array(NUM_ROWS, np.float32)
+        sums = cuda.local.array(SUMS, np.float32)
+        state = State(maxima, totals, sums)
+        keys = _keys(k_codes, k_scales, signs, residuals)
+        q_rows = cuda.shared.array(0, types.float32)
+        q = Queries(q_rows, dim, sketched.shape[1], sign_levels)
+        if IN_SHARED:
+            for i in range(thread, TABLE, THREADS):
+                table[i] = levels[i]
+        if thread < 2:
+            sign_levels[thread] = np.float32(2 * thread - 1)
+        row_blocks = (group + NUM_ROWS - 1) // NUM_ROWS
+        for item in range(
+            np.int64(cuda.blockIdx.x), splits * row_blocks * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
+            inner = item // num_heads
+            h, r0 = item % num_heads, inner % row_blocks * NUM_ROWS
+            split = inner // row_blocks
+            row0, rows = h * group + r0, min(NUM_ROWS, group - r0)
+            first = begin + split * LENGTH
+            last = min(first + LENGTH, end)
+            cuda.syncthreads()
+            _load_queries(rotated, sketched, row0, rows, NUM_ROWS, q_rows, thread)
+            for r in range(NUM_ROWS):
+                maxima[r] = np.float32(-np.inf)
+                totals[r] = np.float32(0)
+            for i in range(SUMS):
+                sums[i] = np.float32(0)
+            cuda.syncthreads()
+            for tile in range(first, last, THREADS):
+                count = min(THREADS, last - tile)
+                if IN_SHARED:
+                    score(keys, h, tile, count, q, table, staged, thread, scores, sketch_scores)
+                else:
+                    score(keys, h, tile, count, q, levels, staged, thread, scores, sketch_scores)
+                softmax(scores, p, peaks, state, v_scales, h, tile, count, thread)
+                at = (h * capacity + tile) * keys.row_bytes
+                if IN_SHARED:
+                    accumulate(v_codes, at, keys.row_bytes, count, table, p, state, dim, thread)
+                else:
+                    accumulate(v_codes, at, keys.row_bytes, count, levels, p, state, dim, thread)
+                cuda.syncthreads()
+            store(state, p, parts, row0, rows, split, thread)
+
+    return kernel
+
+
+def make_finish():
+    """The kernel that merges splits in order, and multiplies the result with a matrix of its head."""
+
+    def kernel(parts, back, out):
+        num_q_heads, dim = out.shape
+        splits = parts.shape[1]
+        group = num_q_heads // back.shape[0]
+        thread = natural(cuda.threadIdx.x)
+        z = cuda.shared.array(0, types.float32)
+        for i in range(np.int64(cuda.blockIdx.x), num_q_heads, np.int64(cuda.gridDim.x)):
+            top = np.float32(-np.inf)
+            for split in range(splits):
+                top = max(top, parts[i, split, dim])
+            total = np.float32(0)
+            for split in range(splits):
+                weight = np.float32(math.exp2(parts[i, split, dim] - top))
+                total = cuda.fma(weight, parts[i, split, dim + 1], total)
+            for d in range(thread, dim, THREADS):
+                x = np.float32(0)
+                for split in range(splits):
+                    weight = np.float32(math.exp2(parts[i, split, dim] - top))
+                    x = cuda.fma(weight, parts[i, split, d], x)
+                z[d] = x / total
+            cuda.syncthreads()
+            for j in range(thread, dim, THREADS):
+                x = np.float32(0)
+                for k in range(dim):
+                    x = cuda.fma(z[k], back[i // group, k, j], x)
+                out[i, j] = x
+            cuda.syncthreads()
+
+    return kernel

@@ -1,0 +1,321 @@
+"""`Buffer`: words of K or of V with scales, kind and rotation, and what all writes and reads of them go through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.checks import check_array
+from numkv.errors import NonFiniteInput, NotSupported
+from numkv.kinds import Kind, kind_of_dtype, kinds
+from numkv.kinds import kind as named
+from numkv.storage.hadamard import Rotation
+from numkv.targets.base import Array, Target
+
+__all__ = ["Buffer", "head_scales", "refuse_non_finite", "source_dtypes", "source_kind"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(slots=True)  # a frozen one takes a microsecond longer to make
+class Buffer:
+    """One side of a cache, K or V; never changed, but for what its arrays hold.
+
+    Attributes
+    ----------
+    target : Target
+        Where it is.
+    words : array (num_blocks, num_kv_heads, block_size, words_per_row)
+        Stored elements; a word is an element, of INT4 two.
+    scales : array
+        Their scales, in words: see `Kind.scale_shape`.
+    kind : Kind
+        How elements are stored.
+    rotation : Rotation or None
+        How rows are rotated before they are stored, if they are. Words and scales are those of rotated rows; rows that
+        go in are rotated here, and what comes out as values is rotated back.
+    """
+
+    target: Target
+    words: Array
+    scales: Array
+    kind: Kind
+    rotation: Rotation | None = None
+
+    @classmethod
+    def allocate(
+        cls, target: Target, shape: tuple[int, int, int], dim: int, kind: Kind, rotate: bool = False
+    ) -> Self:
+        """Make a buffer of zeros; scales of heads are 1.
+
+        Parameters
+        ----------
+        target : Target
+            Where.
+        shape : tuple of int
+            ``(num_blocks, num_kv_heads, block_size)``.
+        dim : int
+            Elements of a row.
+        kind : Kind
+            How they are stored.
+        rotate : bool
+            Whether rows are rotated before they are stored.
+
+        Raises
+        ------
+        DimensionMismatch
+            If a row cannot be stored in the kind.
+        """
+        of_row = kind.words_per_row(dim)
+        words = target.zeros((*shape, of_row), kind.word)
+        if kind.scales_per == "head":
+            scales = target.asarray(np.ones(kind.scale_shape(shape, dim), kind.scale_word))
+        else:
+            scales = target.zeros(kind.scale_shape(shape, dim), kind.scale_word)
+        return cls(target, words, scales, kind, Rotation(dim) if rotate else None)
+
+    def like(self, num_blocks: int, block_size: int | None = None) -> Buffer:
+        """A buffer of zeros of this one's kind, heads and width, elsewhere on the target; it shares scales of heads."""
+        heads, own_size = int(self.words.shape[1]), int(self.words.shape[2])
+        shape = (num_blocks, heads, own_size if block_size is None else block_size)
+        made = Buffer.allocate(self.target, shape, self.dim, self.kind, self.rotation is not None)
+        return replace(made, scales=self.scales) if self.kind.scales_per == "head" else made
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return int(self.words.shape[3]) * self.kind.elements_per_word
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, scales included."""
+        return int(self.words.nbytes + self.scales.nbytes)
+
+    # -- scales
+
+    def set_scales(self, name: str, scales: Any) -> None:
+        """Set the scales of heads; what is stored already is read by them too, so this is for an empty buffer.
+
+        Parameters
+        ----------
+        name : str
+            What errors call them.
+        scales : float or float32 array (num_kv_heads,)
+            Finite numbers above 0, in host memory.
+
+        Raises
+        ------
+        NotSupported
+            If the kind has no scales of heads.
+        DimensionMismatch, UnsupportedDType, ValueError
+            If they are not such numbers.
+        """
+        if self.kind.scales_per != "head":
+            raise NotSupported(
+                f"`{name}`: expected a kind whose heads have scales (fp8_e4m3, fp8_e5m2), got {self.kind}; "
+                "quantised kinds compute scales themselves"
+            )
+        self.scales[:] = self.target.asarray(head_scales(name, scales, int(self.words.shape[1])))
+
+    def typed_scales(self) -> Array:
+        """The scales as a user sees them, in `Kind.scale_dtype`."""
+        return self.target.typed(self.scales, self.kind.scale_dtype)
+
+    # -- reads
+
+    def elements(self) -> Array:
+        """The elements as they are stored: float kinds in their dtype, quantised kinds as codes."""
+        return (
+            self.words if self.kind.has_scales else self.target.typed(self.words, self.kind.dtype)
+        )
+
+    def rows(self, block: int, part: slice) -> Array:
+        """Rows of a block as a user sees them.
+
+        Parameters
+        ----------
+        block : int
+            Which block.
+        part : slice
+            Which of its tokens.
+
+        Returns
+        -------
+        array (num_kv_heads, n, dim)
+            A view in the kind's dtype; where rows have scales or are rotated a copy in float32 (of fp64 in float64).
+        """
+        if self.kind.scales_per == "head":
+            scales = self.scales.reshape((int(self.scales.shape[0]), 1))
+            found = self.target.dequantise(self.kind, self.words[block, :, part], scales)
+        elif self.kind.has_scales:
+            scales = self.scales[block, :, part]
+            found = self.target.dequantise(self.kind, self.words[block, :, part], scales)
+        else:
+            found = self.elements()[block, :, part]
+        return self._rotated_back(found)
+
+    def gather(self, slots: Array) -> Array:
+        """Copies of the rows of tokens as a user sees them.
+
+        Parameters
+        ----------
+        slots : int64 array (n,)
+            Where they are, on the target.
+
+        Returns
+        -------
+        array (n, num_kv_heads, dim)
+            In the kind's dtype; where rows have scales or are rotated in float32 (of fp64 in float64).
+        """
+        target, kind, n = self.target, self.kind, int(slots.shape[0])
+        heads, words = int(self.words.shape[1]), int(self.words.shape[3])
+        numbers = target.index(np.arange(n), np.int64)
+        # Every token is a block of its own.
+        copied = target.empty((n, heads, 1, words), kind.word)
+        target.ops.copy_tokens(self.words, slots, copied, numbers)
+        copied = copied.reshape((n, heads, words))
+        if kind.scales_per == "head":
+            found = target.dequantise(kind, copied, self.scales.reshape((1, heads)))
+        elif kind.has_scales:
+            scales = target.empty(kind.scale_shape((n, heads, 1), self.dim), kind.scale_word)
+            target.ops.copy_tokens(self.scales, slots, scales, numbers)
+            scales = scales.reshape(kind.scale_shape((n, heads), self.dim))
+            found = target.dequantise(kind, copied, scales)
+        else:
+            found = target.typed(copied, kind.dtype)
+        return self._rotated_back(found)
+
+    def _rotated_back(self, rows: Array) -> Array:
+        if self.rotation is None:
+            return rows
+        return self.rotation.backward(self.target, rows, self.kind.compute)
+
+    # -- writes
+
+    def append(self, rows: Array, block_table: Array, start: int) -> None:
+        """Write checked rows of one sequence, by its block table."""
+        rows = self.rotated(rows)
+        self.target.ops.append_rows(
+            self.target.words(rows), source_kind(rows), self.words, self.kind.name, self.scales,
+            block_table, start,
+        )  # fmt: skip
+
+    def scatter(self, rows: Array, slot_mapping: Array) -> None:
+        """Write checked rows into slots."""
+        rows = self.rotated(rows)
+        self.target.ops.scatter_rows(
+            self.target.words(rows), source_kind(rows), self.words, self.kind.name, self.scales,
+            slot_mapping,
+        )  # fmt: skip
+
+    def rotated(self, rows: Array) -> Array:
+        """Rows as they are stored, but for their kind: rotated, or as they are."""
+        if self.rotation is None:
+            return rows
+        return self.rotation.forward(self.target, rows, self.kind.compute)
+
+    # -- copies
+
+    def copy_blocks(self, source_ids: Array, to: Buffer, to_ids: Array) -> None:
+        """Copy whole blocks to a buffer of the same kind and shape; see `numkv.storage.pool.Pool.copy_blocks`."""
+        for source, target in zip(self.by_token(), to.by_token(), strict=True):
+            if source.size:
+                self.target.ops.copy_blocks(source, source_ids, target, to_ids)
+
+    def copy_tokens(self, source_slots: Array, to: Buffer, to_slots: Array) -> None:
+        """Copy the rows of tokens to a buffer of the same kind and heads; slots are on the target."""
+        for source, target in zip(self.by_token(), to.by_token(), strict=True):
+            if source.size:
+                self.target.ops.copy_tokens(source, source_slots, target, to_slots)
+
+    def by_token(self) -> tuple[Array, ...]:
+        """The arrays that hold something for each token: words, and the scales of rows or of their groups."""
+        return (self.words, self.scales) if self.kind.has_scales else (self.words,)
+
+    # -- checks
+
+    def check_rows(self, name: str, rows: Any) -> Array:
+        """Check new rows ``(num_tokens, num_kv_heads, dim)``."""
+        shape = ("num_tokens", int(self.words.shape[1]), self.dim)
+        return check_array(self.target, name, rows, source_dtypes(self.kind), shape)
+
+    def check_finite(self, name: str, rows: Array) -> None:
+        """Refuse checked rows that are to be quantised and hold NaN or infinity; float kinds take them."""
+        if self.kind.has_scales:
+            refuse_non_finite(self.target, name, rows, (self.kind,))
+
+
+def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
+    """Check scales of heads, a number or one for each, in host memory.
+
+    Returns
+    -------
+    float32 array (heads,)
+    """
+    if isinstance(scales, (int, float, np.integer, np.floating)):
+        found = np.full(heads, scales, _FLOAT32)
+    else:
+        found = check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,))
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise ValueError(
+            f"`{name}`: expected finite scales above 0, got {scales}; pass 1.0 for values as they are"
+        )
+    return found
+
+
+def refuse_non_finite(
+    target: Target, name: str, x: Array, kinds: Sequence[Kind], first: int = 0
+) -> None:
+    """Refuse NaN and infinity in floats that are to be quantised.
+
+    Parameters
+    ----------
+    target : Target
+        Where it is.
+    name : str
+        The argument that it is, or is columns of.
+    x : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
+        Checked floats.
+    kinds : sequence of Kind
+        What its columns, in as many equal parts, are to be stored in.
+    first : int
+        Column of the argument that its first one is.
+    """
+    by_head = x if len(x.shape) == 3 else target.one_head(x)
+    flat = target.ops.first_non_finite(target.words(by_head), source_kind(x))
+    if flat < 0:
+        return
+    shape = tuple(x.shape)
+    *place, column = (int(i) for i in np.unravel_index(flat, shape))
+    kind = kinds[column * len(kinds) // shape[-1]]
+    index = (*place, first + column)
+    raise NonFiniteInput(
+        f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index}; "
+        "mask it, or pass check_finite=False",
+        index=index,
+    )
+
+
+def source_kind(x: Array) -> str:
+    """Name of the kind of checked rows."""
+    kind = kind_of_dtype(x.dtype)
+    assert kind is not None
+    return kind.name
+
+
+def source_dtypes(kind: Kind) -> tuple[np.dtype[Any], ...]:
+    """Dtypes that new rows may have: the kind's own and float32; where values have scales fp32, fp16 and bf16."""
+    return _SOURCE_DTYPES[kind.name]
+
+
+def _sources(kind: Kind) -> tuple[np.dtype[Any], ...]:
+    own = [named("fp16").dtype, named("bf16").dtype] if kind.is_scaled else [kind.dtype]
+    return tuple(dict.fromkeys([*own, _FLOAT32]))
+
+
+# By name, as the hash of a kind takes longer than all the rest of a look-up.
+_SOURCE_DTYPES = {kind.name: _sources(kind) for kind in kinds()}
