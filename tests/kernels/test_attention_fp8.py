@@ -16,12 +16,6 @@ DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2
 NO_SCALE = np.empty((0, 0, 0), F32)
 
 
-@pytest.fixture(scope="session", params=["cuda"])
-def target(request) -> str:
-    """Which targets read 8-bit floats."""
-    return request.param
-
-
 def stored(rng, x, kind):
     """Words and scales of rows ``(..., heads, tokens, dim)`` in a kind, and their values in float64."""
     if kind not in DTYPES:
@@ -37,6 +31,7 @@ CASES = [
     (Shape(2, 2, 16, (9, 70), new=(9, 2)), "fp8_e5m2", "fp8_e5m2", {"logits_soft_cap": 2.0}),
     (Shape(3, 1, 7, (150,)), "fp8_e4m3", "fp32", {"window_left": 90}),  # rows not in 16 bytes, and splits
     (Shape(2, 1, 16, (200,), head_dim_v=24), "fp32", "fp8_e5m2", {}),
+    (Shape(8, 1, 33, (80, 5), new=(11, 5)), "fp8_e5m2", "fp8_e4m3", {}),  # many rows, and both kinds
 ]  # fmt: skip
 
 
@@ -94,3 +89,37 @@ def test_every_word_is_read_as_ml_dtypes_reads_it(target, to, host, kind):
         to(np.zeros((1, 1), F32)),
     )  # fmt: skip
     np.testing.assert_array_equal(host(out)[0, 0], row.view(DTYPES[kind]).astype(F32))
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_nan_and_infinity_stay_in_their_columns(target, to, host, kind):
+    words = np.arange(256, dtype=np.uint8)
+    values = words.view(DTYPES[kind]).astype(F32)
+    zeros, out = np.zeros((1, 1, 256), F32), to(np.ones((1, 1, 256), F32))
+    one = to(np.ones(1, F32))
+    targets.get(target).ops.attend(
+        to(zeros), "fp32", to(np.zeros((1, 1, 1, 256), np.uint8)), kind, one,
+        to(words[None, None, None]), kind, one, to(np.zeros((1, 1), np.int32)), to(np.array([1])),
+        to(np.array([0, 1])), to(np.empty((0, 2), np.int64)), 0, 1.0, 0.0, -1, to(np.empty(0, F32)),
+        out, to(np.zeros((1, 1), F32)),
+    )  # fmt: skip
+    np.testing.assert_array_equal(host(out)[0, 0], values)  # which takes NaN for NaN
+    assert np.isnan(values).sum() == (2 if kind == "fp8_e4m3" else 6)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_long_sequences_of_8_bit_floats_are_split(rng, kind):
+    """On the CPU, where a split takes 1,024 tokens: parts are merged after the scales of heads."""
+    problem = problems.make(rng, Shape(6, 2, 64, (2500, 70)))
+    k, k_scale, k_values = stored(rng, problem.k, kind)
+    v, v_scale, v_values = stored(rng, problem.v, kind)
+    n, heads = problem.q.shape[:2]
+    out, lse = np.zeros_like(problem.q), np.zeros((n, heads), F32)
+    targets.get("cpu").ops.attend(
+        problem.q, "fp32", k, kind, k_scale, v, kind, v_scale,
+        np.arange(2, dtype=np.int32)[:, None], problem.seq_lens.astype(np.int64), np.arange(3),
+        np.empty((0, 2), np.int64), 0, 0.125, 0.0, -1, np.empty(0, F32), out, lse,
+    )  # fmt: skip
+    want, want_lse = naive.attention(problem.q, k_values, v_values, problem.seq_lens, None)
+    tolerances.assert_rows_close(out, want, 1e-5)
+    tolerances.assert_lse_close(lse, want_lse)

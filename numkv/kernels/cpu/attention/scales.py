@@ -54,7 +54,7 @@ def make_gather(kind: str, compute: str) -> Callable[..., Any]:
 
 @functools.cache
 def make_of_head(kind: str, compute: str) -> Callable[..., Any]:
-    """``of_head(factor, scale, head)``: a factor times the scale of a kv head, in the float type of `compute`."""
+    """``of_head(factor, scale, head)``: for a storage kind: a factor times the scale of a kv head."""
     F = np.float32 if compute == "float32" else np.float64
 
     @inlined
