@@ -66,12 +66,12 @@ def attend(
     array or tuple of array
         The output, and the lse if asked for.
     """
-    target = pool.target
+    k, v = pool.k_buffer, pool.v_buffer
+    target = k.target
     num_tokens, num_q_heads, head_dim = q.shape
     out_dtype = q.dtype
     q_kind = kind_of_dtype(out_dtype)
     assert q_kind is not None
-    k, v = pool.k_buffer, pool.v_buffer
     k_kind, v_kind = k.kind, v.kind
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
@@ -83,7 +83,8 @@ def attend(
         sinks = _no_sinks(target.name, compute)
     else:
         sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
-    out_shape = (num_tokens, num_q_heads, v.dim)
+    dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
+    out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
         out = target.empty(out_shape, out_dtype)
     else:

@@ -110,8 +110,9 @@ def decode_attention(
     """
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
-    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_seqs")
+    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
+    head_dim = words * pool.k_buffer.kind.elements_per_word
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
             f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}",
@@ -176,8 +177,9 @@ def prefill_attention(
     """
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
-    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_tokens")
+    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
+    head_dim = words * pool.k_buffer.kind.elements_per_word
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens")
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
