@@ -12,9 +12,9 @@ products with m directions g_i, each uniform on the sphere. With u the mean of `
 unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``: Zandieh et al., "QJL"
 (arXiv:2406.03482), section 3, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
 
-Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted levels
-up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are split, at
-multiples of `SPLIT` tokens from the first, and the parts are merged in order.
+Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted
+levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
+split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order.
 """
 
 from __future__ import annotations
