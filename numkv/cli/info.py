@@ -20,7 +20,6 @@ from numkv.errors import NotSupported
 from numkv.kernels.cpu.attention.driver import make_attention
 from numkv.kernels.cpu.threads import num_threads
 from numkv.kernels.cpu.vectors import features
-from numkv.kernels.cpu.vectors.amx import has_amx
 from numkv.kernels.disk_cache import SUFFIX, folder_of
 from numkv.kinds import kinds
 
@@ -61,7 +60,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "blas", _blas()
     yield "cpu", _cpu()
     yield "vector width", _vector_width()
-    yield "matrix unit", "AMX" if has_amx() else "none"
+    yield "matrix unit", "AMX" if features.has_amx() else "none"
     yield "threads", f"{num_threads()} of {os.cpu_count()} cores"
     yield "threading layer", _threading_layer()
     yield "targets", _targets()

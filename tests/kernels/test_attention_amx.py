@@ -14,8 +14,8 @@ from problems import Shape
 import numkv
 
 # The package has a function of the same name.
-from numkv.kernels.cpu.attention.amx import use_amx
-from numkv.kernels.cpu.vectors.amx import has_amx
+from numkv.kernels.cpu.attention.engines import use_amx
+from numkv.kernels.cpu.vectors.features import has_amx
 
 pytestmark = pytest.mark.skipif(
     not has_amx(), reason="this CPU has no matrix unit, or may not use it"

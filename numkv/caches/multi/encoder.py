@@ -286,8 +286,8 @@ class EncoderCache(MultiSequenceCache):
                 f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"
             )
         target = self._ready.target
-        _, heads, rows, dim = (int(n) for n in pool.k.shape)
-        q = check_queries(target, q, heads, dim, "num_tokens")
+        _, heads, rows, _ = (int(n) for n in pool.k.shape)
+        q = check_queries(target, q, heads, pool.head_dim, "num_tokens")
         tokens = int(q.shape[0])
         ranges = np.empty((tokens, 2), np.int64)
         ranges[:] = 0, rows

@@ -1,6 +1,6 @@
 """Vectors as codes of a few bits, on the CPU: encode, decode, scores and attention on the codes.
 
-A vector x of norm n is turned by its head's rotation, ``z = R x / n``. Each coordinate of z is replaced by the nearest
+A vector x of norm n is rotated by its head's matrix, ``z = R x / n``. Each coordinate of z is replaced by the nearest
 level of a codebook that fits such coordinates (`numkv.compression.codebook`), which gives c, and what is stored are the
 numbers of these levels and one scale::
 
@@ -12,9 +12,9 @@ products with m directions g_i, each uniform on the sphere. With u the mean of `
 unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the mean ``e . R q``: Zandieh et al., "QJL"
 (arXiv:2406.03482), section 3, for Gaussian directions. A sign is a code of one bit, with levels -1 and 1.
 
-Queries are turned once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted levels
-up and turns the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are split, at
-multiples of `SPLIT` tokens from the first, and the parts are merged in order.
+Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted
+levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
+split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from numkv.rows.softmax import power_of_2
 
 __all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
 
-# Rows that are turned together, so that the matrix is read once for all of them.
+# Rows that are rotated together, so that the matrix is read once for all of them.
 ROWS = 8
 # Tokens of a split.
 SPLIT = 1024
@@ -115,12 +115,12 @@ def make_encode(SRC):
             for r in range(count):
                 t = start + t0 + r
                 dot, square = np.float64(0), np.float64(0)
-                turned = row_of(z, (np.int64(r),))
+                rotated = row_of(z, (np.int64(r),))
                 for d in range(dim):
                     chosen[d] = 0
                 for bit in range(bits - 1, -1, -1):
                     for d in range(dim):
-                        chosen[d] = refined(chosen[d], turned[d], edges, bit)
+                        chosen[d] = refined(chosen[d], rotated[d], edges, bit)
                 for d in range(dim):
                     level = np.float64(levels[chosen[d]])
                     dot += np.float64(z[r, d]) * level
@@ -149,7 +149,7 @@ def make_encode(SRC):
 
 
 def make_decode():
-    """The kernel that turns codes back into rows."""
+    """The kernel that decodes codes into rows."""
     BLOCK = ROWS
 
     def kernel(codes, scales, begin, levels, bits, back, out, counter, launch, worker, workers):
@@ -175,7 +175,7 @@ def make_decode():
     return kernel
 
 
-def make_turn(SRC):
+def make_multiply(SRC):
     """The kernel that multiplies rows of kind `SRC`, one for each q head, with the matrix of its kv head."""
     load, _ = codec(SRC)
 
@@ -316,7 +316,7 @@ def make_attend(BITS):
 
 
 def make_finish():
-    """The kernel that merges splits in order, and turns the result back."""
+    """The kernel that merges splits in order, and rotates the result back."""
 
     def kernel(parts, back, out):
         num_q_heads, splits, dim = len(parts), parts.shape[1], out.shape[1]
@@ -371,9 +371,15 @@ def _decode() -> Any:
 
 
 @functools.cache
-def _turn(kind: str) -> Any:
+def _multiply_rows(kind: str) -> Any:
     signature = (array(WORDS[kind], 2), _MATRIX, _f32, _c(_f32, 2))
-    return build(make_turn, signature, args=(kind,), label=f"turn, {kind}", fastmath=_CONTRACT)
+    return build(
+        make_multiply,
+        signature,
+        args=(kind,),
+        label=f"rotation of queries, {kind}",
+        fastmath=_CONTRACT,
+    )
 
 
 @functools.cache
@@ -403,18 +409,18 @@ def _bits(levels: Any) -> int:
     return len(levels).bit_length() - 1
 
 
-def _turned(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tuple[Any, Any]:
-    """Queries turned and scaled, and their products with the sketch, in rows padded to whole vectors."""
+def _rotated(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tuple[Any, Any]:
+    """Queries rotated and scaled, and their products with the sketch, in rows padded to whole vectors."""
 
     def padded(width: int) -> Any:
         return np.empty((len(q), -(-width // CODE_LANES) * CODE_LANES), np.float32)
 
     dim, projections = sketch.shape[1:]
-    turned, sketched = padded(dim), padded(projections)
-    _turn(q_kind)(q, rotation, scale, turned)
+    rotated, sketched = padded(dim), padded(projections)
+    _multiply_rows(q_kind)(q, rotation, scale, rotated)
     if projections:
-        _turn("fp32")(turned[:, :dim], sketch, 1.0, sketched)
-    return turned, sketched
+        _multiply_rows("fp32")(rotated[:, :dim], sketch, 1.0, sketched)
+    return rotated, sketched
 
 
 @implements(Operations.encode_rows)
@@ -440,9 +446,9 @@ def score_codes(
     q, q_kind, rotation, levels, sketch, codes, scales, signs, residuals, begin, end, sm_scale, out
 ):
     dim, projections = sketch.shape[1:]
-    turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale)
+    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale)
     _run(
-        _attend(_bits(levels)), out.size * (dim + projections), turned, sketched, dim, projections,
+        _attend(_bits(levels)), out.size * (dim + projections), rotated, sketched, dim, projections,
         levels, SIGNS, codes, scales, signs, residuals, codes, scales, begin, end, out,
         np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
@@ -455,10 +461,10 @@ def attend_codes(
 ):  # fmt: skip
     dim, projections = sketch.shape[1:]
     tokens, num_q_heads = end - begin, len(q)
-    turned, sketched = _turned(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
+    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
     parts = np.empty((num_q_heads, -(-tokens // SPLIT), dim + 2), np.float32)
     _run(
-        _attend(_bits(levels)), tokens * num_q_heads * (2 * dim + projections), turned, sketched,
+        _attend(_bits(levels)), tokens * num_q_heads * (2 * dim + projections), rotated, sketched,
         dim, projections, levels, SIGNS, k_codes, k_scales, signs, residuals, v_codes, v_scales,
         begin, end, np.empty((0, 0), np.float32), parts,
     )  # fmt: skip

@@ -17,6 +17,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `visible`      which tokens a query sees
 `scales`       scales of a tile's tokens
 `merge`        the kernel that merges splits
+`engines`      which engine attends over which kinds
 `vector`       the engine of vector code, for K and V each by `floats` or by `integers`
 `amx`          the engine of Intel's matrix unit
 `llvm`         the engines' steps in LLVM
@@ -36,9 +37,8 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
-from numkv.kernels.cpu.attention.amx import use_amx
 from numkv.kernels.cpu.attention.driver import make_attention
-from numkv.kernels.cpu.attention.integers import in_integers
+from numkv.kernels.cpu.attention.engines import in_integers, use_amx
 from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import (

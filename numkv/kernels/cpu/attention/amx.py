@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+from numba.extending import register_jitable
 
+from numkv.kernels.cpu.attention.engines import Engine
 from numkv.kernels.cpu.attention.floats import clear, multiply
 from numkv.kernels.cpu.attention.llvm.amx_pv import (
     SEGMENT,
@@ -27,20 +29,16 @@ from numkv.kernels.cpu.attention.llvm.amx_qk import (
 )
 from numkv.kernels.cpu.attention.llvm.amx_softmax import make_amx_softmax
 from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, SoftmaxState
-from numkv.kernels.cpu.attention.vector import Engine, make_load_rows, make_vector
+from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.amx import AMX_ROWS, amx_begin, amx_end, has_amx
+from numkv.kernels.cpu.vectors.amx import amx_begin, amx_end
+from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
-__all__ = ["make_amx", "use_amx"]
+__all__ = ["make_amx"]
 
 # Integers that say where the K rows of a tile are; then, by blocks of query rows, how many parts these take.
 _PLACES = 8
-
-
-def use_amx(k_kind: str, v_kind: str, compute: str) -> bool:
-    """Whether a matrix unit multiplies rows of these kinds."""
-    return {k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()
 
 
 @inlined
@@ -64,6 +62,13 @@ def make_amx(k_kind: str, v_kind: str) -> Engine:
     all_finite = make_all_finite(v_kind)
 
     @inlined
+    def transpose(floats, at, sizes, item, to_columns):
+        heads = item.end_head - item.first_head
+        _transpose_outputs(
+            floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, to_columns
+        )
+
+    @inlined
     def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
         by_unit = item.is_large
         low, high, alike = np.int64(0), np.int64(0), True
@@ -72,7 +77,7 @@ def make_amx(k_kind: str, v_kind: str) -> Engine:
             # A weight of 0 does not hide a NaN.
             by_unit = alike or all_finite(tile.values, low, high)
         if by_unit != transposed:
-            _transpose_outputs(floats, at, sizes, item, by_unit)
+            transpose(floats, at, sizes, item, by_unit)
         if not by_unit:
             attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)
         elif low < high:
@@ -85,7 +90,7 @@ def make_amx(k_kind: str, v_kind: str) -> Engine:
     @inlined
     def finish(floats, at, sizes, item, transposed):
         if transposed:
-            _transpose_outputs(floats, at, sizes, item, False)
+            transpose(floats, at, sizes, item, False)
 
     return Engine(amx_begin, load_queries, attend_tile, finish, amx_end)
 
@@ -205,21 +210,20 @@ def _visible_to_rows(item, seen, tile):
     return low, high, alike
 
 
-@inlined
-def _transpose_outputs(floats, at, sizes, item, to_columns):
-    """Transpose an item's output rows, by blocks of rows, or back."""
+@register_jitable
+def _transpose_outputs(floats, rows_at, columns_at, heads, rows, pad_v, to_columns):
+    """Transpose an item's output rows, by blocks of rows, or back; a function of its own, as it is seldom called."""
     square = np.int64(AMX_ROWS * AMX_ROWS)
-    for i in range(item.end_head - item.first_head):
-        for block in range(_blocks(item.rows)):
+    row_blocks = (rows + AMX_ROWS - 1) // AMX_ROWS
+    for i in range(heads):
+        for block in range(row_blocks):
             r = block * AMX_ROWS
-            rows = at.outputs + (i * item.rows + r) * sizes.pad_v, sizes.pad_v, np.int64(AMX_ROWS)
-            number = i * _blocks(item.rows) + block
-            columns = (
-                at.amx_outputs + number * AMX_ROWS * sizes.pad_v, np.int64(AMX_ROWS), square
-            )  # fmt: skip
-            count = min(item.rows - r, AMX_ROWS)
-            source, target = columns, rows
+            as_rows = rows_at + (i * rows + r) * pad_v, pad_v, np.int64(AMX_ROWS)
+            first = columns_at + (i * row_blocks + block) * AMX_ROWS * pad_v
+            as_columns = first, np.int64(AMX_ROWS), square
+            count = min(rows - r, AMX_ROWS)
+            source, target = as_columns, as_rows
             if to_columns:
                 count = AMX_ROWS
-                source, target = rows, columns
-            transpose_blocks(floats, sizes.pad_v // AMX_ROWS, count, source, target)
+                source, target = as_rows, as_columns
+            transpose_blocks(floats, pad_v // AMX_ROWS, count, source, target)

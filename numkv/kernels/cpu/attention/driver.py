@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from numkv.kernels.cpu.attention.amx import make_amx
+from numkv.kernels.cpu.attention.engines import engine_for, in_integers
 from numkv.kernels.cpu.attention.floats import multiply
-from numkv.kernels.cpu.attention.integers import in_integers
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import (
     K_EXTENTS,
@@ -38,7 +37,6 @@ from numkv.kernels.cpu.attention.records import (
 )
 from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
 from numkv.kernels.cpu.attention.scratch import make_layout, places, total
-from numkv.kernels.cpu.attention.vector import make_vector
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
@@ -54,8 +52,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     With -1 for `worker` it makes the plan first, which else is there. What it takes comes as it is, not as records:
     Numba takes microseconds to unpack these when it is called.
     """
-    engine = make_amx(K_KIND, V_KIND) if USE_AMX else make_vector(K_KIND, V_KIND, COMPUTE)
-    begin, load_queries, attend_tile, leave_rows, end = engine
+    begin, load_queries, attend_tile, leave_rows, end = engine_for(K_KIND, V_KIND, COMPUTE, USE_AMX)
     sizes_of, scratch_of = (
         inlined(f) for f in make_layout(K_KIND, V_KIND, in_integers(K_KIND, COMPUTE), USE_AMX)
     )

@@ -22,16 +22,8 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
 from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.features import INT4_INTEGERS
-from numkv.kinds import kind as kind_named
 
-__all__ = ["in_integers", "make_keys", "make_values"]
-
-
-def in_integers(kind: str, compute: str) -> bool:
-    """Whether rows of a kind are multiplied as integers."""
-    found = kind_named(kind)
-    return compute == "float32" and found.has_scales and (INT4_INTEGERS or not found.is_packed)
+__all__ = ["make_keys", "make_values"]
 
 
 @functools.cache

@@ -10,9 +10,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, INT4_SPAN, KV_TILE, QUERY_ROWS
-from numkv.kernels.cpu.vectors.amx import AMX_ROWS
 from numkv.kernels.cpu.vectors.emit import I64
-from numkv.kernels.cpu.vectors.features import LANES, ROW_UNROLL
+from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
 
 __all__ = ["LINE", "SPARE", "Scratch", "Sizes", "make_layout", "places", "total"]

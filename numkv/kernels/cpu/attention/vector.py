@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from numkv.kernels.cpu.attention import floats as floats_engine
-from numkv.kernels.cpu.attention import integers as integers_engine
+from numkv.kernels.cpu.attention.engines import Engine, in_integers, keys_for, values_for
 from numkv.kernels.cpu.attention.floats import clear
-from numkv.kernels.cpu.attention.integers import in_integers
 from numkv.kernels.cpu.attention.llvm.softmax import make_online_softmax_step, make_soft_cap
 from numkv.kernels.cpu.attention.records import SoftmaxState
 from numkv.kernels.cpu.attention.scales import make_of_head
@@ -25,42 +23,12 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL, row_unroll
 from numkv.kinds import kind as kind_named
 
-__all__ = ["Engine", "make_load_rows", "make_vector"]
+__all__ = ["make_load_rows", "make_vector"]
 
 # Query rows that vector code takes at once, at most.
 _UNROLL = ROW_UNROLL[0]
 # Rows that may be missing of 8, 4 or 2.
 _FILL_UP = 3
-
-
-class Engine(NamedTuple):
-    """How attention is computed: functions that become part of the kernel, in the order in which it calls them."""
-
-    #: ``begin()`` and ``end()``, once a thread.
-    begin: Callable[..., Any]
-    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch memory,
-    #: and returns whether its output rows are transposed.
-    load_queries: Callable[..., Any]
-    #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
-    #: of a tile for one kv head, and returns whether output rows are transposed now.
-    attend_tile: Callable[..., Any]
-    #: ``finish(floats, at, sizes, item, transposed)`` leaves output rows as rows.
-    finish: Callable[..., Any]
-    end: Callable[..., Any]
-
-
-def _keys(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any], ...]:
-    """K's side of the engine for these kinds."""
-    if in_integers(k_kind, compute):
-        return integers_engine.make_keys(k_kind, v_kind)
-    return floats_engine.make_keys(k_kind, compute, v_kind)
-
-
-def _values(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
-    """V's side of the engine for these kinds."""
-    if in_integers(v_kind, compute):
-        return integers_engine.make_values(v_kind, k_kind)
-    return floats_engine.make_values(v_kind, compute, k_kind)
 
 
 @inlined
@@ -79,7 +47,7 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
     output rows that will be transposed.
     """
     of_head = make_of_head(k_kind, compute)
-    load_query, _, _ = _keys(k_kind, v_kind, compute)
+    load_query, _, _ = keys_for(k_kind, v_kind, compute)
     HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).is_packed
     F = np.float32 if compute == "float32" else np.float64
 
@@ -115,8 +83,8 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
 @functools.cache
 def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
     """The engine of vector code for storage kinds of K and of V."""
-    _, interleave, scores = _keys(k_kind, v_kind, compute)
-    accumulate = _values(k_kind, v_kind, compute)
+    _, interleave, scores = keys_for(k_kind, v_kind, compute)
+    accumulate = values_for(k_kind, v_kind, compute)
     load_rows = make_load_rows(k_kind, v_kind, compute)
     cap_scores, online_softmax_step = make_soft_cap(compute), make_online_softmax_step(compute)
     most = row_unroll(compute)

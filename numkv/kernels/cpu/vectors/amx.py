@@ -10,24 +10,17 @@ what belongs to a lane of 32 bits: two neighbouring k in bf16, four in INT8::
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import platform
-import sys
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import FLOAT, I8, I32, as_bytes
-from numkv.kernels.cpu.vectors.features import FEATURES
+from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.words import Words
 
-__all__ = ["AMX_ROWS", "AMX_TILE", "Amx", "AmxWords", "amx_begin", "amx_end", "has_amx"]
+__all__ = ["AMX_TILE", "Amx", "AmxWords", "amx_begin", "amx_end"]
 
-#: Rows of an AMX tile: query rows that are taken at once.
-AMX_ROWS = 16
 #: An AMX tile, 16 rows of 64 bytes, in floats.
 AMX_TILE = 256
 # 2**(x - 0.5) for x from 0 to 1, with the least largest relative error.
@@ -35,18 +28,6 @@ _POWER = [0.7071067094802856, 0.49013322591781616, 0.16981424391269684, 0.039475
           0.00635642372071743, 0.0013276472454890609]  # fmt: skip
 # Rounding as the CPU is set.
 _AS_SET = ir.Constant(I32, 4)
-# Of Linux: ask for the right to use a part of the CPU's state, and the number of tiles' data.
-_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
-
-
-@functools.cache
-def has_amx() -> bool:
-    """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
-    needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw", "avx512dq"}
-    if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
-        return False
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    return bool(syscall(_ARCH_PRCTL, _ASK, _TILE_DATA) == 0)
 
 
 class Amx:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import platform
+import sys
+
 import llvmlite.binding as llvm
 from numba import config
 
 __all__ = [
     "ACCUMULATORS",
     "ADD_PAIRS",
+    "AMX_ROWS",
     "FEATURES",
     "HAS_HALF",
     "INT4_INTEGERS",
     "LANES",
     "LOCALITY",
     "ROW_UNROLL",
+    "has_amx",
     "row_unroll",
 ]
 
@@ -22,6 +29,8 @@ _AVX2_CPUS = {"haswell", "broadwell", "skylake", "alderlake", "core-avx2", "x86-
 _AVX512_CPUS = {"skylake-avx512", "cascadelake", "icelake-client", "icelake-server",
                 "sapphirerapids", "x86-64-v4", "znver4", "znver5"}  # fmt: skip
 _NO_VNNI_CPUS = {"skylake-avx512", "x86-64-v4"}
+# Of Linux: ask for the right to use a part of the CPU's state, and the number of AMX tiles' data.
+_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 
 
 def _cpu_name() -> str:
@@ -68,6 +77,8 @@ ADD_PAIRS = {
 INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
 #: Whether half floats are widened by an instruction.
 HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
+#: Rows of an AMX tile: query rows that a matrix unit takes at once.
+AMX_ROWS = 16
 #: How many query rows vector code takes at once, as far as there are lanes for them.
 ROW_UNROLL = (8, 4, 2, 1)
 
@@ -75,3 +86,13 @@ ROW_UNROLL = (8, 4, 2, 1)
 def row_unroll(compute: str) -> int:
     """How many query rows vector code takes at once at most, by the float type it computes in."""
     return min(ROW_UNROLL[0], LANES // 2 if compute == "float64" else LANES)
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether there is a matrix unit that this process may use; Linux wants to be asked first."""
+    needed = {"amx-tile", "amx-bf16", "amx-int8", "avx512vnni", "avx512bw", "avx512dq"}
+    if not (needed <= FEATURES and sys.platform == "linux" and platform.machine() == "x86_64"):
+        return False
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(_ARCH_PRCTL, _ASK, _TILE_DATA) == 0)

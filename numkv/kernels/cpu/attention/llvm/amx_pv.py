@@ -11,8 +11,9 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.amx_qk import ELEMENTS, PRODUCT
 from numkv.kernels.cpu.attention.records import KV_TILE
-from numkv.kernels.cpu.vectors.amx import AMX_ROWS, AMX_TILE, Amx, AmxWords
+from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
 from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, steps, unpack
+from numkv.kernels.cpu.vectors.features import AMX_ROWS
 from numkv.kernels.cpu.vectors.prefetch import prefetch_column
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 

@@ -1,0 +1,75 @@
+"""Which engine attends over which kinds; engines are imported when they are first needed.
+
+An engine is a set of functions that become part of the kernel. That of vector code is put together of two sides: K's,
+``load_query, interleave, scores``, and V's, ``accumulate``, each of floats or of integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numkv.kernels.cpu.vectors.features import INT4_INTEGERS, has_amx
+from numkv.kinds import kind as kind_named
+
+__all__ = ["Engine", "engine_for", "in_integers", "keys_for", "use_amx", "values_for"]
+
+
+class Engine(NamedTuple):
+    """How attention is computed: functions that become part of the kernel, in the order in which it calls them."""
+
+    #: ``begin()`` and ``end()``, once a thread.
+    begin: Callable[..., Any]
+    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch memory,
+    #: and returns whether its output rows are transposed.
+    load_queries: Callable[..., Any]
+    #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
+    #: of a tile for one kv head, and returns whether output rows are transposed now.
+    attend_tile: Callable[..., Any]
+    #: ``finish(floats, at, sizes, item, transposed)`` leaves output rows as rows.
+    finish: Callable[..., Any]
+    end: Callable[..., Any]
+
+
+def use_amx(k_kind: str, v_kind: str, compute: str) -> bool:
+    """Whether a matrix unit multiplies rows of these kinds."""
+    return {k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()
+
+
+def in_integers(kind: str, compute: str) -> bool:
+    """Whether vector code multiplies rows of a kind as integers."""
+    found = kind_named(kind)
+    return compute == "float32" and found.has_scales and (INT4_INTEGERS or not found.is_packed)
+
+
+def engine_for(k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Engine:
+    """The engine for storage kinds of K and of V and a float type."""
+    if with_amx:
+        from numkv.kernels.cpu.attention.amx import make_amx
+
+        return make_amx(k_kind, v_kind)
+    from numkv.kernels.cpu.attention.vector import make_vector
+
+    return make_vector(k_kind, v_kind, compute)
+
+
+def keys_for(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any], ...]:
+    """K's side of vector code for these kinds: ``load_query, interleave, scores``."""
+    if in_integers(k_kind, compute):
+        from numkv.kernels.cpu.attention import integers
+
+        return integers.make_keys(k_kind, v_kind)
+    from numkv.kernels.cpu.attention import floats
+
+    return floats.make_keys(k_kind, compute, v_kind)
+
+
+def values_for(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
+    """V's side of vector code for these kinds: ``accumulate``."""
+    if in_integers(v_kind, compute):
+        from numkv.kernels.cpu.attention import integers
+
+        return integers.make_values(v_kind, k_kind)
+    from numkv.kernels.cpu.attention import floats
+
+    return floats.make_values(v_kind, compute, k_kind)
