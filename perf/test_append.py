@@ -8,7 +8,7 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
 def test_append(measure, target, to, rng, kind, tokens):
     heads, dim = 8, 128
     layer = numkv.ContiguousLayer(4096, heads, dim, kind=kind, target=target.name)

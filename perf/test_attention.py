@@ -33,7 +33,7 @@ def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
     return stored, scales, values
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decode_attention(measure, target, to, rng, shape, kind):
     batch, q_heads, kv_heads, dim, length = SHAPES[shape]
