@@ -24,7 +24,7 @@ FILES = (
 )  # fmt: skip
 
 #: Names of all operations.
-NAMES = tuple(sorted(name for name in vars(Operations) if not name.startswith("_")))
+NAMES = tuple(sorted(name for name in dir(Operations) if not name.startswith("_")))
 
 
 def implements(spec: Spec) -> Callable[[Callable[..., Any]], Spec]:

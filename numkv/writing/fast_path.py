@@ -14,7 +14,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.kernels.operations import Checks
+from numkv.kernels.small_calls import Checks
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
 from numkv.storage.pool import Pool, source_dtypes

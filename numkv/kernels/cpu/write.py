@@ -23,7 +23,8 @@ from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
-from numkv.kernels.operations import Checks, Operations
+from numkv.kernels.operations import Operations
+from numkv.kernels.small_calls import Checks
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
 from numkv.rows.codec import row_codec
@@ -34,7 +35,7 @@ from numkv.rows.rope import rotate_pair
 
 __all__ = ["scatter_write", "small_write", "write_rows"]
 
-# What a kernel is to do before it writes; see `Operations.small_write`.
+# What a kernel is to do before it writes; see `SmallCalls.small_write`.
 CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
