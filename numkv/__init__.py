@@ -32,7 +32,8 @@ from numkv.caches import (
 from numkv.compaction import AttentionTally
 from numkv.compaction.key_shift import rope_shift
 from numkv.compile_ahead import warmup
-from numkv.compression.compressor import CompressorConfig, HeadCompressor, MultiHeadCompressor
+from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
+from numkv.compression.config import CompressorConfig
 from numkv.errors import (
     CacheFull,
     DimensionMismatch,

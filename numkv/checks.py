@@ -149,6 +149,11 @@ def check_integers(
     dtypes : tuple of numpy.dtype
         The integer dtypes it may have.
     """
+    if (
+        type(x) is np.ndarray and x.shape == shape and x.dtype in dtypes and x.ndim == 1
+        and target.values_on_host and x.flags.c_contiguous and x.flags.aligned
+    ):  # fmt: skip
+        return x  # what most are
     if isinstance(x, (list, tuple)) and target.values_on_host:
         x = np.asarray(x) if len(x) else np.zeros(0, dtypes[-1])
     return check_array(target, name, x, dtypes, shape)

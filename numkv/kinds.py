@@ -15,7 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import DimensionMismatch, UnsupportedDType
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -340,8 +340,4 @@ def kinds_of(
     both: str | Kind, k_kind: str | Kind | None, v_kind: str | Kind | None
 ) -> tuple[Kind, Kind]:
     """The kinds of K and of V from the three arguments that every object takes."""
-    found = kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)
-    for one in found:
-        if one.scales_per == "head":
-            raise NotSupported(f"`kind`: caches in {one} are not supported yet; use bf16 or int8")
-    return found
+    return kind(both if k_kind is None else k_kind), kind(both if v_kind is None else v_kind)

@@ -3,13 +3,15 @@
 import ast
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-PACKAGE = TESTS.parent / "numkv"
+ROOT = TESTS.parent
+PACKAGE = ROOT / "numkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # What a room may import: itself, and what stands in a line above its own. Rooms in one line know nothing of each other.
 LADDER = [
@@ -147,3 +149,30 @@ def test_the_ladder_tells_rooms_apart():
 def test_the_oracle_knows_nothing_of_the_library(name):
     roots = {m.split(".")[0] for m in modules_of(TESTS / name)}
     assert roots <= {"numpy", "ml_dtypes", "naive", "copy"}
+
+
+PATH = re.compile(r"\b(?:numkv|tests|perf|docs|tools)/[\w./<>*]*[\w>*/]")
+
+
+def paths_in(text: str) -> set[str]:
+    """Paths that a page names, from the root on; what varies is in angle brackets."""
+    return set(PATH.findall(text))
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_a_page_names_paths_that_exist(page):
+    """A folder may go without its slash, and a file of Python without its suffix."""
+    named = paths_in((ROOT / page).read_text())
+    assert len(named) > 10
+    globs = {path: re.sub(r"<\w+>", "*", path).rstrip("/") for path in named}
+    assert not {p for p, g in globs.items() if not [*ROOT.glob(g), *ROOT.glob(f"{g}.py")]}
+
+
+def test_paths_are_found_in_text():
+    text = "| `numkv/rows/<row>.py` | see `tests/objects/`, perf/test_a.py; and numkv.rows |"
+    assert paths_in(text) == {"numkv/rows/<row>.py", "tests/objects/", "perf/test_a.py"}
+
+
+def test_the_architecture_is_on_two_screens():
+    lines = (ROOT / "docs/architecture.md").read_text().splitlines()
+    assert len(lines) <= 110

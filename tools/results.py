@@ -32,7 +32,7 @@ PLAIN = [(kind, kind) for kind in ("fp64", "fp32", "fp16", "bf16", "int8", "int4
 APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4"), ("int4", "bf16"), ("fp16", "fp32")]
 PAIRS = PLAIN + APART
 #: Kinds that keep some tokens in full precision, with options that say which.
-RESIDUAL = [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("fp8_e4m3", "fp8_e4m3")]
+RESIDUAL = [("int8", "int8"), ("int4", "int4"), ("int8", "int4")]
 #: Kinds that the simulator, which is slow, runs variants with; of others it runs cases "as it is" only.
 VARIED = [("int8", "int8"), ("int8", "int4")]
 #: Kinds of a cache that take fused projections in another kind than fp32.

@@ -66,12 +66,13 @@ def attend(
     array or tuple of array
         The output, and the lse if asked for.
     """
-    target = pool.target
+    k, v = pool.k_buffer, pool.v_buffer
+    target = k.target
     num_tokens, num_q_heads, head_dim = q.shape
     out_dtype = q.dtype
     q_kind = kind_of_dtype(out_dtype)
     assert q_kind is not None
-    k_kind, v_kind = pool.k_kind, pool.v_kind
+    k_kind, v_kind = k.kind, v.kind
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
     scale = options.scale(head_dim)
@@ -82,7 +83,8 @@ def attend(
         sinks = _no_sinks(target.name, compute)
     else:
         sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
-    out_shape = (num_tokens, num_q_heads, pool.head_dim_v)
+    dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
+    out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
         out = target.empty(out_shape, out_dtype)
     else:
@@ -90,19 +92,19 @@ def attend(
         check_writable("out", out)
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
-    if pool.v_rotation is not None and out_dtype != compute:
+    if v.rotation is not None and out_dtype != compute:
         result = target.empty(out_shape, compute)
-    if pool.k_rotation is not None:
-        q, q_kind = pool.k_rotation.forward(target, q, compute), kind_of_dtype(compute)
+    if k.rotation is not None:
+        q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
         assert q_kind is not None
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
     target.ops.attend(
-        target.words(q), q_kind.name, pool.k, k_kind.name, pool.k_scale, pool.v,
-        v_kind.name, pool.v_scale, block_table, seq_lens, q_starts, ranges, int(by_slot),
+        target.words(q), q_kind.name, k.words, k_kind.name, k.scales, v.words,
+        v_kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
         scale, float(logits_soft_cap), int(window_left), sinks, target.words(result), lse,
     )  # fmt: skip
-    if pool.v_rotation is not None:
-        pool.v_rotation.backward(target, result, out_dtype, out)
+    if v.rotation is not None:
+        v.rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
 
 

@@ -76,8 +76,9 @@ def decode_attention(
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype.
     k_scale, v_scale : array, optional
-        Scales of codes: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
-        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``. None for float kinds.
+        Scales of stored elements: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
+        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a number,
+        or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
 
@@ -109,8 +110,9 @@ def decode_attention(
     """
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
-    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_seqs")
+    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
+    head_dim = words * pool.k_buffer.kind.elements_per_word
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
             f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}",
@@ -175,8 +177,9 @@ def prefill_attention(
     """
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, _ = pool.k.shape
-    q = check_queries(target, q, num_kv_heads, pool.head_dim, "num_tokens")
+    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
+    head_dim = words * pool.k_buffer.kind.elements_per_word
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens")
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)

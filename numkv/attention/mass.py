@@ -17,7 +17,7 @@ from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 
-__all__ = ["attention_mass", "attention_weights", "weigh"]
+__all__ = ["attention_mass", "attention_weights"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -85,9 +85,6 @@ def attention_mass(
     return weights
 
 
-weigh = attention_mass  # what callers in caches/paged and caches/multi import
-
-
 def attention_weights(
     q: Any,
     k: Any,
@@ -120,8 +117,7 @@ def attention_weights(
     sm_scale, logits_soft_cap, window_left
         See `numkv.decode_attention`.
     k_scale : array, optional
-        Scales of codes: float32 ``(num_seqs, num_kv_heads, capacity)`` for int8, bfloat16 with an axis of groups more
-        for int4; None for float kinds.
+        Scales of stored keys; see `numkv.decode_attention`.
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.

@@ -58,7 +58,8 @@ def check_options(
             )
     elif sm_scale is None and sinks is None and out is None and not return_lse:
         return _NONE  # what most calls of one token ask for
-    return AttentionOptions(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    given = (sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    return tuple.__new__(AttentionOptions, given)  # in half the time of its own `__new__`
 
 
 _NONE = AttentionOptions()

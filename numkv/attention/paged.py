@@ -78,8 +78,9 @@ def paged_decode_attention(
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
     k_scale, v_scale : array, optional
-        Scales of pools of codes: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
-        bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        Scales of stored elements: of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a
+        number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.attention.options import check_options
+from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
@@ -98,29 +99,35 @@ class KVCache(StoredRows):
         self._bound = None if max_seq_len is None else check_size("max_seq_len", max_seq_len)
         # Layer i has block i, of as many tokens as the buffers hold.
         shape = (layers, heads, 0 if self._bound is None else self._bound)
-        pool = Pool.allocate(targets.get(target), shape, dim, dim_v, of_k, of_v, bool(rotate))
+        pool = with_scales_of_layers(
+            Pool.allocate(targets.get(target), shape, dim, dim_v, of_k, of_v, bool(rotate))
+        )
         rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
         tables = [np.array([layer], np.int32) for layer in range(layers)]
         self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
         # Whether the buffers that .jit has are the cache's own.
         self._current = np.ones(1, np.int64)
         super().__init__(pool, rows, tables, residual_window, num_sink_tokens, self._bound)
+        self._pools, self._room = pools_of_layers(pool), shape[2]
+        ids = one_block_each(self._target.name, layers)
+        self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
 
     def _move(self, capacity: int) -> None:
         """Move what is stored into buffers for `capacity` tokens."""
         old, layers = self._pool, self.num_layers
         kinds = (old.k_kind, old.v_kind)
         shape = (layers, self._heads, capacity)
-        new = Pool.allocate(old.target, shape, self.head_dim, self.head_dim_v, *kinds, old.rotate)
+        made = Pool.allocate(old.target, shape, self.head_dim, self.head_dim_v, *kinds, old.rotate)
+        new = with_scales_of_layers(made, old)
         copy_rows = old.target.ops.copy_rows
         if layers and self._lengths.max() > 0:
             start = old.target.index(np.zeros(layers), np.int64)
             copy_rows(old.k, new.k, start)
             copy_rows(old.v, new.v, start)
-            for scale, to in ((old.k_scale, new.k_scale), (old.v_scale, new.v_scale)):
-                if scale.size:
-                    copy_rows(by_row(scale), by_row(to), start)
-        self._pool = new
+            for before, after in ((old.k_buffer, new.k_buffer), (old.v_buffer, new.v_buffer)):
+                if before.kind.has_scales:
+                    copy_rows(by_row(before.scales), by_row(after.scales), start)
+        self._pool, self._pools, self._room = new, pools_of_layers(new), capacity
         self._current[0] = 0  # for views that `jit` gave so far
         self._current = np.ones(1, np.int64)
         self._struct = None
@@ -196,9 +203,6 @@ class KVCache(StoredRows):
 
     # -- writing
 
-    def _room(self) -> int:
-        return int(self._pool.k.shape[2])
-
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         if start + tokens <= self.capacity:
             return
@@ -211,7 +215,7 @@ class KVCache(StoredRows):
         self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
 
     def _block_table(self, layer: int) -> Array:
-        return one_block_each(self._target.name, self.num_layers)[layer : layer + 1]
+        return self._device_tables[layer]
 
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append the rows of one token or of several to a layer; the length stays.
@@ -263,6 +267,34 @@ class KVCache(StoredRows):
                 actual=tuple(x.shape),
             )
         return x.reshape((1, self._heads, dim))
+
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer in fp8; they are 1 at first.
+
+        A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
+        ``max(|x|) / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If rows have been appended to the layer.
+        NotSupported
+            If the kind is no fp8 kind.
+        IndexError
+            If there is no such layer.
+        ValueError
+            If a scale is not finite and above 0.
+        DimensionMismatch, UnsupportedDType
+            If an array has another shape or dtype.
+        """
+        self._set_scales(check_index("layer", layer, self.num_layers), k, v)
 
     def advance(self, n: int = 1) -> None:
         """Move the length past tokens whose rows are in every layer.

@@ -30,7 +30,7 @@ class Layer(SingleSequence):
         residual_window: int = 0, num_sink_tokens: int = 0,
     ) -> None:  # fmt: skip
         self._table = block_table  # (max_blocks,), on the host
-        self._capacity = capacity
+        self._capacity = self._room = capacity
         self._device_table: Array = None
         context_lens = np.zeros(1, np.int32)  # shared with .jit
         super().__init__(
@@ -97,7 +97,8 @@ class Layer(SingleSequence):
         """Scales of K; of float kinds an empty array.
 
         Of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
-        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``.
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``, of fp8 float32 ``(num_kv_heads,)``, which
+        `set_scales` sets.
         """
         return self._pool.scales("k")
 
@@ -149,9 +150,6 @@ class Layer(SingleSequence):
     def _take_room(self, length: int) -> None:
         """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
-    def _room(self) -> int:
-        return self._capacity
-
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         self._check_room(start, tokens)
         self._take_room(start + tokens)
@@ -184,6 +182,30 @@ class Layer(SingleSequence):
         if self._full_precision is None and self._append_small(0, k, v, check_finite):
             return
         self._append(0, k, v, check_finite)
+
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer in fp8; they are 1 at first.
+
+        A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
+        ``max(|x|) / 448`` (for fp8_e5m2 57,344) uses the range of the kind.
+
+        Parameters
+        ----------
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If the layer, or a pool that it shares, is not empty.
+        NotSupported
+            If the kind is no fp8 kind.
+        ValueError
+            If a scale is not finite and above 0.
+        DimensionMismatch, UnsupportedDType
+            If an array has another shape or dtype.
+        """
+        self._set_scales(0, k, v)
 
     def write(
         self,
@@ -246,7 +268,7 @@ class Layer(SingleSequence):
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
-                self._room() - start, check_finite,
+                self._room - start, check_finite,
             )  # fmt: skip
             if tokens >= 0:
                 self._lengths[0] = start + tokens

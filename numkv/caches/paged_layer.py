@@ -130,6 +130,29 @@ class PagedPool:
         """Bytes of the K and V buffers, scales included."""
         return self._pool.nbytes
 
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
+
+        Parameters
+        ----------
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If blocks are in use.
+        NotSupported, ValueError, DimensionMismatch, UnsupportedDType
+            See `PagedLayer.set_scales`.
+        """
+        used = self.num_blocks - self.num_free
+        if used:
+            raise NumkvError(
+                f"set_scales: expected a pool without blocks in use, got {used}, whose rows were stored by other "
+                "scales; set scales first, or free them"
+            )
+        self._pool.set_scales(k, v)
+
     def stats(self) -> PoolStats:
         """Counts of blocks now, and of what has happened to them."""
         return self.blocks.stats()
@@ -234,6 +257,7 @@ class PagedLayer(Layer):
         self._table_view.flags.writeable = False
         self._owned = 0
         super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
+        self._room = 0
 
     @property
     def is_paged(self) -> bool:
@@ -262,7 +286,7 @@ class PagedLayer(Layer):
             return
         taken = self.pool.blocks.allocate(need - self._owned)  # all or nothing: CacheFull
         self._table[self._owned : need] = self._ids[self._owned : need] = taken
-        self._owned = need
+        self._owned, self._room = need, need * self.block_size
         self._device_table = None
 
     def _stored(self, layer: int) -> int:
@@ -274,8 +298,8 @@ class PagedLayer(Layer):
             )
         return length
 
-    def _room(self) -> int:
-        return self._owned * int(self._pool.k.shape[2])
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        self.pool.set_scales(k, v)  # which other layers may use
 
     @property
     def seq_len(self) -> int:
@@ -297,7 +321,7 @@ class PagedLayer(Layer):
         if keep < self._owned:
             self.pool.blocks.release(self._ids[keep : self._owned].copy())
             self._table[keep : self._owned] = self._ids[keep : self._owned] = -1
-            self._owned = keep
+            self._owned, self._room = keep, keep * self.block_size
             self._device_table = None
 
     def truncate(self, length: int) -> None:

@@ -50,6 +50,7 @@ class SingleSequence:
     ) -> None:  # fmt: skip
         self._target = pool.target
         self._pool = pool
+        self._pools = [pool]  # of each layer: the same buffers, and its own scales of heads
         self._lengths = lengths
         self._tables = tables
         self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
@@ -60,9 +61,8 @@ class SingleSequence:
 
     # -- what a subclass says
 
-    def _room(self) -> int:
-        """Tokens of a layer that there is memory for now."""
-        raise NotImplementedError
+    #: Tokens of a layer that there is memory for now; an attribute, as calls of one token read it twice.
+    _room: int
 
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         """Have memory for so many tokens from position `start` on; `CacheFull` if there cannot be."""
@@ -143,7 +143,7 @@ class SingleSequence:
 
     def _stored(self, layer: int) -> int:
         """The tokens of a layer; compiled code may have written the number, so it is checked against the memory."""
-        length, most = int(self._lengths[layer]), self._room()
+        length, most = int(self._lengths[layer]), self._room
         if not 0 <= length <= most:
             raise NumkvError(self._bad_length(layer, length, most))
         return length
@@ -172,7 +172,7 @@ class SingleSequence:
         """Append a few rows in one compiled call, or write nothing and return False."""
         start = self._stored(layer)
         tokens = fast_path.pool_append(
-            self._pool, k, v, self._tables[layer], start, self._room() - start, check_finite
+            self._pools[layer], k, v, self._tables[layer], start, self._room - start, check_finite
         )
         if tokens < 0:
             return False
@@ -181,7 +181,7 @@ class SingleSequence:
 
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        k, v = self._pool.check_rows(k, v, check_finite=check_finite)
+        k, v = self._pools[layer].check_rows(k, v, check_finite=check_finite)
         tokens, start = int(k.shape[0]), self._stored(layer)
         self._make_room(layer, start, tokens)
         self._store(layer, k, v, start)
@@ -192,9 +192,9 @@ class SingleSequence:
         if not self._target.values_on_host:
             table = self._block_table(layer)[0]
         if self._full_precision is None:
-            self._pool.append(k, v, table, start)
+            self._pools[layer].append(k, v, table, start)
         else:
-            self._full_precision.append(self._pool, layer, k, v, table, start)
+            self._full_precision.append(self._pools[layer], layer, k, v, table, start)
         self._lengths[layer] = start + int(k.shape[0])
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
@@ -203,13 +203,28 @@ class SingleSequence:
         moved = kept != new
         if self._full_precision is not None:
             moved &= self._full_precision.is_quantised(kept)
-        source, to = self._slots(kept)[moved], self._slots(new)[moved]
-        moves = plan_moves(self._pool, shift, source, to, (new - kept)[moved])
+        source, to, distance = self._slots(kept), self._slots(new), new - kept
+        if shift is None or self.kind.scales_per != "head":
+            moves = plan_moves(self._pool, shift, source[moved], to[moved], distance[moved])
+        else:  # keys are shifted by way of their values, for which each layer has its own scales
+            moves = []
+            for layer, pool in enumerate(self._pools):
+                m = moved[layer]
+                moves += plan_moves(pool, shift, source[layer, m], to[layer, m], distance[layer, m])
         if self._full_precision is not None:
             moves += self._full_precision.plan_moves(kept, shift)
         for move in moves:
             move()
         self.truncate(kept.shape[1])
+
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        """Set the scales of a layer's kv heads, if it is empty."""
+        if stored := self._stored(layer):
+            raise NumkvError(
+                f"set_scales: expected a layer without tokens, got {stored}, which were stored by other scales; "
+                "set scales first, or drop the tokens"
+            )
+        self._pools[layer].set_scales(k, v)
 
     # -- attention
 
@@ -224,7 +239,7 @@ class SingleSequence:
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         """Attend with the queries of a layer's last tokens."""
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pool, self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
         if self._full_precision is not None:
             return self._full_precision.attend(pool, table, layer, q, length, options)
         lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
@@ -233,7 +248,7 @@ class SingleSequence:
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pool, self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
         if self._full_precision is not None:
             mass = self._full_precision.attention_mass(pool, table, layer, q, length, options, lse)
         else:

@@ -44,9 +44,9 @@ class StoredRows(SingleSequence):
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            For float kinds a view in the kind's dtype, valid until the cache grows; for quantised kinds a float32 copy,
-            and with ``rotate=True`` too (of fp64 float64). With full-precision tokens always such a copy, in which they
-            are as they were appended.
+            For float kinds without scales a view in the kind's dtype, valid until the cache grows; for others a float32
+            copy, and with ``rotate=True`` too (of fp64 float64). With full-precision tokens always such a copy, with
+            these tokens as they were appended.
 
         Raises
         ------
@@ -91,7 +91,7 @@ class StoredRows(SingleSequence):
         -------
         array
             A view, valid until the cache grows: of int8 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
-            ``(tokens, num_kv_heads, groups)`` for groups of 32 elements.
+            ``(tokens, num_kv_heads, groups)`` for groups of 32 elements, of fp8 float32 ``(num_kv_heads,)``.
 
         Raises
         ------
@@ -138,6 +138,9 @@ class StoredRows(SingleSequence):
         return self._target.token_major(codes[layer, :, : self._stored(layer)])
 
     def _scales(self, which: str, layer: int) -> Array:
+        kind = self.kind if which == "k" else self.v_kind
+        if kind.scales_per == "head":
+            return self._pools[check_index("layer", layer, len(self._lengths))].scales(which)
         layer = self._check_quantised(which, layer)
         scale = self._pool.scales(which)
         rows = self._target.token_major(by_row(scale)[layer, :, : self._stored(layer)])
@@ -155,9 +158,9 @@ class StoredRows(SingleSequence):
     def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, len(self._lengths))
         length = self._stored(layer)
-        rows = self._pool.rows(which, layer, slice(0, length))
+        rows = self._pools[layer].rows(which, layer, slice(0, length))
         if self._full_precision is not None:
-            rows = self._full_precision.overlay(self._pool, which, layer, rows, length)
+            rows = self._full_precision.overlay(self._pools[layer], which, layer, rows, length)
         return self._target.token_major(rows)
 
 

@@ -22,11 +22,13 @@ from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import CompressorChoice
 from numkv.demo.evaluate import Score, evaluate
 from numkv.demo.model import Model
+from numkv.kinds import kinds
 
 __all__ = ["DEFAULT_CACHES", "DEFAULT_MODULES", "DEFAULT_ROWS", "LEAST_ROWS", "RowErrors", "run"]
 
+#: Every kind but the widest, and what else can be done with them.
 DEFAULT_CACHES = [
-    "fp32", "fp16", "bf16", "int8", "int8/int4", "int8/int4+rotate", "int4", "int4+rotate",
+    *(kind.name for kind in kinds()[1:]), "int8/int4", "int8/int4+rotate", "int4+rotate",
     "int4+window128+sinks4", "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "codes2",
 ]  # fmt: skip
 DEFAULT_MODULES = ["csv", "graphlib"]

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numkv.kinds import kinds
+
 __all__ = ["Panel", "draw"]
 
-# Families of caches, by what their labels begin with: colour and marker.
+# Colour and marker of a kind, by what shares a scale in it.
+_BY_SCALES = {
+    "none": ("#7f7f7f", "s"),
+    "head": ("#e45756", "P"),
+    "row": ("#54a24b", "D"),
+    "group": ("#4c78a8", "o"),
+}
+# Colour and marker of a cache, by the beginning of its label.
 _FAMILIES = {
-    "fp": ("#7f7f7f", "s"),
-    "bf": ("#7f7f7f", "s"),
-    "int8": ("#54a24b", "D"),
-    "int4": ("#4c78a8", "o"),
+    **{kind.name: _BY_SCALES[kind.scales_per] for kind in kinds()},
     "codes": ("#f58518", "^"),
     "per-row": ("#b279a2", "X"),
 }

@@ -1,17 +1,16 @@
-"""What to keep of a cache that has grown too long: functions of lengths and weights, which know no cache.
+"""Which tokens to keep of a cache that has grown too long: functions of lengths and attention weights.
 
 Each returns the indices of the tokens to keep, in order, as ``compact`` takes them::
 
     keep = numkv.compaction.eviction.first_and_recent(layer.seq_len, num_first=4, num_recent=1020)
     layer.compact(keep, shift=numkv.rope_shift(cos, sin))
 
-`first_and_recent` needs nothing but the length. The other two go by attention weights, which
-`numkv.attention_weights` and the methods of that name give for some queries: `heavy_hitters` by their sums over all
-queries so far, which an `AttentionTally` adds up, and `seen_by_recent` by those of the last queries. All heads of a
-cache keep the same tokens, so weights are summed over heads, and over layers that keep the same: put their rows one
-below another.
+`first_and_recent` needs the length only. The other two use attention weights, which `numkv.attention_weights` and the
+methods of that name compute for some queries: `heavy_hitters` their sums over all queries so far, which an
+`AttentionTally` adds up, and `seen_by_recent` those of the last queries. All heads of a cache keep the same tokens, so
+weights are summed over heads; to sum over layers that keep the same tokens, stack their rows.
 
-Where the weights come from, and what takes the choice:
+Where the weights come from, and where the indices go:
 
 - `ContiguousLayer`, `PagedLayer`: ``layer.attention_weights(q)``, ``layer.compact(keep, shift=shift)``;
 - `KVCache`: ``cache.attention_weights(layer, q)``, ``cache.compact(keep, shift=shift)``, also with a row of `keep` for
@@ -40,7 +39,7 @@ Weights = NDArray[np.float64]
 
 
 def first_and_recent(length: int, num_first: int, num_recent: int) -> Indices:
-    """Keep the first tokens, which take the attention that nothing else gets, and the newest ones.
+    """Keep the first tokens, which serve as attention sinks, and the newest ones.
 
     Parameters
     ----------
@@ -52,7 +51,7 @@ def first_and_recent(length: int, num_first: int, num_recent: int) -> Indices:
     Returns
     -------
     int64 array (n,)
-        At most ``num_first + num_recent`` tokens; all of them if there are no more.
+        At most ``num_first + num_recent`` tokens; all tokens if there are no more.
 
     Notes
     -----
@@ -72,12 +71,12 @@ def first_and_recent(length: int, num_first: int, num_recent: int) -> Indices:
 
 
 def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: int = 0) -> Indices:
-    """Keep the tokens that have got the most attention, beside the first and the newest ones.
+    """Keep the tokens that received the most attention, beside the first and the newest ones.
 
     Parameters
     ----------
     weights : float array (num_tokens,) or (num_kv_heads, num_tokens)
-        Attention that each token has got, such as `AttentionTally.weights`; summed over heads.
+        Attention that each token received, such as `AttentionTally.weights`; summed over heads.
     num_keep : int
         How many to keep in all.
     num_first, num_recent : int
@@ -128,7 +127,7 @@ def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: i
 def seen_by_recent(
     weights: Any, num_keep: int, num_recent: int, kernel_size: int = 1, num_first: int = 0
 ) -> Indices:
-    """Keep the tokens that the newest queries look at, with their neighbours, beside the newest tokens.
+    """Keep the tokens that the newest queries attend to, with their neighbours, beside the newest tokens.
 
     Parameters
     ----------
@@ -139,7 +138,7 @@ def seen_by_recent(
     num_recent : int
         How many of them are the newest, whatever their weights.
     kernel_size : int
-        A token counts as much as the heaviest of so many neighbours, itself in the middle; odd, 1 for itself alone.
+        A token counts as much as the heaviest of this many neighbours, itself in the middle; odd, 1 for itself alone.
         Each head's weights are pooled on their own, without the newest tokens, and then summed.
     num_first : int
         How many are the first, whatever their weights.
@@ -178,7 +177,7 @@ def seen_by_recent(
 
 
 def max_pool(weights: Any, kernel_size: int) -> Weights:
-    """The largest of each token's neighbours, itself in the middle.
+    """The largest weight among each token's neighbours, itself in the middle.
 
     Parameters
     ----------
@@ -212,7 +211,7 @@ def max_pool(weights: Any, kernel_size: int) -> Weights:
 
 
 def _weights(weights: Any) -> Weights:
-    """Check weights, and make them a row for each head, on the host."""
+    """Check weights, and return them on the host with a row for each head."""
     if isinstance(weights, (list, tuple)):
         weights = np.asarray(weights)
     target = targets.of(weights)
@@ -240,7 +239,7 @@ def _weights(weights: Any) -> Weights:
 
 
 class AttentionTally:
-    """Sums of attention weights, step by step, of the tokens of one layer; kept on the host.
+    """Sums of attention weights over steps, for the tokens of one layer; kept on the host.
 
     Parameters
     ----------
@@ -281,17 +280,17 @@ class AttentionTally:
         return f"AttentionTally(num_kv_heads={self.num_kv_heads}, len={len(self)})"
 
     def add(self, weights: Any) -> None:
-        """Add the weights of a step; those of a device are waited for.
+        """Add the weights of a step; waits for the device where they are on one.
 
         Parameters
         ----------
         weights : float array (num_kv_heads, num_tokens)
-            What ``attention_weights`` gave for the step's queries: a number for each token so far, and for new ones.
+            From ``attention_weights`` for the step's queries: a number for each token, new ones included.
 
         Raises
         ------
         DimensionMismatch
-            If there are other heads, or fewer tokens than before.
+            If the number of heads differs, or there are fewer tokens than before.
         NonFiniteInput
             If a weight is NaN or infinite; nothing is added.
         UnsupportedDType
@@ -316,12 +315,12 @@ class AttentionTally:
         self._sums[:, :length] += new
 
     def compact(self, keep: Any) -> None:
-        """Keep some tokens only, as the cache does.
+        """Keep some tokens only, as the cache's own `compact` does.
 
         Parameters
         ----------
         keep : array-like of int (n,)
-            Which, in order.
+            The tokens, in order.
 
         Raises
         ------

@@ -1,7 +1,7 @@
-"""Compaction: the tokens that are kept move to the front of a cache, as if the others had never been written.
+"""Compaction: kept tokens move to the front of a cache, as if the others had never been written.
 
-Rows move as they are stored, so nothing is lost by it. Keys know their position where the model rotates them; those of
-tokens that move can be turned along (see `numkv.rope_shift`), which quantises them once more.
+Rows move as they are stored, bit for bit. Where the model applies RoPE, keys depend on their position; the keys of
+tokens that move can be shifted (see `numkv.rope_shift`), which quantises them once more.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Ints = NDArray[np.int64]
 def plan_moves(
     pool: Pool, shift: Any, source_slots: Ints, to_slots: Ints, offsets: Ints
 ) -> list[Callable[[], object]]:
-    """Check that tokens can move within a pool, and return what moves them.
+    """Check that tokens can move within a pool, and return the moves.
 
     Parameters
     ----------
     pool : Pool
-        Where they are.
+        The pool.
     shift : RopeShift or None
-        What turns their keys; None leaves them as they are.
+        What shifts their keys; None leaves them as they are.
     source_slots, to_slots : int64 array (n,)
         Where each token is, and where it goes; no pair writes to a slot that a later pair reads.
     offsets : int64 array (n,)
-        How many positions further each is to stand.
+        How much larger the position of each becomes.
 
     Returns
     -------
     list of callable
-        What there is to do, in this order; none of it fails.
+        To be called in this order; none of them fails.
     """
     if shift is not None and not isinstance(shift, RopeShift):
         raise TypeError(
@@ -62,7 +62,7 @@ def plan_moves(
 
 
 def groups_of(offsets: Ints) -> list[Ints]:
-    """Where equal numbers stand, for each of them that there is."""
+    """Indices of equal numbers, for each number."""
     if not len(offsets):
         return []
     order = np.argsort(offsets, kind="stable")
@@ -70,39 +70,39 @@ def groups_of(offsets: Ints) -> list[Ints]:
 
 
 class Relocation(NamedTuple):
-    """What a block table becomes when its sequence is compacted; made by `relocate`."""
+    """The block table of a compacted sequence, and which tokens move; made by `relocate`."""
 
     table: NDArray[np.int32]
-    """The new table, with the blocks that are there now at the same place; -1 where none is."""
+    """The new table, with the present blocks at the same index; -1 where there is none."""
     changed: Ints
-    """Which of its blocks get other content."""
+    """Indices of blocks whose content changes."""
     dropped: NDArray[np.int32]
-    """Blocks that it has no place for."""
+    """Blocks that are not needed any more."""
     start: int
-    """First kept token whose rows are there."""
+    """First kept token whose rows are stored."""
     moved: Ints
-    """Kept tokens that go to blocks that change, counted among those that are kept."""
+    """Tokens that are written to changed blocks, by their index in `kept`."""
     source: Ints
-    """Slots where they are."""
+    """Slots of these tokens before."""
 
 
 def relocate(
     table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int
 ) -> Relocation:
-    """Find what a block table becomes when some tokens are kept and move up.
+    """Plan the block table of a sequence of which some tokens are kept and move to the front.
 
     Blocks whose tokens all stay where they are do not change.
 
     Parameters
     ----------
     table : int32 array (num_blocks,)
-        Blocks of the sequence; -1 where a window has moved on.
+        Blocks of the sequence; -1 where they were released behind a window.
     kept : int64 array (n,)
-        Tokens that are kept, rising.
+        Tokens to keep, rising.
     start : int
-        First token whose rows are there.
+        First token whose rows are stored.
     window : int
-        Earlier tokens that the layers see, -1 for all: blocks that the newest kept token does not see are let go of.
+        Earlier tokens that a query attends to, -1 for all: blocks behind the newest kept token's window are dropped.
     block_size : int
         Tokens in a block.
 
@@ -113,28 +113,28 @@ def relocate(
     Raises
     ------
     NotSupported
-        If the newest kept token would see one whose rows the window has let go of.
+        If the newest kept token attends to one whose rows are not stored any more.
     """
     n = len(kept)
     blocks = -(-n // block_size)
-    first_seen = 0 if window < 0 else max(0, n - 1 - window)
-    first_there = int(np.searchsorted(kept, start))
-    if n and first_seen < first_there:
+    first_visible = 0 if window < 0 else max(0, n - 1 - window)
+    first_stored = int(np.searchsorted(kept, start))
+    if n and first_visible < first_stored:
         raise NotSupported(
             f"`keep`: expected the newest {window + 1} tokens to keep to be among those from {start} on, as layers "
-            f"with a sliding window of {window} hold no others, got {kept[first_seen:][:4].tolist()}, …; "
+            f"with a sliding window of {window} hold no others, got {kept[first_visible:][:4].tolist()}, …; "
             f"keep the newest {window + 1} tokens"
         )
-    first = first_seen // block_size
+    first = first_visible // block_size
     elsewhere = np.flatnonzero(kept != np.arange(n))
     stay = int(elsewhere[0]) // block_size if len(elsewhere) else blocks
     new = np.full(blocks, -1, np.int32)
     new[first:] = table[first:blocks]
     dropped = np.concatenate([table[:first], table[blocks:]])
     changed = np.arange(max(first, stay), blocks)
-    moved = np.arange(max(first_there, max(first, stay) * block_size), n)
+    moved = np.arange(max(first_stored, max(first, stay) * block_size), n)
     source = slots_of(table, kept[moved], block_size)
-    return Relocation(new, changed, dropped[dropped >= 0], first_there, moved, source)
+    return Relocation(new, changed, dropped[dropped >= 0], first_stored, moved, source)
 
 
 def slots_of(table: NDArray[np.int32], tokens: Ints, block_size: int) -> Ints:
@@ -144,23 +144,23 @@ def slots_of(table: NDArray[np.int32], tokens: Ints, block_size: int) -> Ints:
 
 
 def fresh_blocks(
-    pool: BlockPool, old: NDArray[np.int32], order: Ints, given_back: int
+    pool: BlockPool, old: NDArray[np.int32], order: Ints, num_released: int
 ) -> NDArray[np.bool_]:
-    """Which blocks a compaction replaces; the others get their new content in place.
+    """Choose which blocks a compaction replaces; the others get their new content in place.
 
-    Those that someone else uses, or that are pinned, have to be left alone. So are those that nobody else uses but that
-    are findable as a prefix, the first ones first, as far as free blocks go round; the others lose their names.
+    Shared and pinned blocks must stay as they are. Other blocks in the prefix cache stay too, the first ones first, as
+    far as there are free blocks; the rest leave the prefix cache.
 
     Parameters
     ----------
     pool : BlockPool
-        Whose blocks they are.
+        The pool of the blocks.
     old : int32 array (n,)
         Blocks whose content changes; -1 where there is none yet.
     order : int64 array (n,)
-        Their places in the sequence.
-    given_back : int
-        Blocks that the compaction frees even if it replaces only those that it has to.
+        Their indices in the sequence.
+    num_released : int
+        Blocks that the compaction releases even if it replaces only those that it must.
 
     Returns
     -------
@@ -176,10 +176,10 @@ def fresh_blocks(
     if len(ids):
         fresh |= (pool.ref_count(ids) > 1) | (pool.pin_count(ids) > 0)
     needed, free = int(fresh.sum()), pool.num_free
-    if needed > free + given_back:
+    if needed > free + num_released:
         raise CacheFull(
             f"`keep`: expected {needed} free blocks, for copies of blocks that are shared, pinned or gone, got "
-            f"{free} and {given_back} that are given back; remove or compact a sequence first"
+            f"{free} and {num_released} that are given back; remove or compact a sequence first"
         )
     if needed < free:
         named = np.flatnonzero(~fresh & pool.is_cached(ids)) if len(ids) else np.empty(0, np.int64)

@@ -2,8 +2,8 @@
 
 A coordinate t of a unit vector that points anywhere with equal chance has, up to a factor, the density
 ``(1 - t**2) ** ((d - 3) / 2)`` on [-1, 1]: nearly normal with variance ``1 / d`` for large d, uniform for d = 3. Any
-vector gets such coordinates when it is normalised and turned by a random rotation, so one codebook for each (head dim,
-bits) fits everything, and none has to be trained or stored: Zandieh et al., "TurboQuant" (arXiv:2504.19874),
+vector gets such coordinates when it is normalised and multiplied by a random rotation, so one codebook for each (head
+dim, bits) fits all data, and none has to be trained or stored: Zandieh et al., "TurboQuant" (arXiv:2504.19874),
 section 3.1.
 
 The best `n` levels for a density are the means of the density over their own cells, whose edges lie halfway between
@@ -22,7 +22,7 @@ import numpy as np
 
 __all__ = ["MAX_BITS", "edges_between", "levels_for", "mean_magnitude"]
 
-#: Most bits of a code. Beyond that a level lies closer to the next one than float32 rotates.
+#: Most bits of a code. With more, levels lie closer together than the error of a rotation in float32.
 MAX_BITS = 16
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

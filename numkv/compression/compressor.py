@@ -1,189 +1,30 @@
 """Compressed heads: keys and values as codes of a few bits, and attention that reads nothing else.
 
-What is stored for a vector, and how it is read, is on top of `numkv.kernels.cpu.compress`. A compressor grows as tokens
-come; what it shares with others of the same config, the rotations and the codebook, is made once.
+Operations on the codes are in `numkv.kernels.cpu.compress`. A compressor grows as tokens come; the rotations and the
+codebook (`numkv.compression.quantiser`) are made once for all compressors of the same config.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-import weakref
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from numkv import targets
 from numkv.checks import Shape, check_array, check_size
-from numkv.compression.codebook import MAX_BITS, edges_between, levels_for, mean_magnitude
-from numkv.compression.haar import haar, stream
+from numkv.compression.config import CompressorConfig
+from numkv.compression.encoded import Encoded
+from numkv.compression.quantiser import quantiser_of
 from numkv.errors import DimensionMismatch, NonFiniteInput
 from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
 from numkv.rows.codes import packed_bytes
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Array
 
-__all__ = ["CompressorConfig", "HeadCompressor", "MultiHeadCompressor"]
+__all__ = ["HeadCompressor", "MultiHeadCompressor"]
 
 # Tokens that a compressor makes room for at first.
 _FIRST_CAPACITY = 16
-# What a stream of random numbers is for.
-_ROTATION, _SKETCH = 0, 1
-
-
-@dataclass(frozen=True)
-class CompressorConfig:
-    """How vectors are compressed.
-
-    Attributes
-    ----------
-    head_dim : int
-        Elements of a vector, at least 1.
-    bits : int
-        Bits that an element takes, 1 to 16. At 4, head dim 128, a vector takes 68 bytes instead of 512, and its
-        relative mean squared error is 0.0093; with each bit more, about a quarter of that.
-    projections : int, optional
-        Signs in the sketch of what the codes of a key leave over, which makes `attention_scores` unbiased; a bit each,
-        and 4 bytes. As many as `head_dim` nearly halve the mean squared error of scores at 4 bits; an eighth of that
-        makes it eleven times larger, as few signs are noisy. Where a bias does no harm, a bit more an element is
-        better use of the room. None for no sketch.
-    seed : int
-        Seed of the rotations and the sketch, from 0 up.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of range, or no integer.
-    """
-
-    head_dim: int
-    bits: int = 4
-    projections: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_integer("head_dim", self.head_dim, 1)
-        _check_integer("bits", self.bits, 1, MAX_BITS)
-        if self.projections is not None:
-            _check_integer("projections", self.projections, 1)
-        _check_integer("seed", self.seed, 0)
-
-
-def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    bounds = f"of at least {least}" if most is None else f"in [{least}, {most}]"
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least or (most is not None and number > most):
-        raise ValueError(f"`{name}`: expected an integer {bounds}, got {value!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class _Quantiser:
-    """The codebook, and each head's random matrices, on a target; nothing of it ever changes.
-
-    Attributes
-    ----------
-    levels, edges : float32 array (2 ** bits,), (2 ** bits - 1,)
-        The codebook.
-    rotation, back : float32 array (num_heads, head_dim, head_dim)
-        Random rotations, and their transposes.
-    sketch, no_sketch : float32 array (num_heads, head_dim, projections), (num_heads, head_dim, 0)
-        Random directions in the columns, scaled so that the sum over the signs needs no further factor.
-    """
-
-    levels: Array
-    edges: Array
-    rotation: Array
-    back: Array
-    sketch: Array
-    no_sketch: Array
-
-    @classmethod
-    def make(cls, config: CompressorConfig, num_heads: int, target: Target) -> Self:
-        dim, projections = config.head_dim, config.projections or 0
-        rotation = np.empty((num_heads, dim, dim))
-        sketch = np.empty((num_heads, dim, projections))
-        for h in range(num_heads):
-            rotation[h] = haar(dim, stream(config.seed, h, _ROTATION))
-            # Orthogonal directions, as many as there are, estimate better than independent ones.
-            random = stream(config.seed, h, _SKETCH)
-            for first in range(0, projections, dim):
-                count = min(dim, projections - first)
-                sketch[h, :, first : first + count] = haar(dim, random)[:, :count]
-        if projections:
-            sketch /= projections * mean_magnitude(dim)
-        levels = levels_for(dim, config.bits)
-
-        def here(x: np.ndarray[Any, Any]) -> Array:
-            return target.asarray(np.ascontiguousarray(x, np.float32))
-
-        return cls(
-            here(levels),
-            here(edges_between(levels)),
-            here(rotation),
-            here(rotation.transpose(0, 2, 1)),
-            here(sketch),
-            target.empty((num_heads, dim, 0), np.float32),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        arrays = (self.levels, self.edges, self.rotation, self.back, self.sketch)
-        return sum(int(x.nbytes) for x in arrays)
-
-
-# As long as a compressor uses them.
-_quantisers: weakref.WeakValueDictionary[Any, _Quantiser] = weakref.WeakValueDictionary()
-
-
-def _quantiser(config: CompressorConfig, num_heads: int, target: Target) -> _Quantiser:
-    """The quantiser of a config: the same object for all compressors that need the same one."""
-    key = (config, num_heads, target.name)
-    found = _quantisers.get(key)
-    if found is None:
-        found = _quantisers[key] = _Quantiser.make(config, num_heads, target)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """Buffers of encoded vectors; see `numkv.kernels.cpu.compress.encode_rows`."""
-
-    codes: Array
-    scales: Array
-    signs: Array
-    residuals: Array
-
-    @classmethod
-    def allocate(
-        cls,
-        target: Target,
-        num_heads: int,
-        capacity: int,
-        config: CompressorConfig,
-        projections: int,
-    ) -> Self:
-        row = packed_bytes(config.head_dim, config.bits)
-        return cls(
-            target.zeros((num_heads, capacity, row), np.uint8),
-            target.zeros((num_heads, capacity), np.float32),
-            target.zeros((num_heads, capacity, packed_bytes(projections, 1)), np.uint8),
-            target.zeros((num_heads, capacity if projections else 0), np.float32),
-        )
-
-    def arrays(self) -> tuple[Array, Array, Array, Array]:
-        return self.codes, self.scales, self.signs, self.residuals
-
-    def move(self, target: Target, to: _Encoded, begin: int) -> None:
-        """Copy the tokens from `begin` on to the start of other buffers."""
-        offset = target.index(np.array([-begin]), np.int64)
-        for source, there in zip(self.arrays(), to.arrays(), strict=True):
-            if source.size:
-                width = source.shape[2] if len(source.shape) == 3 else 1
-                shapes = [(1, *x.shape[:2], width) for x in (source, there)]
-                target.ops.copy_rows(source.reshape(shapes[0]), there.reshape(shapes[1]), offset)
 
 
 class _Compressor:
@@ -197,15 +38,15 @@ class _Compressor:
         self._config = config
         self._num_q_heads = num_q_heads
         self._target = targets.get(target)
-        self._quantiser = _quantiser(config, num_heads, self._target)
+        self._quantiser = quantiser_of(config, num_heads, self._target)
         # The tokens lie in [begin, end) of the buffers.
         self._begin = self._end = 0
         self._keys, self._values = self._allocate(0)
 
-    def _allocate(self, capacity: int) -> tuple[_Encoded, _Encoded]:
+    def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:
         heads, config = int(self._quantiser.rotation.shape[0]), self._config
-        keys = _Encoded.allocate(self._target, heads, capacity, config, config.projections or 0)
-        return keys, _Encoded.allocate(self._target, heads, capacity, config, 0)
+        keys = Encoded.allocate(self._target, heads, capacity, config, config.projections or 0)
+        return keys, Encoded.allocate(self._target, heads, capacity, config, 0)
 
     # -- what it is
 
@@ -234,7 +75,7 @@ class _Compressor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, room for tokens to come included."""
+        """Bytes of the buffers, room for further tokens included."""
         buffers = (*self._keys.arrays(), *self._values.arrays())
         return sum(int(x.nbytes) for x in buffers)
 
@@ -275,12 +116,12 @@ class _Compressor:
         self._begin = self._end = 0
 
     def evict_outside_window(self, n: int) -> None:
-        """Keep the last tokens only.
+        """Drop all but the last tokens.
 
         Parameters
         ----------
         n : int
-            How many to keep; if there are fewer, all stay.
+            How many to keep; if there are fewer, all are kept.
 
         Raises
         ------
@@ -290,7 +131,7 @@ class _Compressor:
         self._begin = max(self._begin, self._end - check_size("n", n))
 
     def copy(self) -> Self:
-        """A deep copy; only the quantiser, which nothing changes, is shared.
+        """A deep copy; only the quantiser, which is immutable, is shared.
 
         Returns
         -------
@@ -381,7 +222,7 @@ class _Compressor:
             )  # fmt: skip
         self._end += tokens
 
-    def _decode(self, encoded: _Encoded) -> Array:
+    def _decode(self, encoded: Encoded) -> Array:
         heads, dim = (int(n) for n in self._quantiser.rotation.shape[:2])
         out = self._target.empty((heads, len(self), dim), np.float32)
         if not self.is_empty:
@@ -462,12 +303,12 @@ class HeadCompressor(_Compressor):
         key, value : array (head_dim,)
             Vectors of any float dtype; they are encoded in float32, and norms must not exceed what that holds.
         check_finite : bool
-            Whether the vectors are looked at first; on CUDA that waits for the device.
+            Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
 
         Raises
         ------
         NonFiniteInput
-            If a vector holds NaN or infinity, whatever its length; `index` says where. The key is looked at first.
+            If a vector holds NaN or infinity, whatever its length; `index` says where. The key is checked first.
         DimensionMismatch
             If a vector has another length.
         UnsupportedDType, NotSupported
@@ -507,7 +348,7 @@ class HeadCompressor(_Compressor):
         query : array (head_dim,)
             Of any float dtype.
         check_finite : bool
-            Whether the query is looked at first; on CUDA that waits for the device.
+            Whether the query is checked for NaN and infinity first; on CUDA that waits for the device.
 
         Returns
         -------
@@ -554,7 +395,7 @@ class HeadCompressor(_Compressor):
         return query.reshape((1, int(query.shape[0])))
 
     def decode_keys(self) -> Array:
-        """What the codes say that the keys were, without the sketch.
+        """The keys, decoded from their codes; the sketch is not used.
 
         Returns
         -------
@@ -563,7 +404,7 @@ class HeadCompressor(_Compressor):
         return self._decode(self._keys).reshape((len(self), self._config.head_dim))
 
     def decode_values(self) -> Array:
-        """What the codes say that the values were.
+        """The values, decoded from their codes.
 
         Returns
         -------
@@ -590,7 +431,7 @@ class MultiHeadCompressor(_Compressor):
     Raises
     ------
     DimensionMismatch
-        If the q heads cannot be shared out, or a number of heads is below 1.
+        If `num_q_heads` is no multiple of `num_heads`, or one of them is below 1.
     """
 
     def __init__(
@@ -633,14 +474,14 @@ class MultiHeadCompressor(_Compressor):
         keys, values : array (num_heads, head_dim)
             A vector for each head, of any float dtype.
         check_finite : bool
-            Whether the vectors are looked at first; on CUDA that waits for the device.
+            Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
 
         Raises
         ------
         DimensionMismatch
-            If there is another number of heads, or (after the look for NaN) vectors have another length.
+            If there is another number of heads, or (checked after NaN) vectors have another length.
         NonFiniteInput
-            If a vector holds NaN or infinity; `index` is the position in its head's vector. Keys are looked at first.
+            If a vector holds NaN or infinity; `index` is the position in its head's vector. Keys are checked first.
         UnsupportedDType, NotSupported
             If an array has another dtype, layout or target.
         """
@@ -677,7 +518,7 @@ class MultiHeadCompressor(_Compressor):
         queries : array (num_q_heads, head_dim)
             A query for each q head, of any float dtype.
         check_finite : bool
-            Whether the queries are looked at first; on CUDA that waits for the device.
+            Whether the queries are checked for NaN and infinity first; on CUDA that waits for the device.
 
         Returns
         -------
@@ -721,7 +562,7 @@ class MultiHeadCompressor(_Compressor):
         return self._attend("queries", queries, check_finite)
 
     def decode_keys(self) -> Array:
-        """What the codes say that the keys were, without the sketch.
+        """The keys, decoded from their codes; the sketch is not used.
 
         Returns
         -------
@@ -730,7 +571,7 @@ class MultiHeadCompressor(_Compressor):
         return self._decode(self._keys)
 
     def decode_values(self) -> Array:
-        """What the codes say that the values were.
+        """The values, decoded from their codes.
 
         Returns
         -------

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from numkv.arrays import Array
+from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
 
 __all__ = ["Operations"]
 
 
-class Operations(SmallCalls):
+class Operations(OperationsOfCodes, SmallCalls):
     """The operations of a target; see `numkv.targets.Target.ops`.
 
     Arrays are the target's own, and hold words: 16-bit floats as ``uint16``, INT4 codes two to a ``uint8``. Arguments
@@ -151,149 +152,6 @@ class Operations(SmallCalls):
             Result, in the words of `q_kind`.
         lse : float32 array (num_tokens, num_q_heads)
             Log of the sum of exponentials.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def attend_codes(
-        q: Array,
-        q_kind: str,
-        rotation: Array,
-        back: Array,
-        levels: Array,
-        sketch: Array,
-        k_codes: Array,
-        k_scales: Array,
-        signs: Array,
-        residuals: Array,
-        v_codes: Array,
-        v_scales: Array,
-        begin: int,
-        end: int,
-        sm_scale: float,
-        out: Array,
-    ) -> None:
-        """Attend with queries over encoded keys and values, on the codes.
-
-        Parameters
-        ----------
-        q : array (num_q_heads, head_dim)
-            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
-        q_kind : str
-            Their kind.
-        rotation, levels, sketch
-            See `encode_rows`.
-        back : float32 array (num_heads, head_dim, head_dim)
-            The rotations' transposes.
-        k_codes, k_scales, signs, residuals
-            Keys; see `encode_rows`.
-        v_codes, v_scales
-            Values, which have no sketch.
-        begin, end : int
-            The tokens, at least one.
-        sm_scale : float
-            What scores are multiplied by.
-        out : float32 array (num_q_heads, head_dim)
-            Takes the result.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def decode_rows(
-        codes: Array, scales: Array, begin: int, levels: Array, back: Array, out: Array
-    ) -> None:
-        """Turn codes back into rows.
-
-        Parameters
-        ----------
-        codes : uint8 array (num_heads, capacity, row_bytes)
-            Codes.
-        scales : float32 array (num_heads, capacity)
-            Their scales.
-        begin : int
-            First token to decode.
-        levels : float32 array (2 ** bits,)
-            The codebook.
-        back : float32 array (num_heads, head_dim, head_dim)
-            The rotations' transposes.
-        out : float32 array (num_heads, num_tokens, head_dim)
-            Takes the rows.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def encode_rows(
-        rows: Array,
-        rows_kind: str,
-        rotation: Array,
-        edges: Array,
-        levels: Array,
-        sketch: Array,
-        codes: Array,
-        scales: Array,
-        signs: Array,
-        residuals: Array,
-        start: int,
-    ) -> None:
-        """Encode rows of several heads.
-
-        Parameters
-        ----------
-        rows : array (num_tokens, num_heads, head_dim)
-            Finite numbers, in the words of `rows_kind`.
-        rows_kind : str
-            Their kind.
-        rotation : float32 array (num_heads, head_dim, head_dim)
-            A row is turned by multiplying it with its head's matrix from the right.
-        edges, levels : float32 array (2 ** bits - 1,), (2 ** bits,)
-            The codebook, in rising order.
-        sketch : float32 array (num_heads, head_dim, projections)
-            Directions in the columns, for turned rows; ``projections`` may be 0.
-        codes : uint8 array (num_heads, capacity, row_bytes)
-            Takes the codes; see `numkv.rows.codes`.
-        scales : float32 array (num_heads, capacity)
-            Takes the scales.
-        signs : uint8 array (num_heads, capacity, sign_bytes)
-            Takes the signs of the sketch.
-        residuals : float32 array (num_heads, capacity)
-            Takes the norms of what the codes leave over; not looked at without a sketch.
-        start : int
-            Where the first token goes.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def score_codes(
-        q: Array,
-        q_kind: str,
-        rotation: Array,
-        levels: Array,
-        sketch: Array,
-        codes: Array,
-        scales: Array,
-        signs: Array,
-        residuals: Array,
-        begin: int,
-        end: int,
-        sm_scale: float,
-        out: Array,
-    ) -> None:
-        """Estimate the inner products of queries and encoded keys, on the codes.
-
-        Parameters
-        ----------
-        q : array (num_q_heads, head_dim)
-            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
-        q_kind : str
-            Their kind.
-        rotation, levels, sketch, codes, scales, signs, residuals
-            See `encode_rows`.
-        begin, end : int
-            The tokens.
-        sm_scale : float
-            What scores are multiplied by.
-        out : float32 array (num_q_heads, end - begin)
-            Takes the scores.
         """
         raise NotImplementedError
 

@@ -97,8 +97,8 @@ class Buffer:
 
     # -- scales
 
-    def set_scales(self, name: str, scales: Any) -> None:
-        """Set the scales of heads; what is stored already is read by them too, so this is for an empty buffer.
+    def check_scales(self, name: str, scales: Any) -> np.ndarray[Any, Any]:
+        """Check scales for the heads of this buffer; `numkv.storage.pool.Pool.set_scales` sets them.
 
         Parameters
         ----------
@@ -106,6 +106,10 @@ class Buffer:
             What errors call them.
         scales : float or float32 array (num_kv_heads,)
             Finite numbers above 0, in host memory.
+
+        Returns
+        -------
+        float32 array (num_kv_heads,)
 
         Raises
         ------
@@ -119,7 +123,7 @@ class Buffer:
                 f"`{name}`: expected a kind whose heads have scales (fp8_e4m3, fp8_e5m2), got {self.kind}; "
                 "quantised kinds compute scales themselves"
             )
-        self.scales[:] = self.target.asarray(head_scales(name, scales, int(self.words.shape[1])))
+        return head_scales(name, scales, int(self.words.shape[1]))
 
     def typed_scales(self) -> Array:
         """The scales as a user sees them, in `Kind.scale_dtype`."""

@@ -17,6 +17,7 @@ import functools
 import numpy as np
 from numba import types
 from numba.experimental import jitclass
+from numba.extending import register_jitable
 
 from numkv.errors import NumkvError
 from numkv.kernels.builder import SCALES, WORDS
@@ -33,6 +34,17 @@ def _scales(kind):
     """The Numba type of the scales of a kind's buffer."""
     dtype, ndim = SCALES[kind]
     return types.Array(dtype, ndim, "C")
+
+
+def _scales_of_layers(scales_per):
+    """What `scales_at` returns, for a buffer with a block for each layer, which has scales of heads of its own."""
+    at, BY_HEAD = scales_at(scales_per), scales_per == "head"
+
+    @register_jitable
+    def of(scale, layer, head, position, num_heads):
+        return at(scale, layer, layer * num_heads + head if BY_HEAD else head, position)
+
+    return of
 
 
 @functools.cache
@@ -136,16 +148,16 @@ def cache_struct(k_kind, v_kind):
     -------
     jitclass
         Fields ``k`` and ``v`` ``(num_layers, num_kv_heads, capacity, head_dim)`` in words, ``k_scale`` and ``v_scale``
-        ``(num_layers, num_kv_heads, capacity)`` (INT4: words, with an axis of groups more), ``context_lens`` int64
-        ``(num_layers,)`` (rows appended to each layer), ``lengths`` int64 ``(1,)`` (tokens advanced), ``current``
-        int64 ``(1,)`` (0 once the cache has grown out of these buffers); property ``length``; methods ``append``,
-        ``advance``, ``load_k``, ``load_v``.
+        ``(num_layers, num_kv_heads, capacity)`` (INT4: words, with an axis of groups more; fp8:
+        ``(num_layers * num_kv_heads,)``), ``context_lens`` int64 ``(num_layers,)`` (rows appended to each layer),
+        ``lengths`` int64 ``(1,)`` (tokens advanced), ``current`` int64 ``(1,)`` (0 once the cache has grown out of
+        these buffers); property ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
     store_k, load_k_row = row_codec(k_kind)
     store_v, load_v_row = row_codec(v_kind)
     k_scales_at, v_scales_at = (
-        scales_at(kind(k_kind).scales_per),
-        scales_at(kind(v_kind).scales_per),
+        _scales_of_layers(kind(k_kind).scales_per),
+        _scales_of_layers(kind(v_kind).scales_per),
     )
 
     class CacheStruct:
@@ -174,9 +186,9 @@ def cache_struct(k_kind, v_kind):
             if position < 0 or position >= self.k.shape[2]:
                 return False
             for h in range(self.k.shape[1]):
-                k_scales = k_scales_at(self.k_scale, layer, h, position)
+                k_scales = k_scales_at(self.k_scale, layer, h, position, self.k.shape[1])
                 store_k(k_row[h], self.k[layer, h, position], k_scales)
-                v_scales = v_scales_at(self.v_scale, layer, h, position)
+                v_scales = v_scales_at(self.v_scale, layer, h, position, self.v.shape[1])
                 store_v(v_row[h], self.v[layer, h, position], v_scales)
             self.context_lens[layer] += 1
             return True
@@ -195,14 +207,14 @@ def cache_struct(k_kind, v_kind):
             """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
             if self.current[0] == 0:
                 raise NumkvError(GROWN)
-            scales = k_scales_at(self.k_scale, layer, head, position)
+            scales = k_scales_at(self.k_scale, layer, head, position, self.k.shape[1])
             load_k_row(self.k[layer, head, position], scales, out)
 
         def load_v(self, layer, position, head, out):
             """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
             if self.current[0] == 0:
                 raise NumkvError(GROWN)
-            scales = v_scales_at(self.v_scale, layer, head, position)
+            scales = v_scales_at(self.v_scale, layer, head, position, self.v.shape[1])
             load_v_row(self.v[layer, head, position], scales, out)
 
     return jitclass(

@@ -140,16 +140,17 @@ class Pool:
         return self.k_buffer if which == "k" else self.v_buffer
 
     def set_scales(self, k: Any = None, v: Any = None) -> None:
-        """Set the scales of the heads of an empty pool of 8-bit floats; see `Buffer.set_scales`.
+        """Set the scales of the heads of an empty pool of 8-bit floats; see `Buffer.check_scales`.
 
         Parameters
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V; None leaves them as they are, at first 1.
         """
-        for name, scales in (("k", k), ("v", v)):
-            if scales is not None:
-                self.buffer(name).set_scales(name, scales)
+        given = [(n, self.buffer(n), x) for n, x in (("k", k), ("v", v)) if x is not None]
+        checked = [(buffer, buffer.check_scales(name, scales)) for name, buffer, scales in given]
+        for buffer, scales in checked:
+            buffer.scales[:] = self.target.asarray(scales)
 
     def copy_blocks(self, source_ids: Array, to: Pool, to_ids: Array) -> None:
         """Copy whole blocks, scales included, to a pool of the same kinds and shapes, which may be this one.

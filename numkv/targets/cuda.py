@@ -108,9 +108,8 @@ class CudaTarget:
         if dtype is not None:  # no typestr names it
             import torch
 
-            word = (
-                torch.int16 if dtype.itemsize == 2 else torch.uint8
-            )  # as old ones of torch have no uint16
+            # Older versions of torch have no uint16.
+            word = torch.int16 if dtype.itemsize == 2 else torch.uint8
             return self._cuda.as_cuda_array(x.detach().view(word)).view(dtype)
         interface = getattr(x, "__cuda_array_interface__", None)
         if interface is not None and _names_a_dtype(interface["typestr"]):

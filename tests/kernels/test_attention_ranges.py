@@ -16,6 +16,7 @@ from paged_problems import GARBAGE
 from numkv import kinds, targets
 from numkv.attention.attend import attend
 from numkv.attention.options import check_options
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 
 
@@ -59,14 +60,17 @@ class Problem:
         """What numkv says: out and lse, in NumPy."""
         where = targets.get(target)
         no_scale = np.empty((0, 0, 0), np.float32)
+        sides = zip((self.k, self.v), (self.k_scale, self.v_scale), self.kinds[1:], strict=True)
         pool = Pool(
-            where,
-            where.words(to(self.k)),
-            where.words(to(self.v)),
-            kinds.kind(self.kinds[1]),
-            kinds.kind(self.kinds[2]),
-            to(no_scale if self.k_scale is None else self.k_scale),
-            to(no_scale if self.v_scale is None else self.v_scale),
+            *(
+                Buffer(
+                    where,
+                    where.words(to(words)),
+                    to(no_scale if scale is None else scale),
+                    kinds.kind(kind),
+                )
+                for words, scale, kind in sides
+            )
         )
         arrays = (self.table, self.q, self.seq_lens, self.q_starts)
         results = attend(

@@ -197,7 +197,8 @@ def test_compiled_code_of_a_user_stores_and_loads_by_the_same_scales(name):
     layer = layer_struct(name, name)(pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)
     lengths = [np.zeros(3, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64)]
     cache = pool_of(targets.get("cpu"), name, SCALES)
-    layers = cache_struct(name, name)(cache.k, cache.v, cache.k_scale, cache.v_scale, *lengths)
+    of_layers = [np.tile(scales, 3) for scales in (cache.k_scale, cache.v_scale)]
+    layers = cache_struct(name, name)(cache.k, cache.v, *of_layers, *lengths)
     for row in x:
         assert layer.append(row, row)
         assert layers.append(1, row, row)
@@ -230,4 +231,4 @@ def test_bad_scales_are_refused_and_change_nothing(scales, error):
 def test_other_kinds_have_no_scales_to_set(name):
     buffer = Buffer.allocate(targets.get("cpu"), (1, 2, 4), 8, numkv.kind(name))
     with pytest.raises(numkv.NotSupported, match=f"got {name}"):
-        buffer.set_scales("k", 1.0)
+        buffer.check_scales("k", 1.0)

@@ -380,11 +380,18 @@ def test_the_reference_message():
         plan.run(AppendArgs(**arrays))
 
 
+def wrong_rank(name):
+    def change(arrays):
+        arrays[name] = arrays[name][0].copy()
+
+    return change
+
+
 ONE_SHOT = [
     ("k_new", MISMATCH, wrong_shape("k_new")),
     ("v_cache", MISMATCH, wrong_shape("v_cache")),
-    ("k_cache", MISMATCH, lambda arrays: arrays.update(k_cache=arrays["k_cache"][0].copy())),
-    ("v_new", MISMATCH, lambda arrays: arrays.update(v_new=arrays["v_new"][0].copy())),
+    ("k_cache", MISMATCH, wrong_rank("k_cache")),
+    ("v_new", MISMATCH, wrong_rank("v_new")),
     ("v_new", DTYPE, wrong_dtype("v_new", np.float16)),
     ("k_cache|k_new|dtype", DTYPE, wrong_dtype("k_cache", np.int32)),
     ("cache_offsets", DTYPE, wrong_dtype("cache_offsets", np.int32)),

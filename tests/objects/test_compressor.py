@@ -453,7 +453,11 @@ def test_clear_keeps_the_quantiser(target, to, host, rng):
     assert head.capacity == capacity
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda c: c.copy()])
+@pytest.mark.parametrize(
+    "make",
+    [copy.copy, copy.deepcopy, lambda c: c.copy()],
+    ids=["copy.copy", "copy.deepcopy", "method"],
+)
 def test_a_copy_is_deep(target, to, host, rng, make):
     x = rng.standard_normal((4, 8), np.float32)
     head = HeadCompressor(CONFIG, target=target)

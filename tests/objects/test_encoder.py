@@ -162,6 +162,18 @@ def test_attention(target, to, host, rng, kind):
         tolerances.assert_lse_close(host(lse), want_lse, bound)
 
 
+def test_queries_over_int4_have_the_width_of_rows(target, to, host, rng):
+    """Not that of their packed codes."""
+    cache = make(target, "int4")
+    cache.start_forward(numkv.Batch([0, 1], [0, 0], [0]))
+    cache.put(0, *(to(rng.standard_normal((5, 2, 64), F32)) for _ in range(2)))
+    k, v = stored(cache, host)
+    q = rng.standard_normal((2, 4, 64), F32)
+    want, _ = naive_cells.attention(q, k, v, np.zeros((2, 5)))
+    out = host(cache.decode_attention(0, to(q)))
+    tolerances.assert_rows_close(out, want, tolerances.attention("int4", "fp32"))
+
+
 # ---------------------------------------------------------------- what can go wrong
 
 

@@ -23,17 +23,17 @@ every_store = pytest.mark.parametrize("store", STORES.all.values(), ids=STORES.a
 # ---------------------------------------------------------------- what may not be stored
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **kw: numkv.ContiguousLayer(4, 2, 7, **kw),
-        lambda **kw: numkv.PagedLayer(4, 2, 2, 7, **kw),
-        lambda **kw: numkv.PagedPool(4, 2, 2, 7, **kw),
-        lambda **kw: numkv.KVCache(1, 2, 7, **kw),
-        lambda **kw: numkv.KVCache(1, 2, 8, head_dim_v=7, **kw),
-        lambda **kw: numkv.PagedKVCache(1, 2, 7, num_blocks=4, **kw),
-    ],
-)
+ODD = {
+    "ContiguousLayer": lambda **kw: numkv.ContiguousLayer(4, 2, 7, **kw),
+    "PagedLayer": lambda **kw: numkv.PagedLayer(4, 2, 2, 7, **kw),
+    "PagedPool": lambda **kw: numkv.PagedPool(4, 2, 2, 7, **kw),
+    "KVCache": lambda **kw: numkv.KVCache(1, 2, 7, **kw),
+    "KVCache, V": lambda **kw: numkv.KVCache(1, 2, 8, head_dim_v=7, **kw),
+    "PagedKVCache": lambda **kw: numkv.PagedKVCache(1, 2, 7, num_blocks=4, **kw),
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_odd_head_dims(target, make):
     with pytest.raises(numkv.DimensionMismatch, match=r"expected a multiple of 2 for int4.*got 7"):
         make(kind="int4", target=target)

@@ -172,7 +172,7 @@ def test_initialised_once(target):
 def test_a_failed_init_can_be_tried_again():
     cache = numkv.CausalCache()
     for args, error in (
-        (("fp8", 1, 4, 4), numkv.UnsupportedDType),
+        (("fp7", 1, 4, 4), numkv.UnsupportedDType),
         (("fp32", -1, 4, 4), ValueError),
         (("fp32", 1, -4, 4), ValueError),
         (("fp32", 1, 4, -4), ValueError),
@@ -185,7 +185,7 @@ def test_a_failed_init_can_be_tried_again():
 
 
 def test_bad_configurations():
-    for bad in ({"padding": -1}, {"mask_dtype": "int8"}, {"mask_dtype": "fp31"}):
+    for bad in [{"padding": -1}, *({"mask_dtype": kind} for kind in ("int8", "fp8_e4m3", "fp31"))]:
         with pytest.raises((ValueError, numkv.NumkvError)):
             numkv.CausalCache().set_config(numkv.CacheConfig(**bad))
     config = numkv.CacheConfig()

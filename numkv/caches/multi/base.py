@@ -279,6 +279,34 @@ class MultiSequenceCache(ABC):
     def can_resume(self, seq: int, pos: int) -> bool:
         """Whether a sequence can go on with a token at a position: all that it would attend to is still stored."""
 
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer; it need not have been put.
+        k, v : float or float32 array (num_kv_heads,), optional
+            Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+
+        Raises
+        ------
+        NumkvError
+            If rows are stored, which are stored by the present scales.
+        NotSupported
+            If the kind has no scales of heads.
+        DimensionMismatch, UnsupportedDType, ValueError
+            If they are no such scales. For a layer that was never put, the first `put` checks the number of heads.
+        IndexError
+            If `layer` is negative, or `layer_types` of a `WrapperCache` does not list it.
+
+        Notes
+        -----
+        Nothing has changed after an error.
+        """
+        self._check_ready()
+        self._set_scales(check_position("layer", layer), k, v)
+
     @abstractmethod
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Write a layer's rows."""
@@ -356,6 +384,9 @@ class MultiSequenceCache(ABC):
             f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
             "this one holds rows that stay or go together"
         )
+
+    @abstractmethod
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None: ...
 
     @abstractmethod
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any: ...

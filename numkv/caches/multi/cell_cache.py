@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.checks import check_position, check_sequence
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View
+from numkv.caches.multi.head_scales import HeadScales
 from numkv.cells.cells import Cells, Compaction, Forward, Removal, Rows
 from numkv.checks import check_array, check_index
 from numkv.compaction.key_shift import Shift, plan_shift
@@ -54,6 +55,7 @@ class CellCache(MultiSequenceCache):
         self._shift = shift
         self._cells = Cells(0)
         self._layers: dict[int, Pool] = {}
+        self._head_scales = HeadScales()
         self._pass: ForwardPass | None = None
         self._jit: Any = None
 
@@ -399,7 +401,19 @@ class CellCache(MultiSequenceCache):
         )
         shape_of = (1, heads, self._cells.num_cells)
         dims = (int(k.shape[2]), int(v.shape[2]))
-        return Pool.allocate(target, shape_of, *dims, *kinds, self._rotate)
+        pool = Pool.allocate(target, shape_of, *dims, *kinds, self._rotate)
+        self._head_scales.apply(layer, pool)
+        return pool
+
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        owned = self.num_cells - self.num_free
+        if owned:
+            raise NumkvError(
+                f"set_scales: expected a cache without tokens, got {owned}; set scales before the first "
+                "start_forward"
+            )
+        kinds = (self._k_kind, self._v_kind)
+        self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
     def get(self, layer: int) -> tuple[Array, Array, Array]:
         """K, V and the mask of the cells that this batch may attend to.
@@ -486,7 +500,7 @@ class CellCache(MultiSequenceCache):
         pool, q = self._queries(now, layer, q)
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
-        weights = weigh(
+        weights = attention_mass(
             pool, table, q, lens, starts, max(counts, default=0),
             check_options(sm_scale, logits_soft_cap), lse=lse, ranges=ranges, by_slot=True,
         )  # fmt: skip

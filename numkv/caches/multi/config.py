@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numkv.checks import check_size
 from numkv.errors import UnsupportedDType
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.kinds import Kind, kind
 from numkv.targets.base import Target
 
 __all__ = ["Batch", "CacheConfig", "Setup"]
@@ -40,8 +40,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_size("padding", self.padding)
-        mask_kind = kind(self.mask_dtype)
-        if kind_of_dtype(mask_kind.dtype) is not mask_kind:
+        if not kind(self.mask_dtype).is_query:
             raise UnsupportedDType(
                 f"`mask_dtype`: expected fp64, fp32, fp16 or bf16, got {self.mask_dtype}"
             )

@@ -16,6 +16,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.checks import check_position, check_sequence
 from numkv.caches.multi.config import Setup
+from numkv.caches.multi.head_scales import HeadScales
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
@@ -54,6 +55,7 @@ class EncoderCache(MultiSequenceCache):
     def __init__(self) -> None:
         super().__init__()
         self._layers: dict[int, Pool] = {}
+        self._head_scales = HeadScales()
         self._position = 0  # of the next item
         self._stored = 0  # of the stored rows
         self._cached = False
@@ -177,6 +179,14 @@ class EncoderCache(MultiSequenceCache):
             raise NumkvError("EncoderCache: used before start_forward; call it first")
         return check_position("layer", layer)
 
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        if self._cached:
+            raise NumkvError(
+                "set_scales: expected a cache without rows, got rows of an item; remove it first"
+            )
+        kinds = (self._ready.k_kind, self._ready.v_kind)
+        self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
+
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Store a layer's rows in place of its former ones.
 
@@ -222,6 +232,7 @@ class EncoderCache(MultiSequenceCache):
             made = Pool.allocate(
                 ready.target, (1, heads, rows), dim, dim_v, ready.k_kind, ready.v_kind, ready.rotate
             )
+            self._head_scales.apply(layer, made)
         else:
             made = pool
         if check_finite:
@@ -275,8 +286,8 @@ class EncoderCache(MultiSequenceCache):
                 f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"
             )
         target = self._ready.target
-        _, heads, rows, dim = (int(n) for n in pool.k.shape)
-        q = check_queries(target, q, heads, dim, "num_tokens")
+        _, heads, rows, _ = (int(n) for n in pool.k.shape)
+        q = check_queries(target, q, heads, pool.head_dim, "num_tokens")
         tokens = int(q.shape[0])
         ranges = np.empty((tokens, 2), np.int64)
         ranges[:] = 0, rows

@@ -237,6 +237,9 @@ class WrapperCache(MultiSequenceCache):
         self._check_ready()
         return self._child(layer).get(layer)
 
+    def _set_scales(self, layer: int, k: Any, v: Any) -> None:
+        self._child(layer)._set_scales(layer, k, v)
+
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         return self._child(layer)._attend(layer, q, options)
 

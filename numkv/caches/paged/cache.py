@@ -87,6 +87,45 @@ class PagedKVCache(StoredSequences):
     (5, 3)
     """
 
+    # -- scales
+
+    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        k, v : float or float32 array (num_kv_heads,), optional
+            Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+
+        Raises
+        ------
+        NumkvError
+            If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
+        NotSupported
+            If the kind has no scales of heads.
+        DimensionMismatch, UnsupportedDType, ValueError
+            If they are no such scales.
+        IndexError
+            If there is no such layer.
+
+        Notes
+        -----
+        The prefix cache forgets what it has, as it is stored by the former scales. Nothing has changed after an error.
+        """
+        pool, _ = self._store.place(check_index("layer", layer, self.num_layers))
+        if self._sequences:
+            raise NumkvError(
+                f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "
+                "sequences are added"
+            )
+        for name, scales in (("k", k), ("v", v)):
+            if scales is not None:
+                pool.buffer(name).check_scales(name, scales)
+        self.blocks.forget()
+        pool.set_scales(k, v)
+
     # -- sequences
 
     def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
@@ -431,7 +470,7 @@ class PagedKVCache(StoredSequences):
         self.commit(step, np.zeros(len(step.sequences), np.int64))
 
     def _check_open(self, step: Step) -> None:
-        if not isinstance(step, Step) or not step.belongs_to(self._store) or not step.open:
+        if not isinstance(step, Step) or not step._belongs_to(self._store) or not step.open:
             raise NumkvError(
                 "`step`: expected an open step of this cache, got another or an ended one"
             )

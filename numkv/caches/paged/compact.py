@@ -72,11 +72,25 @@ def compact_sequence(
     for pool, buffer in zip(store.pools, staging, strict=False):
         buffer.copy_tokens(staged, pool, to)
     for pool in store.pools:
-        for move in plan_moves(pool, shift, to if staging else source, to, offsets):
+        for move in plan_moves(pool, None, to if staging else source, to, offsets):
             move()
+    if shift is not None:
+        _shift_keys(store, plans, shift, to, offsets)
     if not staging:
         store.blocks.release(released)
     _keep_known_prefix(store, state, kept)
+
+
+def _shift_keys(
+    store: BlockStore, plans: list[Relocation], shift: RopeShift, slots: Ints, offsets: Ints
+) -> None:
+    """Shift the keys of tokens that have moved; layer by layer, as each may have scales of its own."""
+    ends = np.cumsum([len(plan.moved) for plan in plans])[:-1]
+    parts = zip(store.groups, np.split(slots, ends), np.split(offsets, ends), strict=True)
+    for group, of_group, by in parts:
+        for layer in group.layers:
+            for move in plan_moves(store.place(layer)[0], shift, of_group, of_group, by):
+                move()
 
 
 def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:

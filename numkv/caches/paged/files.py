@@ -27,6 +27,7 @@ FORMAT_VERSION = 2
 _READABLE = (1, FORMAT_VERSION)
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
+_HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
 
 
 def save_sequences(path: str | os.PathLike[str], sequences: Sequence[SwappedSequence]) -> None:
@@ -57,6 +58,9 @@ def save_sequences(path: str | os.PathLike[str], sequences: Sequence[SwappedSequ
         for layer, buffers in enumerate(sequence.buffers):
             for name, x in zip(_BUFFERS, buffers, strict=True):
                 tensors[f"{i}.{name}.{layer}"] = np.ascontiguousarray(x)
+        for layer, scales in enumerate(sequence.head_scales):
+            for name, x in zip(_HEAD_SCALES, scales, strict=True):
+                tensors[f"{i}.{name}.{layer}"] = x
     header = {
         "version": FORMAT_VERSION,
         "geometry": sequences[0].geometry,
@@ -132,6 +136,7 @@ def _sequence(
         all_of("logical"),
         buffers,
         tuple(header.get("starts", ())),
+        tuple(zip(*(all_of(name) for name in _HEAD_SCALES), strict=True)),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from numkv.attention.attend import attend, check_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
@@ -244,11 +244,11 @@ class Step:
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-        return weigh(
+        return attention_mass(
             pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
         )
 
-    def belongs_to(self, store: BlockStore) -> bool:
+    def _belongs_to(self, store: BlockStore) -> bool:
         """Whether the step writes to these buffers."""
         return self._store is store
 

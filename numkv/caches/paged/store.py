@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "SequenceState"]
+__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "pool_with_own_scales"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
@@ -80,6 +81,8 @@ class BlockStore:
         Which blocks are free, owned or cached.
     places : dict of int to tuple of int
         Pool and group of each layer, by their numbers.
+    layer_pools : dict of int to Pool
+        The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
     """
 
     target: Target
@@ -87,6 +90,7 @@ class BlockStore:
     pools: list[Pool]
     blocks: BlockPool
     places: dict[int, tuple[int, int]]
+    layer_pools: dict[int, Pool]
 
     @property
     def num_layers(self) -> int:
@@ -99,6 +103,15 @@ class BlockStore:
         return self.blocks.block_size
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, scales included."""
+        sides = [
+            side for pool in self.layer_pools.values() for side in (pool.k_buffer, pool.v_buffer)
+        ]
+        arrays = {id(x): x for side in sides for x in (side.words, side.scales)}
+        return sum(int(x.nbytes) for x in arrays.values())
+
+    @property
     def geometry(self) -> tuple[Any, ...]:
         """What a swapped sequence must agree with: sizes, kinds, windows, and the seed of the rotation or None."""
         pool = self.pools[0]
@@ -109,8 +122,7 @@ class BlockStore:
 
     def place(self, layer: int) -> tuple[Pool, int]:
         """The pool of a layer, and the number of its group."""
-        slot, group = self.places[layer]
-        return self.pools[slot], group
+        return self.layer_pools[layer], self.places[layer][1]
 
     def window_of(self, layer: int) -> int:
         """Earlier tokens that a query of a layer attends to, -1 for all."""
@@ -152,3 +164,18 @@ class BlockStore:
                 dropped = table[keep:]
                 self.blocks.release(dropped[dropped >= 0])
                 state.tables[group] = table[:keep].copy()
+
+
+def pool_with_own_scales(pool: Pool) -> Pool:
+    """A pool over the same words with scales of heads of its own, for another layer; for other kinds the same pool."""
+    sides = pool.k_buffer, pool.v_buffer
+    if not any(side.kind.scales_per == "head" for side in sides):
+        return pool
+    return Pool(*map(_with_own_scales, sides))
+
+
+def _with_own_scales(side: Buffer) -> Buffer:
+    if side.kind.scales_per != "head":
+        return side
+    ones = np.ones(int(side.words.shape[1]), side.kind.scale_word)
+    return replace(side, scales=side.target.asarray(ones))

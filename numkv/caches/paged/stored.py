@@ -10,11 +10,11 @@ import numpy as np
 
 from numkv import targets
 from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import weigh
+from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.groups import group_layers
-from numkv.caches.paged.store import BlockStore, SequenceState
+from numkv.caches.paged.store import BlockStore, SequenceState, pool_with_own_scales
 from numkv.checks import check_index, check_size
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind, kinds_of
@@ -94,7 +94,11 @@ class StoredSequences:
             for slot, layer in enumerate(members)
         }
         self.blocks = BlockPool(shape[0], shape[2])
-        self._store = BlockStore(place, groups, pools, self.blocks, places)
+        layer_pools = {
+            layer: pools[slot] if group == 0 else pool_with_own_scales(pools[slot])
+            for layer, (slot, group) in places.items()
+        }
+        self._store = BlockStore(place, groups, pools, self.blocks, places, layer_pools)
         self._target, self._groups, self._pools = place, groups, pools
         self._sequences: dict[int, SequenceState] = {}
         self._next = 0
@@ -144,7 +148,7 @@ class StoredSequences:
     @property
     def nbytes(self) -> int:
         """Bytes of the K and V buffers, scales included."""
-        return sum(pool.nbytes for pool in self._pools)
+        return self._store.nbytes
 
     def window_of(self, layer: int) -> int:
         """The window of a layer.
@@ -330,7 +334,7 @@ class StoredSequences:
                 f"which sees token {first}, and layer {layer} holds those from "
                 f"{first_stored} on; pass fewer, or ask the step that wrote them"
             )
-        weights = weigh(
+        weights = attention_mass(
             pool, place.index(self._store.block_table([state], group), np.int32), q,
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
             length, check_options(sm_scale, logits_soft_cap, window), lse=lse,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from numkv.blocks.prefix import block_digests, token_ids
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 from numkv.errors import DimensionMismatch, NumkvError
+from numkv.storage.buffer import Buffer
 
 __all__ = ["SwappedSequence", "check_swapped", "copy_in", "copy_out"]
 
@@ -36,6 +37,8 @@ class SwappedSequence:
         K, V and their scales, of each layer of a group.
     starts : tuple of int
         First token of each group that has rows, where a compaction moved it into a block; empty for 0.
+    head_scales : tuple of tuple of array
+        Scales of the kv heads of K and of V in each layer, for kinds that have such; else empty.
     """
 
     length: int
@@ -45,11 +48,12 @@ class SwappedSequence:
     logical: list[NDArray[np.int64]] = field(repr=False)
     buffers: list[tuple[NDArray[Any], ...]] = field(repr=False)
     starts: tuple[int, ...] = ()
+    head_scales: tuple[tuple[NDArray[Any], NDArray[Any]], ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of K, V and scales."""
-        return sum(x.nbytes for layer in self.buffers for x in layer)
+        return sum(x.nbytes for layer in (*self.buffers, *self.head_scales) for x in layer)
 
 
 def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
@@ -62,11 +66,37 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     for pool in store.pools:
         staging = pool.like(len(ids))
         pool.copy_blocks(source, staging, to)
-        buffers.append(staging.to_host())
+        sides = (staging.k_buffer, staging.v_buffer)
+        words = [store.target.to_host(side.words) for side in sides]
+        scales = [
+            _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
+        ]
+        buffers.append((*words, *scales))
     return SwappedSequence(
         state.length, state.tokens, state.extra, store.geometry, logical, buffers,
-        tuple(state.starts),
+        tuple(state.starts), _head_scales(store),
     )  # fmt: skip
+
+
+_NO_SCALES = np.empty((0, 0, 0), np.float32)
+_NO_HEAD_SCALES = np.empty(0, np.float32)
+
+
+def _by_head(side: Buffer) -> bool:
+    return side.kind.scales_per == "head"
+
+
+def _head_scales(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
+    """Scales of heads of K and of V, by layer; empty if neither kind has any."""
+    if not any(_by_head(side) for side in (store.pools[0].k_buffer, store.pools[0].v_buffer)):
+        return ()
+
+    def on_host(side: Buffer) -> NDArray[Any]:
+        found: NDArray[Any] = np.array(store.target.to_host(side.scales))
+        return found if _by_head(side) else _NO_HEAD_SCALES
+
+    pools = [store.place(layer)[0] for layer in range(store.num_layers)]
+    return tuple((on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools)
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
@@ -106,6 +136,7 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
 def check_swapped(store: BlockStore, swapped: SwappedSequence) -> None:
     """Check that a swapped sequence fits the cache, and that its parts fit each other."""
     _check_geometry(store.geometry, swapped.geometry)
+    _check_head_scales(_head_scales(store), swapped.head_scales)
     length, num_groups = swapped.length, len(store.groups)
     _expect(
         isinstance(length, int | np.integer) and bool(0 <= length < 2**31),
@@ -127,10 +158,13 @@ def check_swapped(store: BlockStore, swapped: SwappedSequence) -> None:
         f"buffers of {len(store.pools)} layers", len(swapped.buffers),
     )  # fmt: skip
     for pool, buffers in zip(store.pools, swapped.buffers, strict=True):
-        own_buffers = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         wanted = [
-            (str(x.dtype), (count, *map(int, x.shape[1:])) if x.size else None) for x in own_buffers
-        ]
+            (str(x.dtype), (count, *map(int, x.shape[1:])) if x.size and by_block else None)
+            for x, by_block in (
+                (pool.k, True), (pool.v, True),
+                (pool.k_scale, not _by_head(pool.k_buffer)), (pool.v_scale, not _by_head(pool.v_buffer)),
+            )
+        ]  # fmt: skip
         got = [
             (str(x.dtype), tuple(x.shape) if want[1] else None)
             for x, want in zip(buffers, wanted, strict=False)
@@ -154,6 +188,20 @@ def _check_geometry(own: tuple[Any, ...], given: Any) -> None:
             expected=own,
             actual=given,
         )
+
+
+def _check_head_scales(own: Any, given: Any) -> None:
+    """Check that rows are stored by the scales of the cache's own heads: they are copied as they are."""
+    _expect(len(given) == len(own), f"scales of heads in {len(own)} layers", len(given))
+    for layer, (ours, theirs) in enumerate(zip(own, given, strict=True)):
+        for name, a, b in zip(("k", "v"), ours, theirs, strict=True):
+            _expect(np.shape(b) == a.shape, f"{a.shape} scales of `{name}`", np.shape(b))
+            if not np.array_equal(a, b):
+                raise NumkvError(
+                    f"`swapped`: expected rows stored by this cache's scales of `{name}` in layer {layer}, "
+                    f"{a.tolist()}, got {np.asarray(b).tolist()}; call set_scales({layer}, {name}=…) with "
+                    "these before sequences are added"
+                )
 
 
 def _describe_rotation(seed: int | None) -> str:

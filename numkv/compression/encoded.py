@@ -1,0 +1,55 @@
+"""`Encoded`: the buffers that encoded vectors lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from numkv.compression.config import CompressorConfig
+from numkv.rows.codes import packed_bytes
+from numkv.targets.base import Array, Target
+
+__all__ = ["Encoded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Buffers of encoded vectors; see `numkv.kernels.cpu.compress.encode_rows`."""
+
+    codes: Array
+    scales: Array
+    signs: Array
+    residuals: Array
+
+    @classmethod
+    def allocate(
+        cls,
+        target: Target,
+        num_heads: int,
+        capacity: int,
+        config: CompressorConfig,
+        projections: int,
+    ) -> Self:
+        row = packed_bytes(config.head_dim, config.bits)
+        return cls(
+            target.zeros((num_heads, capacity, row), np.uint8),
+            target.zeros((num_heads, capacity), np.float32),
+            target.zeros((num_heads, capacity, packed_bytes(projections, 1)), np.uint8),
+            target.zeros((num_heads, capacity if projections else 0), np.float32),
+        )
+
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        return self.codes, self.scales, self.signs, self.residuals
+
+    def move(self, target: Target, to: Encoded, begin: int) -> None:
+        """Copy the tokens from `begin` on to the start of other buffers."""
+        offset = target.index(np.array([-begin]), np.int64)
+        for source, destination in zip(self.arrays(), to.arrays(), strict=True):
+            if source.size:
+                width = source.shape[2] if len(source.shape) == 3 else 1
+                shapes = [(1, *x.shape[:2], width) for x in (source, destination)]
+                target.ops.copy_rows(
+                    source.reshape(shapes[0]), destination.reshape(shapes[1]), offset
+                )

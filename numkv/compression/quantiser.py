@@ -1,0 +1,87 @@
+"""`Quantiser`: the codebook and the random matrices of a config, shared by all compressors that use the same ones."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
+from numkv.compression.config import CompressorConfig
+from numkv.compression.haar import haar, stream
+from numkv.targets.base import Array, Target
+
+__all__ = ["Quantiser", "quantiser_of"]
+
+# Keys of the streams of random numbers.
+_ROTATION, _SKETCH = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class Quantiser:
+    """The codebook, and each head's random matrices, on a target; immutable.
+
+    Attributes
+    ----------
+    levels, edges : float32 array (2 ** bits,), (2 ** bits - 1,)
+        The codebook.
+    rotation, back : float32 array (num_heads, head_dim, head_dim)
+        Random rotations, and their transposes.
+    sketch, no_sketch : float32 array (num_heads, head_dim, projections), (num_heads, head_dim, 0)
+        Random directions in the columns, scaled so that the sum over the signs needs no further factor.
+    """
+
+    levels: Array
+    edges: Array
+    rotation: Array
+    back: Array
+    sketch: Array
+    no_sketch: Array
+
+    @classmethod
+    def make(cls, config: CompressorConfig, num_heads: int, target: Target) -> Self:
+        dim, projections = config.head_dim, config.projections or 0
+        rotation = np.empty((num_heads, dim, dim))
+        sketch = np.empty((num_heads, dim, projections))
+        for h in range(num_heads):
+            rotation[h] = haar(dim, stream(config.seed, h, _ROTATION))
+            # Orthogonal directions, as far as there are enough, estimate better than independent ones.
+            random = stream(config.seed, h, _SKETCH)
+            for first in range(0, projections, dim):
+                count = min(dim, projections - first)
+                sketch[h, :, first : first + count] = haar(dim, random)[:, :count]
+        if projections:
+            sketch /= projections * mean_magnitude(dim)
+        levels = levels_for(dim, config.bits)
+
+        def on_target(x: np.ndarray[Any, Any]) -> Array:
+            return target.asarray(np.ascontiguousarray(x, np.float32))
+
+        return cls(
+            on_target(levels),
+            on_target(edges_between(levels)),
+            on_target(rotation),
+            on_target(rotation.transpose(0, 2, 1)),
+            on_target(sketch),
+            target.empty((num_heads, dim, 0), np.float32),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.levels, self.edges, self.rotation, self.back, self.sketch)
+        return sum(int(x.nbytes) for x in arrays)
+
+
+# Kept as long as a compressor uses them.
+_quantisers: weakref.WeakValueDictionary[Any, Quantiser] = weakref.WeakValueDictionary()
+
+
+def quantiser_of(config: CompressorConfig, num_heads: int, target: Target) -> Quantiser:
+    """The quantiser of a config: the same object for all compressors that need the same one."""
+    key = (config, num_heads, target.name)
+    found = _quantisers.get(key)
+    if found is None:
+        found = _quantisers[key] = Quantiser.make(config, num_heads, target)
+    return found
