@@ -24,7 +24,7 @@ from numkv.kernels.cpu.attention.offsets import (
     locate,
     strides_of,
 )
-from numkv.kernels.cpu.attention.plan import Problem, item_of, make_plan, plan_of
+from numkv.kernels.cpu.attention.plan import Problem, find_item, make_plan, plan_of
 from numkv.kernels.cpu.attention.records import (
     AMX_QUERY_ROWS,
     KV_TILE,
@@ -107,7 +107,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
                 break
             while plan.first_item[b + 1] <= number:
                 b += 1
-            item = item_of(problem, plan, b, number)
+            item = find_item(problem, plan, b, number)
             entries = block_table[b]
             transposed = load_queries(q, k_scale, floats, spare_ints, at, sizes, item, scale)
             # Tiles of tokens, each for one head after another.

@@ -21,7 +21,7 @@ __all__ = [
     "SERIAL_WORK",
     "Plan",
     "Problem",
-    "item_of",
+    "find_item",
     "make_plan",
     "plan_of",
     "plan_size",
@@ -169,7 +169,7 @@ def make_plan(problem, columns, threads, plan):
 
 
 @inlined
-def item_of(problem, plan, b, number):
+def find_item(problem, plan, b, number):
     """What an item of sequence b is: `number` is the item's among those of all sequences."""
     q_starts, group = problem.q_starts, problem.group
     block_tokens = max(1, problem.max_rows // group)
