@@ -14,7 +14,7 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.rows import needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -177,8 +177,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", types.int64), ("fp32", "fp16", types.int64), ("fp32", "bf16", None),
         ("fp32", "fp64", types.int32), ("fp32", "int8", None), ("fp16", "int8", types.int64),
         ("bf16", "int8", types.int32), ("fp32", "int4", None), ("bf16", "int4", types.int64),
-        ("fp16", "int4", types.int32), ("fp32", "fp8_e4m3", None), ("bf16", "fp8_e4m3", types.int64),
-        ("fp16", "fp8_e5m2", types.int64),
+        ("fp16", "int4", types.int32), *(("fp16", kind, None) for kind in STORED_ONLY),
     ]  # fmt: skip
     for src, dst, slot in cases:
         signature = (

@@ -16,6 +16,7 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.simd import (
+    STORED_ONLY,
     THREADS,
     WIDTH,
     aligned,
@@ -144,8 +145,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp64", "fp64", True, types.int64), ("fp32", "fp32", False, types.int32),
         ("fp16", "fp16", True, types.int64), ("bf16", "bf16", True, types.int32),
         ("fp32", "int8", True, types.int64), ("bf16", "int8", False, types.int64),
-        ("bf16", "int4", True, types.int64), ("fp32", "int4", False, types.int32),
-        ("bf16", "fp8_e4m3", True, types.int64), ("fp32", "fp8_e5m2", False, types.int32),
+        ("fp32", "int4", False, types.int32), *(("bf16", name, True, types.int64) for name in STORED_ONLY),
     ):  # fmt: skip
         signature = (
             c_array(WORDS[q_kind], 3), c_array(WORDS[k_kind], 4), c_array(*SCALES[k_kind]),

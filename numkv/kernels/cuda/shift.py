@@ -7,6 +7,7 @@ in shared memory until that is known. Slots outside the pool are skipped.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,10 +122,7 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     table = c_array(types.float32, 2)
-    for kind, slot in (
-        ("fp64", types.int64), ("fp32", types.int32), ("fp16", types.int64), ("bf16", types.int32),
-        ("int8", types.int64), ("int4", types.int32), ("fp8_e4m3", types.int64), ("fp8_e5m2", types.int32),
-    ):  # fmt: skip
+    for kind, slot in zip(WORDS, itertools.cycle((types.int64, types.int32)), strict=False):
         signature = (
             c_array(WORDS[kind], 4), c_array(*SCALES[kind]), c_array(slot, 1), types.int64,
             table, table, types.boolean,

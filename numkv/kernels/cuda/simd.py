@@ -27,8 +27,23 @@ from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 __all__ = [
-    "LANES", "MAX_BLOCKS", "SIMULATED", "THREADS", "WIDTH", "aligned", "c_array", "ceil_div", "column_of",
-    "compute_of", "jit", "launch", "load_chunk", "loader", "natural", "reader",
+    "LANES",
+    "MAX_BLOCKS",
+    "SIMULATED",
+    "STORED_ONLY",
+    "THREADS",
+    "WIDTH",
+    "aligned",
+    "c_array",
+    "ceil_div",
+    "column_of",
+    "compute_of",
+    "jit",
+    "launch",
+    "load_chunk",
+    "loader",
+    "natural",
+    "reader",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -45,6 +60,8 @@ MAX_BLOCKS = 3 if SIMULATED else 2048
 #: bytes), as more make too many floats.
 WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in kinds()}
 #: Kinds of which several elements share a word: INT4.
+#: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
+STORED_ONLY = [k.name for k in kinds() if not k.is_query]
 PACKED = frozenset(k.name for k in kinds() if k.is_packed)
 
 _simulator_lock = threading.Lock()

@@ -15,7 +15,7 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -173,8 +173,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "int8", "int8", None), ("fp32", "int8", "int8", types.int32),
         ("fp16", "fp32", "int8", types.int64), ("fp64", "int8", "fp16", None),
         ("bf16", "int4", "int4", None), ("fp16", "int8", "int4", types.int64),
-        ("fp64", "int4", "fp32", None), ("bf16", "fp8_e4m3", "fp8_e4m3", types.int64),
-        ("fp64", "fp8_e5m2", "int8", None),
+        ("fp64", "int4", "fp32", None), *(("bf16", kind, kind, types.int64) for kind in STORED_ONLY),
     ]  # fmt: skip
     for src, k_kind, v_kind, slot in cases:
         compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"
