@@ -13,7 +13,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
-from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
@@ -138,7 +138,7 @@ def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows
     ):  # fmt: skip
         plain: Array = q
         return plain
-    checked: Array = check_array(target, "q", q, FLOAT_DTYPES, (rows, "num_q_heads", head_dim))
+    checked: Array = check_array(target, "q", q, QUERY_DTYPES, (rows, "num_q_heads", head_dim))
     check_group(checked.shape[1], num_kv_heads)
     return checked
 

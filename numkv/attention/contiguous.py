@@ -12,7 +12,7 @@ from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
@@ -217,7 +217,7 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
     """
     target = targets.of(o_a)
     shape = ("num_tokens", "num_q_heads", "head_dim_v")
-    o_a = check_array(target, "o_a", o_a, FLOAT_DTYPES, shape)
+    o_a = check_array(target, "o_a", o_a, QUERY_DTYPES, shape)
     o_b = check_array(target, "o_b", o_b, (o_a.dtype,), tuple(o_a.shape))
     lse_a = check_array(target, "lse_a", lse_a, (_FLOAT32,), tuple(o_a.shape[:2]))
     lse_b = check_array(target, "lse_b", lse_b, (_FLOAT32,), tuple(o_a.shape[:2]))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.checks import check_array, check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool, source_dtypes
 from numkv.targets.base import Array, Target
 
@@ -128,7 +128,7 @@ class RopeShift:
             If an array has another shape, dtype, layout or target; or the tables are wider than a key.
         """
         target = targets.of(keys)
-        keys = check_array(target, "keys", keys, FLOAT_DTYPES, ("n", "num_kv_heads", "head_dim"))
+        keys = check_array(target, "keys", keys, QUERY_DTYPES, ("n", "num_kv_heads", "head_dim"))
         n, heads, dim = (int(size) for size in keys.shape)
         offsets = target.to_host(check_integers(target, "offsets", offsets, (n,)))
         by = [int(o) for o in np.unique(offsets)]

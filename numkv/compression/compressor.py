@@ -17,7 +17,7 @@ from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
 from numkv.errors import DimensionMismatch, NonFiniteInput
-from numkv.kinds import FLOAT_DTYPES, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.rows.codes import packed_bytes
 from numkv.targets.base import Array
 
@@ -161,7 +161,7 @@ class _Compressor:
 
     def _vectors(self, name: str, x: Any, shape: Shape) -> Array:
         """Check dtype, rank and number of vectors."""
-        x = check_array(self._target, name, x, FLOAT_DTYPES, tuple(str(n) for n in shape))
+        x = check_array(self._target, name, x, QUERY_DTYPES, tuple(str(n) for n in shape))
         for expected, actual in zip(shape[:-1], tuple(x.shape)[:-1], strict=True):
             if isinstance(expected, int) and expected != actual:
                 raise DimensionMismatch(

@@ -17,7 +17,7 @@ import numpy as np
 from numkv import targets
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import UnsupportedDType
-from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.targets.base import Array, Target
 
 __all__ = ["Rotation"]
@@ -130,7 +130,7 @@ class Rotation:
 
     def _check(self, target: Target, rows: Any) -> tuple[Array, Kind]:
         shape = ("num_tokens", "num_heads", self.head_dim)
-        rows = check_array(target, "rows", rows, FLOAT_DTYPES, shape)
+        rows = check_array(target, "rows", rows, QUERY_DTYPES, shape)
         return rows, _float_kind(rows.dtype)
 
     def _rotate(
@@ -144,7 +144,7 @@ def _float_kind(dtype: Any) -> Kind:
     kind = kind_of_dtype(np.dtype(dtype))
     if kind is None:
         raise UnsupportedDType(
-            f"`dtype`: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype}; "
+            f"`dtype`: expected one of {', '.join(map(str, QUERY_DTYPES))}, got {dtype}; "
             "pass the dtype of the query"
         )
     return kind

@@ -15,8 +15,8 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.kernels.small_calls import Checks
-from numkv.kinds import FLOAT_DTYPES, kind_of_dtype, kinds
 from numkv.kinds import kind as named
+from numkv.kinds import kind_of_dtype, kinds
 from numkv.storage.pool import Pool, source_dtypes
 from numkv.writing.fused_write import QKMode
 
@@ -218,7 +218,7 @@ def _writer(
     Beside it whether projections are viewed as 16-bit words, and what stands in for norm weights.
     """
     kind = kind_of_dtype(qkv)
-    if qkv not in FLOAT_DTYPES or kind is None or table not in (_FLOAT32, _FLOAT64):
+    if kind is None or table not in (_FLOAT32, _FLOAT64):
         return None
     compute = _FLOAT64 if "fp64" in (kind.name, k_kind, v_kind) else _FLOAT32
     kernel = _HOST.ops.small_write(kind.name, k_kind, v_kind, compute, table, by_slot)

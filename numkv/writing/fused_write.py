@@ -12,7 +12,7 @@ import numpy as np
 from numkv import targets
 from numkv.checks import check_array, check_size, check_writable
 from numkv.errors import DimensionMismatch
-from numkv.kinds import FLOAT_DTYPES, Kind, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.pool import Pool, refuse_non_finite
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array, Target
@@ -102,7 +102,7 @@ class Projection:
                 actual=pool.head_dim_v,
             )
         width = (heads + 2 * kv_heads) * dim
-        qkv = check_array(target, "qkv", qkv, FLOAT_DTYPES, ("num_tokens", width))
+        qkv = check_array(target, "qkv", qkv, QUERY_DTYPES, ("num_tokens", width))
         kind = kind_of_dtype(qkv.dtype)
         assert kind is not None
         names = (kind.name, pool.k_kind.name, pool.v_kind.name)

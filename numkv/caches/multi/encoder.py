@@ -20,7 +20,7 @@ from numkv.caches.multi.head_scales import HeadScales
 from numkv.cells.cells import Rows
 from numkv.checks import check_array
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import FLOAT_DTYPES, Kind
+from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
@@ -217,9 +217,9 @@ class EncoderCache(MultiSequenceCache):
         layer = self._begun(layer)
         ready = self._ready
         shape = ("num_rows", "num_kv_heads", "head_dim")
-        k = check_array(ready.target, "k", k, FLOAT_DTYPES, shape)
+        k = check_array(ready.target, "k", k, QUERY_DTYPES, shape)
         rows, heads, dim = (int(n) for n in k.shape)
-        v = check_array(ready.target, "v", v, FLOAT_DTYPES, (rows, heads, "head_dim_v"))
+        v = check_array(ready.target, "v", v, QUERY_DTYPES, (rows, heads, "head_dim_v"))
         dim_v = int(v.shape[2])
         pool = self._layers.get(layer)
         fits = pool is not None and (*pool.k.shape[1:3], pool.head_dim, pool.head_dim_v) == (
