@@ -7,11 +7,11 @@ converted, as is what `numkv.checks` returns.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = ["AnyArray", "Array", "HostArray"]
+__all__ = ["AnyArray", "Array", "CacheArrays", "HostArray"]
 
 #: An array in host memory.
 HostArray = np.ndarray[Any, Any]
@@ -63,3 +63,33 @@ class Array(Protocol):
 
 #: What modules that are not converted yet call an array.
 AnyArray = Any
+
+
+class CacheArrays(NamedTuple):
+    """What your own kernels get of a cache: arrays of its target, the same fields whatever the cache.
+
+    It goes as it is into an ``@njit`` function and into a ``@cuda.jit`` kernel; `numkv.device` has the functions that
+    find, load and store a row. What does not apply has length 0. After a growth or a replacement there is a new one,
+    and the object's `generation` is another number.
+
+    Attributes
+    ----------
+    k, v : array (num_blocks, num_kv_heads, block_size, words_per_row)
+        The buffers, in words: see `numkv.Kind.word`.
+    k_scale, v_scale : array
+        Their scales, in words: see `numkv.Kind.scale_shape`.
+    block_table : int32 array (num_seqs, max_blocks)
+        Blocks of each sequence; entries past its length mean nothing. Yours to read.
+    context_lens : int array (num_seqs,)
+        Tokens of each sequence. The object that says so follows what is written there.
+    slots : int64 array (num_tokens,)
+        Slots of the tokens that are being written now, ``block * block_size + offset``.
+    """
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    block_table: Any
+    context_lens: Any
+    slots: Any

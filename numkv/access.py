@@ -1,0 +1,137 @@
+"""Who may use an object at the same time: one writer, and readers beside it that see whole tokens.
+
+Every object that changes has an `Access` and marks its public methods::
+
+    @writes     adds tokens: rows first, the length last. Readers beside it see the tokens from before.
+    @drops      moves or drops rows that a reader may be looking at.
+    @reads      computes from rows.
+
+A second writer gets an error before it has changed anything, whether it comes from another thread or from inside the
+first call: from a finaliser, a signal handler, or the shift function of a removal. A reader that was overtaken by a
+`drops` gets an error in place of a result from rows that were moved under it. Nobody waits.
+
+A method that is marked must not call another one that is marked, on the same object: what both need is a method of its
+own, with an underscore.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from numkv.errors import NumkvError
+
+__all__ = ["Access", "HasAccess", "drops", "reads", "writes"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Access:
+    """Who is changing an object now, and how often rows have been moved or dropped.
+
+    A copy, and what comes out of a pickle, begins anew.
+
+    Attributes
+    ----------
+    writer : dict
+        Holds something of the call that is changing the object under the key ``"call"``, or nothing.
+    dropped : int
+        Even when rows stay where they are; odd while they are being moved or dropped.
+    """
+
+    __slots__ = ("dropped", "writer")
+
+    def __init__(self) -> None:
+        self.writer: dict[str, object] = {}
+        self.dropped = 0
+
+    def __reduce__(self) -> tuple[type[Access], tuple[()]]:
+        return Access, ()
+
+
+class HasAccess(Protocol):
+    """An object whose methods are marked."""
+
+    @property
+    def _access(self) -> Access: ...
+
+
+_Self = TypeVar("_Self", bound=HasAccess)
+
+
+def _busy(obj: object, name: str) -> NumkvError:
+    return NumkvError(
+        f"{name}: this {type(obj).__name__} is being changed by another call, of another thread or of one that "
+        "this call is inside of (a finaliser, a signal handler, a shift function); let one writer at a time use it"
+    )
+
+
+def _overtaken(obj: object, name: str) -> NumkvError:
+    return NumkvError(
+        f"{name}: rows of this {type(obj).__name__} were moved or dropped while they were read, so there is no "
+        "result; let nobody truncate, compact, clear or remove while others read"
+    )
+
+
+# A call claims an object by one `setdefault`, which threads and signal handlers do not divide. It leaves its `kwargs`
+# there, an object that no other call has, and so knows in the `finally` whether it was this call that claimed: an
+# interrupt may come at any moment. What gives the object free calls nothing, so that no interrupt can come in between.
+
+
+def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that adds to an object: it runs alone among writers."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def alone(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        writer = self._access.writer
+        try:
+            if writer.setdefault("call", kwargs) is not kwargs:
+                raise _busy(self, name)
+            return method(self, *args, **kwargs)
+        finally:
+            if "call" in writer and writer["call"] is kwargs:
+                del writer["call"]
+
+    return alone
+
+
+def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that moves or drops rows: it runs alone among writers, and readers beside it get an error."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def alone(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        access = self._access
+        writer = access.writer
+        try:
+            if writer.setdefault("call", kwargs) is not kwargs:
+                raise _busy(self, name)
+            access.dropped |= 1
+            return method(self, *args, **kwargs)
+        finally:
+            if "call" in writer and writer["call"] is kwargs:
+                access.dropped = (access.dropped | 1) + 1
+                del writer["call"]
+
+    return alone
+
+
+def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that computes from rows: it gets an error where they are moved or dropped meanwhile."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def checked(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        access = self._access
+        before = access.dropped
+        if before & 1:
+            raise _overtaken(self, name)
+        result = method(self, *args, **kwargs)
+        if access.dropped != before:
+            raise _overtaken(self, name)
+        return result
+
+    return checked
