@@ -149,6 +149,13 @@ def _plain_kind(text: str) -> CacheChoice:
     return choice
 
 
+def _row_kind(text: str) -> str:
+    kind = numkv.kind(text)
+    if not kind.is_query:
+        raise NotSupported(f"expected a kind that new rows may have, got {kind}")
+    return kind.name
+
+
 def _add_kind_option(
     parser: argparse.ArgumentParser,
     default: list[str],
@@ -160,10 +167,10 @@ def _add_kind_option(
     parser.add_argument(
         "--kind",
         nargs="+",
-        default=[parse(name) for name in default],
+        default=[parse(name) for name in default] or None,
         type=_checked(parse, "a kind"),
         metavar="KIND",
-        help=f"{what}: {names}, or K/V such as int8/fp16{more} (default: {' '.join(default)})",
+        help=f"{what}: {names}, or K/V such as int8/fp16{more} (default: {' '.join(default) or 'all that fit'})",
     )
 
 
@@ -275,7 +282,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=_at_least(1), metavar="N", help="also say what N tokens need"
     )
-    _add_kind_option(parser, [kind.name for kind in kinds()], "kinds to list")
+    _add_kind_option(parser, [], "kinds to list")
     parser.set_defaults(run=plan.run)
 
 
@@ -400,7 +407,7 @@ def _add_warmup(commands: Any) -> None:
         "--dtype",
         nargs="+",
         default=["fp32"],
-        type=_checked(lambda name: numkv.kind(name).name, "a kind"),
+        type=_checked(_row_kind, "a kind"),
         metavar="KIND",
         help="float kinds of new rows and queries, beside the cache's own (default: fp32)",
     )

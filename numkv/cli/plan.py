@@ -13,8 +13,18 @@ from numkv.cli.output import UsageError, format_bytes, table
 from numkv.demo.cache import CacheChoice
 from numkv.demo.config import read_json
 from numkv.errors import NotSupported
+from numkv.kinds import kinds
 
 __all__ = ["DEFAULT_MEMORY", "CacheSizes", "parse_bytes", "run", "sizes_from_config"]
+
+# Entries of a config.json by which some layers cache less than all tokens, or nothing at all.
+_SAVING = (
+    "sliding_window",
+    "attention_chunk_size",
+    "num_kv_shared_layers",
+    "full_attention_interval",
+    "attn_layer_period",
+)
 
 DEFAULT_MEMORY = 8 * 1024**3
 
@@ -29,12 +39,15 @@ class CacheSizes:
     ----------
     num_layers, num_kv_heads, head_dim, head_dim_v : int
         Layers with a cache, and the sizes of one.
+    unequal : str
+        What the file says of layers that cache less than all tokens, which the sizes leave out; "" if nothing.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
+    unequal: str = ""
 
     def bytes_per_token(self, choice: CacheChoice) -> int:
         """Bytes that a token costs in all layers.
@@ -109,7 +122,20 @@ def sizes_from_config(path: Path) -> CacheSizes:
         num_kv_heads=content.get("num_key_value_heads") or num_q_heads,
         head_dim=head_dim,
         head_dim_v=content.get("v_head_dim") or head_dim,
+        unequal=_unequal_layers(content),
     )
+
+
+def _unequal_layers(content: dict[str, Any]) -> str:
+    """What a config says of layers that cache less than all tokens."""
+    said = [f"{key} {content[key]}" for key in _SAVING if content.get(key)]
+    if content.get("use_sliding_window") is False:
+        said = [what for what in said if not what.startswith("sliding_window")]
+    types = content.get("layer_types")
+    if isinstance(types, list):
+        others = [name for name in map(str, types) if name != "full_attention"]
+        said += [f"{others.count(name)} layers of {name}" for name in sorted(set(others))]
+    return ", ".join(said)
 
 
 def _entry(path: Path, content: dict[str, Any], key: str) -> int:
@@ -133,7 +159,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.tokens is not None:
         header.append(f"memory for {arguments.tokens:,} tokens")
     rows = []
-    for choice in arguments.kind:
+    choices = _choices(arguments, sizes)
+    for choice in choices:
         cost = sizes.bytes_per_token(choice)
         row = [choice.label, f"{cost // sizes.num_layers:,}", f"{cost:,}", f"{memory // cost:,}"]
         if arguments.tokens is not None:
@@ -144,11 +171,26 @@ def run(arguments: argparse.Namespace) -> None:
         dims += f" (values {sizes.head_dim_v})"
     print(f"{sizes.num_layers} layers of {sizes.num_kv_heads} key/value heads of {dims}\n")
     print(table(header, rows))
-    if any(choice.has_scales for choice in arguments.kind):
+    listed = {name for choice in choices for name in choice.label.split("/")}
+    if "int8" in listed:
+        print("The scales of int8 are counted: 4 bytes for each key and each value of a head.")
+    if "int4" in listed:
+        print("Those of int4 are: 2 bytes for each 32 elements.")
+    if sizes.unequal:
         print(
-            "The scales of int8 are counted, 4 bytes for each key and each value of a head, and those of "
-            "int4, 2 bytes for each 32 elements."
+            f"This model says {sizes.unequal}: some of its layers keep less than all tokens. They are counted like "
+            "the others, so this is more than it takes."
         )
+
+
+def _choices(arguments: argparse.Namespace, sizes: CacheSizes) -> list[CacheChoice]:
+    """The kinds to list: those that were asked for, else all that can store such rows."""
+    if arguments.kind is not None:
+        asked: list[CacheChoice] = arguments.kind
+        return asked
+    dims = (sizes.head_dim, sizes.head_dim_v)
+    fitting = [k for k in kinds() if not any(dim % k.elements_per_word for dim in dims)]
+    return [CacheChoice.parse(k.name) for k in fitting]
 
 
 def _sizes(arguments: argparse.Namespace) -> CacheSizes:
@@ -166,4 +208,5 @@ def _sizes(arguments: argparse.Namespace) -> CacheSizes:
         arguments.kv_heads or found.num_kv_heads,
         arguments.head_dim or found.head_dim,
         head_dim_v,
+        found.unequal,
     )

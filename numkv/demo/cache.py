@@ -251,11 +251,6 @@ class CacheChoice:
         ]
         return "+".join([kinds, *words])
 
-    @property
-    def has_scales(self) -> bool:
-        """Whether rows of K or of V carry scales."""
-        return any(numkv.kind(kind or self.kind).has_scales for kind in (self.k_kind, self.v_kind))
-
     def bytes_per_token(
         self, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None
     ) -> int:

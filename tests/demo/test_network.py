@@ -79,7 +79,6 @@ def test_bytes_per_token_are_those_of_the_layers(tmp_path, kinds):
     write_checkpoint(tmp_path)
     choice = CacheChoice.parse(kinds)
     assert choice.label == kinds
-    assert choice.has_scales == ("int8" in kinds)
     model = Model.load(tmp_path)
     layers = model.start(16, choice).batch.cache.layers
     assert {layer.nbytes for layer in layers} == {16 * choice.bytes_per_token(2, 8)}
