@@ -7,7 +7,7 @@ import pytest
 
 import numkv
 from perf import traffic
-from perf.shapes import SHAPES, attend, cold_layers
+from perf.shapes import SHAPES, Shape, attend, causal_flops, cold_layers
 
 
 def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
@@ -62,3 +62,26 @@ def test_decode_attention(measure, target, to, rng, shape, kind):
         traffic.decode_attention(batch, q_heads, kv_heads, dim, length, kind),
         "read",
     )
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind):
+    """A causal prompt of one sequence, by arithmetic: K and V stay in the processor's caches."""
+    shape = Shape(1, 8, 2, 64, 1024)
+    dtype = numkv.kind(kind).dtype
+    q = rng.standard_normal((shape.length, shape.q_heads, shape.dim), np.float32).astype(dtype)
+    k, v = (
+        rng.standard_normal((1, shape.kv_heads, shape.length, shape.dim), np.float32).astype(dtype)
+        for _ in range(2)
+    )
+    given = [to(x) for x in (q, k, v, np.array([shape.length]), np.array([0, shape.length]))]
+    got = target.to_host(numkv.prefill_attention(*given)).astype(np.float64)
+    expected = attend(q.swapaxes(0, 1), k[0], v[0], causal=True).swapaxes(0, 1)
+    limit = 1e-5 if kind == "fp32" else 1e-2
+    assert np.linalg.norm(got - expected) < limit * np.linalg.norm(expected)
+
+    benchmark(finished(lambda: numkv.prefill_attention(*given)))
+    if benchmark.enabled:
+        rate = causal_flops(shape) / benchmark.stats.stats.median / 1e9
+        with capsys.disabled():
+            print(f"\nprefill of {shape.length} tokens, {kind}: {rate:.0f} GFLOP/s")

@@ -8,7 +8,7 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4"])
 def test_write(measure, target, to, rng, kind, tokens):
     q_heads, kv_heads, dim = 32, 8, 128
     layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind, target=target.name)
@@ -28,10 +28,16 @@ def test_write(measure, target, to, rng, kind, tokens):
     c, s = np.cos(angles[tokens - 1]), np.sin(angles[tokens - 1])
     low, high = x[: dim // 2], x[dim // 2 :]
     expected = np.concatenate([low * c - high * s, high * c + low * s])
-    scale = target.to_host(layer.k_scale)[0, 0, tokens - 1] if kind == "int8" else 1
-    stored = target.to_host(layer.k)[0, 0, tokens - 1].astype(np.float64) * scale
-    relative = 0.07 if kind == "fp8_e4m3" else 1e-5  # three bits of mantissa
-    assert np.allclose(stored, expected, rtol=relative, atol=0.03)
+    if kind == "int4":  # the codes are those of rows that `append` gets
+        ready = numkv.ContiguousLayer(1, 1, dim, kind=kind, target=target.name)
+        ready.append(*[to(expected[None, None].astype(np.float32))] * 2)
+        codes, others = (target.to_host(x.k)[0, 0] for x in (layer, ready))
+        assert np.mean(codes[tokens - 1] == others[0]) > 0.95  # but where rounding decides
+    else:
+        scale = target.to_host(layer.k_scale)[0, 0, tokens - 1] if kind == "int8" else 1
+        stored = target.to_host(layer.k)[0, 0, tokens - 1].astype(np.float64) * scale
+        relative = 0.07 if kind == "fp8_e4m3" else 1e-5  # three bits of mantissa
+        assert np.allclose(stored, expected, rtol=relative, atol=0.03)
 
     def run():
         layer.seq_len = 0
