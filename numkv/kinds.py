@@ -301,8 +301,9 @@ def kind(name: str | Kind) -> Kind:
         found = _KINDS.get(_ALIASES.get(key, key))
         if found is not None:
             return found
+    got = repr(name[:40]) if isinstance(name, str) else type(name).__name__
     raise UnsupportedDType(
-        f"kind: expected one of {', '.join(_KINDS)} (or an alias such as float16), got {name!r}"
+        f"`kind`: expected one of {', '.join(_KINDS)} (or an alias such as float16), got {got}"
     )
 
 

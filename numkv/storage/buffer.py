@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_bytes
+from numkv.checks import check_array, check_bytes, check_number, is_number
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
@@ -19,6 +19,8 @@ from numkv.targets.base import Array, Target
 __all__ = ["Buffer", "head_scales", "refuse_non_finite", "source_dtypes", "source_kind"]
 
 _FLOAT32 = np.dtype(np.float32)
+# The least and the largest scale of a head.
+_SCALES = tuple(float(x) for x in (np.finfo(_FLOAT32).smallest_subnormal, np.finfo(_FLOAT32).max))
 
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
@@ -254,7 +256,7 @@ class Buffer:
     def check_finite(self, name: str, rows: Array) -> None:
         """Refuse checked rows that are to be quantised and hold NaN or infinity; float kinds take them."""
         if self.kind.has_scales:
-            refuse_non_finite(self.target, name, rows, (self.kind,))
+            refuse_non_finite(self.target, name, rows, [(0, self.kind)])
 
 
 def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
@@ -264,8 +266,8 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
     -------
     float32 array (heads,)
     """
-    if isinstance(scales, (int, float, np.integer, np.floating)):
-        found = np.full(heads, scales, _FLOAT32)
+    if is_number(scales):
+        found = np.full(heads, check_number(name, scales, *_SCALES), _FLOAT32)
     else:
         found = check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,))
     if not (np.isfinite(found).all() and (found > 0).all()):
@@ -276,7 +278,7 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
 
 
 def refuse_non_finite(
-    target: Target, name: str, x: Array, kinds: Sequence[Kind], first: int = 0
+    target: Target, name: str, x: Array, parts: Sequence[tuple[int, Kind]]
 ) -> None:
     """Refuse NaN and infinity in floats that are to be quantised.
 
@@ -288,19 +290,20 @@ def refuse_non_finite(
         The argument that it is, or is columns of.
     x : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
         Checked floats.
-    kinds : sequence of Kind
-        What its columns, in as many equal parts, are to be stored in.
-    first : int
-        Column of the argument that its first one is.
+    parts : sequence of tuple of int and Kind
+        Columns of the argument from which on it is to be stored in a kind, rising; `x` begins with the first of them.
     """
+    if not x.size:
+        return
     by_head = x if len(x.shape) == 3 else target.one_head(x)
     flat = target.ops.first_non_finite(target.words(by_head), source_kind(x))
     if flat < 0:
         return
     shape = tuple(x.shape)
     *place, column = (int(i) for i in np.unravel_index(flat, shape))
-    kind = kinds[column * len(kinds) // shape[-1]]
-    index = (*place, first + column)
+    column += parts[0][0]
+    kind = [of for first, of in parts if first <= column][-1]
+    index = (*place, column)
     raise NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index}; "
         "mask it, or pass check_finite=False",

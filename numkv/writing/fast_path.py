@@ -116,6 +116,8 @@ def paged_append(
     """Do a small `numkv.paged_append`, or return False."""
     if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
         return False
+    if type(look) is not bool:
+        return False
     if k.size >= SMALL or v.size >= SMALL:
         return False
     of_rows, of_pool = k.dtype, k_pool.dtype
@@ -140,7 +142,7 @@ def paged_append(
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
     slots = as_int64(slot_mapping)
     try:
-        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, bool(look))
+        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, look)
     except TypeError:  # another rank or dtype, read-only or unaligned
         return False
     return done >= 0
@@ -170,7 +172,7 @@ def pool_append(
         Tokens appended, or -1.
     """
     of_k, of_v = pool.k_buffer, pool.v_buffer
-    if not (type(k) is type(v) is type(of_k.words) is np.ndarray):
+    if not (type(k) is type(v) is type(of_k.words) is np.ndarray and type(look) is bool):
         return -1
     if k.size >= SMALL or v.size >= SMALL:
         return -1
@@ -193,7 +195,7 @@ def pool_append(
             block_table,
             start,
             room,
-            bool(look),
+            look,
         )
     except TypeError:  # another rank, or unaligned
         return -1
@@ -204,6 +206,7 @@ def pool_append(
 _MODES = {
     int(mode): (mode.normalises, mode is not QKMode.COPY, mode.interleaved) for mode in QKMode
 }
+_MOST = float(np.finfo(np.float64).max)
 _NO_TABLE = np.empty((0, 0), np.float32)
 _NO_WEIGHT = {dtype: np.empty(0, dtype) for dtype in (_FLOAT32, _FLOAT64)}
 NOT_BY_SLOT = np.empty(0, np.int64)
@@ -261,9 +264,13 @@ def pool_write(
         return -1, None
     if qkv.ndim != 2 or qkv.size >= SMALL or of_k.rotation is not None:
         return -1, None
+    if not (type(eps) is float and 0.0 <= eps <= _MOST and type(look) is bool):
+        return -1, None
+    if type(qk_mode) is not QKMode and type(qk_mode) is not int:
+        return -1, None
     try:
         normalise, rotate, interleaved = _MODES[qk_mode]
-    except (KeyError, TypeError):
+    except KeyError:
         return -1, None
     if not rotate:
         cos = sin = _NO_TABLE
@@ -279,7 +286,7 @@ def pool_write(
     elif not (type(q_weight) is type(k_weight) is np.ndarray):
         return -1, None
     if q_out is None:
-        if num_q_heads < 0:
+        if not 0 <= num_q_heads <= qkv.shape[1]:
             return -1, None
         q_out = np.empty((len(qkv), num_q_heads, of_k.dim), dtype)
     elif (
@@ -295,6 +302,6 @@ def pool_write(
             of_k.words, of_k.scales, of_v.words, of_v.scales, places, start, room,
             _LOOK_FOR_NAN if look else _LOOK, 0, 0, 1,
         )  # fmt: skip
-    except TypeError:  # another rank or dtype, read-only or unaligned
+    except (TypeError, OverflowError):  # another rank or dtype, read-only, or numbers beyond int64
         return -1, None
     return tokens, q_out
