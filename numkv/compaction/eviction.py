@@ -108,7 +108,7 @@ def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: i
     >>> heavy_hitters([0.1, 2.0, 0.3, 1.0, 0.2, 0.4], num_keep=3, num_recent=1)
     array([1, 3, 5])
     """
-    of_tokens = _weights(weights)
+    of_tokens, _ = _weights(weights)
     keep, first = check_size("num_keep", num_keep), check_size("num_first", num_first)
     recent = check_size("num_recent", num_recent)
     if first + recent > keep:
@@ -170,7 +170,7 @@ def seen_by_recent(
     >>> seen_by_recent([0.1, 0.2, 2.0, 0.3, 0.5, 0.1, 1.0], num_keep=4, num_recent=1, kernel_size=3)
     array([1, 2, 3, 6])
     """
-    of_tokens = _weights(weights)
+    of_tokens, _ = _weights(weights)
     recent = check_size("num_recent", num_recent)
     before = max(0, int(of_tokens.shape[-1]) - recent)
     pooled = of_tokens.copy()
@@ -204,18 +204,18 @@ def max_pool(weights: Any, kernel_size: int) -> Weights:
     size = check_size("kernel_size", kernel_size, 1)
     if size % 2 == 0:
         raise ValueError(f"`kernel_size`: expected an odd number, got {size}")
-    of_tokens = _weights(weights)
+    of_tokens, shape = _weights(weights)
     side = min(size // 2, int(of_tokens.shape[1]))  # neighbours that there are not cost no memory
     size = 2 * side + 1
     edges = np.pad(of_tokens, ((0, 0), (side, side)), constant_values=-np.inf)
     pooled = of_tokens
     if of_tokens.shape[1]:
         pooled = np.lib.stride_tricks.sliding_window_view(edges, size, axis=1).max(axis=2)
-    return pooled.reshape(_shape_of(weights))
+    return pooled.reshape(shape)
 
 
-def _weights(weights: Any) -> Weights:
-    """Check weights, and return them on the host with a row for each head."""
+def _weights(weights: Any) -> tuple[Weights, tuple[int, ...]]:
+    """Check weights, and return them on the host with a row for each head; beside them the shape that they came in."""
     if isinstance(weights, (list, tuple)):
         weights = targets.get("cpu").asarray(weights, "weights")
     target = targets.of(weights)
@@ -240,12 +240,7 @@ def _weights(weights: Any) -> Weights:
             "or queries NaN?",
             index=index,
         )
-    return of_tokens
-
-
-def _shape_of(weights: Any) -> tuple[int, ...]:
-    """The shape of checked weights, wherever they are."""
-    return np.shape(weights) if isinstance(weights, (list, tuple)) else tuple(weights.shape)
+    return of_tokens, tuple(given.shape)
 
 
 class AttentionTally:
@@ -311,7 +306,7 @@ class AttentionTally:
         UnsupportedDType
             If they are no numbers.
         """
-        new, shape = _weights(weights), _shape_of(weights)
+        new, shape = _weights(weights)
         heads, length = new.shape
         if len(shape) == 1 or heads != self.num_kv_heads or length < self._length:
             expected = (self.num_kv_heads, f"{self._length} or more")

@@ -18,12 +18,12 @@ from numkv.targets.cpu import CpuTarget
 __all__ = ["Array", "CpuTarget", "Target", "get", "of"]
 
 
-def get(name: str) -> Target:
+def get(target: str) -> Target:
     """The target of a name.
 
     Parameters
     ----------
-    name : {"cpu", "cuda"}
+    target : {"cpu", "cuda"}
         Where to compute. ``"cuda"`` needs an NVIDIA GPU and the ``cuda`` extra, or ``NUMBA_ENABLE_CUDASIM=1``.
 
     Returns
@@ -37,12 +37,12 @@ def get(name: str) -> Target:
     NotSupported
         If ``"cuda"`` is asked for where there is no CUDA.
     """
-    if isinstance(name, str):
-        if name == "cpu":
+    if isinstance(target, str):
+        if target == "cpu":
             return _CPU
-        if name == "cuda":
+        if target == "cuda":
             return _cuda()
-    got = repr(name[:40]) if isinstance(name, str) else type(name).__name__
+    got = repr(target[:40]) if isinstance(target, str) else type(target).__name__
     raise ValueError(f'`target`: expected "cpu" or "cuda", got {got}')
 
 

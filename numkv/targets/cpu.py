@@ -114,7 +114,7 @@ class CpuTarget:
         if not np.may_share_memory(a, b):
             return False
         try:
-            return np.shares_memory(a, b, max_work=_MOST_WORK)
+            return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             return True
 

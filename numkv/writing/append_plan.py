@@ -12,7 +12,7 @@ to `append`), and to nothing else in numkv.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -189,8 +189,8 @@ class AppendPlan:
             raise TypeError(
                 f"`descriptor`: expected an AppendDescriptor, got {type(descriptor).__name__}"
             )
-        for name in _EXTENTS:
-            check_size(name, getattr(descriptor, name))
+        extents = {name: check_size(name, getattr(descriptor, name)) for name in _EXTENTS}
+        descriptor = replace(descriptor, **extents)
         return cls(descriptor, _element(descriptor.dtype), targets.get(target))
 
     @property

@@ -82,8 +82,11 @@ def _float_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def as_int64(x: Any) -> Any:
-    """An int32 array as int64, and anything else as it is."""
-    return x.astype(_INT64) if type(x) is np.ndarray and x.dtype == _INT32 else x
+    """An int32 or int64 array as int64, and anything else as None: compiled functions do not tell byte orders apart."""
+    if type(x) is not np.ndarray:
+        return None
+    dtype = x.dtype
+    return x if dtype == _INT64 else x.astype(_INT64) if dtype == _INT32 else None
 
 
 def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> bool:
@@ -111,7 +114,7 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
 
 
 def paged_append(
-    k: Any, v: Any, k_pool: Any, v_pool: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, look: bool
+    k: Any, v: Any, k_pool: Any, v_pool: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, look: Any
 ) -> bool:  # fmt: skip
     """Do a small `numkv.paged_append`, or return False."""
     if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
@@ -141,6 +144,8 @@ def paged_append(
     if half_pools:
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
     slots = as_int64(slot_mapping)
+    if slots is None:
+        return False
     try:
         done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, look)
     except TypeError:  # another rank or dtype, read-only or unaligned
@@ -149,7 +154,7 @@ def paged_append(
 
 
 def pool_append(
-    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: bool
+    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: Any
 ) -> int:
     """Append a few rows of one sequence to a pool, or write nothing and return -1.
 
@@ -231,7 +236,7 @@ def _writer(
 def pool_write(
     pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
     eps: Any, q_out: Any, angles: Array, first: int, places: Array, start: int,
-    room: int, look: bool,
+    room: int, look: Any,
 ) -> tuple[int, Any]:  # fmt: skip
     """Do the fused write of a few tokens, or write nothing and return -1.
 
@@ -284,6 +289,8 @@ def pool_write(
     if not normalise:
         q_weight = k_weight = no_weight
     elif not (type(q_weight) is type(k_weight) is np.ndarray):
+        return -1, None
+    elif not (q_weight.dtype == no_weight.dtype and k_weight.dtype == no_weight.dtype):
         return -1, None
     if q_out is None:
         if not 0 <= num_q_heads <= qkv.shape[1]:

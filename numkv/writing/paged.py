@@ -166,13 +166,15 @@ def paged_write(
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     if type(slot_mapping) is np.ndarray and (positions is None) == _copies(qk_mode):
-        slots, rows = (fast_path.as_int64(x) for x in (slot_mapping, positions))
-        tokens, q = fast_path.pool_write(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
-            slots if positions is None else rows, 0, slots, 0, 0, check_finite,
-        )  # fmt: skip
-        if tokens >= 0:
-            return q
+        slots = fast_path.as_int64(slot_mapping)
+        rows = slots if positions is None else fast_path.as_int64(positions)
+        if slots is not None and rows is not None:
+            tokens, q = fast_path.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                rows, 0, slots, 0, 0, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                return q
     validate, check_finite = (
         check_flag("validate", validate), check_flag("check_finite", check_finite, True),
     )  # fmt: skip
