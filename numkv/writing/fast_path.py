@@ -288,9 +288,10 @@ def pool_write(
     write, halves, no_weight = found
     if not normalise:
         q_weight = k_weight = no_weight
-    elif not (type(q_weight) is type(k_weight) is np.ndarray):
-        return -1, None
-    elif not (q_weight.dtype == no_weight.dtype and k_weight.dtype == no_weight.dtype):
+    elif not (
+        type(q_weight) is type(k_weight) is np.ndarray
+        and q_weight.dtype == k_weight.dtype == no_weight.dtype
+    ):
         return -1, None
     if q_out is None:
         if not 0 <= num_q_heads <= qkv.shape[1]:
