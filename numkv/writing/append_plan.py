@@ -20,7 +20,7 @@ import numpy as np
 from numkv import targets
 from numkv.checks import check_apart, check_array, check_integers, check_size, check_writable
 from numkv.errors import UnsupportedDType
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.kinds import QUERY_DTYPES, Kind, kind, kind_of_dtype
 from numkv.targets.base import Target
 from numkv.writing import fast_path
 
@@ -328,10 +328,10 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         return
     target = targets.of(k_cache)
     shape = ("batch_size", "num_heads", "max_cache_len", "d")
-    k = target.accept(k_cache, "k_cache")
+    k = check_array(target, "k_cache", k_cache, QUERY_DTYPES, shape)
     v = target.accept(v_cache, "v_cache")
     new = target.accept(k_new, "k_new")
-    for name, x in (("k_cache", k), ("v_cache", v), ("k_new", new)):
+    for name, x in (("v_cache", v), ("k_new", new)):
         if len(x.shape) != 4:
             check_array(target, name, x, (x.dtype,), shape)
     batch_size, num_heads, max_cache_len, d_k = k.shape

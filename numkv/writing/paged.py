@@ -89,9 +89,10 @@ def paged_append(
         If an array has another shape, dtype, layout or target, or shares memory with what is written; see
         docs/arguments.md.
     """
+    if validate is not False:
+        validate = check_flag("validate", validate)
     if fast_path.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
         return
-    validate = check_flag("validate", validate)
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     check_written(pool, _NAMES)
@@ -163,6 +164,8 @@ def paged_write(
         If an argument is missing, or has another shape, dtype, layout, value or target, or shares memory with what is
         written; see docs/arguments.md.
     """
+    if validate is not False:
+        validate = check_flag("validate", validate)
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     if type(slot_mapping) is np.ndarray and (positions is None) == _copies(qk_mode):
@@ -175,9 +178,7 @@ def paged_write(
             )  # fmt: skip
             if tokens >= 0:
                 return q
-    validate, check_finite = (
-        check_flag("validate", validate), check_flag("check_finite", check_finite, True),
-    )  # fmt: skip
+    check_finite = check_flag("check_finite", check_finite, True)
     check_written(pool, _NAMES)
     p = Projection.check(
         pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
