@@ -6,6 +6,8 @@ import paged_problems
 import pytest
 
 import numkv
+from numkv import targets
+from numkv.storage.pool import Pool
 
 F32, I64 = np.float32, np.int64
 HEADS, Q_HEADS, SIZE = 2, 4, 3
@@ -25,6 +27,11 @@ def expected(qkv, dim, dim_v, tables, positions, weights):
     return q, k, v
 
 
+def pool_of(target, kind, dim, dim_v):
+    found = numkv.kind(kind)
+    return Pool.allocate(targets.get(target), (4, HEADS, SIZE), dim, dim_v, found, found)
+
+
 @pytest.mark.parametrize(("dim", "dim_v"), [(8, 4), (4, 8), (8, 2), (6, 40)])
 @pytest.mark.parametrize("kind", ["fp32", "int8", "int4"])
 @pytest.mark.parametrize("tokens", [2, 10])
@@ -35,33 +42,32 @@ def test_v_may_have_another_width(target, to, host, rng, kind, dim, dim_v, token
     slots, positions = rng.permutation(4 * SIZE)[:tokens], rng.permutation(12)[:tokens]
     results = []
     for times in (1, 60) if target == "cpu" else (1,):  # few tokens by the short way, and many
-        (k_pool, v_pool), scales = paged_problems.pools(
-            to, kind, shape=(4, HEADS, SIZE), dim=dim, dim_v=dim_v
-        )
+        pool = pool_of(target, kind, dim, dim_v)
+        scales = {}
+        if kind != "fp32":
+            scales = {"k_scale": pool.scales("k"), "v_scale": pool.scales("v")}
+        k_pool, v_pool = pool.values("k"), pool.values("v")
         q = numkv.paged_write(
             to(np.tile(qkv, (times, 1))), k_pool, v_pool, to(np.tile(slots, times)), num_q_heads=Q_HEADS,
             qk_mode=1, cos=to(tables[0]), sin=to(tables[1]), positions=to(np.tile(positions, times)),
             q_norm_weight=to(weights[0]), k_norm_weight=to(weights[1]), **scales,
         )  # fmt: skip
-        results.append(
-            [
-                host(x)[: len(qkv)] if x is q else host(x)
-                for x in (q, k_pool, v_pool, *scales.values())
-            ]
-        )
+        rows = [
+            np.stack([host(pool.rows(which, block, slice(None))) for block in range(4)])
+            for which in "kv"
+        ]
+        results.append([host(q)[:tokens], *rows])
     for other in results[1:]:
         assert all(map(np.array_equal, other, results[0]))
     want_q, want_k, want_v = expected(qkv, dim, dim_v, tables, positions, weights)
-    got_q, k, v, *rest = results[0]
+    got_q, *stored = results[0]
     np.testing.assert_allclose(got_q, want_q, atol=2e-5)
-    for pool, scale, want in zip((k, v), rest or (None, None), (want_k, want_v), strict=True):
-        rows = pool if scale is None else naive.dequantise(pool, scale)
-        rows = rows[slots // SIZE, :, slots % SIZE]
-        bound = {"fp32": 2e-5, "int8": np.abs(want).max() / 127, "int4": np.abs(want).max() / 6}[
-            kind
-        ]
-        assert np.abs(rows - want).max() <= bound
-    assert np.count_nonzero(np.any(v != v[0, 0, 0], axis=(1, 3))) > 0
+    for rows, want in zip(stored, (want_k, want_v), strict=True):
+        bound = {"fp32": 2e-5, "int8": np.abs(want).max() / 127, "int4": np.abs(want).max() / 6}
+        assert np.abs(rows[slots // SIZE, :, slots % SIZE] - want).max() <= bound[kind]
+        others = np.ones(4 * SIZE, bool)
+        others[slots] = False
+        assert not rows.swapaxes(1, 2).reshape(4 * SIZE, -1)[others].any()
 
 
 @pytest.mark.parametrize("dim_v", [4, 8, 16])
