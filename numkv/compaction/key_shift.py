@@ -173,12 +173,12 @@ class RopeShift:
     def _check(self, offset: int, head_dim: int) -> None:
         if abs(offset) >= self.num_positions:
             raise IndexError(
-                f"`shift`: expected an offset below the {self.num_positions} rows of its tables, got "
+                f"`shift`: expected an offset below the {self.num_positions} rows of rope_shift's tables, got "
                 f"{offset}; make it with longer tables"
             )
         if self.rotary_dim > head_dim:
             raise DimensionMismatch(
-                f"`shift`: expected keys of at least rotary_dim={self.rotary_dim} elements, got "
+                f"`shift`: expected, by rope_shift's tables, keys of at least rotary_dim={self.rotary_dim} elements, got "
                 f"{head_dim}; make it with rotary_dim / 2 columns",
                 expected=self.rotary_dim,
                 actual=head_dim,

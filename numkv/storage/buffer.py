@@ -19,8 +19,6 @@ from numkv.targets.base import Array, Target
 __all__ = ["Buffer", "head_scales", "refuse_non_finite", "source_dtypes", "source_kind"]
 
 _FLOAT32 = np.dtype(np.float32)
-# The least and the largest scale of a head.
-_SCALES = tuple(float(x) for x in (np.finfo(_FLOAT32).smallest_subnormal, np.finfo(_FLOAT32).max))
 
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
@@ -267,7 +265,9 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
     float32 array (heads,)
     """
     if is_number(scales):
-        found = np.full(heads, check_number(name, scales, *_SCALES), _FLOAT32)
+        number = check_number(name, scales)
+        with np.errstate(over="ignore", under="ignore"):  # infinity and 0 are refused below
+            found = np.full(heads, np.float64(number).astype(_FLOAT32))
     else:
         found = check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,))
     if not (np.isfinite(found).all() and (found > 0).all()):
