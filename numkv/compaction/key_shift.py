@@ -178,7 +178,7 @@ class RopeShift:
             )
         if self.rotary_dim > head_dim:
             raise DimensionMismatch(
-                f"`shift`: expected, by rope_shift's tables, keys of at least rotary_dim={self.rotary_dim} elements, got "
+                f"`shift`: expected keys of at least rope_shift's rotary_dim={self.rotary_dim} elements, got "
                 f"{head_dim}; make it with rotary_dim / 2 columns",
                 expected=self.rotary_dim,
                 actual=head_dim,
