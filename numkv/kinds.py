@@ -173,11 +173,10 @@ class Kind:
         if not isinstance(rows, tuple):
             raise TypeError(f"`rows`: expected a tuple of sizes, got {type(rows).__name__}")
         rows = tuple(check_size("rows", n) for n in rows)
+        head_dim = check_size("head_dim", head_dim)
         if self.scales_per == "none":
-            check_size("head_dim", head_dim)
             return (0, 0, 0)
         if self.scales_per == "head":
-            check_size("head_dim", head_dim)
             if len(rows) < 2:
                 raise DimensionMismatch(
                     f"`rows`: expected the sizes of a buffer, kv heads second, got {rows}"

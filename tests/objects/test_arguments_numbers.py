@@ -295,6 +295,9 @@ def test_sizes_that_kinds_are_asked_for(n):
         (lambda x: kind.bytes_per_token(2, x), "head_dim"),
         (lambda x: kind.bytes_per_token(2, 32, x), "head_dim_v"),
         (lambda x: kind.scale_shape((1, 2, 3), x), "head_dim"),
+        (lambda x: numkv.kind("fp8").scale_shape((1, 2, 3), x), "head_dim"),
+        (lambda x: numkv.kind("int8").scale_shape((1, 2, 3), x), "head_dim"),
+        (lambda x: numkv.kind("fp16").scale_shape((1, 2, 3), x), "head_dim"),
         (lambda x: kind.scale_shape((1, 2, x), 32), "rows"),
     ):
         with pytest.raises(NAMED, match=f"^`{name}`: expected"):
