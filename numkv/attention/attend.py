@@ -93,8 +93,16 @@ def attend(
     else:
         out = check_array(target, "out", out, (out_dtype,), out_shape)
         check_writable("out", out)
-        given = {"seq_lens": seq_lens, "cu_seqlens_q": q_starts, "sinks": sinks}
-        _check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
+        if (
+            not target.values_on_host
+            or _may_meet(out, q, (k.words, v.words, block_table, seq_lens, q_starts))
+            or (
+                (k_kind.is_scaled or v_kind.is_scaled or options.sinks is not None)
+                and _may_meet(out, out, (k.scales, v.scales, sinks))
+            )
+        ):
+            given = {"seq_lens": seq_lens, "cu_seqlens_q": q_starts, "sinks": sinks}
+            _check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
     if v.rotation is not None and out_dtype != compute:
@@ -127,6 +135,17 @@ def _check_sinks(
                 f"`sinks`: expected finite numbers, or -inf for no sink, got {largest}"
             )
     return checked
+
+
+def _may_meet(out: Any, q: Any, read: tuple[Any, ...]) -> bool:
+    """Whether the ends of an output overlap those of an array that is read, in host memory."""
+    meet = np.may_share_memory
+    if out is not q and meet(out, q):
+        return True
+    for x in read:  # noqa: SIM110 - half the time of any()
+        if meet(out, x):
+            return True
+    return False
 
 
 def _check_own_memory(
