@@ -1,28 +1,44 @@
 """Checks of arguments, with one message form: "`k_new`: expected float32 (2, 4, 5, 8), got …; …".
 
-They run before anything is changed and cost about a microsecond an array.
+They run before anything is changed and cost about a microsecond an array. What is taken and what is refused is said in
+docs/arguments.md.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.arrays import AnyArray, Array
+from numkv.arrays import AnyArray, Array, HostArray
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.targets.base import Target
+from numkv.numbers import (
+    MOST_BYTES,
+    check_bytes,
+    check_flag,
+    check_index,
+    check_number,
+    check_size,
+    is_number,
+)
+from numkv.targets.base import Target, masked
 
 __all__ = [
+    "MOST_BYTES",
     "Shape",
+    "check_apart",
     "check_array",
+    "check_bytes",
+    "check_flag",
     "check_index",
     "check_integers",
     "check_kept",
+    "check_number",
     "check_size",
     "check_writable",
+    "is_number",
     "is_plain",
 ]
 
@@ -74,13 +90,11 @@ def check_array(
     x = target.accept(x, name)
     dtype, actual = x.dtype, tuple(x.shape)
     if dtype not in dtypes:
+        remedy = "convert it, for example with .astype"
+        if not dtype.isnative:
+            remedy = f"its bytes are in the other order: pass {name}.astype({name}.dtype.newbyteorder('='))"
         raise UnsupportedDType(
-            _message(
-                name,
-                f"{' or '.join(str(d) for d in dtypes)} {_describe(shape)}",
-                x,
-                "convert it, for example with .astype",
-            )
+            _message(name, f"{' or '.join(map(str, dtypes))} {_describe(shape)}", x, remedy)
         )
     if actual != shape and not _fits(actual, shape):
         raise DimensionMismatch(
@@ -122,10 +136,52 @@ def _is_aligned(x: Array, itemsize: int) -> bool:
 
 
 def check_writable(name: str, x: Array) -> None:
-    """Refuse a read-only NumPy array as a place to write to."""
-    flags = getattr(x, "flags", None)
-    if isinstance(x, np.ndarray) and flags is not None and not flags.writeable:
-        raise NotSupported(f"`{name}`: expected a writable array, got a read-only one; pass a copy")
+    """Refuse as a place to write to: a read-only NumPy array, and an array whose elements share places.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    x : array
+        A checked array.
+    """
+    if isinstance(x, np.ndarray):
+        if not x.flags.writeable:
+            raise NotSupported(
+                f"`{name}`: expected a writable array, got a read-only one; pass a copy"
+            )
+        if x.flags.c_contiguous:
+            return
+    # Steps, the shortest first: each has to pass what it steps over.
+    passed = int(x.dtype.itemsize)
+    steps = [(abs(s), n) for s, n in zip(x.strides, x.shape, strict=True) if n > 1]
+    for step, n in sorted(steps) if x.size else ():
+        if step < passed:
+            raise NotSupported(
+                f"`{name}`: expected an array whose elements lie in places of their own, as it is written to, got "
+                f"steps of {tuple(x.strides)} bytes for {_describe(tuple(x.shape))}; pass a copy"
+            )
+        passed += (n - 1) * step
+
+
+def check_apart(target: Target, written: Mapping[str, Array], read: Mapping[str, Array]) -> None:
+    """Refuse arrays that are written to and share memory with another, which is read or written to.
+
+    Parameters
+    ----------
+    target : Target
+        Where they are.
+    written, read : mapping of str to array
+        Checked arrays by the names that errors call them. An array of no elements shares nothing.
+    """
+    outputs = list(written.items())
+    for i, (name, x) in enumerate(outputs):
+        for other, y in (*read.items(), *outputs[:i]):
+            if target.share_memory(x, y):
+                raise NotSupported(
+                    f"`{name}`: expected memory of its own, as it is written to, got memory that `{other}` has too; "
+                    f"pass a copy of one of them"
+                )
 
 
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
@@ -134,7 +190,7 @@ _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))
 def check_integers(
     target: Target, name: str, x: Any, shape: Shape, dtypes: tuple[np.dtype[Any], ...] = _INTEGERS
 ) -> AnyArray:
-    """Take an argument of indices or lengths; on the CPU a list of ints will do.
+    """Take an argument of indices or lengths; on the CPU a list of ints will do, or a list of such lists.
 
     Parameters
     ----------
@@ -147,7 +203,7 @@ def check_integers(
     shape : tuple of int or str
         See `check_array`.
     dtypes : tuple of numpy.dtype
-        The integer dtypes it may have.
+        The integer dtypes it may have; a list gets the last of them.
     """
     if (
         type(x) is np.ndarray and x.shape == shape and x.dtype in dtypes and x.ndim == 1
@@ -155,57 +211,36 @@ def check_integers(
     ):  # fmt: skip
         return x  # what most are
     if isinstance(x, (list, tuple)) and target.values_on_host:
-        x = np.asarray(x) if len(x) else np.zeros(0, dtypes[-1])
+        x = _from_list(name, x, dtypes[-1])
     return check_array(target, name, x, dtypes, shape)
 
 
-def check_size(name: str, n: Any, least: int = 0) -> int:
-    """Take an integer argument that is a size.
+def _from_list(name: str, x: Any, dtype: np.dtype[Any]) -> HostArray:
+    """A list as an array; of integers in `dtype`, of anything else in what NumPy makes of it."""
+    given = _as_host_array(name, x)
+    if not given.size:
+        return given.astype(dtype)
+    if given.dtype.kind not in "iu":
+        return given
+    bounds = np.iinfo(dtype)
+    for number in (given.min(), given.max()):
+        if not bounds.min <= number <= bounds.max:
+            raise UnsupportedDType(f"`{name}`: expected {dtype} numbers, got {number}")
+    return given.astype(dtype)
 
-    Parameters
-    ----------
-    name : str
-        What errors call it.
-    n : int
-        The argument; anything with ``__index__``.
-    least : int
-        The smallest value it may have.
-    """
+
+def _as_host_array(name: str, x: Any) -> HostArray:
+    """Whatever NumPy makes an array of, in host memory."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise masked(name)
     try:
-        size = operator.index(n)
-    except TypeError:
-        raise TypeError(f"`{name}`: expected an integer, got {type(n).__name__}") from None
-    if size < least:
-        raise DimensionMismatch(
-            f"`{name}`: expected an integer of at least {least}, got {size}",
-            expected=least,
-            actual=size,
-        )
-    return size
-
-
-def check_index(name: str, i: Any, size: int, *, inclusive: bool = False) -> int:
-    """Take an index argument in ``[0, size)``, or ``[0, size]``; negative ones are not accepted.
-
-    Parameters
-    ----------
-    name : str
-        What errors call it.
-    i : int
-        The argument; anything with ``__index__``.
-    size : int
-        The bound.
-    inclusive : bool
-        Whether `size` itself is in range.
-    """
-    try:
-        index = operator.index(i)
-    except TypeError:
-        raise TypeError(f"`{name}`: expected an integer, got {type(i).__name__}") from None
-    if not 0 <= index < size + inclusive:
-        closing = "]" if inclusive else ")"
-        raise IndexError(f"`{name}`: expected an index in [0, {size}{closing}, got {index}")
-    return index
+        return np.asarray(x)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedDType(
+            f"`{name}`: expected integers, got a {type(x).__name__} that is no array of them ({error})"
+        ) from error
 
 
 def check_kept(name: str, x: Any, size: int, ndim: int = 1) -> NDArray[np.int64]:
@@ -222,7 +257,7 @@ def check_kept(name: str, x: Any, size: int, ndim: int = 1) -> NDArray[np.int64]
     ndim : int
         1, or 2 for a row of them for each layer.
     """
-    given = np.asarray(x)
+    given = _as_host_array(name, x)
     if given.ndim != ndim:
         shape = ("n",) if ndim == 1 else ("num_layers", "n")
         raise DimensionMismatch(

@@ -11,6 +11,8 @@ from numkv.attention.contiguous import merge_states
 from numkv.attention.paged import paged_decode_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.paged_layer import PagedLayer
+from numkv.checks import check_flag
+from numkv.errors import UnsupportedDType
 from numkv.kernels.builder import cache_stats
 from numkv.kinds import Kind, kind
 from numkv.storage.pool import source_dtypes
@@ -28,8 +30,8 @@ def warmup(
     *,
     dtypes: Iterable[str | Kind] = ("fp32",),
     target: str = "cpu",
-    rotate: bool = False,
-    residual: bool = False,
+    rotate: bool | None = False,
+    residual: bool | None = False,
 ) -> dict[str, int]:
     """Load or compile the kernels that write to caches of some kinds and attend to them.
 
@@ -38,9 +40,9 @@ def warmup(
     Parameters
     ----------
     kinds : iterable of str, Kind or pair of them
-        Storage kinds; a pair is the kind of K and that of V.
+        Storage kinds; a pair, as a tuple, is the kind of K and that of V. A single name or kind will do.
     dtypes : iterable of str or Kind
-        Float kinds of new rows and queries, beside the cache's own.
+        Float kinds of new rows and queries, beside the cache's own. A single one will do.
     target : str
         Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
     rotate : bool
@@ -55,8 +57,10 @@ def warmup(
 
     Raises
     ------
-    UnsupportedDType
-        If there is no such kind.
+    UnsupportedDType, ValueError
+        If there is no such kind, or `dtypes` has one that queries cannot be of.
+    TypeError
+        If an argument is nothing of what it should be.
     NotSupported
         If the target is not available here.
 
@@ -66,11 +70,17 @@ def warmup(
     >>> sorted(numkv.warmup(["fp16"]))
     ['hits', 'misses']
     """
+    rotate, residual = check_flag("rotate", rotate), check_flag("residual", residual)
+    get(target)
+    sources = [kind(name) for name in _listed("dtypes", dtypes)]
+    for source in sources:
+        if not source.is_query:
+            raise UnsupportedDType(
+                f"`dtypes`: expected kinds that queries can be of (fp64, fp32, fp16, bf16), got {source}"
+            )
+    chosen = [_pair(choice) for choice in _listed("kinds", kinds)]
     before = cache_stats()
-    sources = [kind(name) for name in dtypes]
-    for choice in kinds:
-        k_kind, v_kind = choice if isinstance(choice, tuple) else (choice, choice)
-        of_k, of_v = kind(k_kind), kind(v_kind)
+    for of_k, of_v in chosen:
         options: list[dict[str, Any]] = [{}]
         if rotate:
             options.append({"rotate": True})
@@ -80,6 +90,27 @@ def warmup(
             _run(of_k, of_v, sources, target, more)
     after = cache_stats()
     return {name: after[name] - before[name] for name in after}
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """The items of an argument that is an iterable, or one item itself."""
+    if isinstance(given, (str, Kind)):
+        return [given]
+    try:
+        return list(given)
+    except TypeError:
+        raise TypeError(f"`{name}`: expected kinds, got {type(given).__name__}") from None
+
+
+def _pair(choice: Any) -> tuple[Kind, Kind]:
+    """The kinds of K and of V."""
+    if not isinstance(choice, tuple):
+        return kind(choice), kind(choice)
+    if len(choice) != 2:
+        raise ValueError(
+            f"`kinds`: expected pairs, the kinds of K and of V, got {len(choice)} of them"
+        )
+    return kind(choice[0]), kind(choice[1])
 
 
 def _run(

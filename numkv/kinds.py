@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from numkv.errors import DimensionMismatch, UnsupportedDType
+from numkv.numbers import check_size
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -120,8 +121,9 @@ class Kind:
         -------
         int
         """
+        dim = check_size("head_dim", head_dim)
         if self.scales_per == "group":
-            return -(-head_dim // self.group_size)
+            return -(-dim // self.group_size)
         return int(self.scales_per == "row")
 
     def words_per_row(self, head_dim: int) -> int:
@@ -141,15 +143,16 @@ class Kind:
         DimensionMismatch
             If they do not fill whole words.
         """
-        if head_dim % self.elements_per_word:
+        dim = check_size("head_dim", head_dim)
+        if dim % self.elements_per_word:
             raise DimensionMismatch(
                 f"`head_dim`: expected a multiple of {self.elements_per_word} for {self} storage, "
-                f"which puts as many elements into a byte, got {head_dim}; pad the rows, or store "
+                f"which puts as many elements into a byte, got {dim}; pad the rows, or store "
                 "another kind",
                 expected=self.elements_per_word,
-                actual=head_dim,
+                actual=dim,
             )
-        return head_dim // self.elements_per_word
+        return dim // self.elements_per_word
 
     def scale_shape(self, rows: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
         """Shape of the scales of rows.
@@ -167,9 +170,17 @@ class Kind:
             `rows` where a row has one scale, with an axis more where its groups have one each; ``(num_kv_heads,)``
             where heads have one each, and ``(0, 0, 0)`` where there are none.
         """
+        if not isinstance(rows, tuple):
+            raise TypeError(f"`rows`: expected a tuple of sizes, got {type(rows).__name__}")
+        rows = tuple(check_size("rows", n) for n in rows)
+        head_dim = check_size("head_dim", head_dim)
         if self.scales_per == "none":
             return (0, 0, 0)
         if self.scales_per == "head":
+            if len(rows) < 2:
+                raise DimensionMismatch(
+                    f"`rows`: expected the sizes of a buffer, kv heads second, got {rows}"
+                )
             return (rows[1],)
         return (*rows, self.scales_per_row(head_dim)) if self.scales_per == "group" else rows
 
@@ -207,8 +218,9 @@ class Kind:
         -------
         int
         """
-        v_dim = head_dim if head_dim_v is None else head_dim_v
-        return num_kv_heads * (self.row_bytes(head_dim) + self.row_bytes(v_dim))
+        v_dim = head_dim if head_dim_v is None else check_size("head_dim_v", head_dim_v)
+        heads = check_size("num_kv_heads", num_kv_heads)
+        return heads * (self.row_bytes(head_dim) + self.row_bytes(v_dim))
 
     def __str__(self) -> str:
         return self.name
@@ -301,8 +313,9 @@ def kind(name: str | Kind) -> Kind:
         found = _KINDS.get(_ALIASES.get(key, key))
         if found is not None:
             return found
+    got = repr(name[:40]) if isinstance(name, str) else type(name).__name__
     raise UnsupportedDType(
-        f"kind: expected one of {', '.join(_KINDS)} (or an alias such as float16), got {name!r}"
+        f"`kind`: expected one of {', '.join(_KINDS)} (or an alias such as float16), got {got}"
     )
 
 

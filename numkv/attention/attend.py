@@ -10,8 +10,8 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.options import AttentionOptions
-from numkv.checks import check_array, check_writable, is_plain
-from numkv.errors import DimensionMismatch
+from numkv.checks import check_apart, check_array, check_writable, is_plain
+from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool
@@ -39,6 +39,7 @@ def attend(
     *,
     ranges: Array | None = None,
     by_slot: bool = False,
+    validate: bool = False,
 ) -> Any:
     """Attend with checked queries over a pool. Every attention function and method ends here.
 
@@ -60,6 +61,8 @@ def attend(
     by_slot : bool
         Whether `block_table` holds a slot, ``block * block_size + offset``, for each token instead of a block for
         every `block_size` tokens.
+    validate : bool
+        Whether the values of sinks are looked at where that waits for the device.
 
     Returns
     -------
@@ -82,7 +85,7 @@ def attend(
     if sinks is None:
         sinks = _no_sinks(target.name, compute)
     else:
-        sinks = target.reals("sinks", sinks, compute, (num_q_heads,))
+        sinks = _check_sinks(target, sinks, compute, num_q_heads, validate)
     dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
     out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
@@ -90,6 +93,16 @@ def attend(
     else:
         out = check_array(target, "out", out, (out_dtype,), out_shape)
         check_writable("out", out)
+        if (
+            not target.values_on_host
+            or _may_meet(out, q, (k.words, v.words, block_table, seq_lens, q_starts))
+            or (
+                (k_kind.is_scaled or v_kind.is_scaled or options.sinks is not None)
+                and _may_meet(out, out, (k.scales, v.scales, sinks))
+            )
+        ):
+            given = {"seq_lens": seq_lens, "cu_seqlens_q": q_starts, "sinks": sinks}
+            _check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
     if v.rotation is not None and out_dtype != compute:
@@ -98,6 +111,8 @@ def attend(
         q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
         assert q_kind is not None
     lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    if not (num_tokens and num_q_heads):
+        return (out, lse) if return_lse else out
     target.ops.attend(
         target.words(q), q_kind.name, k.words, k_kind.name, k.scales, v.words,
         v_kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
@@ -106,6 +121,48 @@ def attend(
     if v.rotation is not None:
         v.rotation.backward(target, result, out_dtype, out)
     return (out, lse) if return_lse else out
+
+
+def _check_sinks(
+    target: Target, sinks: Any, compute: np.dtype[Any], num_q_heads: int, validate: bool
+) -> Array:
+    """Sink logits on the target; none is NaN or infinite, but for -inf, which is no sink."""
+    checked: Array = target.reals("sinks", sinks, compute, (num_q_heads,))
+    if num_q_heads and (target.values_on_host or validate):
+        largest = target.to_host(checked).max()  # NaN if one is
+        if not largest < np.inf:
+            raise ValueError(
+                f"`sinks`: expected finite numbers, or -inf for no sink, got {largest}"
+            )
+    return checked
+
+
+def _may_meet(out: Any, q: Any, read: tuple[Any, ...]) -> bool:
+    """Whether the ends of an output overlap those of an array that is read, in host memory."""
+    meet = np.may_share_memory
+    if out is not q and meet(out, q):
+        return True
+    for x in read:  # noqa: SIM110 - half the time of any()
+        if meet(out, x):
+            return True
+    return False
+
+
+def _check_own_memory(
+    target: Target, out: Array, q: Array, pool: Pool, tables: dict[str, Array]
+) -> None:
+    """Refuse an `out` that shares memory with what is read, unless it is the queries themselves."""
+    of_k, of_v = pool.k_buffer, pool.v_buffer
+    read = {"k": of_k.words, "v": of_v.words}
+    for name, buffer in (("k_scale", of_k), ("v_scale", of_v)):
+        if buffer.kind.is_scaled:
+            read[name] = buffer.scales
+    check_apart(target, {"out": out}, {**read, **tables})
+    if out is not q and target.share_memory(out, q) and not target.same_memory(out, q):
+        raise NotSupported(
+            "`out`: expected `q` itself or memory of its own, got a part of the memory of `q`, or its elements in "
+            "another order; pass q, or another array"
+        )
 
 
 @functools.cache

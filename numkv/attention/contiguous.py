@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
-from numkv.checks import check_array, check_integers
+from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.given import stored_pool
@@ -40,14 +40,14 @@ def decode_attention(
     seq_lens: Any,
     *,
     sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
+    logits_soft_cap: float | None = 0.0,
+    window_left: int | None = -1,
     sinks: Any = None,
-    return_lse: bool = False,
+    return_lse: bool | None = False,
     out: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    validate: bool = False,
+    validate: bool | None = False,
 ) -> Any:
     """Attend with one query per sequence over a contiguous cache.
 
@@ -64,23 +64,24 @@ def decode_attention(
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the query's own included. An empty sequence gives 0 and -inf.
     sm_scale : float, optional
-        What scores are multiplied by; ``1 / sqrt(head_dim)`` if None.
+        What scores are multiplied by, any finite number; ``1 / sqrt(head_dim)`` if None.
     logits_soft_cap : float
         Scores become ``cap * tanh(score / cap)``, after scaling; 0 for no cap.
     window_left : int
         Earlier tokens that a query sees beside its own; -1 for all of them.
     sinks : array (num_q_heads,), optional
-        Extra scores that join the denominator only.
+        Extra scores that join the denominator only; -inf is none.
     return_lse : bool
         Whether to return the log of the sum of exponentials too.
     out : array (num_seqs, num_q_heads, head_dim_v), optional
-        Takes the output; of q's dtype.
+        Takes the output; of q's dtype. It may be `q` itself, and else shares no memory with what is read.
     k_scale, v_scale : array, optional
         Scales of stored elements: of int8 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
         ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a number,
         or None for 1. None for other float kinds.
     validate : bool
-        On CUDA, check the values of `seq_lens` too, which waits for the device. On the CPU they are always checked.
+        On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
+        checked.
 
     Returns
     -------
@@ -95,10 +96,13 @@ def decode_attention(
         If an array has another shape, dtype, layout or target.
     IndexError
         If a length is negative or above the capacity.
+    ValueError, TypeError
+        If an option has another value or type; see docs/arguments.md.
 
     Notes
     -----
-    The result for a sequence does not depend on the batch or on the number of threads.
+    The result for a sequence does not depend on the batch or on the number of threads. Scores that no float32 holds
+    (float64, where that is computed in) make their own row NaN and no other.
 
     Examples
     --------
@@ -108,6 +112,7 @@ def decode_attention(
     >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
     np.float32(1.0)
     """
+    validate = check_flag("validate", validate)
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
@@ -123,7 +128,9 @@ def decode_attention(
     starts = one_query_each(target.name, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-    return attend(pool, one_block_each(target.name, num_seqs), q, lens, starts, options)
+    return attend(
+        pool, one_block_each(target.name, num_seqs), q, lens, starts, options, validate=validate
+    )
 
 
 def prefill_attention(
@@ -134,14 +141,14 @@ def prefill_attention(
     cu_seqlens_q: Any,
     *,
     sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
+    logits_soft_cap: float | None = 0.0,
+    window_left: int | None = -1,
     sinks: Any = None,
-    return_lse: bool = False,
+    return_lse: bool | None = False,
     out: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    validate: bool = False,
+    validate: bool | None = False,
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 
@@ -175,6 +182,7 @@ def prefill_attention(
     UnsupportedDType, NotSupported, IndexError
         See `decode_attention`.
     """
+    validate = check_flag("validate", validate)
     target = targets.of(k)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
@@ -185,7 +193,9 @@ def prefill_attention(
     starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-    return attend(pool, one_block_each(target.name, num_seqs), q, lens, starts, options)
+    return attend(
+        pool, one_block_each(target.name, num_seqs), q, lens, starts, options, validate=validate
+    )
 
 
 def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Array]:
@@ -212,7 +222,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
 
     Notes
     -----
-    A sink belongs into one of the parts only. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024), but with
+    A sink belongs into one of the parts only. A part whose lse is infinite outweighs one whose lse is not, and two of
+    them count alike; NaN stays NaN. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024), but with
     natural logs.
     """
     target = targets.of(o_a)

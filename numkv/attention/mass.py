@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries, no_ranges
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.checks import check_array, check_integers
+from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
 from numkv.storage.given import stored_pool
@@ -70,7 +70,10 @@ def attention_mass(
     else:
         lse = check_array(target, "lse", lse, (_FLOAT32,), (num_tokens, num_q_heads))
     scale = options.scale(head_dim)
-    weights = target.empty((int(seq_lens.shape[0]), int(pool.k.shape[1]), columns), _FLOAT32)
+    shape = (int(seq_lens.shape[0]), int(pool.k.shape[1]), columns)
+    if not (num_tokens and num_q_heads):
+        return target.zeros(shape, _FLOAT32)
+    weights = target.empty(shape, _FLOAT32)
     if pool.k_rotation is not None:
         q = pool.k_rotation.forward(target, q)
     q_kind = kind_of_dtype(q.dtype)
@@ -93,10 +96,10 @@ def attention_weights(
     *,
     lse: Any = None,
     sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
+    logits_soft_cap: float | None = 0.0,
+    window_left: int | None = -1,
     k_scale: Any = None,
-    validate: bool = False,
+    validate: bool | None = False,
 ) -> Array:
     """Sum the attention that each token of a contiguous cache gets from given queries.
 
@@ -144,6 +147,7 @@ def attention_weights(
     >>> numkv.attention_weights(np.ones((1, 4, 8), np.float32), k, [4])[0, 0, :5]
     array([0.5, 0.5, 0.5, 0.5, 0. ], dtype=float32)
     """
+    validate = check_flag("validate", validate)
     target = targets.of(k)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
     pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from numkv.checks import check_flag, check_number, check_size
+from numkv.errors import DimensionMismatch
+
 __all__ = ["AttentionOptions", "check_options"]
 
 
@@ -36,30 +41,64 @@ class AttentionOptions(NamedTuple):  # made in a third of the time of a frozen d
 
     def scale(self, head_dim: int) -> float:
         """What scores of rows of `head_dim` elements are multiplied by."""
-        return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else float(self.sm_scale)
+        if self.sm_scale is not None:
+            return self.sm_scale
+        if head_dim == 0:
+            raise DimensionMismatch(
+                "`q`: expected a head_dim of at least 1, got 0", expected=1, actual=0
+            )
+        return 1.0 / math.sqrt(head_dim)
 
 
 def check_options(
-    sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
-    sinks: Any = None, return_lse: bool = False, out: Any = None,
+    sm_scale: float | None = None, logits_soft_cap: float | None = 0.0, window_left: int | None = -1,
+    sinks: Any = None, return_lse: bool | None = False, out: Any = None,
 ) -> AttentionOptions:  # fmt: skip
-    """Take the options of an attention call as one object, the numbers among them checked.
+    """Take the options of an attention call as one object, the numbers among them checked; None is the default of each.
 
     Arrays are checked by `numkv.attention.attend.attend`, which knows their shapes.
     """
-    if logits_soft_cap != 0 or window_left != -1:
-        if logits_soft_cap is None or logits_soft_cap < 0 or not math.isfinite(logits_soft_cap):
-            raise ValueError(
-                f"`logits_soft_cap`: expected a finite number, 0 for none, got {logits_soft_cap!r}"
-            )
-        if window_left < -1:
-            raise ValueError(
-                f"`window_left`: expected a number of earlier tokens, or -1 for all, got {window_left}"
-            )
-    elif sm_scale is None and sinks is None and out is None and not return_lse:
+    if (
+        sm_scale is None and sinks is None and out is None and return_lse is False
+        and type(logits_soft_cap) is float and logits_soft_cap == 0
+        and type(window_left) is int and window_left == -1
+    ):  # fmt: skip
         return _NONE  # what most calls of one token ask for
+    if sm_scale is not None and not (type(sm_scale) is float and -_LARGEST <= sm_scale <= _LARGEST):
+        sm_scale = check_number("sm_scale", sm_scale, -_LARGEST, _LARGEST)
+    if type(logits_soft_cap) is not float or logits_soft_cap != 0:
+        logits_soft_cap = _check_cap(logits_soft_cap, sm_scale)
+    if type(window_left) is not int or not -1 <= window_left < 2**63:
+        window_left = _check_window(window_left)
+    if return_lse is not True:
+        return_lse = check_flag("return_lse", return_lse)
     given = (sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
     return tuple.__new__(AttentionOptions, given)  # in half the time of its own `__new__`
 
+
+def _check_cap(cap: Any, sm_scale: float | None) -> float:
+    """A soft cap by which every score can be divided, if there is one."""
+    found = check_number("logits_soft_cap", cap, 0.0, _LARGEST, default=0.0)
+    if found and (found < _SMALLEST or abs(sm_scale or 1.0) / found > _LARGEST):
+        raise ValueError(
+            f"`logits_soft_cap`: expected 0 for none, or a number by which scores can be divided in float32, got {cap}"
+        )
+    return found
+
+
+def _check_window(window_left: Any) -> int:
+    if window_left is None:
+        return -1
+    try:
+        return check_size("window_left", window_left, -1)
+    except DimensionMismatch as error:
+        raise DimensionMismatch(
+            f"{error}; pass a number of earlier tokens, or -1 for all", error.expected, error.actual
+        ) from None
+
+
+# Bounds of numbers that kernels take as float32, multiplied by log2(e) on the way.
+_LARGEST = float(np.finfo(np.float32).max) / 2
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 _NONE = AttentionOptions()

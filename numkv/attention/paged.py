@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
-from numkv.checks import check_array, check_integers
+from numkv.checks import check_flag, check_integers
 from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
@@ -54,14 +54,14 @@ def paged_decode_attention(
     seq_lens: Any,
     *,
     sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
+    logits_soft_cap: float | None = 0.0,
+    window_left: int | None = -1,
     sinks: Any = None,
-    return_lse: bool = False,
+    return_lse: bool | None = False,
     out: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    validate: bool = False,
+    validate: bool | None = False,
 ) -> Any:
     """Attend with one query per sequence over paged pools.
 
@@ -98,17 +98,18 @@ def paged_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
+    validate = check_flag("validate", validate)
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.name, num_seqs)
-    table = check_array(target, "block_table", block_table, _INT32, (num_seqs, "max_blocks"))
+    table = check_integers(target, "block_table", block_table, (num_seqs, "max_blocks"), _INT32)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-    return attend(pool, table, q, lens, starts, options)
+    return attend(pool, table, q, lens, starts, options, validate=validate)
 
 
 def paged_prefill_attention(
@@ -120,14 +121,14 @@ def paged_prefill_attention(
     cu_seqlens_q: Any,
     *,
     sm_scale: float | None = None,
-    logits_soft_cap: float = 0.0,
-    window_left: int = -1,
+    logits_soft_cap: float | None = 0.0,
+    window_left: int | None = -1,
     sinks: Any = None,
-    return_lse: bool = False,
+    return_lse: bool | None = False,
     out: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    validate: bool = False,
+    validate: bool | None = False,
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
 
@@ -158,14 +159,15 @@ def paged_prefill_attention(
     IndexError, UnsupportedDType, NotSupported, ValueError
         See `paged_decode_attention`.
     """
+    validate = check_flag("validate", validate)
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-    table = check_array(target, "block_table", block_table, _INT32, ("num_seqs", "max_blocks"))
+    table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
     )
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-    return attend(pool, table, q, lens, starts, options)
+    return attend(pool, table, q, lens, starts, options, validate=validate)

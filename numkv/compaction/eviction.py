@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.checks import check_index, check_kept, check_size
+from numkv.access import Access, drops, writes
+from numkv.checks import check_bytes, check_index, check_kept, check_size
 from numkv.errors import DimensionMismatch, NonFiniteInput, UnsupportedDType
 
 __all__ = ["AttentionTally", "first_and_recent", "heavy_hitters", "max_pool", "seen_by_recent"]
@@ -107,7 +108,7 @@ def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: i
     >>> heavy_hitters([0.1, 2.0, 0.3, 1.0, 0.2, 0.4], num_keep=3, num_recent=1)
     array([1, 3, 5])
     """
-    of_tokens = _weights(weights)
+    of_tokens, _ = _weights(weights)
     keep, first = check_size("num_keep", num_keep), check_size("num_first", num_first)
     recent = check_size("num_recent", num_recent)
     if first + recent > keep:
@@ -117,7 +118,8 @@ def heavy_hitters(weights: Any, num_keep: int, num_first: int = 0, num_recent: i
     length = int(of_tokens.shape[-1])
     if keep >= length:
         return np.arange(length)
-    between = of_tokens.sum(axis=0)[first : length - recent]
+    with np.errstate(over="ignore"):  # sums beyond float64 are the heaviest
+        between = of_tokens.sum(axis=0)[first : length - recent]
     heaviest = np.argsort(-between, kind="stable")[: keep - first - recent]
     return np.concatenate(
         [np.arange(first), first + np.sort(heaviest), np.arange(length - recent, length)]
@@ -168,7 +170,7 @@ def seen_by_recent(
     >>> seen_by_recent([0.1, 0.2, 2.0, 0.3, 0.5, 0.1, 1.0], num_keep=4, num_recent=1, kernel_size=3)
     array([1, 2, 3, 6])
     """
-    of_tokens = _weights(weights)
+    of_tokens, _ = _weights(weights)
     recent = check_size("num_recent", num_recent)
     before = max(0, int(of_tokens.shape[-1]) - recent)
     pooled = of_tokens.copy()
@@ -202,18 +204,20 @@ def max_pool(weights: Any, kernel_size: int) -> Weights:
     size = check_size("kernel_size", kernel_size, 1)
     if size % 2 == 0:
         raise ValueError(f"`kernel_size`: expected an odd number, got {size}")
-    of_tokens, side = _weights(weights), size // 2
+    of_tokens, shape = _weights(weights)
+    side = min(size // 2, int(of_tokens.shape[1]))  # neighbours that there are not cost no memory
+    size = 2 * side + 1
     edges = np.pad(of_tokens, ((0, 0), (side, side)), constant_values=-np.inf)
     pooled = of_tokens
     if of_tokens.shape[1]:
         pooled = np.lib.stride_tricks.sliding_window_view(edges, size, axis=1).max(axis=2)
-    return pooled.reshape(np.shape(weights))
+    return pooled.reshape(shape)
 
 
-def _weights(weights: Any) -> Weights:
-    """Check weights, and return them on the host with a row for each head."""
+def _weights(weights: Any) -> tuple[Weights, tuple[int, ...]]:
+    """Check weights, and return them on the host with a row for each head; beside them the shape that they came in."""
     if isinstance(weights, (list, tuple)):
-        weights = np.asarray(weights)
+        weights = targets.get("cpu").asarray(weights, "weights")
     target = targets.of(weights)
     given = target.to_host(target.accept(weights, "weights"))
     if given.ndim not in (1, 2):
@@ -226,7 +230,8 @@ def _weights(weights: Any) -> Weights:
         )
     if given.dtype.kind not in "fiu" and given.size:
         raise UnsupportedDType(f"`weights`: expected numbers, got {given.dtype}; convert them")
-    of_tokens = np.atleast_2d(given.astype(np.float64))
+    with np.errstate(over="ignore"):  # what is more than float64 holds counts as infinite
+        of_tokens = np.atleast_2d(given.astype(np.float64))
     bad = np.argwhere(~np.isfinite(of_tokens))
     if len(bad):
         index = tuple(int(i) for i in bad[0][2 - given.ndim :])
@@ -235,11 +240,13 @@ def _weights(weights: Any) -> Weights:
             "or queries NaN?",
             index=index,
         )
-    return of_tokens
+    return of_tokens, tuple(given.shape)
 
 
 class AttentionTally:
     """Sums of attention weights over steps, for the tokens of one layer; kept on the host.
+
+    One thread at a time changes it: a second one gets `NumkvError`.
 
     Parameters
     ----------
@@ -260,8 +267,10 @@ class AttentionTally:
 
     def __init__(self, num_kv_heads: int) -> None:
         heads = check_size("num_kv_heads", num_kv_heads, 1)
+        check_bytes({"num_kv_heads": heads}, 8)
         self._sums = np.zeros((heads, 0))
         self._length = 0
+        self._access = Access()
 
     @property
     def num_kv_heads(self) -> int:
@@ -279,6 +288,7 @@ class AttentionTally:
     def __repr__(self) -> str:
         return f"AttentionTally(num_kv_heads={self.num_kv_heads}, len={len(self)})"
 
+    @writes
     def add(self, weights: Any) -> None:
         """Add the weights of a step; waits for the device where they are on one.
 
@@ -296,24 +306,28 @@ class AttentionTally:
         UnsupportedDType
             If they are no numbers.
         """
-        new = _weights(weights)
+        new, shape = _weights(weights)
         heads, length = new.shape
-        if np.ndim(weights) == 1 or heads != self.num_kv_heads or length < self._length:
+        if len(shape) == 1 or heads != self.num_kv_heads or length < self._length:
             expected = (self.num_kv_heads, f"{self._length} or more")
             raise DimensionMismatch(
-                f"`weights`: expected ({expected[0]}, {expected[1]}), got {np.shape(weights)}; compact and "
+                f"`weights`: expected ({expected[0]}, {expected[1]}), got {shape}; compact and "
                 "truncate the tally along with the cache",
                 expected=expected,
-                actual=np.shape(weights),
+                actual=shape,
             )
+        with np.errstate(over="ignore"):
+            new[:, : self._length] += self.weights
+        if not np.isfinite(new).all():
+            raise NonFiniteInput("`weights`: expected sums that float64 holds, got infinity")
         if length > self._sums.shape[1]:
             larger = np.zeros((heads, max(length, 2 * self._sums.shape[1])))
             larger[:, : self._length] = self.weights
             self._sums = larger
-        self._sums[:, self._length : length] = 0
+        self._sums[:, :length] = new
         self._length = length
-        self._sums[:, :length] += new
 
+    @drops
     def compact(self, keep: Any) -> None:
         """Keep some tokens only, as the cache's own `compact` does.
 
@@ -335,6 +349,7 @@ class AttentionTally:
         self._sums[:, : len(kept)] = self.weights[:, kept]
         self._length = len(kept)
 
+    @drops
     def truncate(self, length: int) -> None:
         """Keep the first tokens only.
 

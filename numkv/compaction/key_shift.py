@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.checks import check_array, check_integers
+from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool, source_dtypes
@@ -33,7 +33,7 @@ _TABLES = (np.dtype(np.float32), np.dtype(np.float64))
 _AT_ONCE = 1024
 
 
-def rope_shift(cos: Any, sin: Any, interleaved: bool = False) -> RopeShift:
+def rope_shift(cos: Any, sin: Any, interleaved: bool | None = False) -> RopeShift:
     """Make the shift of a model with rotary position embedding.
 
     Parameters
@@ -72,7 +72,7 @@ class RopeShift:
         See `rope_shift`.
     """
 
-    def __init__(self, cos: Any, sin: Any, interleaved: bool = False) -> None:
+    def __init__(self, cos: Any, sin: Any, interleaved: bool | None = False) -> None:
         shape = ("num_positions", "rotary_dim / 2")
         tables = []
         for name, x in (("cos", cos), ("sin", sin)):
@@ -80,11 +80,12 @@ class RopeShift:
             table = target.to_host(check_array(target, name, x, _TABLES, shape))
             tables.append(table.astype(np.float64))
             shape = table.shape
-        length = np.hypot(*tables)
+        with np.errstate(over="ignore", invalid="ignore"):
+            length = np.hypot(*tables)
         if not np.all((length > 0) & np.isfinite(length)):
             raise ValueError("`cos`: expected cosines beside their sines, got a pair of no length")
         self._tables = tuple((x / length).astype(np.float32) for x in tables)
-        self._interleaved = bool(interleaved)
+        self._interleaved = check_flag("interleaved", interleaved)
         self._on_target: dict[str, tuple[Array, ...]] = {}
 
     @property
@@ -172,12 +173,12 @@ class RopeShift:
     def _check(self, offset: int, head_dim: int) -> None:
         if abs(offset) >= self.num_positions:
             raise IndexError(
-                f"rope_shift: expected an offset below the {self.num_positions} rows of its tables, got "
-                f"{offset}; make the tables longer"
+                f"`shift`: expected an offset below the {self.num_positions} rows of rope_shift's tables, got "
+                f"{offset}; make it with longer tables"
             )
         if self.rotary_dim > head_dim:
             raise DimensionMismatch(
-                f"rope_shift: expected keys of at least rotary_dim={self.rotary_dim} elements, got "
+                f"`shift`: expected keys of at least rope_shift's rotary_dim={self.rotary_dim} elements, got "
                 f"{head_dim}; make it with rotary_dim / 2 columns",
                 expected=self.rotary_dim,
                 actual=head_dim,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ import numba
 from numba import types
 from numba.np.numpy_support import from_dtype
 
+from numkv.errors import NotSupported
 from numkv.kernels.disk_cache import KernelCache, warn_no_cache
 from numkv.kinds import kinds
 
@@ -98,6 +100,30 @@ def _write(line: str) -> None:
     sys.stderr.flush()
 
 
+@functools.cache
+def _check_numba() -> None:
+    """Refuse settings of Numba under which no kernel would run, before the first one is made."""
+    if numba.config.DISABLE_JIT:
+        raise NotSupported(
+            "NUMBA_DISABLE_JIT: expected 0, as numkv's kernels are compiled, got 1; unset it before Python starts"
+        )
+    layer = str(numba.config.THREADING_LAYER).lower()
+    wrong = "" if layer in _LAYERS else "there is no such layer"
+    if layer in ("tbb", "safe"):
+        try:
+            importlib.import_module("numba.np.ufunc.tbbpool")
+        except ImportError as error:
+            wrong = f"which needs TBB ({error})"
+    if wrong:
+        raise NotSupported(
+            f"NUMBA_THREADING_LAYER: expected a layer of Numba that loads here, got {layer!r}: {wrong}; install what "
+            "it needs, or unset the variable before Python starts"
+        )
+
+
+_LAYERS = ("default", "tbb", "omp", "workqueue", "safe", "threadsafe", "forksafe")
+
+
 def build(
     function: Callable[..., Any],
     signature: Any,
@@ -130,7 +156,10 @@ def build(
     ------
     TypeError
         If `function` has a closure and no `args`, or these are no strings and numbers.
+    NotSupported
+        If Numba is set not to compile, or to run threads by what is not installed.
     """
+    _check_numba()
     if args is None and function.__closure__:
         raise TypeError(
             f"{function.__qualname__}: expected the factory and its args, got a closure"

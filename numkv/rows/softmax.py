@@ -61,19 +61,21 @@ def merge_weights(lse_a, lse_b):
     Parameters
     ----------
     lse_a, lse_b : float
-        Natural logs of the parts' sums of exponentials; -inf where a part saw nothing.
+        Natural logs of the parts' sums of exponentials; -inf where a part saw nothing, and infinite where its scores
+        were more than a float holds.
 
     Returns
     -------
     weight_a, weight_b, lse : float
-        Both weights are 0 where both parts saw nothing.
+        Both weights are 0 where both parts saw nothing. An infinite part outweighs one that is not; two count alike.
     """
     top = lse_a
     if lse_b > top or lse_b != lse_b:  # a NaN stays one
         top = lse_b
     if top == -np.inf:
         return np.float32(0), np.float32(0), top
-    exp_a = np.float32(math.exp(lse_a - top))
-    exp_b = np.float32(math.exp(lse_b - top))
+    # The larger one's is 1, without the difference, which infinity does not have from itself.
+    exp_a = np.float32(1) if lse_a == top else np.float32(math.exp(lse_a - top))
+    exp_b = np.float32(1) if lse_b == top else np.float32(math.exp(lse_b - top))
     total = np.float32(exp_a + exp_b)
     return exp_a / total, exp_b / total, np.float32(top + np.float32(math.log(total)))

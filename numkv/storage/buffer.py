@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array
+from numkv.checks import check_array, check_bytes, check_number, is_number
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
@@ -68,9 +68,13 @@ class Buffer:
         Raises
         ------
         DimensionMismatch
-            If a row cannot be stored in the kind.
+            If a row cannot be stored in the kind, or no memory can hold so many.
+        MemoryError
+            If this machine's does not.
         """
         of_row = kind.words_per_row(dim)
+        sizes = dict(zip(("num_blocks", "num_kv_heads", "block_size"), shape, strict=True))
+        check_bytes(sizes | {"head_dim": dim}, kind.bytes_per_element)
         words = target.zeros((*shape, of_row), kind.word)
         if kind.scales_per == "head":
             scales = target.asarray(np.ones(kind.scale_shape(shape, dim), kind.scale_word))
@@ -250,7 +254,7 @@ class Buffer:
     def check_finite(self, name: str, rows: Array) -> None:
         """Refuse checked rows that are to be quantised and hold NaN or infinity; float kinds take them."""
         if self.kind.has_scales:
-            refuse_non_finite(self.target, name, rows, (self.kind,))
+            refuse_non_finite(self.target, name, rows, [(0, self.kind)])
 
 
 def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
@@ -260,8 +264,10 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
     -------
     float32 array (heads,)
     """
-    if isinstance(scales, (int, float, np.integer, np.floating)):
-        found = np.full(heads, scales, _FLOAT32)
+    if is_number(scales):
+        number = check_number(name, scales)
+        with np.errstate(over="ignore", under="ignore"):  # infinity and 0 are refused below
+            found = np.full(heads, np.float64(number).astype(_FLOAT32))
     else:
         found = check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,))
     if not (np.isfinite(found).all() and (found > 0).all()):
@@ -272,7 +278,7 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
 
 
 def refuse_non_finite(
-    target: Target, name: str, x: Array, kinds: Sequence[Kind], first: int = 0
+    target: Target, name: str, x: Array, parts: Sequence[tuple[int, Kind]]
 ) -> None:
     """Refuse NaN and infinity in floats that are to be quantised.
 
@@ -284,19 +290,20 @@ def refuse_non_finite(
         The argument that it is, or is columns of.
     x : array (num_tokens, num_heads, head_dim) or (num_tokens, width)
         Checked floats.
-    kinds : sequence of Kind
-        What its columns, in as many equal parts, are to be stored in.
-    first : int
-        Column of the argument that its first one is.
+    parts : sequence of tuple of int and Kind
+        Columns of the argument from which on it is to be stored in a kind, rising; `x` begins with the first of them.
     """
+    if not x.size:
+        return
     by_head = x if len(x.shape) == 3 else target.one_head(x)
     flat = target.ops.first_non_finite(target.words(by_head), source_kind(x))
     if flat < 0:
         return
     shape = tuple(x.shape)
     *place, column = (int(i) for i in np.unravel_index(flat, shape))
-    kind = kinds[column * len(kinds) // shape[-1]]
-    index = (*place, first + column)
+    column += parts[0][0]
+    kind = [of for first, of in parts if first <= column][-1]
+    index = (*place, column)
     raise NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index}; "
         "mask it, or pass check_finite=False",

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import Shape, check_array, is_plain
+from numkv.checks import (
+    Shape,
+    check_apart,
+    check_array,
+    check_number,
+    check_writable,
+    is_number,
+    is_plain,
+)
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import STORED_FLOAT_DTYPES, kind_of_dtype, kind_of_stored_dtype, kinds
 from numkv.storage.buffer import Buffer, head_scales
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["stored_pool"]
+__all__ = ["check_written", "stored_pool"]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -78,8 +86,9 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
 
 def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
     """The scales of heads on the target: 1, a number, or an array with one for each head."""
-    if scale is None or isinstance(scale, (int, float, np.integer, np.floating)):
-        return _same_for_heads(target.name, name, 1.0 if scale is None else float(scale), heads)
+    if scale is None or is_number(scale):
+        number = check_number(name, scale, default=1.0)
+        return _same_for_heads(target.name, name, number, heads)
     if target.values_on_host:
         return head_scales(name, scale, heads)
     return check_array(target, name, scale, (_FLOAT32,), (heads,))
@@ -93,3 +102,11 @@ def _same_for_heads(target: str, name: str, scale: float, heads: int) -> Array:
 @functools.cache
 def _no_scale(target: str) -> Array:
     return targets.get(target).empty((0, 0, 0), _FLOAT32)
+
+
+def check_written(pool: Pool, names: tuple[str, str]) -> None:
+    """Check that a caller's buffers can be written to, and that each has memory of its own."""
+    written = pool.written(*names)
+    for name, x in written.items():
+        check_writable(name, x)
+    check_apart(pool.target, written, {})

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_size, check_writable
 from numkv.errors import UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.targets.base import Array, Target
@@ -106,7 +106,7 @@ class Rotation:
         dtype : numpy.dtype
             Float dtype of the result, which is rounded to it once.
         out : array (num_tokens, num_heads, head_dim), optional
-            Takes the result; it may be `rows`.
+            Takes the result; it may be `rows`, and else shares no memory with them.
 
         Returns
         -------
@@ -125,6 +125,8 @@ class Rotation:
         else:
             out = check_array(target, "out", out, (out_kind.dtype,), shape)
             check_writable("out", out)
+            if out is not rows and not target.same_memory(out, rows):
+                check_apart(target, {"out": out}, {"rows": rows})
         self._rotate(target, rows, kind, True, out, out_kind)
         return out
 

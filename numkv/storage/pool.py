@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.checks import check_apart, check_flag
 from numkv.errors import DimensionMismatch
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
@@ -63,7 +64,9 @@ class Pool:
         Raises
         ------
         DimensionMismatch
-            If a row cannot be stored in its kind.
+            If a row cannot be stored in its kind, or no memory can hold so many.
+        MemoryError
+            If this machine's does not.
         """
         return cls(
             Buffer.allocate(target, shape, head_dim, k_kind, rotate),
@@ -195,6 +198,15 @@ class Pool:
         """Words of K and V, then their scales."""
         return self.k, self.v, self.k_scale, self.v_scale
 
+    def written(self, k: str = "k_pool", v: str = "v_pool") -> dict[str, Array]:
+        """What writes of tokens change, by the names that errors call it: buffers, and scales that come with tokens."""
+        found = {k: self.k, v: self.v}
+        if self.k_kind.has_scales:
+            found["k_scale"] = self.k_scale
+        if self.v_kind.has_scales:
+            found["v_scale"] = self.v_scale
+        return found
+
     def like(self, num_blocks: int) -> Pool:
         """A pool of as many blocks, of this one's kinds and shapes, elsewhere on the target."""
         return Pool(self.k_buffer.like(num_blocks), self.v_buffer.like(num_blocks))
@@ -233,8 +245,9 @@ class Pool:
         self.k_buffer.scatter(k, slot_mapping)
         self.v_buffer.scatter(v, slot_mapping)
 
-    def check_rows(self, k: Any, v: Any, *, check_finite: bool) -> tuple[Array, Array]:
-        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V."""
+    def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
+        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool."""
+        check_finite = check_flag("check_finite", check_finite, True)
         k, v = self.k_buffer.check_rows("k", k), self.v_buffer.check_rows("v", v)
         if v.shape[0] != k.shape[0]:
             raise DimensionMismatch(
@@ -242,6 +255,7 @@ class Pool:
                 expected=int(k.shape[0]),
                 actual=int(v.shape[0]),
             )
+        check_apart(self.target, self.written(), {"k": k, "v": v})
         if check_finite:
             self.k_buffer.check_finite("k", k)
             self.v_buffer.check_finite("v", v)

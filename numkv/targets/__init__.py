@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from numkv.errors import NumkvError
 from numkv.targets.base import Array, Target
 from numkv.targets.cpu import CpuTarget
 
 __all__ = ["Array", "CpuTarget", "Target", "get", "of"]
 
 
-@functools.cache
-def get(name: str) -> Target:
+def get(target: str) -> Target:
     """The target of a name.
 
     Parameters
     ----------
-    name : {"cpu", "cuda"}
+    target : {"cpu", "cuda"}
         Where to compute. ``"cuda"`` needs an NVIDIA GPU and the ``cuda`` extra, or ``NUMBA_ENABLE_CUDASIM=1``.
 
     Returns
@@ -37,14 +37,23 @@ def get(name: str) -> Target:
     NotSupported
         If ``"cuda"`` is asked for where there is no CUDA.
     """
-    if name == "cpu":
-        return CpuTarget()
-    if name == "cuda":
-        from numkv.targets.cuda import CudaTarget
+    if isinstance(target, str):
+        if target == "cpu":
+            return _CPU
+        if target == "cuda":
+            return _cuda()
+    got = repr(target[:40]) if isinstance(target, str) else type(target).__name__
+    raise ValueError(f'`target`: expected "cpu" or "cuda", got {got}')
 
-        cuda: Target = CudaTarget()
-        return cuda
-    raise ValueError(f'target: expected "cpu" or "cuda", got {name!r}')
+
+_CPU: Target = CpuTarget()
+
+
+@functools.cache
+def _cuda() -> Target:
+    from numkv.targets.cuda import CudaTarget
+
+    return CudaTarget()
 
 
 def of(x: Any) -> Target:
@@ -61,10 +70,15 @@ def of(x: Any) -> Target:
         CUDA for device arrays, else the CPU, whose checks say what is wrong with anything that is no array at all.
     """
     if isinstance(x, np.ndarray):
-        return get("cpu")
-    if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
-        return get("cuda")
-    device = getattr(x, "__dlpack_device__", None)
-    if device is not None and device()[0] == 2:  # kDLCUDA
-        return get("cuda")
-    return get("cpu")
+        return _CPU
+    try:
+        if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
+            return get("cuda")
+        device = getattr(x, "__dlpack_device__", None)
+        if device is not None and device()[0] == 2:  # kDLCUDA
+            return get("cuda")
+    except (NumkvError, MemoryError):
+        raise
+    except Exception:  # an object that fails to say where it is
+        return _CPU
+    return _CPU

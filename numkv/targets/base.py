@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 
 from numkv import arrays
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
 
-__all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target"]
+__all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
 #: What modules take from here that `numkv.arrays` has not been brought to yet.
 Array = arrays.AnyArray
@@ -21,6 +22,32 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 WORD_OF = {k.dtype: k.word for k in kinds() if k.is_float and k.word != k.dtype}
 #: Of these, the dtypes that torch has and NumPy has not, by the names of torch.
 TORCH_DTYPES = {f"torch.{dtype}": dtype for dtype in WORD_OF if dtype != np.float16}
+
+
+def masked(name: str) -> NotSupported:
+    """The error for a masked array, whose mask kernels do not see."""
+    return NotSupported(
+        f"`{name}`: expected an array without a mask, got a masked array; pass {name}.filled(value), or {name}.data"
+    )
+
+
+def no_array(name: str, x: Any, where: str, error: Exception) -> UnsupportedDType:
+    """The error for an object that promises an array and fails to hand it over."""
+    return UnsupportedDType(
+        f"`{name}`: expected an array {where}, got {type(x).__name__}, which fails to hand one over "
+        f"({type(error).__name__}: {error})"
+    )
+
+
+def check_real(name: str, x: arrays.Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Refuse what is no float array of native byte order and of `shape`, as an argument of `Target.reals`."""
+    got = f"expected {dtype} {shape}, got {x.dtype} {tuple(x.shape)}"
+    if (x.dtype.kind != "f" and x.dtype != BF16) or not x.dtype.isnative:
+        raise UnsupportedDType(f"`{name}`: {got}; convert it to a float dtype with .astype")
+    if tuple(x.shape) != shape:
+        raise DimensionMismatch(
+            f"`{name}`: {got}; pass an array of this shape", expected=shape, actual=tuple(x.shape)
+        )
 
 
 class Target(Protocol):
@@ -53,6 +80,15 @@ class Target(Protocol):
 
     def accept(self, x: Any, name: str) -> arrays.Array:
         """`x` as an array of this target, without a copy, or an error that names it."""
+
+    def check_stream(self, stream: Any) -> None:
+        """Refuse, as `stream`, what operations cannot run on."""
+
+    def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
+        """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
+
+    def same_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
+        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
         """A new array whose elements are undefined."""

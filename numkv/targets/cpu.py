@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 
 from numkv.arrays import Array, HostArray
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.threads import SERIAL_ELEMENTS
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
+from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 
 __all__ = ["CpuTarget"]
+
+# Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.
+_MOST_WORK = 10_000
 
 
 class CpuTarget:
@@ -35,19 +38,34 @@ class CpuTarget:
     def asarray(self, x: Any, name: str = "array") -> Array:
         """`x` as a NumPy array; a list or a scalar is converted, anything else is taken without a copy."""
         if isinstance(x, (list, tuple, int, float)):
-            return np.asarray(x)
+            try:
+                return np.asarray(x)
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                raise no_array(name, x, "or numbers", error) from error
         return self.accept(x, name)
 
     def accept(self, x: Any, name: str) -> Array:
         """`x` as a NumPy array, without a copy.
 
         Takes NumPy arrays, and whatever has ``__array_interface__`` or ``__dlpack__``; torch tensors of bfloat16 and
-        8-bit floats too, which neither of the two can hand over as such.
+        8-bit floats too, which neither of the two can hand over as such. Arrays of classes derived from NumPy's are
+        taken for plain ones, but for masked arrays.
         """
         if type(x) is np.ndarray:
             return x
+        if isinstance(x, np.ma.MaskedArray):
+            raise masked(name)
         if isinstance(x, np.ndarray):
             return x.view(np.ndarray)
+        try:
+            return self._handed_over(x, name)
+        except (NumkvError, MemoryError):
+            raise
+        except Exception as error:
+            raise no_array(name, x, "in host memory", error) from error
+
+    def _handed_over(self, x: Any, name: str) -> Array:
+        """The array of an object that is not NumPy's."""
         if getattr(x, "__cuda_ndarray__", False):  # the simulator's would even pass for host arrays
             raise NotSupported(
                 f"`{name}`: expected an array in host memory, got one on the CUDA device; "
@@ -84,6 +102,26 @@ class CpuTarget:
         import torch
 
         return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
+
+    def check_stream(self, stream: Any) -> None:
+        """Refuse any stream: operations are done when they return."""
+        raise NotSupported(
+            f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
+        )
+
+    def share_memory(self, a: Any, b: Any) -> bool:
+        """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""
+        if not np.may_share_memory(a, b):
+            return False
+        try:
+            return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+    def same_memory(self, a: Any, b: Any) -> bool:
+        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
+        here, there = a.__array_interface__, b.__array_interface__
+        return bool(here["data"][0] == there["data"][0] and a.strides == b.strides)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array whose elements are undefined."""
@@ -134,14 +172,5 @@ class CpuTarget:
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a NumPy array of `dtype` and `shape`; converted if it has another float dtype."""
         x = self.asarray(x, name)
-        if x.dtype.kind != "f" and x.dtype != BF16:
-            raise UnsupportedDType(
-                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; convert it to a float dtype"
-            )
-        if x.shape != shape:
-            raise DimensionMismatch(
-                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}; pass an array of this shape",
-                expected=shape,
-                actual=x.shape,
-            )
+        check_real(name, x, dtype, shape)
         return np.require(x, dtype, "A")

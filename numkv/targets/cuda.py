@@ -13,12 +13,13 @@ import numpy as np
 from numba.core import config
 
 from numkv.arrays import Array, HostArray
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
-from numkv.targets.base import BF16, TORCH_DTYPES, WORD_OF
+from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
+from numkv.targets.memory import Memory, may_overlap
 
 __all__ = ["CudaTarget"]
 
@@ -84,6 +85,8 @@ class CudaTarget:
         name : str
             What errors call it.
         """
+        if isinstance(x, np.ma.MaskedArray):
+            raise masked(name)
         if self._on_host(x):
             x = CpuTarget().asarray(x, name)
             return self._cuda.to_device(np.ascontiguousarray(x).reshape(x.shape))
@@ -96,8 +99,18 @@ class CudaTarget:
         ``__dlpack__``. What is still being written on another stream is waited for if ``__cuda_array_interface__``
         names the stream.
         """
+        try:
+            return self._accept(x, name)
+        except (NumkvError, MemoryError):
+            raise
+        except Exception as error:
+            raise no_array(name, x, "on the CUDA device", error) from error
+
+    def _accept(self, x: Any, name: str) -> Array:
         if getattr(x, "__cuda_ndarray__", False):
             return x
+        if isinstance(x, np.ma.MaskedArray):
+            raise masked(name)
         if self._on_host(x):
             what = "a NumPy array" if isinstance(x, np.ndarray) else f"a host {type(x).__name__}"
             raise NotSupported(
@@ -156,11 +169,46 @@ class CudaTarget:
         array = self._cuda.from_cuda_array_interface(description, owner=view)
         return self.typed(array, dtype)
 
+    def check_stream(self, stream: Any) -> None:
+        """Refuse what is no stream: Numba's, 0 for the default one, or an object with ``__cuda_stream__``."""
+        if self._simulated:
+            found = isinstance(stream, self._cuda.stream)
+        else:
+            found = hasattr(stream, "handle") or hasattr(stream, "__cuda_stream__")
+        if not (found or (type(stream) is int and stream == 0)):
+            raise NotSupported(
+                f"`stream`: expected a stream of numba.cuda, or None, got {type(stream).__name__}; make one with "
+                "numba.cuda.stream() or numba.cuda.external_stream(pointer)"
+            )
+
+    def share_memory(self, a: Any, b: Any) -> bool:
+        """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
+        return may_overlap(self._lies(a), self._lies(b))
+
+    def same_memory(self, a: Any, b: Any) -> bool:
+        """Whether two arrays of a dtype and a shape have the same elements in the same places."""
+        return self._lies(a) == self._lies(b)
+
+    def _lies(self, x: Any) -> Memory:
+        """Where a device array lies."""
+        if self._simulated:
+            address = x._ary.__array_interface__["data"][0]
+        else:
+            address = x.__cuda_array_interface__["data"][0]
+        return Memory(int(address), tuple(x.shape), tuple(x.strides), int(x.dtype.itemsize))
+
     # -- making arrays
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new device array whose elements are undefined."""
-        return self._cuda.device_array(tuple(shape), np.dtype(dtype))
+        try:
+            return self._cuda.device_array(tuple(shape), np.dtype(dtype))
+        except Exception as error:
+            if "OUT_OF_MEMORY" not in str(error):
+                raise
+            raise MemoryError(
+                f"the CUDA device has no room for an array {tuple(shape)} of {np.dtype(dtype)} ({error})"
+            ) from error
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new device array of zeros."""
@@ -241,14 +289,7 @@ class CudaTarget:
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a device array of `dtype` and `shape`; converted on the host if it must be."""
         x = self.accept(x, name)
-        if x.dtype.kind != "f" and x.dtype != BF16:
-            raise UnsupportedDType(f"`{name}`: expected {dtype} {shape}, got {x.dtype} {x.shape}")
-        if tuple(x.shape) != shape:
-            raise DimensionMismatch(
-                f"`{name}`: expected {dtype} {shape}, got {x.dtype} {tuple(x.shape)}",
-                expected=shape,
-                actual=tuple(x.shape),
-            )
+        check_real(name, x, dtype, shape)
         if x.dtype == dtype:
             return x
         return self._cuda.to_device(self.to_host(x).astype(dtype))

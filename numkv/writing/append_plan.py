@@ -11,16 +11,16 @@ to `append`), and to nothing else in numkv.
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_writable
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
-from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.checks import check_apart, check_array, check_integers, check_size, check_writable
+from numkv.errors import UnsupportedDType
+from numkv.kinds import QUERY_DTYPES, Kind, kind, kind_of_dtype
 from numkv.targets.base import Target
 from numkv.writing import fast_path
 
@@ -129,16 +129,17 @@ class AppendSku:
 
 def _element(dtype: Any) -> Kind:
     """The float kind of what a descriptor calls its dtype."""
-    try:
-        found: Kind | None = kind(dtype)
-    except UnsupportedDType:
+    found: Kind | None = None
+    if dtype is not None:  # which NumPy takes for float64
         try:
-            found = kind_of_dtype(np.dtype(dtype))
-        except TypeError:
-            found = None
+            found = kind(dtype)
+        except UnsupportedDType:
+            with contextlib.suppress(Exception):  # whatever NumPy has to say of it
+                found = kind_of_dtype(np.dtype(dtype))
     if found is None or not found.is_query:
+        got = dtype if isinstance(dtype, (str, Kind, np.dtype)) else f"{type(dtype).__name__}"
         raise UnsupportedDType(
-            f"`dtype`: expected fp64, fp32, fp16 or bf16, got {dtype!r}; quantised rows are appended "
+            f"`dtype`: expected fp64, fp32, fp16 or bf16, got {got!s}; quantised rows are appended "
             "by the layers"
         )
     return found
@@ -179,19 +180,17 @@ class AppendPlan:
 
         Raises
         ------
-        DimensionMismatch
-            If an extent is negative.
+        DimensionMismatch, TypeError
+            If an extent is negative, or no integer.
         UnsupportedDType
             If the dtype is not one of the four floats.
         """
-        for name in _EXTENTS:
-            extent = operator.index(getattr(descriptor, name))
-            if extent < 0:
-                raise DimensionMismatch(
-                    f"`{name}`: expected an extent of at least 0, got {extent}",
-                    expected=0,
-                    actual=extent,
-                )
+        if not isinstance(descriptor, AppendDescriptor):
+            raise TypeError(
+                f"`descriptor`: expected an AppendDescriptor, got {type(descriptor).__name__}"
+            )
+        extents = {name: check_size(name, getattr(descriptor, name)) for name in _EXTENTS}
+        descriptor = replace(descriptor, **extents)
         return cls(descriptor, _element(descriptor.dtype), targets.get(target))
 
     @property
@@ -230,11 +229,14 @@ class AppendPlan:
         UnsupportedDType
             If an element type is not the descriptor's, or the offsets are not int64.
         NotSupported
-            If an array's last axis is strided, a cache is read-only, or an array is on another target.
+            If an array's last axis is strided, a cache is read-only or shares memory with another array, or an array is
+            on another target.
         """
         self._check(args)
 
     def _check(self, args: AppendArgs) -> AppendArgs:
+        if not isinstance(args, AppendArgs):
+            raise TypeError(f"`args`: expected AppendArgs, got {type(args).__name__}")
         d, target = self.descriptor, self._target
         rows = (d.batch_size, d.num_heads, d.new_len)
         cache = (d.batch_size, d.num_heads, d.max_cache_len)
@@ -245,16 +247,20 @@ class AppendPlan:
             "v_cache": (*cache, d.d_v),
             "cache_offsets": (d.batch_size,),
         }
-        arrays = {name: target.accept(getattr(args, name), name) for name in shapes}
+        arrays = {name: target.accept(getattr(args, name), name) for name in list(shapes)[:4]}
+        arrays["cache_offsets"] = check_integers(
+            target, "cache_offsets", args.cache_offsets, ("batch_size",), _INT64
+        )
         # Shapes of all arrays come before anything else about any of them.
         for name, shape in shapes.items():
             if tuple(arrays[name].shape) != shape:
                 check_array(target, name, arrays[name], (arrays[name].dtype,), shape)
-        for name, shape in shapes.items():
-            dtypes = _INT64 if name == "cache_offsets" else (self._element.dtype,)
-            check_array(target, name, arrays[name], dtypes, shape)
-        for name in ("k_cache", "v_cache"):
-            check_writable(name, arrays[name])
+        for name in list(shapes)[:4]:
+            check_array(target, name, arrays[name], (self._element.dtype,), shapes[name])
+        caches = {name: arrays[name] for name in ("k_cache", "v_cache")}
+        for name, x in caches.items():
+            check_writable(name, x)
+        check_apart(target, caches, {n: x for n, x in arrays.items() if n not in caches})
         return AppendArgs(**arrays)
 
     def run(self, args: AppendArgs, *, stream: Any = None, workspace: Any = None) -> None:
@@ -274,8 +280,8 @@ class AppendPlan:
         DimensionMismatch, UnsupportedDType, NotSupported
             See `can_implement`; nothing is written.
         """
-        if stream is not None and not self._target.has_streams:
-            raise NotSupported("`stream`: expected None on the CPU target, got a stream")
+        if stream is not None:
+            self._target.check_stream(stream)
         args = self._check(args)
         d, target = self.descriptor, self._target
         if 0 in (d.batch_size, d.num_heads, d.new_len, d.max_cache_len):
@@ -315,16 +321,17 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
     Raises
     ------
     DimensionMismatch, UnsupportedDType, NotSupported
-        If an array has another shape, dtype, layout or target; nothing is written.
+        If an array has another shape, dtype, layout or target, or a cache shares memory with another array; nothing
+        is written.
     """
     if fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
         return
     target = targets.of(k_cache)
     shape = ("batch_size", "num_heads", "max_cache_len", "d")
-    k = target.accept(k_cache, "k_cache")
+    k = check_array(target, "k_cache", k_cache, QUERY_DTYPES, shape)
     v = target.accept(v_cache, "v_cache")
     new = target.accept(k_new, "k_new")
-    for name, x in (("k_cache", k), ("v_cache", v), ("k_new", new)):
+    for name, x in (("v_cache", v), ("k_new", new)):
         if len(x.shape) != 4:
             check_array(target, name, x, (x.dtype,), shape)
     batch_size, num_heads, max_cache_len, d_k = k.shape

@@ -82,8 +82,11 @@ def _float_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def as_int64(x: Any) -> Any:
-    """An int32 array as int64, and anything else as it is."""
-    return x.astype(_INT64) if type(x) is np.ndarray and x.dtype == _INT32 else x
+    """An int32 or int64 array as int64, and anything else as None: compiled functions do not tell byte orders apart."""
+    if type(x) is not np.ndarray:
+        return None
+    dtype = x.dtype
+    return x if dtype == _INT64 else x.astype(_INT64) if dtype == _INT32 else None
 
 
 def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> bool:
@@ -111,10 +114,12 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
 
 
 def paged_append(
-    k: Any, v: Any, k_pool: Any, v_pool: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, look: bool
+    k: Any, v: Any, k_pool: Any, v_pool: Any, slot_mapping: Any, k_scale: Any, v_scale: Any, look: Any
 ) -> bool:  # fmt: skip
     """Do a small `numkv.paged_append`, or return False."""
     if not (type(k) is type(v) is type(k_pool) is type(v_pool) is type(slot_mapping) is np.ndarray):
+        return False
+    if type(look) is not bool:
         return False
     if k.size >= SMALL or v.size >= SMALL:
         return False
@@ -139,15 +144,17 @@ def paged_append(
     if half_pools:
         k_pool, v_pool = k_pool.view(_UINT16), v_pool.view(_UINT16)
     slots = as_int64(slot_mapping)
+    if slots is None:
+        return False
     try:
-        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, bool(look))
+        done: int = store(k, v, k_pool, v_pool, k_scale, v_scale, slots, 0, 0, look)
     except TypeError:  # another rank or dtype, read-only or unaligned
         return False
     return done >= 0
 
 
 def pool_append(
-    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: bool
+    pool: Pool, k: Any, v: Any, block_table: np.ndarray[Any, Any], start: int, room: int, look: Any
 ) -> int:
     """Append a few rows of one sequence to a pool, or write nothing and return -1.
 
@@ -170,7 +177,7 @@ def pool_append(
         Tokens appended, or -1.
     """
     of_k, of_v = pool.k_buffer, pool.v_buffer
-    if not (type(k) is type(v) is type(of_k.words) is np.ndarray):
+    if not (type(k) is type(v) is type(of_k.words) is np.ndarray and type(look) is bool):
         return -1
     if k.size >= SMALL or v.size >= SMALL:
         return -1
@@ -193,7 +200,7 @@ def pool_append(
             block_table,
             start,
             room,
-            bool(look),
+            look,
         )
     except TypeError:  # another rank, or unaligned
         return -1
@@ -204,6 +211,7 @@ def pool_append(
 _MODES = {
     int(mode): (mode.normalises, mode is not QKMode.COPY, mode.interleaved) for mode in QKMode
 }
+_MOST = float(np.finfo(np.float64).max)
 _NO_TABLE = np.empty((0, 0), np.float32)
 _NO_WEIGHT = {dtype: np.empty(0, dtype) for dtype in (_FLOAT32, _FLOAT64)}
 NOT_BY_SLOT = np.empty(0, np.int64)
@@ -228,7 +236,7 @@ def _writer(
 def pool_write(
     pool: Pool, qkv: Any, num_q_heads: Any, cos: Any, sin: Any, qk_mode: Any, q_weight: Any, k_weight: Any,
     eps: Any, q_out: Any, angles: Array, first: int, places: Array, start: int,
-    room: int, look: bool,
+    room: int, look: Any,
 ) -> tuple[int, Any]:  # fmt: skip
     """Do the fused write of a few tokens, or write nothing and return -1.
 
@@ -261,9 +269,13 @@ def pool_write(
         return -1, None
     if qkv.ndim != 2 or qkv.size >= SMALL or of_k.rotation is not None:
         return -1, None
+    if not (type(eps) is float and 0.0 <= eps <= _MOST and type(look) is bool):
+        return -1, None
+    if type(qk_mode) is not QKMode and type(qk_mode) is not int:
+        return -1, None
     try:
         normalise, rotate, interleaved = _MODES[qk_mode]
-    except (KeyError, TypeError):
+    except KeyError:
         return -1, None
     if not rotate:
         cos = sin = _NO_TABLE
@@ -276,10 +288,13 @@ def pool_write(
     write, halves, no_weight = found
     if not normalise:
         q_weight = k_weight = no_weight
-    elif not (type(q_weight) is type(k_weight) is np.ndarray):
+    elif not (
+        type(q_weight) is type(k_weight) is np.ndarray
+        and q_weight.dtype == k_weight.dtype == no_weight.dtype
+    ):
         return -1, None
     if q_out is None:
-        if num_q_heads < 0:
+        if not 0 <= num_q_heads <= qkv.shape[1]:
             return -1, None
         q_out = np.empty((len(qkv), num_q_heads, of_k.dim), dtype)
     elif (
@@ -295,6 +310,6 @@ def pool_write(
             of_k.words, of_k.scales, of_v.words, of_v.scales, places, start, room,
             _LOOK_FOR_NAN if look else _LOOK, 0, 0, 1,
         )  # fmt: skip
-    except TypeError:  # another rank or dtype, read-only or unaligned
+    except (TypeError, OverflowError):  # another rank or dtype, read-only, or numbers beyond int64
         return -1, None
     return tokens, q_out

@@ -10,14 +10,14 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_number, check_size, check_writable
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.pool import Pool, refuse_non_finite
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array, Target
 
-__all__ = ["Projection", "QKMode"]
+__all__ = ["DEFAULT_EPS", "Projection", "QKMode"]
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -47,6 +47,20 @@ class QKMode(enum.IntEnum):
         return self is QKMode.INTERLEAVED or self is QKMode.NORM_INTERLEAVED
 
 
+#: What the mean square of a row gets added before its root.
+DEFAULT_EPS = 1e-6
+
+
+def _check_mode(qk_mode: Any) -> QKMode:
+    """A mode from its number."""
+    number = check_size("qk_mode", qk_mode)
+    if number not in QKMode.__members__.values():
+        raise ValueError(
+            f"`qk_mode`: expected one of {', '.join(f'{int(m)} ({m.name})' for m in QKMode)}, got {number}"
+        )
+    return QKMode(number)
+
+
 @functools.cache
 def _empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return targets.get(target).empty(shape, dtype)
@@ -58,7 +72,7 @@ class Projection:
 
     Attributes
     ----------
-    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+    qkv : array (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v)
         The projections.
     kind : Kind
         Their float kind.
@@ -87,21 +101,21 @@ class Projection:
     @classmethod
     def check(
         cls, pool: Pool, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int,
-        q_norm_weight: Any, k_norm_weight: Any, eps: float, q_out: Any,
+        q_norm_weight: Any, k_norm_weight: Any, eps: Any, q_out: Any,
     ) -> Self:  # fmt: skip
         """Check the arguments of a fused write; see `numkv.ContiguousLayer.write`."""
         target = pool.target
-        mode = qk_mode if type(qk_mode) is QKMode else QKMode(qk_mode)
+        mode = qk_mode if type(qk_mode) is QKMode else _check_mode(qk_mode)
         heads = check_size("num_q_heads", num_q_heads)
         kv_heads, dim = int(pool.k.shape[1]), pool.head_dim
-        if pool.head_dim_v != dim:
+        if kv_heads == 0 or heads % kv_heads:
             raise DimensionMismatch(
-                f"`qkv`: expected a cache whose V rows are as wide as its K rows, {dim}, got {pool.head_dim_v}; "
-                "split the projections yourself, and append K and V",
-                expected=dim,
-                actual=pool.head_dim_v,
+                f"`num_q_heads`: expected a multiple of num_kv_heads={kv_heads}, got {heads}",
+                expected=kv_heads,
+                actual=heads,
             )
-        width = (heads + 2 * kv_heads) * dim
+        eps = check_number("eps", eps, 0.0, default=DEFAULT_EPS)
+        width = (heads + kv_heads) * dim + kv_heads * pool.head_dim_v
         qkv = check_array(target, "qkv", qkv, QUERY_DTYPES, ("num_tokens", width))
         kind = kind_of_dtype(qkv.dtype)
         assert kind is not None
@@ -129,7 +143,15 @@ class Projection:
         else:
             q_out = check_array(target, "q_out", q_out, (qkv.dtype,), shape)
             check_writable("q_out", q_out)
-        return cls(qkv, kind, mode, cos, sin, q_weight, k_weight, float(eps), q_out)
+        read = {
+            "qkv": qkv,
+            "cos": cos,
+            "sin": sin,
+            "q_norm_weight": q_weight,
+            "k_norm_weight": k_weight,
+        }
+        check_apart(target, pool.written() | {"q_out": q_out}, read)
+        return cls(qkv, kind, mode, cos, sin, q_weight, k_weight, eps, q_out)
 
     @property
     def num_tokens(self) -> int:
@@ -155,13 +177,13 @@ class Projection:
         """Refuse NaN and infinity in those of k and v that the pool quantises; q may hold anything."""
         if not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             return
-        kinds = [kind for kind in (pool.k_kind, pool.v_kind) if kind.has_scales]
         # They lie side by side, so one look is enough for both.
         k_first = int(self.q_out.shape[1]) * pool.head_dim
         v_first = k_first + int(pool.k.shape[1]) * pool.head_dim
-        first = k_first if pool.k_kind.has_scales else v_first
+        sides = ((k_first, pool.k_kind), (v_first, pool.v_kind))
+        parts = [(column, kind) for column, kind in sides if kind.has_scales]
         stop = int(self.qkv.shape[1]) if pool.v_kind.has_scales else v_first
-        refuse_non_finite(pool.target, "qkv", self.qkv[:, first:stop], kinds, first)
+        refuse_non_finite(pool.target, "qkv", self.qkv[:, parts[0][0] : stop], parts)
 
     def write(self, pool: Pool, block_table: Array, start: int, first: int) -> None:
         """Write one sequence's new tokens, and q to `q_out`.

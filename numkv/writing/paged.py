@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_integers, check_writable
+from numkv.checks import check_apart, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kernels import validate as values
-from numkv.storage.given import stored_pool
+from numkv.storage.given import check_written, stored_pool
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 from numkv.writing import fast_path
@@ -26,9 +26,9 @@ def _check_slots(
     target: Target, pool: Pool, slot_mapping: Any, num_tokens: int, validate: bool
 ) -> Array:
     """Slots as the kernels take them, in range or -1; where rows share one, the last row's alone."""
-    slots = target.index(
-        check_integers(target, "slot_mapping", slot_mapping, (num_tokens,)), np.int64
-    )
+    given = check_integers(target, "slot_mapping", slot_mapping, (num_tokens,))
+    check_apart(target, pool.written(*_NAMES), {"slot_mapping": given})
+    slots = target.index(given, np.int64)
     num_slots = int(pool.k.shape[0]) * int(pool.k.shape[2])
     if target.values_on_host or validate:
         on_host = target.to_host(slots).astype(np.int64, copy=False)
@@ -44,12 +44,6 @@ def _check_slots(
     return slots
 
 
-def _check_writable(pool: Pool) -> None:
-    for side, buffer in (("k", pool.k_buffer), ("v", pool.v_buffer)):
-        for name, x in zip(("pool", "scale"), buffer.by_token(), strict=False):
-            check_writable(f"{side}_{name}", x)
-
-
 def paged_append(
     k: Any,
     v: Any,
@@ -59,8 +53,8 @@ def paged_append(
     *,
     k_scale: Any = None,
     v_scale: Any = None,
-    check_finite: bool = True,
-    validate: bool = False,
+    check_finite: bool | None = True,
+    validate: bool | None = False,
 ) -> None:
     """Put ready rows into slots of paged pools.
 
@@ -91,17 +85,25 @@ def paged_append(
         If a slot is neither -1 nor in the pool; nothing is written.
     NonFiniteInput
         If rows to be quantised hold NaN or infinity; nothing is written.
-    DimensionMismatch, UnsupportedDType, NotSupported
-        If an array has another shape, dtype, layout or target.
+    DimensionMismatch, UnsupportedDType, NotSupported, TypeError
+        If an array has another shape, dtype, layout or target, or shares memory with what is written; see
+        docs/arguments.md.
     """
+    if validate is not False:
+        validate = check_flag("validate", validate)
     if fast_path.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
         return
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    _check_writable(pool)
+    check_written(pool, _NAMES)
     k, v = pool.check_rows(k, v, check_finite=check_finite)
     slots = _check_slots(target, pool, slot_mapping, int(k.shape[0]), validate)
     pool.scatter(k, v, slots)
+
+
+def _copies(qk_mode: Any) -> bool:
+    """Whether an argument that is not checked yet is the mode that rotates nothing."""
+    return isinstance(qk_mode, int) and qk_mode == QKMode.COPY
 
 
 def paged_write(
@@ -117,25 +119,25 @@ def paged_write(
     qk_mode: QKMode | int,
     q_norm_weight: Any = None,
     k_norm_weight: Any = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     q_out: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    check_finite: bool = True,
-    validate: bool = False,
+    check_finite: bool | None = True,
+    validate: bool | None = False,
 ) -> Array:
     """Split fused projections, normalise and rotate q and k, and write K and V into slots, in one pass.
 
     Parameters
     ----------
-    qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+    qkv : array (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v)
         Projections of any number of sequences; any float dtype.
-    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim), (…, head_dim_v)
         Written in place; a float dtype, or codes: int8, or uint8 for int4 (two to a byte).
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves its K and V out.
     num_q_heads : int
-        Q heads in `qkv`.
+        Q heads in `qkv`; a multiple of the kv heads.
     positions : int32 or int64 array (num_tokens,), optional
         Row of `cos` and `sin` for each token; needed where q and k are rotated.
     cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
@@ -158,20 +160,26 @@ def paged_write(
         If a slot is neither -1 nor in the pool, or a position has no row in the tables; nothing is written.
     NonFiniteInput
         If projections to be quantised hold NaN or infinity; nothing is written.
-    DimensionMismatch, UnsupportedDType, NotSupported, ValueError
-        If an argument is missing, or has another shape, dtype, layout, value or target.
+    DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+        If an argument is missing, or has another shape, dtype, layout, value or target, or shares memory with what is
+        written; see docs/arguments.md.
     """
+    if validate is not False:
+        validate = check_flag("validate", validate)
     target = targets.of(k_pool)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    if type(slot_mapping) is np.ndarray and (positions is None) == (qk_mode == QKMode.COPY):
-        slots, rows = (fast_path.as_int64(x) for x in (slot_mapping, positions))
-        tokens, q = fast_path.pool_write(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
-            slots if positions is None else rows, 0, slots, 0, 0, check_finite,
-        )  # fmt: skip
-        if tokens >= 0:
-            return q
-    _check_writable(pool)
+    if type(slot_mapping) is np.ndarray and (positions is None) == _copies(qk_mode):
+        slots = fast_path.as_int64(slot_mapping)
+        rows = slots if positions is None else fast_path.as_int64(positions)
+        if slots is not None and rows is not None:
+            tokens, q = fast_path.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                rows, 0, slots, 0, 0, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                return q
+    check_finite = check_flag("check_finite", check_finite, True)
+    check_written(pool, _NAMES)
     p = Projection.check(
         pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
     )
@@ -182,9 +190,9 @@ def paged_write(
                 f"`positions`: expected int32 or int64 ({p.num_tokens},) for qk_mode {p.mode}, got None",
                 expected=(p.num_tokens,),
             )
-        positions = target.index(
-            check_integers(target, "positions", positions, (p.num_tokens,)), np.int64
-        )
+        positions = check_integers(target, "positions", positions, (p.num_tokens,))
+        check_apart(target, pool.written(*_NAMES) | {"q_out": p.q_out}, {"positions": positions})
+        positions = target.index(positions, np.int64)
         if target.values_on_host or validate:
             on_host = target.to_host(positions).astype(np.int64, copy=False)
             bad = values.first_outside(on_host, 0, int(p.cos.shape[0]))

@@ -106,3 +106,41 @@ def test_two_parts_that_saw_nothing(target, to, host):
     where.ops.merge_states(o, lse, o, lse, "fp32", out, total)
     assert np.all(host(out) == 0)
     assert np.all(host(total) == -np.inf)
+
+
+INFINITE = [  # lse of both parts, weights of both, lse
+    (np.inf, 3, 1, 0, np.inf),
+    (-2, np.inf, 0, 1, np.inf),
+    (np.inf, np.inf, 0.5, 0.5, np.inf),
+    (np.inf, -np.inf, 1, 0, np.inf),
+    (3.4e38, -3.4e38, 1, 0, 3.4e38),
+]
+
+
+@pytest.mark.parametrize(("lse_a", "lse_b", "weight_a", "weight_b", "total"), INFINITE)
+def test_an_infinite_part_outweighs_a_finite_one(
+    target, to, host, lse_a, lse_b, weight_a, weight_b, total
+):
+    """Two of them count alike. What has no weight is not read, and other rows are not touched."""
+    o_a, o_b = np.full((2, 2, 4), 2, np.float32), np.full((2, 2, 4), 6, np.float32)
+    o_a[0, 1] = np.nan if weight_a == 0 else o_a[0, 1]
+    o_b[0, 1] = np.nan if weight_b == 0 else o_b[0, 1]
+    of_a, of_b = np.zeros((2, 2, 2), np.float32)
+    of_a[0, 1], of_b[0, 1] = lse_a, lse_b
+    out, lse = (host(x) for x in numkv.merge_states(to(o_a), to(of_a), to(o_b), to(of_b)))
+    want, want_lse = np.full((2, 2, 4), 4, np.float32), np.full((2, 2), np.log(2))
+    want[0, 1], want_lse[0, 1] = 2 * weight_a + 6 * weight_b, total
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+
+def test_nan_stays_nan(target, to, host):
+    o, lse = np.ones((2, 1, 4), np.float32), np.array([[np.nan], [1]], np.float32)
+    for a, b in (
+        (lse, np.full((2, 1), np.inf, np.float32)),
+        (np.full((2, 1), -np.inf, np.float32), lse),
+    ):
+        out, total = (host(x) for x in numkv.merge_states(to(o), to(a), to(o), to(b)))
+        assert np.isnan(out[0]).all()
+        assert np.isnan(total[0])
+        assert np.all(out[1] == 1)

@@ -61,12 +61,12 @@ def test_write_is_a_layers_write(target, to, host, rng, kind, mode):
 def test_write_leaves_skipped_tokens_out(target, to, host, rng):
     """Slot -1 gives q, and stores nothing; q_out takes q."""
     (k_pool, v_pool), _ = paged_problems.pools(to, "fp32")
-    qkv, place = rng.standard_normal((2, 20), F32), to(np.zeros((2, 1, 4), F32))
+    qkv, place = rng.standard_normal((2, 24), F32), to(np.zeros((2, 2, 4), F32))
     q = numkv.paged_write(
-        to(qkv), k_pool, v_pool, to(np.array([-1, 4], I64)), num_q_heads=1, qk_mode=0, q_out=place
+        to(qkv), k_pool, v_pool, to(np.array([-1, 4], I64)), num_q_heads=2, qk_mode=0, q_out=place
     )
     assert q is place
-    assert np.array_equal(host(q)[:, 0], qkv[:, :4])
+    assert np.array_equal(host(q), qkv[:, :8].reshape(2, 2, 4))
     k = host(k_pool)
-    assert np.array_equal(k[1, :, 1], qkv[1, 4:12].reshape(2, 4))
+    assert np.array_equal(k[1, :, 1], qkv[1, 8:16].reshape(2, 4))
     assert np.count_nonzero(k != 77) == 8

@@ -8,6 +8,7 @@ from messages import about
 
 import numkv
 from numkv.compaction import eviction
+from numkv.compaction.eviction import AttentionTally, heavy_hitters, max_pool
 
 F32 = np.float32
 
@@ -338,3 +339,60 @@ def test_by_score_in_every_cache(target, to, host, rng, family):
         cache.compact(keep)
         tally.compact(keep)
         raw, values, sums = raw[:, keep], values[:, keep], sums[:, keep]
+
+
+# ---------------------------------------------------------------- odd arguments
+
+
+def test_neighbours_that_there_are_not_cost_nothing():
+    weights = np.array([[1.0, 3.0, 2.0]])
+    for kernel_size in (5, 7, 2**62 + 1, 2**63 - 1):
+        assert max_pool(weights, kernel_size).tolist() == [[3, 3, 3]]
+    assert max_pool(np.zeros((2, 0)), 2**62 + 1).shape == (2, 0)
+
+
+def test_sums_beyond_float64(rng):
+    """A sum over heads that overflows is the heaviest; a tally refuses one, and is what it was."""
+    huge = np.full((2, 3), 1e308)
+    huge[:, 1] = 1
+    assert heavy_hitters(huge, 2).tolist() == [0, 2]
+    tally = AttentionTally(2)
+    tally.add(huge)
+    with pytest.raises(numkv.NonFiniteInput, match="`weights`: expected sums"):
+        tally.add(np.concatenate([huge, huge], axis=1))
+    assert np.array_equal(tally.weights, huge)
+    with pytest.raises(numkv.NonFiniteInput, match="`weights`"):
+        heavy_hitters(np.full((1, 3), np.longdouble("1e400")), 1)
+
+
+def test_one_call_at_a_time_changes_a_tally():
+    class Weights:
+        """Weights that change the tally when they are asked for."""
+
+        def __init__(self, tally):
+            self.tally = tally
+
+        @property
+        def __array_interface__(self):
+            self.tally.truncate(0)
+
+    tally = AttentionTally(1)
+    tally.add([[1.0, 2.0]])
+    with pytest.raises(numkv.NumkvError, match="truncate: this AttentionTally is being changed"):
+        tally.add(Weights(tally))
+    assert tally.weights.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [["1"], [[1.0], [1.0, 2.0]], np.ma.array([1.0]), None, [1j], 3.0, [object()]],
+    ids=repr,
+)
+def test_weights_that_are_none(weights):
+    for call in (
+        lambda: heavy_hitters(weights, 1),
+        lambda: max_pool(weights, 1),
+        lambda: AttentionTally(1).add(weights),
+    ):
+        with pytest.raises(numkv.NumkvError, match="`weights`: expected"):
+            call()

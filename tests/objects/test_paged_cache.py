@@ -159,16 +159,26 @@ def test_rows_that_cannot_be_quantised(target, to):
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-def test_a_fused_write_needs_rows_of_one_width(target, to, rotate):
-    """V rows of another width than K rows are appended."""
-    cache = make(head_dim_v=DIM // 2, target=target, rotate=rotate)
-    step = cache.reserve([cache.add()], 1)
-    for heads in (0.75 * HEADS, HEADS):
-        qkv = to(np.zeros((1, int((Q_HEADS + 2 * heads) * DIM)), np.float32))
+def test_a_fused_write_of_rows_of_two_widths(target, to, host, rng, rotate):
+    """Narrow V rows stand where they stand among the projections, and are what `append` makes of them."""
+    width, found = (Q_HEADS + HEADS) * DIM + HEADS * DIM // 2, []
+    qkv = rng.standard_normal((2, width), np.float32)
+    q, k, v = np.split(qkv, [Q_HEADS * DIM, (Q_HEADS + HEADS) * DIM], axis=1)
+    for fused in (True, False):
+        cache = make(head_dim_v=DIM // 2, target=target, rotate=rotate)
+        step = cache.reserve([cache.add()], 2)
+        wide = to(np.zeros((2, (Q_HEADS + 2 * HEADS) * DIM), np.float32))
         refused(
-            cache, numkv.DimensionMismatch, f"`qkv`: .*{DIM}, got {DIM // 2}; ", step.write, 0, qkv,
+            cache, numkv.DimensionMismatch, f"`qkv`: .*{width}", step.write, 0, wide,
             num_q_heads=Q_HEADS, qk_mode=0,
         )  # fmt: skip
+        if fused:
+            written = host(step.write(0, to(qkv), num_q_heads=Q_HEADS, qk_mode=0))
+            assert np.array_equal(written.reshape(2, -1), q)
+        else:
+            step.append(0, to(k.reshape(2, HEADS, DIM)), to(v.reshape(2, HEADS, DIM // 2)))
+        found.append(host(step.attention(0, to(q.reshape(2, Q_HEADS, DIM)))))
+    assert np.array_equal(*found)
 
 
 def test_positions_past_the_angles(target, to):

@@ -48,15 +48,15 @@ def test_bad_slots_before_bad_rows(target, to, host):
 
 def test_bad_writes(target, to, host):
     (k_pool, v_pool), scales = paged_problems.pools(to, "int8")
-    qkv, slots = np.ones((2, 20), F32), np.array([0, 4], I64)
+    qkv, slots = np.ones((2, 24), F32), np.array([0, 4], I64)
     tables = [to(x) for x in naive.rope_tables(3, 4)]
     options = {
-        "num_q_heads": 1, "qk_mode": 2, "cos": tables[0], "sin": tables[1],
+        "num_q_heads": 2, "qk_mode": 2, "cos": tables[0], "sin": tables[1],
         "positions": to(np.array([0, 2], I64)), **scales,
     }  # fmt: skip
     check = {"validate": True} if target == "cuda" else {}
     bad_row = qkv.copy()
-    bad_row[1, 7] = np.inf
+    bad_row[1, 11] = np.inf
     for name, changes, error in (
         ("positions", {"positions": None}, numkv.DimensionMismatch),
         ("positions", {"positions": to(np.array([0, 3], I64))}, IndexError),

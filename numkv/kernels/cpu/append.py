@@ -24,6 +24,7 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.overlap import any_meet, has_own_places, interleave, span_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
@@ -98,6 +99,29 @@ def _append_rows(src: str, dst: str, by_slot: bool) -> Any:
     return build(make_append_rows, signature, args=(src, dst, by_slot), label=label)
 
 
+@register_jitable
+def _lie_apart(rows, pools, scales, places, with_scales, foreign):
+    """Whether what a small call writes lies apart from what it reads, and `foreign` pools from one another."""
+    given = (span_of(rows[0]), span_of(rows[1]), span_of(places))
+    of_pools = (span_of(pools[0]), span_of(pools[1]))
+    if any_meet(of_pools, given):
+        return False
+    of_scales = (span_of(scales[0]), span_of(scales[1]))
+    if with_scales and any_meet(of_scales, given):
+        return False
+    if foreign:
+        if not (has_own_places(pools[0]) and has_own_places(pools[1])):
+            return False
+        if any_meet(of_pools[:1], of_pools[1:]) and not interleave(pools[0], pools[1]):
+            return False
+        if with_scales:
+            if not (has_own_places(scales[0]) and has_own_places(scales[1])):
+                return False
+            if any_meet(of_scales, of_pools) or any_meet(of_scales[:1], of_scales[1:]):
+                return False
+    return True
+
+
 def make_small_append(SRC, DST, BY_SLOT):
     """The kernel that checks and stores rows of K and V of kind `SRC` in pools of kind `DST`, on one thread."""
     load, _ = codec(SRC)
@@ -130,6 +154,8 @@ def make_small_append(SRC, DST, BY_SLOT):
                     return -1
                 if GROUP and scale.shape[3] != (rows.shape[2] + GROUP - 1) // GROUP:
                     return -1
+        if not _lie_apart((k, v), (k_pool, v_pool), (k_scale, v_scale), places, QUANTISED, BY_SLOT):
+            return -1
         if BY_SLOT:
             for t in range(num_tokens):
                 if places[t] < -1 or places[t] >= num_blocks * block_size:
@@ -260,8 +286,13 @@ def make_small_copy():
                 return False
             if new.strides[3] != new.itemsize or cache.strides[3] != cache.itemsize:
                 return False
-            if not (is_aligned(new) and is_aligned(cache)):
+            if not (is_aligned(new) and is_aligned(cache) and has_own_places(cache)):
                 return False
+        caches = (span_of(k_cache), span_of(v_cache))
+        if any_meet(caches, (span_of(k_new), span_of(v_new), span_of(offsets))):
+            return False
+        if any_meet(caches[:1], caches[1:]) and not interleave(k_cache, v_cache):
+            return False
         for new, cache in ((k_new, k_cache), (v_new, v_cache)):
             for b in range(batch):
                 low, high = _landing(offsets[b], np.int64(tokens), size)

@@ -34,6 +34,7 @@ from numba import types
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc import parallel
 
+from numkv.errors import NotSupported
 from numkv.kernels.cpu.vectors.launch import thread_launcher
 
 __all__ = ["ON_THREADS", "launching", "num_threads", "run", "start", "workers_for"]
@@ -98,7 +99,14 @@ def start() -> None:
         if _state.turn is not None:
             return
         with _openmp_as_it_was():
-            numba.get_num_threads()
+            try:
+                numba.get_num_threads()
+            except ValueError as error:  # no layer loads
+                said = " ".join(str(error).split())
+                raise NotSupported(
+                    f"NUMBA_THREADING_LAYER: expected a layer of Numba that loads here, got "
+                    f"{numba.config.THREADING_LAYER!r}: {said}; unset the variable before Python starts"
+                ) from error
         _state.turn = _Turn(thread_launcher(), numba.threading_layer() == "workqueue")
 
 

@@ -18,6 +18,7 @@ from numba.extending import register_jitable
 from numba.np.numpy_support import from_dtype
 
 from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.overlap import any_meet, has_own_places, interleave, span_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS, run, workers_for
 from numkv.kernels.cpu.vectors.arrays import is_aligned, row_of
@@ -100,6 +101,34 @@ def _fits_pool(pool, scale, other, dim, per_word, has_scales, group_size):
 
 
 @register_jitable
+def _lie_apart(given, places, pools, scales, q_out, foreign):
+    """Whether what a call writes lies apart from what it reads, spans `given`; of `foreign` pools, also from another.
+
+    Pools and scales of two kinds are arrays of two types, hence pairs.
+    """
+    (k_pool, v_pool), (k_scale, v_scale) = pools, scales
+    of_k, of_v, of_q = span_of(k_pool), span_of(v_pool), span_of(q_out)
+    read = (*given, span_of(places))
+    of_scales = (span_of(k_scale), span_of(v_scale))
+    if any_meet((of_k, of_v, of_q, *of_scales), read) or any_meet(
+        (of_k, of_v, *of_scales), (of_q,)
+    ):
+        return False
+    if not has_own_places(q_out):
+        return False
+    if foreign:
+        if any_meet((of_k,), (of_v,)) and not interleave(k_pool, v_pool):
+            return False
+        if any_meet(of_scales, (of_k, of_v)) or any_meet(of_scales[:1], of_scales[1:]):
+            return False
+        if not (has_own_places(k_pool) and has_own_places(v_pool)):
+            return False
+        if not (has_own_places(k_scale) and has_own_places(v_scale)):
+            return False
+    return True
+
+
+@register_jitable
 def _all_finite(qkv, first, stop, load):
     """Whether columns ``[first, stop)`` hold neither NaN nor infinity."""
     for t in range(qkv.shape[0]):
@@ -138,23 +167,32 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         num_q_heads, num_kv_heads = np.int64(q_out.shape[1]), np.int64(k_pool.shape[1])
         num_tokens, block_size = np.int64(qkv.shape[0]), np.int64(k_pool.shape[2])
         dim, half = np.int64(q_out.shape[2]), np.int64(cos.shape[1])
+        dim_v = np.int64(v_pool.shape[3]) * V_PER_WORD
+        k_first = num_q_heads * dim
+        v_first = k_first + num_kv_heads * dim
         if look != CHECKED:
-            k_first = num_q_heads * dim
-            v_first = k_first + num_kv_heads * dim
-            width = v_first + num_kv_heads * dim
+            width = v_first + num_kv_heads * dim_v
             if qkv.shape[1] != width or q_out.shape[0] != num_tokens:
+                return np.int64(-1)
+            if num_kv_heads == 0 or num_q_heads % num_kv_heads != 0:
                 return np.int64(-1)
             if not (_one_by_one(qkv) and _one_by_one(q_out)):
                 return np.int64(-1)
             if not _fits_pool(k_pool, k_scale, k_pool, dim, K_PER_WORD, K_CODES, K_GROUP):
                 return np.int64(-1)
-            if not _fits_pool(v_pool, v_scale, k_pool, dim, V_PER_WORD, V_CODES, V_GROUP):
+            if not _fits_pool(v_pool, v_scale, k_pool, dim_v, V_PER_WORD, V_CODES, V_GROUP):
                 return np.int64(-1)
             if normalise and (len(q_weight) != dim or len(k_weight) != dim):
                 return np.int64(-1)
             if not (is_aligned(q_weight) and is_aligned(k_weight)):
                 return np.int64(-1)
             if not (is_aligned(places) and is_aligned(angles)):
+                return np.int64(-1)
+            given = (
+                span_of(qkv), span_of(cos), span_of(sin), span_of(q_weight), span_of(k_weight), span_of(angles),
+            )  # fmt: skip
+            pools, scales = (k_pool, v_pool), (k_scale, v_scale)
+            if not _lie_apart(given, places, pools, scales, q_out, BY_SLOT):
                 return np.int64(-1)
             num_angles = np.int64(cos.shape[0])
             if rotate:
@@ -179,7 +217,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 columns = (k_first if K_CODES else v_first, width if V_CODES else v_first)
                 if not _all_finite(qkv, columns[0], columns[1], load):
                     return np.int64(-1)
-        x, c, s = np.empty(dim, F), np.empty(half, F), np.empty(half, F)
+        whole, c, s = np.empty(max(dim, dim_v), F), np.empty(half, F), np.empty(half, F)
+        x, x_v = whole[:dim], whole[:dim_v]  # a row of q or k, and one of v
         low, high = x[:half], x[half : 2 * half]
         k_scales, v_scales = by_row(k_scale), by_row(v_scale)
         # Weights may be strided.
@@ -215,10 +254,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
             if slot < 0:
                 continue
             for g in range(num_kv_heads):
-                first = (num_q_heads + num_kv_heads + g) * dim
-                _convert_row(row[first : first + dim], x, load)
+                first = v_first + g * dim_v
+                _convert_row(row[first : first + dim_v], x_v, load)
                 place = (block, np.int64(g), offset)
-                store_v(x, row_of(v_pool, place), row_of(v_scales, place))
+                store_v(x_v, row_of(v_pool, place), row_of(v_scales, place))
         return num_tokens
 
     return kernel

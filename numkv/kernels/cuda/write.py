@@ -18,6 +18,7 @@ from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, c_array, ceil_div, jit, launch
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
@@ -38,6 +39,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     load, store_q = codec(SRC, COMPUTE)
     find = slot_finder(BY_SLOT)
     NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
+    V_PER_WORD = kind(V_KIND).elements_per_word
     peak, put_k = row_store(K_KIND, COMPUTE, as_it_is)
     _, put_v = row_store(V_KIND, COMPUTE, as_it_is)
     SHAPE = (ROWS, LANES)
@@ -51,9 +53,11 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         block_size = np.int64(k_pool.shape[2])
         num_heads = num_q_heads + 2 * num_kv_heads
         rows = qkv.shape[0] * num_heads
+        dim_v = v_pool.shape[3] * V_PER_WORD
+        v_head = num_q_heads + num_kv_heads
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         x = cuda.shared.array(0, REAL)  # a row for each head that the block takes
-        at = warp * dim
+        at = warp * max(dim, dim_v)
         squares = cuda.shared.array(SHAPE, F)
         # All threads go round equally often, as they wait for each other inside.
         for first in range(
@@ -69,11 +73,13 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                     slot = find(places, t, start, block_size)
             here = row < rows and (not rotate or (angle >= 0 and angle < cos.shape[0]))
             stored = here and slot >= 0 and slot < num_blocks * block_size
-            is_qk = h < num_q_heads + num_kv_heads  # v goes as it is
+            is_qk = h < v_head  # v goes as it is
+            width = dim if is_qk else dim_v
             total = F(0)
             if here:
-                for d in range(lane, dim, LANES):
-                    value = load(qkv[t, h * dim + d])
+                column = h * dim if is_qk else v_head * dim + (h - v_head) * dim_v
+                for d in range(lane, width, LANES):
+                    value = load(qkv[t, column + d])
                     x[at + d] = value
                     total += value * value
             squares[warp, lane] = total
@@ -102,7 +108,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 for d in range(lane, dim, LANES):
                     q_out[t, h, d] = store_q(x[at + d])
             if NEEDS_PEAK:
-                squares[warp, lane] = peak(x, at, dim, lane) if stored else np.float32(0)
+                squares[warp, lane] = peak(x, at, width, lane) if stored else np.float32(0)
                 cuda.syncthreads()
             if stored:
                 g = (h - num_q_heads) % num_kv_heads
@@ -110,7 +116,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 if is_qk:
                     put_k(x, at, dim, k_pool, k_scale, block, g, offset, squares, warp, lane)
                 else:
-                    put_v(x, at, dim, v_pool, v_scale, block, g, offset, squares, warp, lane)
+                    put_v(x, at, dim_v, v_pool, v_scale, block, g, offset, squares, warp, lane)
             cuda.syncthreads()
 
     return kernel
@@ -128,11 +134,12 @@ def _write(
     compute = q_weight.dtype
     kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot)
     heads = q_out.shape[1] + 2 * k_pool.shape[1]
+    widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
     launch(
         kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
         qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
         first_angle, q_out, k_pool, k_scale, v_pool, v_scale, places, start,
-        shared_bytes=ROWS * q_out.shape[2] * compute.itemsize,
+        shared_bytes=ROWS * widest * compute.itemsize,
     )  # fmt: skip
 
 
