@@ -9,7 +9,7 @@ from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw
 
 __all__ = [
-    "CAP", "CHECK_FINITE", "EXTRA", "FLAG", "KEEP", "KIND", "KIND_OPTION", "LAYER", "LSE", "NEW_K", "NEW_V", "NOTHING",
+    "ANGLES", "CAP", "CHECK_FINITE", "EXTRA", "FLAG", "KEEP", "KIND", "KIND_OPTION", "LAYER", "LSE", "NEW_K", "NEW_V", "NOTHING",
     "OPTIONS", "OUT", "Q", "SCALE", "SINKS", "SIZES", "SM_SCALE", "TARGET", "WEIGHT_OPTIONS", "WINDOW", "WRITE", "choose_kind",
     "integer", "number", "one_of", "stored",
 ]  # fmt: skip
@@ -123,9 +123,9 @@ def _qkv(d: Draw) -> np.ndarray:
 
 
 def _angles(function):
-    def make(d: Draw) -> np.ndarray:
+    def make(d: Draw) -> object:
         angles = np.outer(np.arange(40), 0.5 ** np.arange(d.scene.dim // 2))
-        return function(angles).astype(np.float32)
+        return function(angles).astype(np.float32) if d.given.get("qk_mode") else OMIT
 
     return Arg("floats", make, True)
 
@@ -134,17 +134,23 @@ def _q_out(d: Draw) -> np.ndarray:
     return np.zeros((d.n, d.scene.q_heads, d.scene.dim), np.float32)
 
 
-def _weight(d: Draw) -> np.ndarray:
-    return d.floats((d.scene.dim,))
+def _weight(d: Draw) -> object:
+    return d.floats((d.scene.dim,)) if d.given.get("qk_mode") in (1, 4) else OMIT
 
 
+#: Tables of 40 positions for rows of 8 elements.
+ANGLES = {
+    name: Arg("floats", lambda d, f=f: f(np.outer(np.arange(40), 0.5 ** np.arange(4))).astype(np.float32))
+    for name, f in (("cos", np.cos), ("sin", np.sin))
+}
 #: Arguments of the fused write.
 WRITE = {
     "qkv": Arg("floats", _qkv),
     "num_q_heads": Arg("size", lambda d: d.scene.q_heads),
+    # Before those that only some modes use.
+    "qk_mode": Arg("int", lambda d: d.choice([0, 1, 2, 3, 4, 0, 2])),
     "cos": _angles(np.cos),
     "sin": _angles(np.sin),
-    "qk_mode": Arg("int", lambda d: d.choice([0, 1, 2, 3, 4, 0, 2])),
     "q_norm_weight": Arg("floats", _weight, True),
     "k_norm_weight": Arg("floats", _weight, True),
     "eps": number(1e-6, 1e-5),

@@ -299,7 +299,7 @@ def _tuple(x, d):
 
 
 def _ragged(x, d):
-    return Hostile([[1.0], [1.0, 2.0]], REFUSED)
+    return Hostile([[1.0], [1.0, 2.0]])
 
 
 def _filled(*values):
@@ -363,9 +363,7 @@ def _no_array(x, d):
 
 
 def _liar(x, d):
-    return Hostile(
-        d.choice([_Liar(d.choice(LIES)), _FailingDlpack(), _FailingArray()]), REFUSED
-    )  # fmt: skip
+    return Hostile(d.choice([_Liar(d.choice(LIES)), _FailingDlpack(), _FailingArray()]))
 
 
 def _memory(x, d):

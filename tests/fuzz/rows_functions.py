@@ -6,7 +6,7 @@ import numpy as np
 
 import numkv
 from fuzz.common import (
-    CAP, CHECK_FINITE, DIMS, EXTRA, FLAG, LSE, OPTIONS, OUT, SINKS, SM_SCALE, WINDOW, WRITE, choose_kind, integer, number,
+    ANGLES, CAP, CHECK_FINITE, DIMS, EXTRA, FLAG, LSE, OPTIONS, OUT, SINKS, SM_SCALE, WINDOW, WRITE, choose_kind, integer, number,
     one_of, stored,
 )  # fmt: skip
 from fuzz.hostile import OMIT
@@ -129,6 +129,8 @@ PAGED_WRITTEN = {
 
 
 def _positions(d: Draw) -> np.ndarray:
+    if not d.given.get("qk_mode"):
+        return OMIT
     return np.array([d.randrange(40) for _ in range(d.n)], d.choice([np.int32, np.int64]))
 
 
@@ -315,13 +317,10 @@ Books.rows = [
     Row("targets.of", {"x": ANYTHING}),
     Row("CompressorConfig", {"head_dim": integer(1, 9, "size"), "bits": integer(1, 16), "projections": integer(1, 9), "seed": integer(0, 99)}),
     Row("CacheConfig", {"padding": integer(0, 4, "size"), "permuted_v": FLAG, "mask_dtype": one_of("kind", "fp32", "fp16")}),
-    Row("rope_shift", {"cos": WRITE["cos"], "sin": WRITE["sin"], "interleaved": FLAG}),
+    Row("rope_shift", {**ANGLES, "interleaved": FLAG}),
     Row("storage.Rotation", {"head_dim": integer(1, 64, "size"), "seed": integer(0, 99)}),
     *(Row(name, dict.fromkeys(fields, ANYTHING), weight=0.1) for name, fields in {
         "AppendArgs": APPENDED, "AppendDescriptor": DESCRIBED, "Batch": ["positions", "sequences", "multimodal"],
     }.items()),
 ]  # fmt: skip
-# Of `rope_shift` no dims are known but these.
-Books.dim = 8
-
 SCENES = [(4, Attention), (2, Writing), (1.5, Appending), (1, Books)]
