@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import warnings
 from collections import Counter
@@ -41,6 +42,8 @@ def function_of(row: Row, scene: Any) -> Callable[[int], Any]:
         return lambda side: function
     method = row.name.rpartition(".")[2]
     pair = scene.objects[row.on]
+    if isinstance(inspect.getattr_static(type(pair.a), method), property):  # read, or set
+        return lambda side: pair[side]
     return lambda side: getattr(pair[side], method)
 
 
@@ -69,7 +72,7 @@ def episode(seed: int, number: int, count: Count, first: int = 0) -> Iterator[in
         # A scene with a defect is given up: what follows from it is no other one.
         if scene is None:
             scene = weighted(rng, table.SCENES)(rng)
-            rows = [(row.weight, row) for row in scene.rows]
+            rows = [(row.weight, row) for row in table.rows_of(scene)]
         row = weighted(rng, [r for r in rows if not r[1].on or r[1].on in scene.objects])
         names = [name for name, arg in row.args.items() if arg.family != "anything"]
         hostile = dict.fromkeys(rng.sample(names, min(len(names), rng.choice(HOSTILE))))
