@@ -97,7 +97,7 @@ def _every_second_row(x, d):
 def _with_gaps(x, d):
     """A part of a larger array in every axis."""
     y = np.zeros([n + 2 for n in x.shape], x.dtype)
-    inner = y[tuple(slice(1, 1 + n) for n in x.shape)]
+    inner = y[(..., *(slice(1, 1 + n) for n in x.shape))]
     inner[...] = x
     return inner
 
@@ -291,7 +291,7 @@ def _no_dims(x, d):
 
 
 def _list(x, d):
-    return Hostile(x.tolist(), x.copy())
+    return Hostile(x.tolist(), x.copy()) if x.ndim else None
 
 
 def _tuple(x, d):

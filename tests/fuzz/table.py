@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-from fuzz import rows_functions, rows_paged, rows_single
+from fuzz import rows_functions, rows_multi, rows_paged, rows_single
 from fuzz.play import Row, Scene
 from fuzz.surface import members, resolve
 
 __all__ = ["SCENES", "rows_of"]
 
 #: Scenes with their weights; each has rows.
-SCENES = [*rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES]
+SCENES = [*rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES]
 
 #: Properties and methods that compile for seconds when they are first asked for, or end an object for good.
 NOT_BY_CHANCE = {"jit", "close"}
