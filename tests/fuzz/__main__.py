@@ -208,15 +208,15 @@ def main() -> int:
     """Parse the arguments, play, print."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--calls", type=int, help="how many; 20,000, or with --from those of its episode")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--from", type=int, default=None, dest="first", help="number of a call: its episode alone")
+    parser.add_argument("--from", type=int, default=None, dest="first", help="number of a call: begin with its episode")
     parser.add_argument("--only", default="", help="scenes, by commas")
     options = parser.parse_args()
-    first, calls, jobs = 0, options.calls, options.jobs
+    first, calls, jobs = 0, options.calls or 20_000, options.jobs
     if options.first is not None:
-        first, calls, jobs = options.first // CALLS, 1, 1
+        first, calls, jobs = options.first // CALLS, options.calls or CALLS, 1
     begun = time.monotonic()
     report = run(options.seed, calls, options.minutes, jobs, options.only, first)
     tell(report, options.seed, time.monotonic() - begun)

@@ -182,7 +182,7 @@ def _dlpack(x, d):
 def _own(x, d):
     """The cache's own buffers, where a view of them fits."""
     for y in d.own_arrays():
-        if y.dtype == x.dtype and y.ndim >= x.ndim:
+        if y.size and y.dtype == x.dtype and y.ndim >= x.ndim:
             z = y[(0,) * (y.ndim - x.ndim)]
             if all(a >= b for a, b in zip(z.shape, x.shape, strict=True)):
                 return z[tuple(slice(n) for n in x.shape)]

@@ -13,12 +13,14 @@ an array of 1-byte elements may keep from the end of its page, where its length 
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
+from pathlib import Path
 
 import numpy as np
 from numba import carray, cfunc, types
 
-__all__ = ["install"]
+__all__ = ["install", "limit"]
 
 PAGE = 4096
 #: Arrays of up to a page have cells, which are used again; each is a page of data between two that are closed.
@@ -250,7 +252,22 @@ def poison_scratch() -> None:
             module.aligned = exact
 
 
+def limit(room: int = 4 << 30) -> tuple[int, int]:
+    """Let this process have so much more address space: a size that nobody checks ends in an error, not in swapping.
+
+    Returns
+    -------
+    tuple of int
+        The limits before, for ``resource.setrlimit``.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, before[1]))
+    return before
+
+
 def install() -> None:
-    """Guard and poison all memory that this process computes with."""
+    """Guard, poison and limit all memory that this process computes with."""
     poison_scratch()
     guard_numpy()
+    limit()

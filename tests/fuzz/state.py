@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import types
+import functools
 import zlib
 from typing import Any
 
@@ -14,11 +14,14 @@ import numpy as np
 __all__ = ["digest", "same"]
 
 #: Fields that hold what can be made again at any time: views, compiled views, copies on a device.
-MADE_AGAIN = {
-    "_access", "_device_table", "_struct", "_views", "_table_view", "_jit", "_on_target", "_make_struct", "_arrays_cache",
+MADE_AGAIN = {"_access", "_device_table", "_struct", "_views", "_table_view", "_jit", "_on_target", "_uploads"}
+#: Those of one class, where another has such a field for good.
+MADE_AGAIN_OF = {
+    "ForwardPass": {
+        "_slots_on_target", "_shown", "_table", "_lens", "_found", "_visible_ranges", "_device", "_mask",
+    },
 }  # fmt: skip
 _PLAIN = (int, float, complex, str, bytes, type(None), bool, range, slice)
-_ATOMS = (np.dtype, types.FunctionType, types.MethodType, type, types.ModuleType, enum.Enum)
 
 
 def digest(*objects: Any) -> int:
@@ -35,58 +38,64 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
     if kind in _PLAIN:
         parts.append(repr(x) if kind in (float, complex, slice) else x)
         return
-    if isinstance(x, np.ndarray):
-        parts.append(_bytes(x))
+    if kind is np.ndarray or isinstance(x, np.ndarray):
+        dtype = x.dtype
+        if dtype.hasobject:
+            parts.append(("objects", x.shape, tuple(map(repr, x.reshape(-1).tolist()))))
+        else:
+            content = zlib.crc32(x if x.flags.c_contiguous else x.tobytes())
+            parts.append((dtype.num, dtype.itemsize, x.shape, content))
         return
     if isinstance(x, np.generic):
-        parts.append((str(x.dtype), x.tobytes()))
+        parts.append((x.dtype.num, x.tobytes()))
         return
     known = seen.get(id(x))
     if known is not None:
         parts.append(("seen", known))
         return
-    if isinstance(x, _ATOMS) or callable(x) and not _fields_of(x):
-        parts.append(getattr(x, "__qualname__", None) or str(x))
-        return
-    seen[id(x)] = len(seen)
-    if isinstance(x, dict):
+    if kind is dict:
+        seen[id(x)] = len(seen)
         parts.append(len(x))
         for key, value in x.items():
             _walk(key, parts, seen)
             _walk(value, parts, seen)
     elif isinstance(x, (list, tuple, collections.deque)):
+        seen[id(x)] = len(seen)
         parts.append((kind.__name__, len(x)))
         for value in x:
             _walk(value, parts, seen)
     elif isinstance(x, (set, frozenset)):
-        parts.append(sorted(map(repr, x)).__repr__())
+        parts.append(repr(sorted(map(repr, x))))
     else:
+        slots = _slots(kind)
+        if slots is None:
+            parts.append(getattr(x, "__qualname__", None) or str(x))
+            return
+        seen[id(x)] = len(seen)
         parts.append(kind.__name__)
-        for name, value in _fields_of(x):
-            if name not in MADE_AGAIN:
+        fields = getattr(x, "__dict__", None) or {}
+        made_again = MADE_AGAIN_OF.get(kind.__name__, ())
+        for name in sorted(fields):
+            if name not in MADE_AGAIN and name not in made_again:
                 parts.append(name)
-                _walk(value, parts, seen)
+                _walk(fields[name], parts, seen)
+        for name in slots:
+            if name not in MADE_AGAIN and hasattr(x, name):
+                parts.append(name)
+                _walk(getattr(x, name), parts, seen)
 
 
-def _fields_of(x: Any) -> list[tuple[str, Any]]:
-    """Names and values of the fields of an object of numkv, or of a dataclass."""
-    kind = type(x)
-    if kind.__module__.partition(".")[0] != "numkv" and not dataclasses.is_dataclass(x):
-        return []
-    found = list(getattr(x, "__dict__", {}).items())
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...] | None:
+    """Names of the slots of a class of numkv, or of a dataclass; None if it is another, whose fields do not matter."""
+    ours = kind.__module__.partition(".")[0] == "numkv" or dataclasses.is_dataclass(kind)
+    if not ours or issubclass(kind, (enum.Enum, type)):
+        return None
+    found: list[str] = []
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(x, name):
-                found.append((name, getattr(x, name)))
-    found.sort(key=lambda item: item[0])
-    return found
-
-
-def _bytes(x: np.ndarray) -> tuple[Any, ...]:
-    if x.dtype.hasobject:
-        return ("objects", x.shape, tuple(map(repr, x.reshape(-1).tolist())))
-    return (str(x.dtype), x.shape, zlib.crc32(x if x.flags.c_contiguous else x.tobytes()))
+        found += [slots] if isinstance(slots, str) else slots
+    return tuple(found)
 
 
 def same(a: Any, b: Any) -> bool:

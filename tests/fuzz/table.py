@@ -8,7 +8,7 @@ from fuzz import rows_functions, rows_multi, rows_paged, rows_single
 from fuzz.play import Row, Scene
 from fuzz.surface import members, resolve
 
-__all__ = ["SCENES", "rows_of"]
+__all__ = ["SCENES", "fitting", "rows_of"]
 
 #: Scenes with their weights; each has rows.
 SCENES = [*rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES]
@@ -36,9 +36,19 @@ def _fitting(row: Row) -> Row | None:
     return row._replace(args={n: a for n, a in row.args.items() if n in parameters})
 
 
+def fitting(scene: type[Scene]) -> list[Row]:
+    """The rows of a scene whose callables there are."""
+    if scene.__name__ not in _known:
+        _known[scene.__name__] = [row for row in map(_fitting, scene.rows) if row is not None]
+    return _known[scene.__name__]
+
+
+_known: dict[str, list[Row]] = {}
+
+
 def rows_of(scene: Scene) -> list[Row]:
     """All rows of a scene: its own, and of its objects what takes no arguments."""
-    found = [row for row in map(_fitting, scene.rows) if row is not None]
+    found = list(fitting(type(scene)))
     named = {row.name for row in found}
     for key, pair in scene.objects.items():
         cls = type(pair.a)

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import mmap
 import os
-import resource
 import struct
 import sys
 import traceback
@@ -15,8 +14,6 @@ __all__ = ["PROGRESS", "main", "read_progress"]
 
 #: Bytes of the file in which a worker says what it is doing: the number of the call, and what it is.
 PROGRESS = 1 << 12
-#: Address space of a worker: a size that nobody checks ends in an error, not in the machine's memory.
-MEMORY = 6 << 30
 
 
 def read_progress(path: str) -> tuple[int, str]:
@@ -33,7 +30,6 @@ def main(path: str, only: str) -> None:
     A line in JSON comes back for each line.
     """
     faulthandler.enable()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     from fuzz import episodes, memory, play, table
 
     memory.install()

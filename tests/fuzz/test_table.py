@@ -1,0 +1,116 @@
+"""The table is complete, and every callable in it meets every sort of argument that its families know."""
+
+import random
+import warnings
+from collections import Counter
+
+import pytest
+from fuzz import episodes, play, table
+from fuzz.hostile import VARIANTS
+from fuzz.surface import callables
+
+# What is public and not in the table, and why.
+LEFT_OUT = {
+    "QKMode": "an enumeration of Python's",
+    "blocks.MissReason": "an enumeration of Python's",
+    "warmup": "compiles for minutes; tests/objects/test_warmup.py",
+    "SwappedSequence": "holds what `swap_out` gives; `swap_in` looks at it",
+    "Kind": "a row of the table of kinds, made by nobody else",
+    "Step": "made by `PagedKVCache.reserve`",
+    "AppendPlan": "made by `AppendPlan.select`",
+    "AppendSku": "holds what a plan says of itself",
+    "PrecisionGuarantee": "holds what a plan says of itself",
+    "PagedStats": "holds what `stats` counts",
+    "blocks.PoolStats": "holds what `stats` counts",
+    "blocks.BlocksStored": "holds what listeners are told",
+    "blocks.BlocksRemoved": "holds what listeners are told",
+    "caches.save_sequences": "writes files; tests/objects/test_files.py",
+    "caches.load_sequences": "reads files; tests/objects/test_files.py",
+    "storage.Pool": "buffers as kernels take them, whose arguments others have checked",
+    "storage.Rotation": "takes arrays that others have checked",
+    "targets.CpuTarget": "takes arrays that others have checked",
+}  # fmt: skip
+# Methods that end an object, compile a jitclass, or are told what happened in a `with` block.
+ENDING = {"close", "layer_jit", "__enter__", "__exit__"}
+
+
+def named() -> dict[str, set[str]]:
+    """Arguments of every callable in the table."""
+    found: dict[str, set[str]] = {}
+    for _, scene in table.SCENES:
+        for row in scene.rows:
+            found.setdefault(row.name, set()).update(row.args)
+    return found
+
+
+def left_out(name: str) -> bool:
+    """Whether a callable, or its class, is left out."""
+    return name in LEFT_OUT or name.rpartition(".")[0] in {
+        n for n in LEFT_OUT if n not in ("Kind", "Step", "AppendPlan")
+    }
+
+
+def test_everything_public_is_in_the_table():
+    """A method without arguments needs no row: it is called by itself."""
+    missing = []
+    rows = named()
+    for name, arguments in callables():
+        method = name.rpartition(".")[2]
+        if left_out(name) or method in ENDING or ("." in name and not arguments and name not in rows):
+            continue
+        if name not in rows:
+            missing.append(name)
+        else:
+            missing += [f"{name}: {a}" for a in arguments if a not in rows[name]]
+    assert not missing
+
+
+def test_what_is_left_out_is_public():
+    known = {name for name, _ in callables()} | {name.rpartition(".")[0] for name, _ in callables()}
+    assert set(LEFT_OUT) <= known | {"Kind", "Step", "AppendPlan"}
+
+
+def test_families_are_known():
+    families = {a.family for _, scene in table.SCENES for row in scene.rows for a in row.args.values()}
+    assert families <= set(VARIANTS)
+
+
+def plays_of(row, scene_class, seed):
+    """Every argument of a row with every variant of its family, once each."""
+    rng = random.Random(seed)
+    scene = None
+    for name, arg in row.args.items():
+        for number in range(len(VARIANTS[arg.family])):
+            for _ in range(20):  # a scene that has what the row is called on
+                if scene is None:
+                    scene = scene_class(rng)
+                    grow(scene, rng)
+                if not row.on or row.on in scene.objects:
+                    break
+                scene = None
+            if scene is None:
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                outcome, _ = play.play(row, scene, episodes.function_of(row, scene), rng, {name: number})
+            if outcome.defect is not None:
+                scene = None
+                yield outcome.defect
+
+
+def grow(scene, rng):
+    """A few valid calls, so that there is something to work with."""
+    rows = [(row.weight, row) for row in table.rows_of(scene)]
+    for _ in range(12):
+        row = episodes.weighted(rng, [r for r in rows if not r[1].on or r[1].on in scene.objects])
+        play.play(row, scene, episodes.function_of(row, scene), rng, {})
+
+
+@pytest.mark.parametrize("scene", [scene for _, scene in table.SCENES], ids=lambda s: s.__name__)
+def test_every_argument_in_every_variant(scene):
+    """What is accepted is right, what is refused is named and has changed nothing: each sort of argument once."""
+    found = Counter()
+    for row in table.fitting(scene):
+        for defect in plays_of(row, scene, f"{scene.__name__} {row.name}"):
+            found[f"{defect.kind}: {defect.name}: {defect.detail}"] += 1
+    assert not found, "\n".join(found)
