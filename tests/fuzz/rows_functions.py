@@ -313,7 +313,7 @@ Books.rows = [
     Row("compaction.heavy_hitters", {"weights": Arg("floats", _weights), "num_keep": COUNT, "num_first": integer(0, 3, "size"), "num_recent": integer(0, 3, "size")}),
     Row("compaction.max_pool", {"weights": Arg("floats", _weights), "kernel_size": Arg("size", lambda d: d.choice([1, 3, 5]))}),
     Row("compaction.seen_by_recent", {"weights": Arg("floats", _weights), "num_keep": COUNT, "num_recent": integer(0, 3, "size"), "kernel_size": Arg("size", lambda d: d.choice([1, 3])), "num_first": integer(0, 3, "size")}),
-    Row("targets.get", {"name": one_of("target", "cpu")}),
+    Row("targets.get", {"name": one_of("target", "cpu"), "target": one_of("target", "cpu")}),
     Row("targets.of", {"x": ANYTHING}),
     Row("CompressorConfig", {"head_dim": integer(1, 9, "size"), "bits": integer(1, 16), "projections": integer(1, 9), "seed": integer(0, 99)}),
     Row("CacheConfig", {"padding": integer(0, 4, "size"), "permuted_v": FLAG, "mask_dtype": one_of("kind", "fp32", "fp16")}),

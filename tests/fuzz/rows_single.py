@@ -126,13 +126,14 @@ def _layer_rows(cls: str) -> list[Row]:
         Row(f"{cls}.truncate", {"length": LENGTH}, cls, weight=0.7),
         Row(f"{cls}.compact", {"keep": KEEP, "shift": SHIFT_OPTION}, cls, weight=0.7),
         Row(f"{cls}.set_scales", SCALES, cls, weight=0.5),
+        Row(f"{cls}.reserve", {"n": integer(0, 9, "size")}, cls, weight=0.5),
         set_length._replace(call=_set_length, weight=0.7),
     ]
 
 
 LAYER_OPTIONS = {
     "kind": KIND, "target": TARGET, "k_kind": KIND_OPTION, "v_kind": KIND_OPTION, "rotate": FLAG,
-    "residual_window": integer(0, 2, "size"), "num_sink_tokens": integer(0, 2, "size"),
+    "residual_window": integer(0, 2, "size"), "num_sink_tokens": integer(0, 2, "size"), "head_dim_v": integer(1, 9, "size"),
 }  # fmt: skip
 SIZES = {"num_kv_heads": integer(1, 2, "size"), "head_dim": integer(1, 9, "size")}
 POOL_SIZES = {"num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"), **SIZES}
@@ -143,6 +144,13 @@ def _row_of_new(name: str, args: dict[str, Arg], weight: float = 0.3) -> Row:
     return Row(name, args, call=constructed, weight=weight)
 
 
+def _free_blocks(d: Draw) -> np.ndarray:
+    pool = d.scene.objects["PagedPool"].a
+    taken = set(d.scene.layer().block_indices)
+    free = [i for i in range(pool.num_blocks) if i not in taken]
+    return np.array(d.rng.sample(free, min(len(free), d.randrange(3))), np.int32)
+
+
 def _pool(d: Draw) -> object:
     return d.scene.objects["PagedPool"] if "PagedPool" in d.scene.objects else OMIT
 
@@ -150,6 +158,8 @@ def _pool(d: Draw) -> object:
 Layers.rows = [
     *_layer_rows("ContiguousLayer"), *_layer_rows("PagedLayer"),
     Row("PagedLayer.append", APPEND, "other", weight=2),
+    Row("PagedLayer.take_blocks", {"ids": Arg("integers", _free_blocks)}, "PagedLayer", weight=0.3),
+    Row("PagedPool.like", {"num_blocks": integer(0, 4, "size")}, "PagedPool", weight=0.2),
     Row("PagedLayer.free", {}, "PagedLayer", weight=0.3), Row("PagedLayer.free", {}, "other", weight=0.5),
     Row("PagedPool.set_scales", SCALES, "PagedPool", weight=0.5),
     Row("PagedPool.stats", {}, "PagedPool", weight=0.3), Row("PagedPool.check", {}, "PagedPool", weight=0.3),
@@ -202,7 +212,8 @@ KV.rows = [
     _row("truncate", {"length": LENGTH}, 0.7),
     _row("compact", {"keep": Arg("integers", _layers_keep), "shift": SHIFT_OPTION}, 0.7),
     _row("set_scales", {"layer": LAYER, **SCALES}, 0.5),
-    _row("clear", {}, 0.2), _row("copy", {}, 0.2),
+    _row("clear", {}, 0.2), _row("copy", {}, 0.2), _row("reserve", {"n": integer(0, 9, "size")}, 0.4),
+    _row("arrays", {"layer": LAYER}, 0.3),
     *(_row(name, {"layer": LAYER}, 0.3) for name in ("k", "v", "k_codes", "v_codes", "k_scales", "v_scales", "quantised_tokens")),
     _row_of_new("KVCache", {"num_layers": integer(0, 3, "size"), **SIZES, "max_seq_len": integer(0, 9, "size"), "head_dim_v": integer(1, 9, "size"), **LAYER_OPTIONS}),
 ]  # fmt: skip

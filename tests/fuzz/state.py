@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from numkv.kinds import Kind
+from numkv.targets import CpuTarget
+
 __all__ = ["digest", "same"]
 
 #: Fields that hold what can be made again at any time: views, compiled views, copies on a device.
@@ -45,6 +48,9 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
         else:
             content = zlib.crc32(x if x.flags.c_contiguous else x.tobytes())
             parts.append((dtype.num, dtype.itemsize, x.shape, content))
+        return
+    if isinstance(x, (Kind, CpuTarget)):  # constants
+        parts.append(x.name)
         return
     if isinstance(x, np.generic):
         parts.append((x.dtype.num, x.tobytes()))

@@ -52,7 +52,7 @@ def callables() -> Iterator[tuple[str, list[str]]]:
             yield name, []
         for method, member in sorted(members(value).items()):
             if isinstance(member, property):
-                if member.fset is not None:
+                if member.fset is not None and not method.startswith("_"):
                     yield f"{name}.{method}", ["value"]
             elif not method.startswith("_") or method in SPECIAL:
                 function = getattr(value, method)
