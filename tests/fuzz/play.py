@@ -277,8 +277,8 @@ def refusal_is_named(error: BaseException, row: Row, hostile: bool) -> bool:
     if isinstance(error, (NumkvError, IndexError)):
         return True
     if isinstance(error, (ValueError, TypeError)):
-        named = _QUOTED.findall(str(error))
-        return any(re.split(r"[.\[( ]", name)[0] in row.args for name in named)
+        names = {*row.args, row.name.rpartition(".")[2]}  # a property that is set is named itself
+        return any(re.split(r"[.\[( ]", name)[0] in names for name in _QUOTED.findall(str(error)))
     # Where there is no memory for a size that somebody asked for, that is what Python says.
     return isinstance(error, MemoryError) and hostile
 

@@ -75,7 +75,8 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
     else:
         slots = _slots(kind)
         if slots is None:
-            parts.append(getattr(x, "__qualname__", None) or str(x))
+            text = getattr(x, "__qualname__", None) or repr(x)
+            parts.append(kind.__name__ if " at 0x" in text else text)
             return
         seen[id(x)] = len(seen)
         parts.append(kind.__name__)
@@ -101,7 +102,7 @@ def _slots(kind: type) -> tuple[str, ...] | None:
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
-    return tuple(found)
+    return tuple(name for name in found if name not in ("__weakref__", "__dict__"))
 
 
 def same(a: Any, b: Any) -> bool:
