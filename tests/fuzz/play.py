@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fuzz.hostile import OMIT, REFUSED, SAME, VARIANTS, Hostile, plain_array
+from fuzz.hostile import OMIT, REFUSED, SAME, VARIANTS, CallersOwn, Hostile, plain_array
 from fuzz.state import digest, same
 from numkv.errors import NumkvError
 
@@ -274,7 +274,7 @@ def _brief(x: Any) -> str:
 
 def refusal_is_named(error: BaseException, row: Row, hostile: bool) -> bool:
     """Whether an error is one that a user can do something about."""
-    if isinstance(error, (NumkvError, IndexError)):
+    if isinstance(error, (NumkvError, IndexError, CallersOwn)):
         return True
     if isinstance(error, (ValueError, TypeError)):
         names = {*row.args, row.name.rpartition(".")[2]}  # a property that is set is named itself

@@ -87,7 +87,7 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
                 parts.append(name)
                 _walk(fields[name], parts, seen)
         for name in slots:
-            if name not in MADE_AGAIN and hasattr(x, name):
+            if name not in MADE_AGAIN and name not in made_again and hasattr(x, name):
                 parts.append(name)
                 _walk(getattr(x, name), parts, seen)
 
