@@ -102,7 +102,13 @@ class Worker:
             why = f"{PATIENCE} s" if kind == "hang" else f"status {status}"
             frames = Path(self.errors).read_text().splitlines()[:12]
             detail = f"{text} -> {why} {' | '.join(f.strip() for f in frames)}"[:1500]
-            self.report.add({"accepted": 0, "refused": {}, "defects": [(number, kind, text.split(":")[0], detail)]})
+            self.report.add(
+                {
+                    "accepted": 0,
+                    "refused": {},
+                    "defects": [(number, kind, text.split(":")[0], detail)],
+                }
+            )
             before = number // CALLS - first
             if before > 0:  # play again what came before it, of which nothing has been told
                 self.play(seed, first, before)
@@ -189,14 +195,24 @@ def tell(report: Report, seed: int, seconds: float) -> None:
         f"seed {seed}: {report.calls:,} calls in {seconds:.0f} s ({report.calls / seconds:,.0f} a second); "
         f"{report.accepted:,} accepted, {refused:,} refused"
     )
-    print("refused:", ", ".join(f"{name} {n:,}" for name, n in report.refused.most_common()) or "none")
+    print(
+        "refused:", ", ".join(f"{name} {n:,}" for name, n in report.refused.most_common()) or "none"
+    )
     kinds = Counter(kind for _, kind, _, _ in report.defects)
-    print(f"defects: {len(report.defects):,}", *(f"{kind} {n:,}" for kind, n in kinds.most_common()), sep=", ")
+    print(
+        f"defects: {len(report.defects):,}",
+        *(f"{kind} {n:,}" for kind, n in kinds.most_common()),
+        sep=", ",
+    )
     groups: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
     for number, kind, name, detail in sorted(report.defects):
         words, _, error = detail.partition(" -> ")
         odd = ";".join(word.partition("=")[0].strip() for word in words.split("; "))
-        key = (kind, name, f"{odd} {error.split(':')[0]}" if ";" not in odd else error.split(":")[0])
+        key = (
+            kind,
+            name,
+            f"{odd} {error.split(':')[0]}" if ";" not in odd else error.split(":")[0],
+        )
         groups.setdefault(key, []).append((number, detail))
     for (kind, name, _), found in sorted(groups.items()):
         print(f"- {kind}: {name}, {len(found)} times; call {found[0][0]}: {found[0][1]}")
@@ -206,12 +222,22 @@ def tell(report: Report, seed: int, seconds: float) -> None:
 
 def main() -> int:
     """Parse the arguments, play, print."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    parser.add_argument("--calls", type=int, help="how many; 20,000, or with --from those of its episode")
+    parser.add_argument(
+        "--calls", type=int, help="how many; 20,000, or with --from those of its episode"
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--from", type=int, default=None, dest="first", help="number of a call: begin with its episode")
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=None,
+        dest="first",
+        help="number of a call: begin with its episode",
+    )
     parser.add_argument("--only", default="", help="scenes, by commas")
     options = parser.parse_args()
     first, calls, jobs = 0, options.calls or 20_000, options.jobs

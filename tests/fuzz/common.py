@@ -9,9 +9,35 @@ from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw
 
 __all__ = [
-    "ANGLES", "CAP", "CHECK_FINITE", "EXTRA", "FLAG", "KEEP", "KIND", "KIND_OPTION", "LAYER", "LSE", "NEW_K", "NEW_V", "NOTHING",
-    "OPTIONS", "OUT", "Q", "SCALE", "SINKS", "SIZES", "SM_SCALE", "TARGET", "WEIGHT_OPTIONS", "WINDOW", "WRITE", "choose_kind",
-    "integer", "number", "one_of", "stored",
+    "ANGLES",
+    "CAP",
+    "CHECK_FINITE",
+    "EXTRA",
+    "FLAG",
+    "KEEP",
+    "KIND",
+    "KIND_OPTION",
+    "LAYER",
+    "LSE",
+    "NEW_K",
+    "NEW_V",
+    "NOTHING",
+    "OPTIONS",
+    "OUT",
+    "SCALE",
+    "SINKS",
+    "SIZES",
+    "SM_SCALE",
+    "TARGET",
+    "WEIGHT_OPTIONS",
+    "WINDOW",
+    "WRITE",
+    "Q",
+    "choose_kind",
+    "integer",
+    "number",
+    "one_of",
+    "stored",
 ]  # fmt: skip
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -140,7 +166,9 @@ def _weight(d: Draw) -> object:
 
 #: Tables of 40 positions for rows of 8 elements.
 ANGLES = {
-    name: Arg("floats", lambda d, f=f: f(np.outer(np.arange(40), 0.5 ** np.arange(4))).astype(np.float32))
+    name: Arg(
+        "floats", lambda d, f=f: f(np.outer(np.arange(40), 0.5 ** np.arange(4))).astype(np.float32)
+    )
     for name, f in (("cos", np.cos), ("sin", np.sin))
 }
 #: Arguments of the fused write.
@@ -167,6 +195,8 @@ def stored(d: Draw, shape: tuple[int, ...], kind: str) -> tuple[np.ndarray, np.n
     if not found.has_scales:
         return d.floats(shape).astype(found.dtype), None
     words = d.floats((*shape[:-1], found.words_per_row(shape[-1])))
-    codes = np.clip(words * 40 + (100 if kind == "int4" else 0), 0 if kind == "int4" else -127, 127).astype(found.word)
+    codes = np.clip(
+        words * 40 + (100 if kind == "int4" else 0), 0 if kind == "int4" else -127, 127
+    ).astype(found.word)
     scales = np.abs(d.floats(found.scale_shape(shape[:-1], shape[-1]))).astype(found.scale_dtype)
     return codes, scales

@@ -506,7 +506,9 @@ def _no_number(x, d):
 
 
 def _no_finite(x, d):
-    return Hostile(d.choice([np.nan, np.inf, -np.inf, np.float32(np.nan), np.float64(np.inf)]), REFUSED)
+    return Hostile(
+        d.choice([np.nan, np.inf, -np.inf, np.float32(np.nan), np.float64(np.inf)]), REFUSED
+    )
 
 
 def _too_large(x, d):
@@ -519,12 +521,30 @@ def _number(x, d):
 
 
 def _typed_number(x, d):
-    types = [np.float32, np.float64, np.float16, np.array, fractions.Fraction, decimal.Decimal, np.int8]
+    types = [
+        np.float32,
+        np.float64,
+        np.float16,
+        np.array,
+        fractions.Fraction,
+        decimal.Decimal,
+        np.int8,
+    ]
     value = d.choice(types)(d.choice([0.5, 1.0, 0.0, 2.0]))
     return Hostile(value, float(value))
 
 
-REALS = [_no_number, _no_number, _no_finite, _no_finite, _too_large, _number, _number, _typed_number, _none]
+REALS = [
+    _no_number,
+    _no_number,
+    _no_finite,
+    _no_finite,
+    _too_large,
+    _number,
+    _number,
+    _typed_number,
+    _none,
+]
 
 
 def _odd_flag(x, d):

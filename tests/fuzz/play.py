@@ -213,7 +213,12 @@ def arguments(
     order = list(row.args)
     for name in order:
         arg = row.args[name]
-        if defaults.get(name) and not arg.always and name not in hostile and rng.random() < LEFT_OUT:
+        if (
+            defaults.get(name)
+            and not arg.always
+            and name not in hostile
+            and rng.random() < LEFT_OUT
+        ):
             continue
         value = arg.make(d)
         if value is not OMIT:
@@ -232,7 +237,12 @@ def arguments(
         if valid is None and family in ("floats", "output", "integers", "scale"):
             if variant.__name__ not in ("_none", "_no_array", "_liar", "_no_number"):
                 continue
-        if not isinstance(valid, np.ndarray) and family in ("floats", "output", "integers", "scale"):
+        if not isinstance(valid, np.ndarray) and family in (
+            "floats",
+            "output",
+            "integers",
+            "scale",
+        ):
             if valid is not None:
                 valid = np.asarray(valid)
         d.has_default = defaults.get(name, False)
@@ -295,7 +305,11 @@ def all_finite(x: Any) -> bool:
 
 
 def play(
-    row: Row, scene: Any, function: Callable[[int], Any], rng: random.Random, hostile: dict[str, int | None]
+    row: Row,
+    scene: Any,
+    function: Callable[[int], Any],
+    rng: random.Random,
+    hostile: dict[str, int | None],
 ) -> tuple[Outcome, list[str]]:
     """Make a call, and its twin's.
 
@@ -345,7 +359,13 @@ def play(
 
 
 def refused(
-    row: Row, error: BaseException, before: int, held: list[Any], arrays: list[Any], words: list[str], hostile: bool
+    row: Row,
+    error: BaseException,
+    before: int,
+    held: list[Any],
+    arrays: list[Any],
+    words: list[str],
+    hostile: bool,
 ) -> Outcome:
     """Judge a call that was refused."""
     if digest(held, arrays) != before:

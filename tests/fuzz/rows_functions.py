@@ -6,8 +6,22 @@ import numpy as np
 
 import numkv
 from fuzz.common import (
-    ANGLES, CAP, CHECK_FINITE, DIMS, EXTRA, FLAG, LSE, OPTIONS, OUT, SINKS, SM_SCALE, WINDOW, WRITE, choose_kind, integer, number,
-    one_of, stored,
+    ANGLES,
+    CAP,
+    CHECK_FINITE,
+    DIMS,
+    EXTRA,
+    FLAG,
+    LSE,
+    OUT,
+    SINKS,
+    SM_SCALE,
+    WINDOW,
+    WRITE,
+    choose_kind,
+    integer,
+    one_of,
+    stored,
 )  # fmt: skip
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row, Scene
@@ -29,7 +43,9 @@ class Attention(Scene):
             self.dim_v = d.choice(DIMS)
         self.num_seqs, self.block = d.choice([1, 1, 2, 3]), d.choice([1, 2, 3, 5, 16])
         self.num_blocks = d.choice([1, 4, 7])
-        self.k, self.k_scale = stored(d, (self.num_seqs, self.heads, d.choice([1, 3, 17, 40]), self.dim), self.kind)
+        self.k, self.k_scale = stored(
+            d, (self.num_seqs, self.heads, d.choice([1, 3, 17, 40]), self.dim), self.kind
+        )
         self.v, self.v_scale = stored(d, (*self.k.shape[:3], self.dim_v), self.kind)
         pool = (self.num_blocks, self.heads, self.block)
         self.k_pool, self.k_pool_scale = stored(d, (*pool, self.dim), self.kind)
@@ -67,7 +83,8 @@ def lengths(paged: bool) -> Arg:
         most = s.num_blocks * s.block if paged else s.k.shape[2]
         least = min(most, int(d.given.get("cu_seqlens_q") is not None) * 4)
         return np.array(
-            [d.randrange(least, most + 1) for _ in range(s.num_seqs)], d.choice([np.int32, np.int64])
+            [d.randrange(least, most + 1) for _ in range(s.num_seqs)],
+            d.choice([np.int32, np.int64]),
         )
 
     return Arg("integers", make)
@@ -192,8 +209,12 @@ class Appending(Scene):
         self.length, self.dims = d.choice([1, 4, 9]), (d.choice([1, 4, 8]), d.choice([1, 4, 8]))
         self.new = d.choice([1, 2, 3])
         self.dtype = d.choice([np.float32, np.float16, np.float64])
-        self.k_cache, self.v_cache = (d.floats((*self.shape, self.length, n), self.dtype) for n in self.dims)
-        descriptor = numkv.AppendDescriptor(*self.shape, self.new, self.length, *self.dims, np.dtype(self.dtype))
+        self.k_cache, self.v_cache = (
+            d.floats((*self.shape, self.length, n), self.dtype) for n in self.dims
+        )
+        descriptor = numkv.AppendDescriptor(
+            *self.shape, self.new, self.length, *self.dims, np.dtype(self.dtype)
+        )
         plans = [numkv.AppendPlan.select(descriptor) for _ in range(2)]
         self.objects["plan"] = Pair(*plans)
 
@@ -202,11 +223,15 @@ class Appending(Scene):
 
 
 def _new(i: int) -> Arg:
-    return Arg("floats", lambda d: d.floats((*d.scene.shape, d.scene.new, d.scene.dims[i]), d.scene.dtype))
+    return Arg(
+        "floats", lambda d: d.floats((*d.scene.shape, d.scene.new, d.scene.dims[i]), d.scene.dtype)
+    )
 
 
 def _offsets(d: Draw) -> np.ndarray:
-    return np.array([d.randrange(-2, d.scene.length + 2) for _ in range(d.scene.shape[0])], np.int64)
+    return np.array(
+        [d.randrange(-2, d.scene.length + 2) for _ in range(d.scene.shape[0])], np.int64
+    )
 
 
 APPENDED = {
@@ -214,7 +239,9 @@ APPENDED = {
     "cache_offsets": Arg("integers", _offsets),
 }  # fmt: skip
 EXTENT = integer(0, 3, "size")
-DESCRIBED = {name: EXTENT for name in ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v")}
+DESCRIBED = dict.fromkeys(
+    ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v"), EXTENT
+)
 DESCRIBED["dtype"] = one_of("kind", "fp32", np.float32, np.dtype(np.float16), "bf16")
 
 
@@ -251,7 +278,9 @@ class Books(Scene):
 
     def __init__(self, rng) -> None:
         super().__init__(rng)
-        self.kind_pair = Pair(*[numkv.kind(rng.choice(["fp32", "fp16", "int8", "int4", "fp8_e5m2"]))] * 2)
+        self.kind_pair = Pair(
+            *[numkv.kind(rng.choice(["fp32", "fp16", "int8", "int4", "fp8_e5m2"]))] * 2
+        )
         self.objects["kind"] = self.kind_pair
         self.block = rng.choice([1, 2, 4])
 
@@ -265,7 +294,10 @@ def _weights(d: Draw) -> np.ndarray:
 
 
 def _ids(most: int):
-    return Arg("integers", lambda d: np.array([d.randrange(50) for _ in range(d.randrange(most))], np.int64))
+    return Arg(
+        "integers",
+        lambda d: np.array([d.randrange(50) for _ in range(d.randrange(most))], np.int64),
+    )
 
 
 def _book_table(d: Draw) -> np.ndarray:
@@ -295,7 +327,11 @@ BLOCK = Arg("size", lambda d: d.scene.block)
 COUNT = integer(0, 9, "size")
 PARENT = Arg("object", lambda d: bytes(32))
 ROWS_SHAPE = Arg("object", lambda d: (2, 3))
-TABLES = {"block_table": Arg("integers", _book_table), "seq_lens": Arg("integers", _book_lens), "block_size": BLOCK}
+TABLES = {
+    "block_table": Arg("integers", _book_table),
+    "seq_lens": Arg("integers", _book_lens),
+    "block_size": BLOCK,
+}
 Books.rows = [
     Row("kind", {"name": one_of("kind", "fp32", "int8", "int4", "fp8_e4m3", numkv.kind("fp16"))}),
     Row("Kind.bytes_per_token", {"num_kv_heads": integer(1, 4, "size"), "head_dim": integer(2, 64, "size"), "head_dim_v": integer(2, 64, "size")}, "kind"),

@@ -6,10 +6,22 @@ import numpy as np
 
 import numkv
 from fuzz.common import (
-    ANGLES, CAP, CHECK_FINITE, FLAG, KIND, KIND_OPTION, LAYER, LSE, NEW_K, NEW_V, OPTIONS, Q, SCALE, SM_SCALE, TARGET,
-    choose_kind, integer, one_of,
+    CAP,
+    CHECK_FINITE,
+    FLAG,
+    KIND,
+    KIND_OPTION,
+    LAYER,
+    LSE,
+    NEW_K,
+    NEW_V,
+    OPTIONS,
+    SCALE,
+    SM_SCALE,
+    TARGET,
+    Q,
+    integer,
 )  # fmt: skip
-from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row
 from fuzz.rows_functions import INSTEAD
 from fuzz.rows_single import SHIFT, Single, constructed
@@ -32,7 +44,11 @@ class Cells(Single):
         self.next: dict[int, int] = {}
         if d.randrange(3) == 0:
             self.dim_v = d.choice([8, 16])
-        self.sizes = (1 if self.cls in ("EncoderCache", "WrapperCache") else d.choice([1, 2, 3]), d.choice([4, 16]), d.choice([1, 4]))
+        self.sizes = (
+            1 if self.cls in ("EncoderCache", "WrapperCache") else d.choice([1, 2, 3]),
+            d.choice([4, 16]),
+            d.choice([1, 4]),
+        )
         self.choice = d.randrange(1000)
         made = [self.make() for _ in "ab"]
         if d.randrange(3):
@@ -109,7 +125,9 @@ def _start_call(function, given):
     """Calls of `start_forward` take positions and sequences as one object."""
     fields = {n: given.pop(n) for n in ("positions", "sequences", "multimodal") if n in given}
     if "batch" not in given:
-        given["batch"] = numkv.Batch(fields.pop("positions", None), fields.pop("sequences", None), **fields)
+        given["batch"] = numkv.Batch(
+            fields.pop("positions", None), fields.pop("sequences", None), **fields
+        )
     return function(**given)
 
 
@@ -199,7 +217,10 @@ class Compressors(Single):
         else:
             self.key, self.shape = "MultiHeadCompressor", (self.heads,)
             self.queries = (self.q_heads,)
-            made = [numkv.MultiHeadCompressor(self.heads, config, num_q_heads=self.q_heads) for _ in "ab"]
+            made = [
+                numkv.MultiHeadCompressor(self.heads, config, num_q_heads=self.q_heads)
+                for _ in "ab"
+            ]
         self.objects[self.key] = Pair(*made)
 
     def length(self) -> int:

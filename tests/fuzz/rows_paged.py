@@ -6,7 +6,21 @@ import numpy as np
 
 import numkv
 from fuzz.common import (
-    CAP, CHECK_FINITE, EXTRA, KEEP, LAYER, LSE, NEW_K, NEW_V, OPTIONS, Q, SCALE, SM_SCALE, WRITE, choose_kind, integer, one_of,
+    CAP,
+    CHECK_FINITE,
+    EXTRA,
+    KEEP,
+    LAYER,
+    LSE,
+    NEW_K,
+    NEW_V,
+    OPTIONS,
+    SCALE,
+    SM_SCALE,
+    WRITE,
+    Q,
+    choose_kind,
+    integer,
 )  # fmt: skip
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row
@@ -41,7 +55,10 @@ class Paged(Single):
         self.seq = 0
 
     def held(self, side: int) -> list[object]:
-        return [self.objects["PagedKVCache"][side], [pair[side] for pair in self.steps + self.ended]]
+        return [
+            self.objects["PagedKVCache"][side],
+            [pair[side] for pair in self.steps + self.ended],
+        ]
 
     def check(self, side: int) -> None:
         self.objects["PagedKVCache"][side].check()
@@ -73,7 +90,11 @@ class Paged(Single):
         return self.step().num_tokens
 
     def own_arrays(self) -> list[np.ndarray]:
-        return [x for pool in getattr(self.cache, "_pools", []) for x in getattr(pool, "arrays", tuple)()]
+        return [
+            x
+            for pool in getattr(self.cache, "_pools", [])
+            for x in getattr(pool, "arrays", tuple)()
+        ]
 
 
 def _seq(d: Draw) -> int:
@@ -88,7 +109,9 @@ def _sequences(d: Draw) -> list[int]:
 
 
 def _new_lens(d: Draw) -> object:
-    return d.choice([d.randrange(4), np.array([d.randrange(5) for _ in d.given["sequences"]], np.int64)])
+    return d.choice(
+        [d.randrange(4), np.array([d.randrange(5) for _ in d.given["sequences"]], np.int64)]
+    )
 
 
 def _step(d: Draw) -> object:
@@ -110,7 +133,11 @@ def _accepted(d: Draw) -> object:
 
 def _token_ids(d: Draw) -> object:
     step = _of_step(d)
-    return OMIT if step is None else np.array([d.randrange(3) for _ in range(step.num_tokens)], np.int64)
+    return (
+        OMIT
+        if step is None
+        else np.array([d.randrange(3) for _ in range(step.num_tokens)], np.int64)
+    )
 
 
 def _swapped(d: Draw) -> object:
@@ -140,7 +167,9 @@ def _chosen(scene, d, ours, theirs) -> None:
 SEQ = Arg("int", _seq)
 SEQUENCES = Arg("iterable", _sequences)
 STEP = Arg("object", _step)
-TOKENS = Arg("integers", lambda d: np.array([d.randrange(3) for _ in range(d.randrange(9))], np.int64))
+TOKENS = Arg(
+    "integers", lambda d: np.array([d.randrange(3) for _ in range(d.randrange(9))], np.int64)
+)
 APPEND = {"k": NEW_K, "v": NEW_V, "check_finite": CHECK_FINITE}
 WEIGHTS = {"q": Q, "lse": LSE, "sm_scale": SM_SCALE, "logits_soft_cap": CAP}
 LENGTH = Arg("int", lambda d: d.randrange(d.scene.length() + 1))
@@ -150,7 +179,9 @@ def _row(name: str, args: dict[str, Arg], weight: float = 1.0, after=None) -> Ro
     return Row(f"PagedKVCache.{name}", args, "PagedKVCache", after, weight)
 
 
-PAGED_OPTIONS = {n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")}
+PAGED_OPTIONS = {
+    n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
+}
 CACHE_SIZES = {
     "num_layers": integer(0, 3, "size"), **SIZES, "num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"),
     "head_dim_v": integer(1, 9, "size"),

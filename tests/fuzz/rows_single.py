@@ -6,8 +6,26 @@ import numpy as np
 
 import numkv
 from fuzz.common import (
-    ANGLES, CAP, CHECK_FINITE, FLAG, KEEP, KIND, KIND_OPTION, LAYER, LSE, NEW_K, NEW_V, OPTIONS, Q, SCALE, SM_SCALE, TARGET,
-    WINDOW, WRITE, choose_kind, integer,
+    ANGLES,
+    CAP,
+    CHECK_FINITE,
+    FLAG,
+    KEEP,
+    KIND,
+    KIND_OPTION,
+    LAYER,
+    LSE,
+    NEW_K,
+    NEW_V,
+    OPTIONS,
+    SCALE,
+    SM_SCALE,
+    TARGET,
+    WINDOW,
+    WRITE,
+    Q,
+    choose_kind,
+    integer,
 )  # fmt: skip
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row, Scene
@@ -91,7 +109,9 @@ class Layers(Single):
             self.objects["PagedPool"] = Pair(*(layer.pool for layer in made))
         else:
             of_pool = {"kind": self.kind, "rotate": self.rotate}
-            pools = [numkv.PagedPool(blocks + 2, size, self.heads, self.dim, **of_pool) for _ in "ab"]
+            pools = [
+                numkv.PagedPool(blocks + 2, size, self.heads, self.dim, **of_pool) for _ in "ab"
+            ]
             self.objects["PagedPool"] = Pair(*pools)
             sizes = (blocks, size, self.heads, self.dim)
             other = [numkv.PagedLayer(*sizes, pool=pool) for pool in pools]
@@ -117,7 +137,11 @@ def _set_length(layer, given):
 
 
 def _layer_rows(cls: str) -> list[Row]:
-    set_length = Row(f"{cls}.seq_len", {"value": Arg("int", lambda d: d.randrange(max(1, d.scene.length() + 1)))}, cls)
+    set_length = Row(
+        f"{cls}.seq_len",
+        {"value": Arg("int", lambda d: d.randrange(max(1, d.scene.length() + 1)))},
+        cls,
+    )
     return [
         Row(f"{cls}.append", APPEND, cls, weight=4),
         Row(f"{cls}.decode_attention", {"q": Q, "window_left": WINDOW, **OPTIONS}, cls, weight=3),
@@ -137,7 +161,9 @@ LAYER_OPTIONS = {
 }  # fmt: skip
 SIZES = {"num_kv_heads": integer(1, 2, "size"), "head_dim": integer(1, 9, "size")}
 POOL_SIZES = {"num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"), **SIZES}
-POOL_OPTIONS = {n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")}
+POOL_OPTIONS = {
+    n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
+}
 
 
 def _row_of_new(name: str, args: dict[str, Arg], weight: float = 0.3) -> Row:
@@ -197,7 +223,9 @@ def _layers_keep(d: Draw) -> np.ndarray:
     if d.randrange(3) or not length:
         return KEEP.make(d)
     n = d.randrange(1, length + 1)
-    return np.array([sorted(d.rng.sample(range(length), n)) for _ in range(d.scene.layers)], np.int64)
+    return np.array(
+        [sorted(d.rng.sample(range(length), n)) for _ in range(d.scene.layers)], np.int64
+    )
 
 
 def _row(name: str, args: dict[str, Arg], weight: float = 1.0) -> Row:

@@ -17,7 +17,16 @@ from numkv.targets import CpuTarget
 __all__ = ["digest", "same"]
 
 #: Fields that hold what can be made again at any time: views, compiled views, copies on a device.
-MADE_AGAIN = {"_access", "_device_table", "_struct", "_views", "_table_view", "_jit", "_on_target", "_uploads"}
+MADE_AGAIN = {
+    "_access",
+    "_device_table",
+    "_struct",
+    "_views",
+    "_table_view",
+    "_jit",
+    "_on_target",
+    "_uploads",
+}
 #: Those of one class, where another has such a field for good.
 MADE_AGAIN_OF = {
     "ForwardPass": {

@@ -54,7 +54,11 @@ def rows_of(scene: Scene) -> list[Row]:
         cls = type(pair.a)
         for name, member in members(cls).items():
             full = f"{cls.__name__}.{name}"
-            if name in NOT_BY_CHANCE or full in named or (name[0] == "_" and name not in ("__len__", "__repr__")):
+            if (
+                name in NOT_BY_CHANCE
+                or full in named
+                or (name[0] == "_" and name not in ("__len__", "__repr__"))
+            ):
                 continue
             if isinstance(member, property):
                 found.append(Row(full, {}, key, call=_get(name), weight=SELDOM))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from fuzz import __main__ as fuzzer
 from fuzz.play import Arg, Defect, Row, Scene, play
 

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 
 import pytest
+
 from fuzz import episodes, memory, play, table
 from fuzz.hostile import VARIANTS
 from fuzz.surface import callables, public
@@ -60,7 +61,11 @@ def test_everything_public_is_in_the_table():
     rows = named()
     for name, arguments in callables():
         method = name.rpartition(".")[2]
-        if left_out(name) or method in ENDING or ("." in name and not arguments and name not in rows):
+        if (
+            left_out(name)
+            or method in ENDING
+            or ("." in name and not arguments and name not in rows)
+        ):
             continue
         if name not in rows:
             missing.append(name)
@@ -74,7 +79,9 @@ def test_what_is_left_out_is_public():
 
 
 def test_families_are_known():
-    families = {a.family for _, scene in table.SCENES for row in scene.rows for a in row.args.values()}
+    families = {
+        a.family for _, scene in table.SCENES for row in scene.rows for a in row.args.values()
+    }
     assert families <= set(VARIANTS)
 
 
@@ -90,7 +97,9 @@ def scene_for(row, scene_class, rng):
             continue
         rows = [(row.weight, row) for row in table.rows_of(scene)]
         for _ in range(12):
-            valid = episodes.weighted(rng, [r for r in rows if not r[1].on or r[1].on in scene.objects])
+            valid = episodes.weighted(
+                rng, [r for r in rows if not r[1].on or r[1].on in scene.objects]
+            )
             play.play(valid, scene, episodes.function_of(valid, scene), rng, {})
         if not row.on or row.on in scene.objects:
             return scene
@@ -108,7 +117,9 @@ def plays_of(row, scene_class, rng, share):
                 scene = scene_for(row, scene_class, rng)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                outcome, _ = play.play(row, scene, episodes.function_of(row, scene), rng, {name: number})
+                outcome, _ = play.play(
+                    row, scene, episodes.function_of(row, scene), rng, {name: number}
+                )
             if outcome.defect is not None:
                 scene = None
                 yield outcome.defect

@@ -56,11 +56,15 @@ def main(path: str, only: str) -> None:
             except Exception:  # of the fuzzer itself
                 call, text = read_progress(path)
                 detail = f"{text} -> {traceback.format_exc()[-1500:]}"
-                count.defects.append((call, play.Defect("error of the fuzzer", text.split(":")[0], detail)))
+                count.defects.append(
+                    (call, play.Defect("error of the fuzzer", text.split(":")[0], detail))
+                )
         told = {
             "accepted": count.accepted,
             "refused": dict(count.refused),
             "defects": [(call, *defect) for call, defect in count.defects],
         }
         print(json.dumps(told), flush=True)
-    os._exit(0)  # NumPy's arrays must not outlive the allocator, which Python would clear away first
+    os._exit(
+        0
+    )  # NumPy's arrays must not outlive the allocator, which Python would clear away first
