@@ -38,7 +38,7 @@ __all__ = [
     "number",
     "one_of",
     "stored",
-]  # fmt: skip
+]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 #: Dtypes of queries and of rows, each with the kinds that they meet: all of them are compiled by other tests too.
@@ -106,8 +106,12 @@ LSE = Arg("floats", _lse)
 WEIGHT_OPTIONS = {"lse": LSE, "sm_scale": SM_SCALE, "logits_soft_cap": CAP}
 #: Options of attention, without the window, which caches with windows of their own do not take.
 OPTIONS = {
-    "sm_scale": SM_SCALE, "logits_soft_cap": CAP, "sinks": SINKS, "return_lse": FLAG, "out": OUT,
-}  # fmt: skip
+    "sm_scale": SM_SCALE,
+    "logits_soft_cap": CAP,
+    "sinks": SINKS,
+    "return_lse": FLAG,
+    "out": OUT,
+}
 
 
 def _rows(width: str):
@@ -139,7 +143,11 @@ SCALE = Arg("scale", _scale)
 EXTRA = one_of("mapping", {"adapter": 7}, {"adapter": "a", "b": b"x"})
 
 #: What constructors of caches have in common.
-SIZES = {"num_kv_heads": integer(1, 2, "size"), "head_dim": integer(1, 9, "size"), "head_dim_v": integer(1, 9, "size")}  # fmt: skip
+SIZES = {
+    "num_kv_heads": integer(1, 2, "size"),
+    "head_dim": integer(1, 9, "size"),
+    "head_dim_v": integer(1, 9, "size"),
+}
 
 
 def _qkv(d: Draw) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 Every object has a twin, made by the same calls. A call is made on the object with arguments of every sort. If it is
 refused, nothing may have changed, and the error has to say which argument is wrong. If it is accepted, the same call is
-made on the twin with plain arguments, the same numbers as contiguous arrays: results and everything that the two objects
-hold must be the same, bit by bit.
+made on the twin with plain arguments, the same numbers as contiguous arrays: results and everything that the two hold
+must be the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def arguments(
         if isinstance(valid, Pair):
             valid = valid.a
         if valid is None and family in ("floats", "output", "integers", "scale"):
-            if variant.__name__ not in ("_none", "_no_array", "_liar", "_no_number"):
+            if variant.__name__ not in ("none", "_no_array", "_liar", "_no_number"):
                 continue
         if not isinstance(valid, np.ndarray) and family in (
             "floats",
@@ -260,7 +260,8 @@ def arguments(
         ours[name] = made.value
         finite &= made.finite
         if made.plain is REFUSED:
-            must_refuse = True
+            # With another mode of rotation, tables may have no say.
+            must_refuse |= name == "qk_mode" or "qk_mode" not in chosen
         elif made.plain is OMIT:
             theirs.pop(name, None)
         elif made.plain is SAME:

@@ -22,7 +22,7 @@ from fuzz.common import (
     integer,
     one_of,
     stored,
-)  # fmt: skip
+)
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row, Scene
 
@@ -92,7 +92,10 @@ def lengths(paged: bool) -> Arg:
 
 def _table(d: Draw) -> np.ndarray:
     s = d.scene
-    return np.array([[d.randrange(s.num_blocks) for _ in range(s.num_blocks)] for _ in range(s.num_seqs)], np.int32)  # fmt: skip
+    return np.array(
+        [[d.randrange(s.num_blocks) for _ in range(s.num_blocks)] for _ in range(s.num_seqs)],
+        np.int32,
+    )
 
 
 def _starts(d: Draw) -> np.ndarray:
@@ -120,7 +123,14 @@ CONTIGUOUS = {"k": of_scene("k"), "v": of_scene("v")}
 POOLS = {"k_pool": of_scene("k_pool"), "v_pool": of_scene("v_pool")}
 SCALES = {"k_scale": of_scene("k_scale"), "v_scale": of_scene("v_scale")}
 POOL_SCALES = {"k_scale": of_scene("k_pool_scale"), "v_scale": of_scene("v_pool_scale")}
-ATTENTION = {"sm_scale": SM_SCALE, "logits_soft_cap": CAP, "window_left": WINDOW, "sinks": SINKS, "return_lse": FLAG, "out": OUT}  # fmt: skip
+ATTENTION = {
+    "sm_scale": SM_SCALE,
+    "logits_soft_cap": CAP,
+    "window_left": WINDOW,
+    "sinks": SINKS,
+    "return_lse": FLAG,
+    "out": OUT,
+}
 ONE_EACH, RAGGED = Arg("floats", _one_query_each), Arg("floats", _ragged_queries)
 
 
@@ -139,10 +149,14 @@ def _slots(d: Draw) -> np.ndarray:
 
 SLOTS = Arg("integers", _slots)
 PAGED_WRITTEN = {
-    "k_pool": of_scene("k_pool", "output"), "v_pool": of_scene("v_pool", "output"), "slot_mapping": SLOTS,
-    "k_scale": of_scene("k_pool_scale", "output"), "v_scale": of_scene("v_pool_scale", "output"),
-    "check_finite": CHECK_FINITE, "validate": FLAG,
-}  # fmt: skip
+    "k_pool": of_scene("k_pool", "output"),
+    "v_pool": of_scene("v_pool", "output"),
+    "slot_mapping": SLOTS,
+    "k_scale": of_scene("k_pool_scale", "output"),
+    "v_scale": of_scene("v_pool_scale", "output"),
+    "check_finite": CHECK_FINITE,
+    "validate": FLAG,
+}
 
 
 def _positions(d: Draw) -> np.ndarray:
@@ -164,14 +178,90 @@ def _lse_of_rows(d: Draw) -> np.ndarray:
 
 
 ATTENTION_ROWS = [
-    Row("decode_attention", {"q": ONE_EACH, **CONTIGUOUS, "seq_lens": lengths(False), **ATTENTION, **SCALES, **VALIDATE}, weight=3),
-    Row("prefill_attention", {"cu_seqlens_q": STARTS, "q": RAGGED, **CONTIGUOUS, "seq_lens": lengths(False), **ATTENTION, **SCALES, **VALIDATE}, weight=3),
-    Row("paged_decode_attention", {"q": ONE_EACH, **POOLS, "block_table": TABLE, "seq_lens": lengths(True), **ATTENTION, **POOL_SCALES, **VALIDATE}, weight=3),
-    Row("paged_prefill_attention", {"cu_seqlens_q": STARTS, "q": RAGGED, **POOLS, "block_table": TABLE, "seq_lens": lengths(True), **ATTENTION, **POOL_SCALES, **VALIDATE}, weight=3),
-    Row("attention_weights", {"cu_seqlens_q": STARTS, "q": RAGGED, "k": of_scene("k"), "seq_lens": lengths(False), "lse": LSE, "sm_scale": SM_SCALE, "logits_soft_cap": CAP, "window_left": WINDOW, "k_scale": of_scene("k_scale"), **VALIDATE}, weight=2),
-    Row("merge_states", {"o_a": Arg("floats", _output_rows), "lse_a": Arg("floats", _lse_of_rows), "o_b": Arg("floats", _output_rows), "lse_b": Arg("floats", _lse_of_rows)}, weight=2),
-    Row("paged_append", {"k": _token_rows("dim"), "v": _token_rows("dim_v"), **PAGED_WRITTEN}, weight=3),
-]  # fmt: skip
+    Row(
+        "decode_attention",
+        {
+            "q": ONE_EACH,
+            **CONTIGUOUS,
+            "seq_lens": lengths(False),
+            **ATTENTION,
+            **SCALES,
+            **VALIDATE,
+        },
+        weight=3,
+    ),
+    Row(
+        "prefill_attention",
+        {
+            "cu_seqlens_q": STARTS,
+            "q": RAGGED,
+            **CONTIGUOUS,
+            "seq_lens": lengths(False),
+            **ATTENTION,
+            **SCALES,
+            **VALIDATE,
+        },
+        weight=3,
+    ),
+    Row(
+        "paged_decode_attention",
+        {
+            "q": ONE_EACH,
+            **POOLS,
+            "block_table": TABLE,
+            "seq_lens": lengths(True),
+            **ATTENTION,
+            **POOL_SCALES,
+            **VALIDATE,
+        },
+        weight=3,
+    ),
+    Row(
+        "paged_prefill_attention",
+        {
+            "cu_seqlens_q": STARTS,
+            "q": RAGGED,
+            **POOLS,
+            "block_table": TABLE,
+            "seq_lens": lengths(True),
+            **ATTENTION,
+            **POOL_SCALES,
+            **VALIDATE,
+        },
+        weight=3,
+    ),
+    Row(
+        "attention_weights",
+        {
+            "cu_seqlens_q": STARTS,
+            "q": RAGGED,
+            "k": of_scene("k"),
+            "seq_lens": lengths(False),
+            "lse": LSE,
+            "sm_scale": SM_SCALE,
+            "logits_soft_cap": CAP,
+            "window_left": WINDOW,
+            "k_scale": of_scene("k_scale"),
+            **VALIDATE,
+        },
+        weight=2,
+    ),
+    Row(
+        "merge_states",
+        {
+            "o_a": Arg("floats", _output_rows),
+            "lse_a": Arg("floats", _lse_of_rows),
+            "o_b": Arg("floats", _output_rows),
+            "lse_b": Arg("floats", _lse_of_rows),
+        },
+        weight=2,
+    ),
+    Row(
+        "paged_append",
+        {"k": _token_rows("dim"), "v": _token_rows("dim_v"), **PAGED_WRITTEN},
+        weight=3,
+    ),
+]
 
 Attention.rows = ATTENTION_ROWS
 
@@ -235,9 +325,12 @@ def _offsets(d: Draw) -> np.ndarray:
 
 
 APPENDED = {
-    "k_new": _new(0), "v_new": _new(1), "k_cache": of_scene("k_cache", "output"), "v_cache": of_scene("v_cache", "output"),
+    "k_new": _new(0),
+    "v_new": _new(1),
+    "k_cache": of_scene("k_cache", "output"),
+    "v_cache": of_scene("v_cache", "output"),
     "cache_offsets": Arg("integers", _offsets),
-}  # fmt: skip
+}
 EXTENT = integer(0, 3, "size")
 DESCRIBED = dict.fromkeys(
     ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v"), EXTENT
@@ -264,10 +357,31 @@ INSTEAD = Arg("object", lambda d: OMIT)
 ANYTHING = Arg("anything", lambda d: 1)
 Appending.rows = [
     Row("append", APPENDED, weight=3),
-    Row("AppendPlan.run", {**APPENDED, "args": INSTEAD, "stream": Arg("anything", lambda d: None), "workspace": ANYTHING}, "plan", call=_plan_call, weight=2),
+    Row(
+        "AppendPlan.run",
+        {
+            **APPENDED,
+            "args": INSTEAD,
+            "stream": Arg("anything", lambda d: None),
+            "workspace": ANYTHING,
+        },
+        "plan",
+        call=_plan_call,
+        weight=2,
+    ),
     Row("AppendPlan.can_implement", {**APPENDED, "args": INSTEAD}, "plan", call=_plan_call),
-    Row("AppendPlan.select", {**DESCRIBED, "descriptor": INSTEAD, "target": one_of("target", "cpu"), "preference": ANYTHING}, "plan", call=_select_call),
-]  # fmt: skip
+    Row(
+        "AppendPlan.select",
+        {
+            **DESCRIBED,
+            "descriptor": INSTEAD,
+            "target": one_of("target", "cpu"),
+            "preference": ANYTHING,
+        },
+        "plan",
+        call=_select_call,
+    ),
+]
 
 
 # ---------------------------------------------------------------- tables, eviction, names of blocks, kinds
@@ -334,29 +448,95 @@ TABLES = {
 }
 Books.rows = [
     Row("kind", {"name": one_of("kind", "fp32", "int8", "int4", "fp8_e4m3", numkv.kind("fp16"))}),
-    Row("Kind.bytes_per_token", {"num_kv_heads": integer(1, 4, "size"), "head_dim": integer(2, 64, "size"), "head_dim_v": integer(2, 64, "size")}, "kind"),
+    Row(
+        "Kind.bytes_per_token",
+        {
+            "num_kv_heads": integer(1, 4, "size"),
+            "head_dim": integer(2, 64, "size"),
+            "head_dim_v": integer(2, 64, "size"),
+        },
+        "kind",
+    ),
     Row("Kind.row_bytes", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.scale_shape", {"rows": ROWS_SHAPE, "head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.scales_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.words_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("blocks.block_table_to_csr", TABLES),
-    Row("blocks.csr_to_block_table", {"kv_indptr": Arg("integers", _csr), "kv_indices": Arg("integers", _csr_ids), "kv_last_page_len": Arg("integers", _last), "block_size": BLOCK, "fill": integer(-1, 3)}),
-    Row("blocks.slot_mapping", {**TABLES, "new_lens": Arg("integers", lambda d: np.minimum(1, d.given["seq_lens"]))}),
-    Row("blocks.block_digests", {"tokens": _ids(9), "block_size": BLOCK, "extra": EXTRA, "parent": PARENT}),
+    Row(
+        "blocks.csr_to_block_table",
+        {
+            "kv_indptr": Arg("integers", _csr),
+            "kv_indices": Arg("integers", _csr_ids),
+            "kv_last_page_len": Arg("integers", _last),
+            "block_size": BLOCK,
+            "fill": integer(-1, 3),
+        },
+    ),
+    Row(
+        "blocks.slot_mapping",
+        {**TABLES, "new_lens": Arg("integers", lambda d: np.minimum(1, d.given["seq_lens"]))},
+    ),
+    Row(
+        "blocks.block_digests",
+        {"tokens": _ids(9), "block_size": BLOCK, "extra": EXTRA, "parent": PARENT},
+    ),
     Row("blocks.root_digest", {"block_size": BLOCK, "extra": EXTRA, "parent": PARENT}),
     Row("blocks.token_ids", {"tokens": _ids(9), "name": Arg("anything", lambda d: "tokens")}),
     Row("compaction.first_and_recent", {"length": COUNT, "num_first": COUNT, "num_recent": COUNT}),
-    Row("compaction.heavy_hitters", {"weights": Arg("floats", _weights), "num_keep": COUNT, "num_first": integer(0, 3, "size"), "num_recent": integer(0, 3, "size")}),
-    Row("compaction.max_pool", {"weights": Arg("floats", _weights), "kernel_size": Arg("size", lambda d: d.choice([1, 3, 5]))}),
-    Row("compaction.seen_by_recent", {"weights": Arg("floats", _weights), "num_keep": COUNT, "num_recent": integer(0, 3, "size"), "kernel_size": Arg("size", lambda d: d.choice([1, 3])), "num_first": integer(0, 3, "size")}),
+    Row(
+        "compaction.heavy_hitters",
+        {
+            "weights": Arg("floats", _weights),
+            "num_keep": COUNT,
+            "num_first": integer(0, 3, "size"),
+            "num_recent": integer(0, 3, "size"),
+        },
+    ),
+    Row(
+        "compaction.max_pool",
+        {
+            "weights": Arg("floats", _weights),
+            "kernel_size": Arg("size", lambda d: d.choice([1, 3, 5])),
+        },
+    ),
+    Row(
+        "compaction.seen_by_recent",
+        {
+            "weights": Arg("floats", _weights),
+            "num_keep": COUNT,
+            "num_recent": integer(0, 3, "size"),
+            "kernel_size": Arg("size", lambda d: d.choice([1, 3])),
+            "num_first": integer(0, 3, "size"),
+        },
+    ),
     Row("targets.get", {"name": one_of("target", "cpu"), "target": one_of("target", "cpu")}),
     Row("targets.of", {"x": ANYTHING}),
-    Row("CompressorConfig", {"head_dim": integer(1, 9, "size"), "bits": integer(1, 16), "projections": integer(1, 9), "seed": integer(0, 99)}),
-    Row("CacheConfig", {"padding": integer(0, 4, "size"), "permuted_v": FLAG, "mask_dtype": one_of("kind", "fp32", "fp16")}),
+    Row(
+        "CompressorConfig",
+        {
+            "head_dim": integer(1, 9, "size"),
+            "bits": integer(1, 16),
+            "projections": integer(1, 9),
+            "seed": integer(0, 99),
+        },
+    ),
+    Row(
+        "CacheConfig",
+        {
+            "padding": integer(0, 4, "size"),
+            "permuted_v": FLAG,
+            "mask_dtype": one_of("kind", "fp32", "fp16"),
+        },
+    ),
     Row("rope_shift", {**ANGLES, "interleaved": FLAG}),
     Row("storage.Rotation", {"head_dim": integer(1, 64, "size"), "seed": integer(0, 99)}),
-    *(Row(name, dict.fromkeys(fields, ANYTHING), weight=0.1) for name, fields in {
-        "AppendArgs": APPENDED, "AppendDescriptor": DESCRIBED, "Batch": ["positions", "sequences", "multimodal"],
-    }.items()),
-]  # fmt: skip
+    *(
+        Row(name, dict.fromkeys(fields, ANYTHING), weight=0.1)
+        for name, fields in {
+            "AppendArgs": APPENDED,
+            "AppendDescriptor": DESCRIBED,
+            "Batch": ["positions", "sequences", "multimodal"],
+        }.items()
+    ),
+]
 SCENES = [(4, Attention), (2, Writing), (1.5, Appending), (1, Books)]

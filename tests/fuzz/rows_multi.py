@@ -21,7 +21,7 @@ from fuzz.common import (
     TARGET,
     Q,
     integer,
-)  # fmt: skip
+)
 from fuzz.play import Arg, Draw, Pair, Row
 from fuzz.rows_functions import INSTEAD
 from fuzz.rows_single import SHIFT, Single, constructed
@@ -53,9 +53,10 @@ class Cells(Single):
         made = [self.make() for _ in "ab"]
         if d.randrange(3):
             config = numkv.CacheConfig(
-                padding=1 if self.sizes[0] == 1 else d.choice([1, 4]), permuted_v=bool(d.randrange(2)),
+                padding=1 if self.sizes[0] == 1 else d.choice([1, 4]),
+                permuted_v=bool(d.randrange(2)),
                 mask_dtype=d.choice(["fp32", "fp16"]),
-            )  # fmt: skip
+            )
             for cache in made:
                 cache.set_config(config)
         if d.randrange(8):
@@ -149,13 +150,22 @@ POS = Arg("int", lambda d: d.randrange(d.scene.length() + 2))
 BATCH = {
     "positions": Arg("integers", lambda d: np.array(_positions(d), np.int32)),
     "sequences": Arg("integers", lambda d: np.array(d.scene.wanted[1], np.int64)),
-    "multimodal": Arg("iterable", lambda d: [d.randrange(len(d.scene.wanted[0]))] if d.randrange(2) else [], True),
-    "batch": INSTEAD, "reserve": Arg("flag", lambda d: not d.randrange(6)),
-}  # fmt: skip
+    "multimodal": Arg(
+        "iterable", lambda d: [d.randrange(len(d.scene.wanted[0]))] if d.randrange(2) else [], True
+    ),
+    "batch": INSTEAD,
+    "reserve": Arg("flag", lambda d: not d.randrange(6)),
+}
 INIT = {
-    "kind": KIND, "max_sequences": integer(1, 2, "size"), "capacity": integer(1, 9, "size"), "max_batch": integer(0, 4, "size"),
-    "target": TARGET, "k_kind": KIND_OPTION, "v_kind": KIND_OPTION, "rotate": FLAG,
-}  # fmt: skip
+    "kind": KIND,
+    "max_sequences": integer(1, 2, "size"),
+    "capacity": integer(1, 9, "size"),
+    "max_batch": integer(0, 4, "size"),
+    "target": TARGET,
+    "k_kind": KIND_OPTION,
+    "v_kind": KIND_OPTION,
+    "rotate": FLAG,
+}
 CONFIG = Arg("object", lambda d: numkv.CacheConfig())
 WEIGHTS = {"q": Q, "lse": LSE, "sm_scale": SM_SCALE, "logits_soft_cap": CAP}
 
@@ -165,7 +175,8 @@ def _rows(cls: str) -> list[Row]:
         return Row(f"{cls}.{name}", args, cls, after, weight, call)
 
     return [
-        row("set_config", {"config": CONFIG}, 0.3), row("init", INIT, 0.5),
+        row("set_config", {"config": CONFIG}, 0.3),
+        row("init", INIT, 0.5),
         row("start_forward", BATCH, 4, _begun, _start_call),
         row("put", {"layer": LAYER, "k": NEW_K, "v": NEW_V, "check_finite": CHECK_FINITE}, 6),
         row("get", {"layer": LAYER}, 1),
@@ -177,9 +188,18 @@ def _rows(cls: str) -> list[Row]:
         row("can_resume", {"seq": SEQ, "pos": POS}, 0.5),
         row("positions", {"seq": SEQ}, 0.5),
         row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),
-        row("set_causal", {"except_indices": Arg("iterable", lambda d: [d.randrange(2)] if d.scene.batch else [])}, 0.4),
-        row("set_layer_type", {"i": integer(0, 1)}, 0.5), row("arrays", {"layer": LAYER}, 0.3),
-    ]  # fmt: skip
+        row(
+            "set_causal",
+            {
+                "except_indices": Arg(
+                    "iterable", lambda d: [d.randrange(2)] if d.scene.batch else []
+                )
+            },
+            0.4,
+        ),
+        row("set_layer_type", {"i": integer(0, 1)}, 0.5),
+        row("arrays", {"layer": LAYER}, 0.3),
+    ]
 
 
 SHIFT_FUNCTION = Arg("function", lambda d: SHIFT)
@@ -192,11 +212,29 @@ def _wrapper_call(function, given):
 Cells.rows = [
     *(row for cls in CLASSES for row in _rows(cls)),
     Row("CausalCache", {"shift": SHIFT_FUNCTION}, call=constructed, weight=0.1),
-    Row("ChunkedCache", {"chunk_size": integer(1, 4, "size"), "shift": SHIFT_FUNCTION}, call=constructed, weight=0.2),
-    Row("SlidingWindowCache", {"window_left": integer(-1, 4), "memory": integer(0, 4, "size"), "shift": SHIFT_FUNCTION}, call=constructed, weight=0.2),
+    Row(
+        "ChunkedCache",
+        {"chunk_size": integer(1, 4, "size"), "shift": SHIFT_FUNCTION},
+        call=constructed,
+        weight=0.2,
+    ),
+    Row(
+        "SlidingWindowCache",
+        {"window_left": integer(-1, 4), "memory": integer(0, 4, "size"), "shift": SHIFT_FUNCTION},
+        call=constructed,
+        weight=0.2,
+    ),
     Row("EncoderCache", {}, call=constructed, weight=0.1),
-    Row("WrapperCache", {"caches": Arg("anything", lambda d: [numkv.CausalCache(), numkv.ChunkedCache(2)]), "layer_types": Arg("iterable", lambda d: [0, 1, 0])}, call=_wrapper_call, weight=0.2),
-]  # fmt: skip
+    Row(
+        "WrapperCache",
+        {
+            "caches": Arg("anything", lambda d: [numkv.CausalCache(), numkv.ChunkedCache(2)]),
+            "layer_types": Arg("iterable", lambda d: [0, 1, 0]),
+        },
+        call=_wrapper_call,
+        weight=0.2,
+    ),
+]
 
 
 # ---------------------------------------------------------------- compressed heads, attention added up
@@ -256,8 +294,18 @@ Compressors.rows = [
     *_compressor_rows("HeadCompressor", "push", "query", ("key", "value")),
     *_compressor_rows("MultiHeadCompressor", "push_token", "queries", ("keys", "values")),
     Row("HeadCompressor", {"config": CODES, "target": TARGET}, call=constructed, weight=0.2),
-    Row("MultiHeadCompressor", {"num_heads": integer(1, 2, "size"), "config": CODES, "num_q_heads": Arg("size", lambda d: 2 * d.given.get("num_heads", 1)), "target": TARGET}, call=constructed, weight=0.2),
-]  # fmt: skip
+    Row(
+        "MultiHeadCompressor",
+        {
+            "num_heads": integer(1, 2, "size"),
+            "config": CODES,
+            "num_q_heads": Arg("size", lambda d: 2 * d.given.get("num_heads", 1)),
+            "target": TARGET,
+        },
+        call=constructed,
+        weight=0.2,
+    ),
+]
 
 
 class Tally(Single):
@@ -282,8 +330,12 @@ def _tally_keep(d: Draw) -> np.ndarray:
 Tally.rows = [
     Row("AttentionTally.add", {"weights": Arg("floats", _mass)}, "AttentionTally", weight=3),
     Row("AttentionTally.compact", {"keep": Arg("integers", _tally_keep)}, "AttentionTally"),
-    Row("AttentionTally.truncate", {"length": Arg("int", lambda d: d.randrange(d.scene.length() + 1))}, "AttentionTally"),
+    Row(
+        "AttentionTally.truncate",
+        {"length": Arg("int", lambda d: d.randrange(d.scene.length() + 1))},
+        "AttentionTally",
+    ),
     Row("AttentionTally", {"num_kv_heads": integer(1, 3, "size")}, call=constructed),
-]  # fmt: skip
+]
 
 SCENES = [(6, Cells), (2, Compressors), (0.3, Tally)]

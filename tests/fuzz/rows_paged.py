@@ -21,7 +21,7 @@ from fuzz.common import (
     Q,
     choose_kind,
     integer,
-)  # fmt: skip
+)
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row
 from fuzz.rows_single import LAYER_OPTIONS, SHIFT_OPTION, SIZES, Single, constructed
@@ -41,9 +41,12 @@ class Paged(Single):
         if d.randrange(3) == 0:
             self.dim_v = d.choice([8, 16])
         options = {
-            "num_blocks": d.choice([2, 8, 24]), "block_size": d.choice([1, 2, 3]), "kind": self.kind, "head_dim_v": self.dim_v,
+            "num_blocks": d.choice([2, 8, 24]),
+            "block_size": d.choice([1, 2, 3]),
+            "kind": self.kind,
+            "head_dim_v": self.dim_v,
             "rotate": self.rotate,
-        }  # fmt: skip
+        }
         if d.randrange(3) == 0:
             options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
         made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
@@ -183,32 +186,63 @@ PAGED_OPTIONS = {
     n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
 }
 CACHE_SIZES = {
-    "num_layers": integer(0, 3, "size"), **SIZES, "num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"),
+    "num_layers": integer(0, 3, "size"),
+    **SIZES,
+    "num_blocks": integer(0, 4, "size"),
+    "block_size": integer(1, 4, "size"),
     "head_dim_v": integer(1, 9, "size"),
-}  # fmt: skip
-WINDOWS = Arg("iterable", lambda d: OMIT if "num_layers" not in d.given else [d.choice([-1, 3]) for _ in range(d.given["num_layers"])])  # fmt: skip
+}
+WINDOWS = Arg(
+    "iterable",
+    lambda d: (
+        OMIT
+        if "num_layers" not in d.given
+        else [d.choice([-1, 3]) for _ in range(d.given["num_layers"])]
+    ),
+)
 Paged.rows = [
     _row("add", {"tokens": TOKENS, "extra": EXTRA}, 2),
     _row("reserve", {"sequences": SEQUENCES, "new_lens": Arg("integers", _new_lens)}, 3, _begun),
-    _row("commit", {"step": STEP, "accepted": Arg("integers", _accepted), "token_ids": Arg("integers", _token_ids)}, 3, _ended),
+    _row(
+        "commit",
+        {
+            "step": STEP,
+            "accepted": Arg("integers", _accepted),
+            "token_ids": Arg("integers", _token_ids),
+        },
+        3,
+        _ended,
+    ),
     _row("rollback", {"step": STEP}, 0.5, _ended),
-    _row("fork", {"seq": SEQ}, 0.7), _row("remove", {"seq": SEQ}, 0.4), _row("truncate", {"seq": SEQ, "length": LENGTH}, 0.6),
+    _row("fork", {"seq": SEQ}, 0.7),
+    _row("remove", {"seq": SEQ}, 0.4),
+    _row("truncate", {"seq": SEQ, "length": LENGTH}, 0.6),
     _row("compact", {"seq": SEQ, "keep": KEEP, "shift": SHIFT_OPTION}, 0.8),
-    _row("pin", {"seq": SEQ}, 0.4), _row("unpin", {"seq": SEQ}, 0.4),
-    _row("length", {"seq": SEQ}, 0.4), _row("cached_len", {"seq": SEQ}, 0.4), _row("window_of", {"layer": LAYER}, 0.3),
-    _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out), _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
+    _row("pin", {"seq": SEQ}, 0.4),
+    _row("unpin", {"seq": SEQ}, 0.4),
+    _row("length", {"seq": SEQ}, 0.4),
+    _row("cached_len", {"seq": SEQ}, 0.4),
+    _row("window_of", {"layer": LAYER}, 0.3),
+    _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
+    _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
     _row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),
     _row("decode_attention", {"layer": LAYER, "sequences": SEQUENCES, "q": Q, **OPTIONS}, 2),
     _row("attention_weights", {"layer": LAYER, "seq": SEQ, **WEIGHTS}),
-    _row("arrays", {"layer": LAYER}, 0.3), _row("block_table", {"seq": SEQ, "layer": LAYER}, 0.3),
+    _row("arrays", {"layer": LAYER}, 0.3),
+    _row("block_table", {"seq": SEQ, "layer": LAYER}, 0.3),
     Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),
     Row("Step.append", {"layer": LAYER, **APPEND}, "Step", _chosen, 8),
     Row("Step.write", {"layer": LAYER, **WRITE}, "Step", _chosen, 3),
     Row("Step.attention", {"layer": LAYER, "q": Q, **OPTIONS}, "Step", _chosen, 3),
     Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
-    Row("PagedKVCache", {**CACHE_SIZES, **PAGED_OPTIONS, "windows": WINDOWS}, call=constructed, weight=0.3),
-]  # fmt: skip
+    Row(
+        "PagedKVCache",
+        {**CACHE_SIZES, **PAGED_OPTIONS, "windows": WINDOWS},
+        call=constructed,
+        weight=0.3,
+    ),
+]
 
 
 # ---------------------------------------------------------------- blocks alone
@@ -255,11 +289,34 @@ def _pool_row(name: str, args: dict[str, Arg], weight: float = 1.0, after=None) 
 Blocks.rows = [
     _pool_row("allocate", {"n": integer(0, 3, "size")}, 3, _taken),
     _pool_row("allocate_ids", {"ids": IDS}, 0.5, _taken),
-    *(_pool_row(name, {"ids": IDS}) for name in ("release", "acquire", "pin", "unpin", "ref_count", "pin_count", "is_cached", "forget")),
+    *(
+        _pool_row(name, {"ids": IDS})
+        for name in (
+            "release",
+            "acquire",
+            "pin",
+            "unpin",
+            "ref_count",
+            "pin_count",
+            "is_cached",
+            "forget",
+        )
+    ),
     _pool_row("register", {"ids": IDS, **NAMED}, 2),
     *(_pool_row(name, NAMED) for name in ("lookup", "find", "find_each")),
-    _pool_row("count_lookup", {"wanted": integer(0, 4), "found": integer(0, 4), "reason": integer(0, 2)}),
-    Row("blocks.BlockPool", {"num_blocks": integer(0, 9, "size"), "block_size": integer(1, 4, "size"), "on_event": Arg("function", lambda d: OMIT)}, call=constructed, weight=0.3),
-]  # fmt: skip
+    _pool_row(
+        "count_lookup", {"wanted": integer(0, 4), "found": integer(0, 4), "reason": integer(0, 2)}
+    ),
+    Row(
+        "blocks.BlockPool",
+        {
+            "num_blocks": integer(0, 9, "size"),
+            "block_size": integer(1, 4, "size"),
+            "on_event": Arg("function", lambda d: OMIT),
+        },
+        call=constructed,
+        weight=0.3,
+    ),
+]
 
 SCENES = [(5, Paged), (1.5, Blocks)]

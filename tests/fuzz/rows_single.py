@@ -26,7 +26,7 @@ from fuzz.common import (
     Q,
     choose_kind,
     integer,
-)  # fmt: skip
+)
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row, Scene
 
@@ -156,9 +156,15 @@ def _layer_rows(cls: str) -> list[Row]:
 
 
 LAYER_OPTIONS = {
-    "kind": KIND, "target": TARGET, "k_kind": KIND_OPTION, "v_kind": KIND_OPTION, "rotate": FLAG,
-    "residual_window": integer(0, 2, "size"), "num_sink_tokens": integer(0, 2, "size"), "head_dim_v": integer(1, 9, "size"),
-}  # fmt: skip
+    "kind": KIND,
+    "target": TARGET,
+    "k_kind": KIND_OPTION,
+    "v_kind": KIND_OPTION,
+    "rotate": FLAG,
+    "residual_window": integer(0, 2, "size"),
+    "num_sink_tokens": integer(0, 2, "size"),
+    "head_dim_v": integer(1, 9, "size"),
+}
 SIZES = {"num_kv_heads": integer(1, 2, "size"), "head_dim": integer(1, 9, "size")}
 POOL_SIZES = {"num_blocks": integer(0, 4, "size"), "block_size": integer(1, 4, "size"), **SIZES}
 POOL_OPTIONS = {
@@ -178,21 +184,32 @@ def _free_blocks(d: Draw) -> np.ndarray:
 
 
 def _pool(d: Draw) -> object:
-    return d.scene.objects["PagedPool"] if "PagedPool" in d.scene.objects else OMIT
+    return d.scene.objects.get("PagedPool", OMIT)
 
 
 Layers.rows = [
-    *_layer_rows("ContiguousLayer"), *_layer_rows("PagedLayer"),
+    *_layer_rows("ContiguousLayer"),
+    *_layer_rows("PagedLayer"),
     Row("PagedLayer.append", APPEND, "other", weight=2),
     Row("PagedLayer.take_blocks", {"ids": Arg("integers", _free_blocks)}, "PagedLayer", weight=0.3),
     Row("PagedPool.like", {"num_blocks": integer(0, 4, "size")}, "PagedPool", weight=0.2),
-    Row("PagedLayer.free", {}, "PagedLayer", weight=0.3), Row("PagedLayer.free", {}, "other", weight=0.5),
+    Row("PagedLayer.free", {}, "PagedLayer", weight=0.3),
+    Row("PagedLayer.free", {}, "other", weight=0.5),
     Row("PagedPool.set_scales", SCALES, "PagedPool", weight=0.5),
-    Row("PagedPool.stats", {}, "PagedPool", weight=0.3), Row("PagedPool.check", {}, "PagedPool", weight=0.3),
+    Row("PagedPool.stats", {}, "PagedPool", weight=0.3),
+    Row("PagedPool.check", {}, "PagedPool", weight=0.3),
     _row_of_new("ContiguousLayer", {"capacity": integer(0, 9, "size"), **SIZES, **LAYER_OPTIONS}),
-    _row_of_new("PagedLayer", {"max_blocks_per_seq": integer(0, 4, "size"), **{n: a for n, a in POOL_SIZES.items() if n != "num_blocks"}, **LAYER_OPTIONS, "pool": Arg("object", _pool)}),
+    _row_of_new(
+        "PagedLayer",
+        {
+            "max_blocks_per_seq": integer(0, 4, "size"),
+            **{n: a for n, a in POOL_SIZES.items() if n != "num_blocks"},
+            **LAYER_OPTIONS,
+            "pool": Arg("object", _pool),
+        },
+    ),
     _row_of_new("PagedPool", {**POOL_SIZES, **POOL_OPTIONS}),
-]  # fmt: skip
+]
 
 
 class KV(Single):
@@ -205,9 +222,12 @@ class KV(Single):
         if d.randrange(3) == 0:
             self.dim_v = d.choice([8, 16, 32])
         options = {
-            "max_seq_len": d.choice([None, None, 5, 40]), "kind": self.kind, "head_dim_v": self.dim_v, "rotate": self.rotate,
+            "max_seq_len": d.choice([None, None, 5, 40]),
+            "kind": self.kind,
+            "head_dim_v": self.dim_v,
+            "rotate": self.rotate,
             **residual(d, self.kind),
-        }  # fmt: skip
+        }
         made = [numkv.KVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.objects["KVCache"] = Pair(*made)
 
@@ -240,10 +260,24 @@ KV.rows = [
     _row("truncate", {"length": LENGTH}, 0.7),
     _row("compact", {"keep": Arg("integers", _layers_keep), "shift": SHIFT_OPTION}, 0.7),
     _row("set_scales", {"layer": LAYER, **SCALES}, 0.5),
-    _row("clear", {}, 0.2), _row("copy", {}, 0.2), _row("reserve", {"n": integer(0, 9, "size")}, 0.4),
+    _row("clear", {}, 0.2),
+    _row("copy", {}, 0.2),
+    _row("reserve", {"n": integer(0, 9, "size")}, 0.4),
     _row("arrays", {"layer": LAYER}, 0.3),
-    *(_row(name, {"layer": LAYER}, 0.3) for name in ("k", "v", "k_codes", "v_codes", "k_scales", "v_scales", "quantised_tokens")),
-    _row_of_new("KVCache", {"num_layers": integer(0, 3, "size"), **SIZES, "max_seq_len": integer(0, 9, "size"), "head_dim_v": integer(1, 9, "size"), **LAYER_OPTIONS}),
-]  # fmt: skip
+    *(
+        _row(name, {"layer": LAYER}, 0.3)
+        for name in ("k", "v", "k_codes", "v_codes", "k_scales", "v_scales", "quantised_tokens")
+    ),
+    _row_of_new(
+        "KVCache",
+        {
+            "num_layers": integer(0, 3, "size"),
+            **SIZES,
+            "max_seq_len": integer(0, 9, "size"),
+            "head_dim_v": integer(1, 9, "size"),
+            **LAYER_OPTIONS,
+        },
+    ),
+]
 
 SCENES = [(4, Layers), (3, KV)]

@@ -15,16 +15,9 @@ __all__ = ["callables", "properties", "resolve"]
 #: Packages whose `__all__` is public, as `tests/test_api.py` lists them.
 PACKAGES = ["attention", "blocks", "caches", "compaction", "storage", "targets"]
 SPECIAL = {
-    "__len__",
-    "__getitem__",
-    "__contains__",
-    "__iter__",
-    "__call__",
-    "__enter__",
-    "__exit__",
-    "__copy__",
-    "__deepcopy__",
-}
+    "__len__", "__getitem__", "__contains__", "__iter__", "__call__", "__enter__", "__exit__",
+    "__copy__", "__deepcopy__",
+}  # fmt: skip
 
 
 def public() -> dict[str, Any]:
