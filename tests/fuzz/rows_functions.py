@@ -12,6 +12,7 @@ from fuzz.common import (
     DIMS,
     EXTRA,
     FLAG,
+    KIND,
     LSE,
     OUT,
     SINKS,
@@ -528,6 +529,7 @@ Books.rows = [
             "mask_dtype": one_of("kind", "fp32", "fp16"),
         },
     ),
+    *(Row(f"device.{name}", {"kind": KIND}) for name in ("load_row", "load_element", "store_row")),
     Row("rope_shift", {**ANGLES, "interleaved": FLAG}),
     Row("storage.Rotation", {"head_dim": integer(1, 64, "size"), "seed": integer(0, 99)}),
     *(

@@ -13,7 +13,7 @@ import numkv
 __all__ = ["callables", "properties", "resolve"]
 
 #: Packages whose `__all__` is public, as `tests/test_api.py` lists them.
-PACKAGES = ["attention", "blocks", "caches", "compaction", "storage", "targets"]
+PACKAGES = ["attention", "blocks", "caches", "compaction", "device", "files", "storage", "targets"]
 SPECIAL = {
     "__len__", "__getitem__", "__contains__", "__iter__", "__call__", "__enter__", "__exit__",
     "__copy__", "__deepcopy__",
@@ -26,7 +26,7 @@ def public() -> dict[str, Any]:
     known = set()
     places = [("", numkv)] + [(f"{n}.", importlib.import_module(f"numkv.{n}")) for n in PACKAGES]
     for prefix, module in places:
-        for name in module.__all__:
+        for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             if isinstance(value, types.ModuleType) or id(value) in known or not callable(value):
                 continue
