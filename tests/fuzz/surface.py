@@ -6,6 +6,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numkv
@@ -24,7 +25,9 @@ def public() -> dict[str, Any]:
     """Public functions and classes by name: each once, by its shortest name."""
     found: dict[str, Any] = {}
     known = set()
-    places = [("", numkv)] + [(f"{n}.", importlib.import_module(f"numkv.{n}")) for n in PACKAGES]
+    home = Path(numkv.__file__).parent
+    there = [n for n in PACKAGES if (home / n).is_dir() or (home / f"{n}.py").exists()]
+    places = [("", numkv)] + [(f"{n}.", importlib.import_module(f"numkv.{n}")) for n in there]
     for prefix, module in places:
         for name in getattr(module, "__all__", ()):
             value = getattr(module, name)

@@ -34,7 +34,8 @@ LEFT_OUT = {
     "caches.save_sequences": "writes files; tests/objects/test_files.py",
     "caches.load_sequences": "reads files; tests/objects/test_files.py",
     "storage.Pool": "buffers as kernels take them, whose arguments others have checked",
-    "storage.Rotation": "takes arrays that others have checked",
+    "storage.Rotation.forward": "takes arrays that others have checked",
+    "storage.Rotation.backward": "takes arrays that others have checked",
     "targets.CpuTarget": "takes arrays that others have checked",
     "targets.Target": "says what a target has",
     "targets.Array": "says what an array has",
@@ -82,7 +83,7 @@ def test_nothing_is_both_in_the_table_and_left_out():
     assert not set(named()) & {
         name for name in LEFT_OUT if name not in ("Kind", "Step", "AppendPlan")
     }
-    assert len(set(LEFT_OUT) & set(public())) > len(LEFT_OUT) / 2
+    assert len(set(LEFT_OUT) & {*public(), *(name for name, _ in callables())}) > len(LEFT_OUT) - 6
 
 
 def test_families_are_known():
