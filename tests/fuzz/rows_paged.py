@@ -1,0 +1,322 @@
+"""The table's rows of `PagedKVCache`, its steps and swapped sequences, and of `BlockPool`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import numkv
+from fuzz.common import (
+    CAP,
+    CHECK_FINITE,
+    EXTRA,
+    KEEP,
+    LAYER,
+    LSE,
+    NEW_K,
+    NEW_V,
+    OPTIONS,
+    SCALE,
+    SM_SCALE,
+    WRITE,
+    Q,
+    choose_kind,
+    integer,
+)
+from fuzz.hostile import OMIT
+from fuzz.play import Arg, Draw, Pair, Row
+from fuzz.rows_single import LAYER_OPTIONS, SHIFT_OPTION, SIZES, Single, constructed
+from numkv.blocks import BlockPool, block_digests
+
+__all__ = ["SCENES"]
+
+
+class Paged(Single):
+    """A `PagedKVCache` with open steps and swapped sequences."""
+
+    def __init__(self, rng) -> None:
+        super().__init__(rng)
+        d = self.d
+        self.kind = choose_kind(rng)
+        self.layers = d.choice([1, 2, 3])
+        if d.randrange(3) == 0:
+            self.dim_v = d.choice([8, 16])
+        options = {
+            "num_blocks": d.choice([2, 8, 24]),
+            "block_size": d.choice([1, 2, 3]),
+            "kind": self.kind,
+            "head_dim_v": self.dim_v,
+            "rotate": self.rotate,
+        }
+        if d.randrange(3) == 0:
+            options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
+        made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
+        self.cache = made[0]
+        self.objects["PagedKVCache"] = Pair(*made)
+        self.steps: list[Pair] = []
+        self.ended: list[Pair] = []
+        self.swapped: list[Pair] = []
+        self.seq = 0
+
+    def held(self, side: int) -> list[object]:
+        return [
+            self.objects["PagedKVCache"][side],
+            [pair[side] for pair in self.steps + self.ended],
+        ]
+
+    def check(self, side: int) -> None:
+        self.objects["PagedKVCache"][side].check()
+
+    def choose_step(self) -> None:
+        """Have the next call of a step be one of any that is open."""
+        self.objects.pop("Step", None)
+        if self.steps:
+            self.objects["Step"] = self.rng.choice(self.steps)
+
+    def step(self):
+        """The step of this call."""
+        return self.objects["Step"].a
+
+    def length(self) -> int:
+        try:
+            return self.cache.length(self.seq)
+        except (IndexError, numkv.NumkvError):
+            return 0
+
+    def tokens_of_rows(self, d: Draw) -> int:
+        return self.step().num_tokens
+
+    def tokens_of_queries(self, d: Draw) -> int:
+        if "sequences" in d.given:
+            return len(d.given["sequences"])
+        if "seq" in d.given:
+            return super().tokens_of_queries(d)
+        return self.step().num_tokens
+
+    def own_arrays(self) -> list[np.ndarray]:
+        return [
+            x
+            for pool in getattr(self.cache, "_pools", [])
+            for x in getattr(pool, "arrays", tuple)()
+        ]
+
+
+def _seq(d: Draw) -> int:
+    known = list(d.scene.cache.sequences)
+    d.scene.seq = d.choice(known) if known else 0
+    return d.scene.seq
+
+
+def _sequences(d: Draw) -> list[int]:
+    known = list(d.scene.cache.sequences)
+    return d.rng.sample(known, min(len(known), d.choice([0, 1, 1, 2, 3])))
+
+
+def _new_lens(d: Draw) -> object:
+    return d.choice(
+        [d.randrange(4), np.array([d.randrange(5) for _ in d.given["sequences"]], np.int64)]
+    )
+
+
+def _step(d: Draw) -> object:
+    steps = d.scene.steps if d.scene.steps and d.randrange(8) else d.scene.ended
+    return d.choice(steps) if steps else None
+
+
+def _of_step(d: Draw):
+    step = d.given.get("step")
+    return None if step is None else step.a
+
+
+def _accepted(d: Draw) -> object:
+    step = _of_step(d)
+    if step is None:
+        return OMIT
+    return np.array([d.randrange(int(n) + 1) for n in step.new_lens], np.int64)
+
+
+def _token_ids(d: Draw) -> object:
+    step = _of_step(d)
+    return (
+        OMIT
+        if step is None
+        else np.array([d.randrange(3) for _ in range(step.num_tokens)], np.int64)
+    )
+
+
+def _swapped(d: Draw) -> object:
+    return d.choice(d.scene.swapped) if d.scene.swapped else None
+
+
+def _begun(scene, d, ours, theirs) -> None:
+    scene.steps.append(Pair(ours, theirs))
+    scene.choose_step()
+
+
+def _ended(scene, d, ours, theirs) -> None:
+    pair = d.given["step"]
+    scene.steps = [p for p in scene.steps if p.a is not pair.a]
+    scene.ended = [*scene.ended, pair][-2:]
+    scene.choose_step()
+
+
+def _swapped_out(scene, d, ours, theirs) -> None:
+    scene.swapped = [*scene.swapped, Pair(ours, theirs)][-3:]
+
+
+def _chosen(scene, d, ours, theirs) -> None:
+    scene.choose_step()
+
+
+SEQ = Arg("int", _seq)
+SEQUENCES = Arg("iterable", _sequences)
+STEP = Arg("object", _step)
+TOKENS = Arg(
+    "integers", lambda d: np.array([d.randrange(3) for _ in range(d.randrange(9))], np.int64)
+)
+APPEND = {"k": NEW_K, "v": NEW_V, "check_finite": CHECK_FINITE}
+WEIGHTS = {"q": Q, "lse": LSE, "sm_scale": SM_SCALE, "logits_soft_cap": CAP}
+LENGTH = Arg("int", lambda d: d.randrange(d.scene.length() + 1))
+
+
+def _row(name: str, args: dict[str, Arg], weight: float = 1.0, after=None) -> Row:
+    return Row(f"PagedKVCache.{name}", args, "PagedKVCache", after, weight)
+
+
+PAGED_OPTIONS = {
+    n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
+}
+CACHE_SIZES = {
+    "num_layers": integer(0, 3, "size"),
+    **SIZES,
+    "num_blocks": integer(0, 4, "size"),
+    "block_size": integer(1, 4, "size"),
+    "head_dim_v": integer(1, 9, "size"),
+}
+WINDOWS = Arg(
+    "iterable",
+    lambda d: (
+        OMIT
+        if "num_layers" not in d.given
+        else [d.choice([-1, 3]) for _ in range(d.given["num_layers"])]
+    ),
+)
+Paged.rows = [
+    _row("add", {"tokens": TOKENS, "extra": EXTRA}, 2),
+    _row("reserve", {"sequences": SEQUENCES, "new_lens": Arg("integers", _new_lens)}, 3, _begun),
+    _row(
+        "commit",
+        {
+            "step": STEP,
+            "accepted": Arg("integers", _accepted),
+            "token_ids": Arg("integers", _token_ids),
+        },
+        3,
+        _ended,
+    ),
+    _row("rollback", {"step": STEP}, 0.5, _ended),
+    _row("fork", {"seq": SEQ}, 0.7),
+    _row("remove", {"seq": SEQ}, 0.4),
+    _row("truncate", {"seq": SEQ, "length": LENGTH}, 0.6),
+    _row("compact", {"seq": SEQ, "keep": KEEP, "shift": SHIFT_OPTION}, 0.8),
+    _row("pin", {"seq": SEQ}, 0.4),
+    _row("unpin", {"seq": SEQ}, 0.4),
+    _row("length", {"seq": SEQ}, 0.4),
+    _row("cached_len", {"seq": SEQ}, 0.4),
+    _row("window_of", {"layer": LAYER}, 0.3),
+    _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
+    _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
+    _row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),
+    _row("decode_attention", {"layer": LAYER, "sequences": SEQUENCES, "q": Q, **OPTIONS}, 2),
+    _row("attention_weights", {"layer": LAYER, "seq": SEQ, **WEIGHTS}),
+    _row("arrays", {"layer": LAYER}, 0.3),
+    _row("block_table", {"seq": SEQ, "layer": LAYER}, 0.3),
+    Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),
+    Row("Step.append", {"layer": LAYER, **APPEND}, "Step", _chosen, 8),
+    Row("Step.write", {"layer": LAYER, **WRITE}, "Step", _chosen, 3),
+    Row("Step.attention", {"layer": LAYER, "q": Q, **OPTIONS}, "Step", _chosen, 3),
+    Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
+    Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
+    Row(
+        "PagedKVCache",
+        {**CACHE_SIZES, **PAGED_OPTIONS, "windows": WINDOWS},
+        call=constructed,
+        weight=0.3,
+    ),
+]
+
+
+# ---------------------------------------------------------------- blocks alone
+
+
+class Blocks(Single):
+    """A `BlockPool`: ids, references, pins and names."""
+
+    def __init__(self, rng) -> None:
+        super().__init__(rng)
+        self.size = rng.choice([1, 2])
+        self.pools = [BlockPool(rng.choice([1, 4, 9]), self.size) for _ in "a"]
+        self.pools.append(BlockPool(self.pools[0].num_blocks, self.size))
+        self.objects["BlockPool"] = Pair(*self.pools)
+        self.ids: list[int] = []
+
+
+def _ids(d: Draw) -> np.ndarray:
+    known = d.scene.ids
+    return np.array(sorted(set(d.rng.sample(known, min(len(known), d.randrange(4))))), np.int32)
+
+
+def _taken(scene, d, ours, theirs) -> None:
+    scene.ids = [*scene.ids, *np.asarray(ours).tolist()][-9:]
+
+
+def _named_tokens(d: Draw) -> np.ndarray:
+    n = len(d.given["ids"]) if "ids" in d.given else d.randrange(3)
+    return np.array([[d.randrange(2) for _ in range(d.scene.size)] for _ in range(n)], np.int32)
+
+
+def _digests(d: Draw) -> np.ndarray:
+    return block_digests(d.given["tokens"].reshape(-1), d.scene.size)
+
+
+IDS = Arg("integers", _ids)
+NAMED = {"tokens": Arg("integers", _named_tokens), "digests": Arg("integers", _digests)}
+
+
+def _pool_row(name: str, args: dict[str, Arg], weight: float = 1.0, after=None) -> Row:
+    return Row(f"blocks.BlockPool.{name}", args, "BlockPool", after, weight)
+
+
+Blocks.rows = [
+    _pool_row("allocate", {"n": integer(0, 3, "size")}, 3, _taken),
+    _pool_row("allocate_ids", {"ids": IDS}, 0.5, _taken),
+    *(
+        _pool_row(name, {"ids": IDS})
+        for name in (
+            "release",
+            "acquire",
+            "pin",
+            "unpin",
+            "ref_count",
+            "pin_count",
+            "is_cached",
+            "forget",
+        )
+    ),
+    _pool_row("register", {"ids": IDS, **NAMED}, 2),
+    *(_pool_row(name, NAMED) for name in ("lookup", "find", "find_each")),
+    _pool_row(
+        "count_lookup", {"wanted": integer(0, 4), "found": integer(0, 4), "reason": integer(0, 2)}
+    ),
+    Row(
+        "blocks.BlockPool",
+        {
+            "num_blocks": integer(0, 9, "size"),
+            "block_size": integer(1, 4, "size"),
+            "on_event": Arg("function", lambda d: OMIT),
+        },
+        call=constructed,
+        weight=0.3,
+    ),
+]
+
+SCENES = [(5, Paged), (1.5, Blocks)]

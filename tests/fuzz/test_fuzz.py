@@ -1,0 +1,185 @@
+"""The fuzzer finds nothing, with another seed in each run; and it would find what it is there for."""
+
+import os
+import secrets
+import subprocess
+import sys
+
+import pytest
+
+from fuzz import __main__ as fuzzer
+from fuzz.play import Arg, Defect, Row, Scene, play
+
+
+@pytest.fixture(scope="module")
+def minutes(request):
+    """How long it plays: in a nightly run as long as the rest of it takes."""
+    return 30.0 if request.config.getoption("nightly") else 0.2
+
+
+def test_a_fresh_seed_finds_nothing(minutes, capsys):
+    seed = secrets.randbits(32)
+    report = fuzzer.run(seed, 1_000_000, minutes, 1 if minutes < 1 else 2)
+    fuzzer.tell(report, seed, 60 * minutes)
+    assert report.calls > 200
+    assert not report.defects, capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- it would find …
+
+
+def run(program: str) -> subprocess.CompletedProcess:
+    """Run Python code in a process whose arrays lie between guard pages."""
+    start = f"import sys; sys.path.insert(0, {str(fuzzer.TESTS)!r}); from fuzz import memory; memory.install()\n"
+    end = "\nimport os; os._exit(0)"
+    return subprocess.run(
+        [sys.executable, "-c", start + program + end], capture_output=True, text=True, env=dict(os.environ)
+    )  # fmt: skip
+
+
+PROBES = """
+import ctypes, os, signal, numba, numpy as np
+@numba.njit
+def fill(x, n):
+    for i in range(n):
+        x[i] = 1
+fill(np.empty(1, np.float32), 1)
+
+def dies(function):
+    child = os.fork()
+    if not child:
+        function()
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == signal.SIGSEGV
+
+def read(address):
+    return lambda: ctypes.c_uint8.from_address(address).value
+
+for dtype in ("float32", "uint8", "float64"):
+    for shape in (4, (5, 7), 1024, 70_000, 300_000):
+        died = []
+        for _ in range(2):
+            x = np.ones(shape, dtype)
+            begin, end = x.ctypes.data, x.ctypes.data + x.nbytes
+            died += [dies(read(begin - 1)), dies(read(end))]
+            assert not dies(read(begin)) and not dies(read(end - 1))
+        # Of two arrays one lies against the page before it, the other against the page after it.
+        assert died[0] + died[2] >= 1 and died[1] + died[3] >= 1, (dtype, shape, died)
+x = [np.empty(8, np.float32) for _ in range(2)]
+assert [dies(lambda: fill(y, 9)) for y in x].count(True) == 1
+assert not any(dies(lambda: fill(y, 8)) for y in x)
+"""
+
+
+def test_reading_and_writing_past_an_array_ends_the_process():
+    found = run(PROBES)
+    assert found.returncode == 0, found.stderr
+
+
+def test_new_memory_is_poisoned():
+    found = run("""
+import numpy as np
+for shape in (3, (40, 40), 70_000):
+    assert np.isnan(np.empty(shape, np.float32)).all()
+    assert not np.zeros(shape).any()
+    x = np.ones(shape)
+    x.resize(2 * x.size, refcheck=False)
+    assert (x[: x.size // 2] == 1).all()
+""")
+    assert found.returncode == 0, found.stderr
+
+
+def test_numkv_is_served_by_the_guarded_memory():
+    """Its buffers, outputs and scratch: an output begins or ends with its page."""
+    found = run("""
+import numkv, numpy as np
+layer = numkv.ContiguousLayer(4, 2, 8, kind="fp32")
+rows = np.ones((4, 2, 8), np.float32)
+layer.append(rows, rows)
+for x in (layer.k, layer.v, layer.decode_attention(np.ones((1, 2, 8), np.float32))):
+    while isinstance(x.base, np.ndarray):
+        x = x.base
+    assert x.ctypes.data % 4096 == 0 or (x.ctypes.data + x.nbytes) % 4096 == 0
+""")
+    assert found.returncode == 0, found.stderr
+
+
+# Callables with one defect each, in the place of numkv's.
+
+
+class Careless:
+    """Changes itself before it looks at its arguments."""
+
+    def __init__(self):
+        self.n = 0
+
+    def add(self, n):
+        self.n += 1
+        if n is not True:
+            raise ValueError("`n`: expected True")
+
+
+def unnamed(n):
+    raise TypeError("no")
+
+
+def overflowing(n):
+    raise OverflowError("`n`: too large")
+
+
+def takes_all(n):
+    return 3
+
+
+def of_type(n):
+    return repr(n)
+
+
+def changes(n):
+    raise ValueError("`n`: expected another")
+
+
+class Plain(Scene):
+    def __init__(self, rng, x=None):
+        super().__init__(rng)
+        self.objects = {} if x is None else {"x": x}
+
+    def held(self, side):
+        return [vars(pair[side]) for pair in self.objects.values()]
+
+
+def outcome_of(function, family, variant, valid=2, side=None):
+    import random
+
+    from fuzz.hostile import VARIANTS
+
+    number = [v.__name__ for v in VARIANTS[family]].index(variant)
+    row = Row("f", {"n": Arg(family, lambda d: valid)})
+    pair = (side, Careless()) if side else None
+    return play(row, Plain(None, pair), lambda _: function, random.Random(1), {"n": number})[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "variant", "kind"),
+    [
+        (unnamed, "_huge", "unnamed exception"),
+        (overflowing, "_huge", "unnamed exception"),
+        (takes_all, "_no_integer", "accepted what nobody may accept"),
+        (of_type, "_typed_integer", "wrong result"),
+    ],
+)
+def test_a_defect_of_each_kind_is_found(function, variant, kind):
+    outcome = outcome_of(function, "int", variant)
+    assert isinstance(outcome.defect, Defect)
+    assert outcome.defect.kind == kind
+
+
+def test_a_change_after_an_error_is_found():
+    careless = Careless()
+    outcome = outcome_of(careless.add, "int", "_huge", side=careless)
+    assert outcome.defect.kind == "state change after an error"
+
+
+def test_a_named_refusal_is_none():
+    outcome = outcome_of(changes, "int", "_huge")
+    assert (outcome.defect, outcome.error) == (None, "ValueError")
