@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from numkv import targets
-from numkv.checks import check_array
+from numkv.checks import check_array, check_bytes
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kinds import Kind, kind_of_dtype, kinds
 from numkv.kinds import kind as named
@@ -68,9 +68,13 @@ class Buffer:
         Raises
         ------
         DimensionMismatch
-            If a row cannot be stored in the kind.
+            If a row cannot be stored in the kind, or no memory can hold so many.
+        MemoryError
+            If this machine's does not.
         """
         of_row = kind.words_per_row(dim)
+        sizes = dict(zip(("num_blocks", "num_kv_heads", "block_size"), shape, strict=True))
+        check_bytes(sizes | {"head_dim": dim}, kind.bytes_per_element)
         words = target.zeros((*shape, of_row), kind.word)
         if kind.scales_per == "head":
             scales = target.asarray(np.ones(kind.scale_shape(shape, dim), kind.scale_word))

@@ -63,7 +63,9 @@ class Pool:
         Raises
         ------
         DimensionMismatch
-            If a row cannot be stored in its kind.
+            If a row cannot be stored in its kind, or no memory can hold so many.
+        MemoryError
+            If this machine's does not.
         """
         return cls(
             Buffer.allocate(target, shape, head_dim, k_kind, rotate),

@@ -22,7 +22,6 @@ from numkv.access import drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.caches.multi.checks import (
-    check_flag,
     check_indices,
     check_integer,
     check_layer,
@@ -33,7 +32,7 @@ from numkv.caches.multi.config import Batch
 from numkv.caches.multi.life import CacheLife
 from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
-from numkv.checks import check_kept, check_size
+from numkv.checks import check_flag, check_kept, check_size
 from numkv.errors import NotSupported
 from numkv.targets.base import Array
 
@@ -87,7 +86,7 @@ class MultiSequenceCache(CacheLife):
             raise TypeError(f"`batch`: expected a Batch, got {type(batch).__name__}")
         rows = read_rows(batch.positions, batch.sequences)
         items = check_indices("multimodal", batch.multimodal, len(rows.positions))
-        reserve = check_flag("reserve", reserve, False)
+        reserve = check_flag("reserve", reserve)
         self._commit_forward(self._plan_forward(rows, items, reserve))
 
     @drops

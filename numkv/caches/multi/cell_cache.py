@@ -27,7 +27,6 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.checks import (
     MOST_POSITIONS,
-    check_bytes,
     check_indices,
     check_layer,
     check_sequence,
@@ -407,7 +406,6 @@ class CellCache(LayeredCache):
         )
         shape_of = (1, heads, self._cells.num_cells)
         dims = (int(k.shape[2]), int(v.shape[2]))
-        check_bytes("k", shape_of, list(zip(kinds, dims, strict=True)))
         pool = Pool.allocate(target, shape_of, *dims, *kinds, self._rotate)
         self._head_scales.apply(layer, pool)
         return pool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numkv.caches.multi.checks import MOST_POSITIONS, check_below, check_flag
-from numkv.checks import check_size
+from numkv.caches.multi.checks import MOST_POSITIONS
+from numkv.checks import check_flag, check_size
 from numkv.errors import UnsupportedDType
 from numkv.kinds import Kind, kind
 from numkv.targets.base import Target
@@ -42,7 +42,7 @@ class CacheConfig:
     mask_dtype: str | Kind = "fp32"
 
     def __post_init__(self) -> None:
-        padding = 1 if self.padding is None else check_size("padding", self.padding)
+        padding = 1 if self.padding is None else self.padding
         mask_dtype = "fp32" if self.mask_dtype is None else self.mask_dtype
         try:
             is_query = kind(mask_dtype).is_query
@@ -54,8 +54,8 @@ class CacheConfig:
             )
         # As plain numbers: sums of small integers of NumPy overflow.
         checked = {
-            "padding": check_below("padding", padding, MOST_POSITIONS - 1),
-            "permuted_v": check_flag("permuted_v", self.permuted_v, False),
+            "padding": check_size("padding", padding, 0, MOST_POSITIONS - 1),
+            "permuted_v": check_flag("permuted_v", self.permuted_v),
             "mask_dtype": mask_dtype,
         }
         for name, value in checked.items():

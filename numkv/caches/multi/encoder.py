@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from numkv.access import reads, writes
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
-from numkv.caches.multi.checks import check_bytes, check_flag, check_layer, check_sequence
+from numkv.caches.multi.checks import check_layer, check_sequence
 from numkv.caches.multi.config import Setup
 from numkv.caches.multi.layered import LayeredCache
 from numkv.cells.cells import Rows
-from numkv.checks import check_array
+from numkv.checks import check_array, check_flag
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.storage.pool import Pool
@@ -261,7 +261,6 @@ class EncoderCache(LayeredCache):
         ):
             return pool
         kinds = (self._k_kind, self._v_kind)
-        check_bytes("k", shape, list(zip(kinds, dims, strict=True)))
         made = Pool.allocate(self._target, shape, *dims, *kinds, self._rotate)
         self._head_scales.apply(layer, made)
         return made

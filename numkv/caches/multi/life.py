@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from numkv import targets
 from numkv.access import Access, drops, reads, writes
-from numkv.caches.multi.checks import MOST_POSITIONS, check_below, check_flag
+from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.config import CacheConfig, Setup
-from numkv.checks import check_size
+from numkv.checks import check_flag, check_size
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 
@@ -106,7 +106,7 @@ class CacheLife(ABC):
         kinds = kinds_of(kind, k_kind, v_kind)
         setup = Setup(
             *kinds, _size("max_sequences", max_sequences, 1), _size("capacity", capacity, 1),
-            _size("max_batch", max_batch), targets.get(target), check_flag("rotate", rotate, False),
+            _size("max_batch", max_batch), targets.get(target), check_flag("rotate", rotate),
         )  # fmt: skip
         self._commit_init(self._plan_init(setup))
 
@@ -228,4 +228,4 @@ class CacheLife(ABC):
 
 def _size(name: str, n: Any, least: int = 0) -> int:
     """Take a size; their product is refused later, before memory is taken."""
-    return check_below(name, check_size(name, n, least), MOST_POSITIONS)
+    return check_size(name, n, least, MOST_POSITIONS)
