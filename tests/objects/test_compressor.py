@@ -487,7 +487,8 @@ def test_equal_configs_share_their_matrices():
 def test_what_it_says_of_itself(target):
     head = HeadCompressor(CompressorConfig(8), target=target)
     assert repr(head) == (
-        f"HeadCompressor(len=0, head_dim=8, bits=4, seed=0, target={target}, bytes_per_token=16)"
+        f"HeadCompressor(len=0, head_dim=8, bits=4, seed=0, kind=codes4, target={target}, "
+        "bytes_per_token=16, nbytes=0)"
     )
     cache = MultiHeadCompressor(2, CONFIG, num_q_heads=4, target=target)
     assert "num_heads=2, num_q_heads=4, head_dim=8, bits=4, projections=16" in repr(cache)
