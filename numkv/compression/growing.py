@@ -149,23 +149,39 @@ class Compressor:
     def __len__(self) -> int:
         return self._stored.tokens
 
-    # What is stored, part by part.
+    # What is stored, part by part; `numkv.files` fills a new compressor by them.
 
     @property
     def _keys(self) -> Encoded:
         return self._stored.keys
 
+    @_keys.setter
+    def _keys(self, keys: Encoded) -> None:
+        self._stored = self._stored._replace(keys=keys)
+
     @property
     def _values(self) -> Encoded:
         return self._stored.values
+
+    @_values.setter
+    def _values(self, values: Encoded) -> None:
+        self._stored = self._stored._replace(values=values)
 
     @property
     def _begin(self) -> int:
         return self._stored.begin
 
+    @_begin.setter
+    def _begin(self, begin: int) -> None:
+        self._stored = self._stored._replace(begin=begin)
+
     @property
     def _end(self) -> int:
         return self._stored.end
+
+    @_end.setter
+    def _end(self, end: int) -> None:
+        self._stored = self._stored._replace(end=end)
 
     def _describe(self, heads: str) -> str:
         config = self._config
