@@ -27,6 +27,7 @@ __all__ = ["Cells", "Compaction", "Forward", "Removal", "Rows", "read_rows"]
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
 
+_MASKED = np.ma.MaskedArray
 _LAST_INT64 = 2**63 - 1
 _NO_CELLS: CellList = np.empty(0, np.int32)
 
@@ -105,7 +106,7 @@ class _Sequence:
 
 def _integers(name: str, x: Any) -> Ints:
     """Check a row of integers, and copy it."""
-    if isinstance(x, np.ma.MaskedArray):
+    if isinstance(x, _MASKED):
         raise NotSupported(
             f"`{name}`: expected one integer for each token, got a masked array; pass its .compressed()"
         )
@@ -125,7 +126,7 @@ def _integers(name: str, x: Any) -> Ints:
         raise UnsupportedDType(
             f"`{name}`: expected integers below 2**63, got {given.dtype}; convert them"
         )
-    if given.dtype == np.uint64 and given.size and given.max() > _LAST_INT64:
+    if given.dtype.kind == "u" and given.size and given.max() > _LAST_INT64:
         raise IndexError(f"`{name}`: expected integers below 2**63, got {given.max()}")
     return np.array(given, np.int64)
 

@@ -379,7 +379,7 @@ class Compressor:
                 self._target.words(x), kind.name, quantiser.rotation, quantiser.edges,
                 quantiser.levels, sketch, *to.arrays(), stored.end,
             )  # fmt: skip
-        self._stored = stored._replace(end=stored.end + tokens)
+        self._stored = Stored(stored.keys, stored.values, stored.begin, stored.end + tokens)
 
     def _decode(self, which: Side) -> Array:
         """All ``"keys"`` or ``"values"`` ``(num_heads, len, head_dim)``."""

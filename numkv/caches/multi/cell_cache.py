@@ -391,9 +391,14 @@ class CellCache(LayeredCache):
             pool = self._make_layer(layer, k, v)
         k, v = pool.check_rows(k, v, check_finite=check_finite)
         self._layers.setdefault(layer, pool)
-        if not now.reserve:
-            slots = now.slots_on_target()
-            self._putting(layer, lambda: pool.scatter(k, v, slots))
+        if now.reserve:
+            return
+        slots, puts = now.slots_on_target(), self._puts
+        try:  # nobody reads the layer meanwhile
+            puts[layer] = puts.get(layer, 0) | 1
+            pool.scatter(k, v, slots)
+        finally:
+            puts[layer] = (puts[layer] | 1) + 1
 
     def _make_layer(self, layer: int, k: Any, v: Any) -> Pool:
         """Allocate buffers for rows of this shape."""

@@ -31,6 +31,8 @@ def check_sequence(name: str, i: Any) -> int:
 
 def check_layer(name: str, i: Any) -> int:
     """Take the number of a layer."""
+    if type(i) is int and 0 <= i < _MOST_IDS:
+        return i  # what most are
     return _check_bounded(name, i, "a layer", _MOST_IDS)
 
 
@@ -63,7 +65,7 @@ def check_indices(name: str, x: Any, size: int) -> tuple[int, ...]:
 
     One that names more of them than there are may go on for ever, and is refused.
     """
-    if x is None:
+    if x is None or (type(x) is tuple and not x):
         return ()
     try:
         given = iter(x)

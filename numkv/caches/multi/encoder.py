@@ -40,6 +40,10 @@ class _Ready(NamedTuple):
 class EncoderCache(LayeredCache):
     """An encoder's rows, for one sequence; there is no mask, and no token has a row of its own.
 
+    Notes
+    -----
+    Rows come in any float dtype and are stored in the cache's kind. Threads: see `numkv.CausalCache`.
+
     Examples
     --------
     >>> import numpy as np, numkv
@@ -235,16 +239,17 @@ class EncoderCache(LayeredCache):
                 self._layers[layer] = made
             return
         slots = target.index(np.arange(rows), np.int64)
-
-        def write() -> None:
+        puts = self._puts
+        try:  # nobody reads the layer meanwhile
+            puts[layer] = puts.get(layer, 0) | 1
             if rows:
                 made.scatter(k, v, slots)
             if self._layers.get(layer) is not made:
                 self._layers[layer] = made
                 self._changed()
             self._stored, self._cached = self._position, True
-
-        self._putting(layer, write)
+        finally:
+            puts[layer] = (puts[layer] | 1) + 1
 
     def _one_row(self, name: str, x: Array) -> Array:
         """Rows ``(1, num_kv_heads, dim)`` of one row by head."""

@@ -38,7 +38,7 @@ class LayeredCache(MultiSequenceCache):
         super().__init__()
         self._layers: dict[int, Pool] = {}
         self._head_scales = HeadScales()
-        # How often each layer was put, twice; odd while it is.
+        # How often each layer was put, twice; odd while it is being put.
         self._puts: dict[int, int] = {}
         self._generation = 0
         # What `arrays` gave, and the generation that it is of.
@@ -141,15 +141,6 @@ class LayeredCache(MultiSequenceCache):
             f"{type(self).__name__}: layer {layer} was put while it was read, so there is no result; read it "
             "before or after"
         )
-
-    def _putting(self, layer: int, write: Callable[[], None]) -> None:
-        """Write rows of a layer, which nobody reads meanwhile."""
-        puts = self._puts
-        try:
-            puts[layer] = puts.get(layer, 0) | 1
-            write()
-        finally:
-            puts[layer] = (puts[layer] | 1) + 1
 
     # -- arrays
 

@@ -21,6 +21,12 @@ class CausalCache(CellCache):
         offset of each, int32 ``(n,)``; see `numkv.rope_shift`. Without it `remove` can only remove a sequence's last
         tokens.
 
+    Notes
+    -----
+    Threads: several may read at the same time, and beside a `put` of another layer. One at a time may `put`, begin a
+    pass or change the cache; a second one, and a shift function that calls its own cache, gets `NumkvError`. So does a
+    reader that was overtaken by a change, or by a `put` of its layer.
+
     Examples
     --------
     >>> import numpy as np, numkv
@@ -56,6 +62,10 @@ class SlidingWindowCache(CellCache):
         If `window_left` is below -1, or `memory` negative. A memory below the window is refused by `init`.
     TypeError
         If they are no integers, or `shift` is no function.
+
+    Notes
+    -----
+    Threads: see `CausalCache`.
     """
 
     def __init__(
@@ -87,6 +97,10 @@ class ChunkedCache(CellCache):
         If `chunk_size` is below 1.
     TypeError
         If it is no integer, or `shift` is no function.
+
+    Notes
+    -----
+    Threads: see `CausalCache`.
     """
 
     def __init__(self, chunk_size: int, shift: Shift | None = None) -> None:

@@ -48,6 +48,12 @@ class WrapperCache(MultiSequenceCache):
     IndexError
         If `layer_types` names a child that is not there.
 
+    Notes
+    -----
+    What a cache tells of itself, a wrapper tells of each child: ``kind``, ``nbytes``, ``sequences``, ``positions(seq)``
+    and the like are tuples. Threads: it and its children are one cache, see `numkv.CausalCache`; so are wrappers of
+    wrappers. Threads that read take `layer_types`, as there is one layer type for all of them.
+
     Examples
     --------
     >>> import numpy as np, numkv
