@@ -131,8 +131,8 @@ def test_more_cells_than_numbers_of_cells():
             cache.num_cells  # noqa: B018
     cache = numkv.CausalCache()
     cache.set_config(numkv.CacheConfig(padding=2**31 - 1))
-    cache.init("fp32", 1, 2**30, 4)
-    assert cache.num_cells == 2**31 - 1
+    with pytest.raises(numkv.DimensionMismatch, match="`capacity`"):
+        cache.init("fp32", 2, 2**30, 4)
 
 
 @pytest.mark.parametrize("rows", [(0, 2**40, 8), (0, 1, 2**45)])

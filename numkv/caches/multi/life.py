@@ -211,8 +211,8 @@ class CacheLife(ABC):
         """Look for a contradiction in what the cache knows of itself.
 
         Which cell has which position for which sequences, how often it is owned, the shapes of the buffers, and that
-        scales of stored rows are finite: they are not where rows with NaN were put with ``check_finite=False``. On
-        CUDA it waits for the device.
+        scales of stored rows are finite: they may not be where NaN or infinity was put with ``check_finite=False``.
+        On CUDA it waits for the device.
 
         Raises
         ------
