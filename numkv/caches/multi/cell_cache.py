@@ -358,7 +358,7 @@ class CellCache(LayeredCache):
         IndexError
             If there is no such token in the batch.
         DimensionMismatch, TypeError
-            If there are more of them than tokens, or they are no integers.
+            If they are no integers, or go on for ever.
         NumkvError
             Before `start_forward`.
         """

@@ -22,6 +22,8 @@ MOST_POSITIONS = 2**31
 
 #: Ids of sequences and layers are below this, so that an int64 holds them.
 _MOST_IDS = 2**63
+#: Indices that an iterable may name beyond one for each token.
+_MORE = 2**18
 
 
 def check_sequence(name: str, i: Any) -> int:
@@ -63,7 +65,7 @@ def _check_bounded(name: str, i: Any, what: str, most: int) -> int:
 def check_indices(name: str, x: Any, size: int) -> tuple[int, ...]:
     """Take an iterable of indices in ``[0, size)``; None has none of them.
 
-    One that names more of them than there are may go on for ever, and is refused.
+    They may be named more than once. An iterable that goes on for ever is refused.
     """
     if x is None or (type(x) is tuple and not x):
         return ()
@@ -76,9 +78,9 @@ def check_indices(name: str, x: Any, size: int) -> tuple[int, ...]:
     found: list[int] = []
     for i in given:
         found.append(check_index(name, i, size))
-        if len(found) > size:
+        if len(found) > size + _MORE:
             raise DimensionMismatch(
-                f"`{name}`: expected at most {size} indices, one for each token of the batch, got more",
+                f"`{name}`: expected indices of the {size} tokens of the batch, got more than {size + _MORE}",
                 expected=size,
             )
     return tuple(found)
