@@ -20,13 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.cells import compiled as kernels
-from numkv.errors import CacheFull, DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 
 __all__ = ["Cells", "Compaction", "Forward", "Removal", "Rows", "read_rows"]
 
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
 
+_MASKED = np.ma.MaskedArray
+_LAST_INT64 = 2**63 - 1
 _NO_CELLS: CellList = np.empty(0, np.int32)
 
 
@@ -104,7 +106,16 @@ class _Sequence:
 
 def _integers(name: str, x: Any) -> Ints:
     """Check a row of integers, and copy it."""
-    given = np.asarray(x)
+    if isinstance(x, _MASKED):
+        raise NotSupported(
+            f"`{name}`: expected one integer for each token, got a masked array; pass its .compressed()"
+        )
+    try:
+        given = np.asarray(x)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UnsupportedDType(
+            f"`{name}`: expected one integer for each token, got what NumPy makes no array of ({error})"
+        ) from error
     if given.ndim != 1:
         raise DimensionMismatch(
             f"`{name}`: expected one integer for each token, got an array of shape {given.shape}",
@@ -115,7 +126,17 @@ def _integers(name: str, x: Any) -> Ints:
         raise UnsupportedDType(
             f"`{name}`: expected integers below 2**63, got {given.dtype}; convert them"
         )
+    if given.dtype.kind == "u" and given.size and given.max() > _LAST_INT64:
+        raise IndexError(f"`{name}`: expected integers below 2**63, got {given.max()}")
     return np.array(given, np.int64)
+
+
+def _all_vacant(num_cells: int) -> NDArray[np.int32]:
+    """Free cells of each span when all are free."""
+    vacant = np.full(kernels.num_spans(num_cells), kernels.SPAN, np.int32)
+    if num_cells % kernels.SPAN:
+        vacant[-1] = num_cells % kernels.SPAN
+    return vacant
 
 
 def read_rows(positions: Any, sequences: Any) -> Rows:
@@ -136,10 +157,10 @@ def read_rows(positions: Any, sequences: Any) -> Rows:
     ------
     DimensionMismatch
         If there is not one sequence for each position.
-    UnsupportedDType
-        If they are no integers.
+    UnsupportedDType, NotSupported
+        If they are no integers, or masked.
     IndexError
-        If a sequence is negative, or a position is negative or above ``2**31 - 1``.
+        If a sequence is outside ``[0, 2**63)``, or a position is outside ``[0, 2**31)``.
     """
     at = _integers("positions", positions)
     of = _integers("sequences", sequences)
@@ -183,9 +204,7 @@ class Cells:
         self.memory = memory
         self.positions = np.zeros(num_cells, np.int32)
         self.num_sequences = np.zeros(num_cells, np.int32)
-        self._vacant = np.full(kernels.num_spans(num_cells), kernels.SPAN, np.int32)
-        if num_cells % kernels.SPAN:
-            self._vacant[-1] = num_cells % kernels.SPAN
+        self._vacant = _all_vacant(num_cells)
         self._sequences: dict[int, _Sequence] = {}
         # Sequences that got tokens since they were last searched for some to evict.
         self._fresh: set[int] = set()
@@ -437,23 +456,56 @@ class Cells:
         self._sequences[to] = _Sequence(prefix)
         self._fresh.add(to)
 
-    # -- the proof
+    # -- all of it
+
+    def clear(self) -> None:
+        """Free all cells, in place."""
+        self.num_sequences[:] = 0
+        self._vacant[:] = _all_vacant(self.num_cells)
+        self._sequences.clear()
+        self._fresh.clear()
+
+    def copy(self) -> Cells:
+        """Cells of their own that hold the same."""
+        new = Cells(0, self.memory)
+        new.positions, new.num_sequences = self.positions.copy(), self.num_sequences.copy()
+        new._vacant, new._fresh = self._vacant.copy(), set(self._fresh)
+        new._sequences = {
+            seq: _Sequence(found.owned.copy()) for seq, found in self._sequences.items()
+        }
+        return new
 
     def check(self) -> None:
         """Look for a contradiction in the books.
 
         Raises
         ------
-        AssertionError
+        NumkvError
             If there is one.
         """
         owners = np.zeros(self.num_cells, np.int64)
-        for found in self._sequences.values():
-            owned = found.owned
-            assert len(np.unique(owned)) == len(owned), "a list names a cell twice"
-            assert np.all(np.diff(self.positions[owned]) >= 0), "a list is out of order"
+        for sequence, found in self._sequences.items():
+            owned, of = found.owned, f"of sequence {sequence}"
+            if len(owned) and not 0 <= owned.min() <= owned.max() < self.num_cells:
+                raise NumkvError(
+                    f"check: the list {of} names cells outside of [0, {self.num_cells})"
+                )
+            if len(np.unique(owned)) < len(owned):
+                raise NumkvError(f"check: the list {of} names a cell twice")
+            positions = self.positions[owned]
+            if np.any(np.diff(positions) < 0) or np.any(positions < 0):
+                raise NumkvError(f"check: positions {of} are negative or out of order: {positions}")
             owners[owned] += 1
-        assert np.array_equal(owners, self.num_sequences), "owners are counted wrong"
+        wrong = np.flatnonzero(owners != self.num_sequences)
+        if len(wrong):
+            cell = wrong[0]
+            raise NumkvError(
+                f"check: cell {cell} is in the lists of {owners[cell]} sequences, and "
+                f"{self.num_sequences[cell]} are counted"
+            )
         span_of = np.arange(self.num_cells) // kernels.SPAN
         free = np.bincount(span_of[owners == 0], minlength=len(self._vacant))
-        assert np.array_equal(free, self._vacant), "free cells are counted wrong"
+        if not np.array_equal(free, self._vacant):
+            raise NumkvError(
+                f"check: {free.sum()} cells are free, and {self._vacant.sum()} are counted"
+            )

@@ -23,6 +23,18 @@ class Encoded:
     signs: Array
     residuals: Array
 
+    @staticmethod
+    def shapes(
+        num_heads: int, capacity: int, config: CompressorConfig, projections: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the four arrays."""
+        return (
+            (num_heads, capacity, packed_bytes(config.head_dim, config.bits)),
+            (num_heads, capacity),
+            (num_heads, capacity, packed_bytes(projections, 1)),
+            (num_heads, capacity if projections else 0),
+        )
+
     @classmethod
     def allocate(
         cls,
@@ -32,12 +44,13 @@ class Encoded:
         config: CompressorConfig,
         projections: int,
     ) -> Self:
-        row = packed_bytes(config.head_dim, config.bits)
+        """Buffers of zeros."""
+        codes, scales, signs, residuals = cls.shapes(num_heads, capacity, config, projections)
         return cls(
-            target.zeros((num_heads, capacity, row), np.uint8),
-            target.zeros((num_heads, capacity), np.float32),
-            target.zeros((num_heads, capacity, packed_bytes(projections, 1)), np.uint8),
-            target.zeros((num_heads, capacity if projections else 0), np.float32),
+            target.zeros(codes, np.uint8),
+            target.zeros(scales, np.float32),
+            target.zeros(signs, np.uint8),
+            target.zeros(residuals, np.float32),
         )
 
     def arrays(self) -> tuple[Array, Array, Array, Array]:

@@ -117,6 +117,9 @@ class Target(Protocol):
     def dim_major(self, x: arrays.Array) -> arrays.Array:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
 
+    def by_token(self, x: arrays.Array) -> arrays.Array:
+        """A view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
+
     def index(self, x: Any, dtype: Any) -> arrays.Array:
         """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
 

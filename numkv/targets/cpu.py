@@ -165,6 +165,10 @@ class CpuTarget:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return x.transpose(0, 2, 1)
 
+    def by_token(self, x: Any) -> Array:
+        """A view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
+        return x.swapaxes(0, 2)
+
     def index(self, x: Any, dtype: Any) -> Array:
         """A host integer array as a NumPy array of `dtype`; a copy only where the dtype differs."""
         return np.asarray(x, dtype)

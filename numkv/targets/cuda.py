@@ -268,8 +268,12 @@ class CudaTarget:
         """A view of shape ``(heads, dim, tokens)`` on an array of shape ``(heads, tokens, dim)``."""
         return self._transposed(x, (0, 2, 1))
 
+    def by_token(self, x: Any) -> Array:
+        """A view of shape ``(tokens, heads, 1, …)`` on an array of one block, ``(1, heads, tokens, …)``."""
+        return self._transposed(x, (2, 1, 0, *range(3, len(x.shape))))
+
     def _transposed(self, x: Any, axes: tuple[int, ...]) -> Array:
-        """A view of an array of three axes, in another order."""
+        """A view of an array, with its axes in another order."""
         if self._simulated:
             return x.transpose(axes)
         from numba.cuda.cudadrv.devicearray import DeviceNDArray

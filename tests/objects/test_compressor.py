@@ -487,8 +487,63 @@ def test_equal_configs_share_their_matrices():
 def test_what_it_says_of_itself(target):
     head = HeadCompressor(CompressorConfig(8), target=target)
     assert repr(head) == (
-        f"HeadCompressor(len=0, head_dim=8, bits=4, seed=0, target={target}, bytes_per_token=16)"
+        f"HeadCompressor(len=0, head_dim=8, bits=4, seed=0, kind=codes4, target={target}, "
+        "bytes_per_token=16, nbytes=0)"
     )
     cache = MultiHeadCompressor(2, CONFIG, num_q_heads=4, target=target)
     assert "num_heads=2, num_q_heads=4, head_dim=8, bits=4, projections=16" in repr(cache)
     assert (cache.config, cache.target, head.capacity) == (CONFIG, target, 0)
+
+
+@pytest.mark.parametrize(("bits", "projections"), [(4, 16), (3, None), (16, 5)])
+def test_codes_can_be_read_out(target, to, host, rng, bits, projections):
+    """They are what `decode_keys` decodes: levels by number, times a scale, rotated back; copies of the live tokens."""
+    import naive_codes
+
+    config = CompressorConfig(6, bits, projections, 1)
+    cache = MultiHeadCompressor(2, config, target=target)
+    x = rng.standard_normal((5, 2, 6), np.float32)
+    cache.extend(to(x), to(x))
+    cache.evict_outside_window(3)
+    levels, rotation = host(cache._quantiser.levels), host(cache._quantiser.rotation)
+    for stored, decoded in (
+        (cache.key_codes, cache.decode_keys()), (cache.value_codes, cache.decode_values()),
+    ):  # fmt: skip
+        codes, scales, signs, residuals = (host(part) for part in stored)
+        assert codes.shape == (2, 3, (6 * bits + 7) // 8)
+        assert scales.shape == (2, 3)
+        numbers = naive_codes.unpack(codes, 6, bits)
+        want = naive_codes.decode(numbers, scales, levels, rotation)
+        assert np.allclose(host(decoded), want, rtol=1e-5, atol=1e-6)
+        sketched = projections is not None and stored is not None and signs.shape[2] > 0
+        assert (residuals.shape == (2, 3)) == sketched
+    assert host(cache.key_codes.signs).shape[2] == ((projections or 0) + 7) // 8
+    assert host(cache.value_codes.signs).shape[2] == 0
+    before = host(cache.key_codes.scales).copy()
+    held = cache.key_codes
+    cache.clear()
+    cache.extend(to(-x), to(x))
+    assert np.array_equal(host(held.scales), before)
+
+
+def test_codes_of_one_head(target, to, host, rng):
+    head, cache = (
+        HeadCompressor(CONFIG, target=target),
+        MultiHeadCompressor(1, CONFIG, target=target),
+    )
+    assert [host(part).shape for part in head.key_codes] == [(0, 4), (0,), (0, 2), (0,)]
+    x = rng.standard_normal((3, 1, 8), np.float32)
+    head.extend(to(x[:, 0].copy()), to(x[:, 0].copy()))
+    cache.extend(to(x), to(x))
+    for name in ("key_codes", "value_codes"):
+        for mine, theirs in zip(getattr(head, name), getattr(cache, name), strict=True):
+            assert np.array_equal(host(mine), host(theirs)[0])
+
+
+def test_a_kind_of_codes():
+    head = HeadCompressor(CompressorConfig(128, 4, 16))
+    assert (str(head.kind), str(head.v_kind)) == ("codes4+sketch16", "codes4")
+    assert head.kind.row_bytes(128) == 64 + 4 + 2 + 4
+    assert head.v_kind.row_bytes(128) == 68
+    assert head.bytes_per_token == 68 + 74
+    assert head.kind == HeadCompressor(CompressorConfig(8, 4, 16)).kind != head.v_kind

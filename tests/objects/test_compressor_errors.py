@@ -238,3 +238,125 @@ def test_a_window_is_not_negative(n):
 def test_an_unknown_target():
     with pytest.raises(ValueError, match="target"):
         HeadCompressor(CONFIG, target="tpu")
+
+
+# ---------------------------------------------------------------- odd arguments
+
+HUGE = 10**5000  # more digits than Python writes out
+
+
+@pytest.mark.parametrize("field", ["head_dim", "bits", "projections", "seed"])
+def test_odd_numbers_in_configs(field):
+    """True is none, and what would take hours or all memory is refused by name."""
+    fields = {"head_dim": 8, "bits": 4, "projections": 16, "seed": 42}
+    bad = [True, np.bool_(True), np.float32(1), float("nan"), [1], -HUGE]
+    bad += [] if field == "seed" else [2**31, HUGE]
+    for value in bad:
+        with pytest.raises(ValueError, match=about(field)):
+            CompressorConfig(**(fields | {field: value}))
+
+
+def test_small_integers_of_numpy_do_not_overflow():
+    config = CompressorConfig(np.uint8(200), np.uint8(4), np.uint8(255), np.uint8(200))
+    same = CompressorConfig(200, 4, 255, 200)
+    assert config == same
+    made = [HeadCompressor(c) for c in (config, same)]
+    assert made[0].bytes_per_token == made[1].bytes_per_token == 2 * (100 + 4) + 32 + 4
+    assert [type(x) for x in (config.head_dim, config.seed)] == [int, int]
+
+
+def test_odd_numbers_of_heads_and_tokens():
+    for bad in (1.0, "1", True, None, 2**40, HUGE, float("nan")):
+        with pytest.raises((TypeError, numkv.DimensionMismatch), match="`num_heads`"):
+            MultiHeadCompressor(bad, CONFIG)
+        with pytest.raises((TypeError, numkv.DimensionMismatch), match="`n`"):
+            MultiHeadCompressor(1, CONFIG).evict_outside_window(bad if bad != 2**40 else -1)
+    with pytest.raises((TypeError, numkv.DimensionMismatch), match="`num_q_heads`"):
+        MultiHeadCompressor(2, CONFIG, num_q_heads=2.0)
+    with pytest.raises(numkv.DimensionMismatch, match="`num_heads`"):
+        MultiHeadCompressor(2**16, CompressorConfig(4096, 4, 2**20))
+    with pytest.raises(TypeError, match="`check_finite`"):
+        HeadCompressor(CONFIG).push(row(), row(), check_finite="no")
+
+
+def in_layout(x, how):
+    """The same numbers in another layout."""
+    if how == "read-only":
+        x = x.copy()
+        x.flags.writeable = False
+    elif how == "reversed":
+        x = np.ascontiguousarray(x[::-1])[::-1]
+    elif how == "strided":
+        x = np.repeat(x, 2, 0)[::2]
+    elif how == "broadcast":
+        x = np.broadcast_to(x[:1], x.shape)
+    elif how == "byte order":
+        x = x.astype(">f4")
+    elif how == "unaligned":
+        x = np.frombuffer(b"\0" + x.tobytes(), np.float32, offset=1).reshape(x.shape)
+    elif how == "last axis":
+        x = np.repeat(x, 2, -1)[..., ::2]
+    return x
+
+
+FINE = ["read-only", "reversed", "strided", "broadcast"]
+
+
+@pytest.mark.parametrize("how", [*FINE, "byte order", "unaligned", "last axis"])
+def test_layouts(how):
+    """Taken and right, or refused by name."""
+    rng = np.random.default_rng(0)
+    x, q = rng.standard_normal((2, 3, 2, 8), np.float32), rng.standard_normal((2, 8), np.float32)
+    cache, plain = (MultiHeadCompressor(2, CONFIG) for _ in range(2))
+    if how not in FINE:
+        for name, call in (
+            ("keys", lambda: cache.extend(in_layout(x[0], how), x[1])),
+            ("values", lambda: cache.extend(x[0], in_layout(x[1], how))),
+            ("keys", lambda: cache.push_token(in_layout(q, how), q)),
+            ("queries", lambda: cache.attend(in_layout(q, how))),
+            ("queries", lambda: cache.attention_scores(in_layout(q, how))),
+        ):
+            with pytest.raises(numkv.NumkvError, match=about(name)):
+                call()
+        assert len(cache) == 0
+        return
+    odd = [in_layout(part, how) for part in x]
+    cache.extend(*odd)
+    plain.extend(*(np.ascontiguousarray(part) for part in odd))
+    for name in ("key_codes", "value_codes"):
+        for a, b in zip(getattr(cache, name), getattr(plain, name), strict=True):
+            assert np.array_equal(a, b)
+    odd_q = in_layout(q, how)
+    assert np.array_equal(cache.attend(odd_q), plain.attend(np.ascontiguousarray(odd_q)))
+    cache.push_token(odd_q, odd_q)
+    assert len(cache) == 4
+
+
+# ---------------------------------------------------------------- books
+
+
+def test_check_finds_what_is_wrong(target, to):
+    x = to(np.ones((3, 2, 8), np.float32))
+
+    def filled():
+        cache = MultiHeadCompressor(2, CONFIG, target=target)
+        cache.extend(x, x)
+        cache.check()
+        return cache
+
+    cache = filled()
+    cache._stored = cache._stored._replace(end=cache.capacity + 1)
+    with pytest.raises(numkv.NumkvError, match=r"lie in \[0, 17\)"):
+        cache.check()
+    cache = filled()
+    cache._stored = cache._stored._replace(values=cache._keys)
+    with pytest.raises(numkv.NumkvError, match="buffers of values"):
+        cache.check()
+    cache = filled()
+    cache.push_token(
+        *(to(np.full((2, 8), np.nan, np.float32)) for _ in range(2)), check_finite=False
+    )
+    with pytest.raises(numkv.NumkvError, match="scales of keys are not finite"):
+        cache.check()
+    cache.clear()
+    cache.check()

@@ -5,156 +5,59 @@ puts its rows and attends. Changes (`start_forward`, `remove`, `compact`, `copy_
 committed, so that a `numkv.WrapperCache` can plan for all its children before it changes one::
 
     public method: check arguments -> _plan_...: raise, or return what to do -> _commit_...: do it, without fail
+
+Public methods are marked as `numkv.access` says, here and nowhere below, and end in methods with an underscore, which a
+`numkv.WrapperCache` calls on its children.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, Self
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv import targets
+from numkv.access import drops, reads, writes
+from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions, check_options
-from numkv.caches.multi.checks import check_integer, check_position, check_sequence
-from numkv.caches.multi.config import Batch, CacheConfig, Setup
+from numkv.caches.multi.checks import (
+    check_indices,
+    check_integer,
+    check_layer,
+    check_position,
+    check_sequence,
+)
+from numkv.caches.multi.config import Batch
+from numkv.caches.multi.life import CacheLife
 from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
-from numkv.checks import check_index, check_kept, check_size
-from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind, kinds_of
+from numkv.checks import check_flag, check_kept, check_size
+from numkv.errors import NotSupported
 from numkv.targets.base import Array
 
 __all__ = ["MultiSequenceCache"]
 
 
-class MultiSequenceCache(ABC):
-    """What all multi-sequence caches have in common: their life, and changes that are planned and then committed.
+class MultiSequenceCache(CacheLife):
+    """What all multi-sequence caches have in common: changes that are planned and then committed, and passes.
 
     A subclass plans with ``_plan_…``, which raises or returns what to do and changes nothing, and does it with
     ``_commit_…``, which cannot fail. `numkv.WrapperCache` plans for all its children before it commits any.
+
+    Notes
+    -----
+    Several threads may read at the same time (`get`, `decode_attention`, `attention_weights`, `arrays`, and what a
+    cache tells of itself), and beside a `put` of another layer. One thread at a time may write (`put`) or change the
+    cache (`start_forward`, `set_causal`, `remove`, `compact`, `copy_prefix`, `clear`, `close`): a second one gets
+    `NumkvError` and changes nothing, and so does a shift function that calls the cache it is called by. A reader that a
+    change overtook, or a `put` of its own layer, gets `NumkvError` too. Nobody waits. A `numkv.WrapperCache` and its
+    children are one cache in this.
     """
-
-    def __init__(self) -> None:
-        self._config: CacheConfig | None = None
-        self._state = "new"
-
-    # -- its life
-
-    def set_config(self, config: CacheConfig) -> None:
-        """Set how `get` lays out what it returns; once, and before `init`.
-
-        Parameters
-        ----------
-        config : CacheConfig
-            The configuration.
-
-        Raises
-        ------
-        NumkvError
-            If a configuration is set already, or after `init` or `close`.
-        """
-        self._check_configurable()
-        if not isinstance(config, CacheConfig):
-            raise TypeError(f"`config`: expected a CacheConfig, got {type(config).__name__}")
-        self._take_config(config)
-
-    def _check_configurable(self) -> None:
-        if self._state != "new":
-            raise NumkvError(
-                f"set_config: expected a cache before init, got one after {self._after()}; "
-                "make a new one"
-            )
-        if self._config is not None:
-            raise NumkvError(f"set_config: this cache has {self._config} already; make a new one")
-
-    def _take_config(self, config: CacheConfig) -> None:
-        self._config = config
-
-    def init(
-        self,
-        kind: str | Kind,
-        max_sequences: int,
-        capacity: int,
-        max_batch: int,
-        target: str = "cpu",
-        *,
-        k_kind: str | Kind | None = None,
-        v_kind: str | Kind | None = None,
-        rotate: bool = False,
-    ) -> None:
-        """Size the cache; once. Memory for K and V is allocated layer by layer, at the first `put`.
-
-        Parameters
-        ----------
-        kind : str or Kind
-            Storage kind.
-        max_sequences : int
-            Sequences that the cache has room for; their ids are not bounded by it.
-        capacity : int
-            Tokens of a sequence.
-        max_batch : int
-            Tokens of a batch.
-        target : {"cpu", "cuda"}
-            Where the buffers are and the kernels run.
-        k_kind, v_kind : str or Kind, optional
-            Storage kinds of K and of V where they shall differ from `kind`.
-        rotate : bool
-            Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`. What
-            `get` returns is rotated back.
-
-        Raises
-        ------
-        NumkvError
-            If it was called before, or after `close`.
-        ValueError
-            If a size is too small or there is no such target.
-        UnsupportedDType, NotSupported
-            If there is no such kind, or the target cannot be had here.
-        """
-        self._check_new()
-        kinds = kinds_of(kind, k_kind, v_kind)
-        sizes = (
-            check_size("max_sequences", max_sequences, 1),
-            check_size("capacity", capacity, 1),
-            check_size("max_batch", max_batch),
-        )
-        setup = Setup(*kinds, *sizes, targets.get(target), bool(rotate))
-        self._commit_init(self._plan_init(setup))
-
-    def _check_new(self) -> None:
-        if self._state != "new":
-            raise NumkvError(
-                f"init: expected a new cache, got one after {self._after()}; make a new one"
-            )
-
-    def close(self) -> None:
-        """Release all memory; the cache cannot be used afterwards."""
-        self._state = "closed"
-
-    def __enter__(self) -> Self:
-        if self._state == "closed":
-            raise self._not_ready()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _after(self) -> str:
-        return "close" if self._state == "closed" else "init"
-
-    def _check_ready(self) -> None:
-        if self._state != "ready":
-            raise self._not_ready()
-
-    def _not_ready(self) -> NumkvError:
-        if self._state == "closed":
-            return NumkvError(f"{type(self).__name__}: used after close; make a new one")
-        return NumkvError(f"{type(self).__name__}: used before init; call init first")
 
     # -- changes
 
+    @drops
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         """Begin a pass: make room for the tokens of a batch.
 
@@ -171,16 +74,22 @@ class MultiSequenceCache(ABC):
         CacheFull
             If there is no room for all tokens; nothing has changed, and nothing is evicted.
         IndexError
-            If a sequence is negative, a position is outside ``[0, 2**31)``, or `multimodal` names no token.
-        DimensionMismatch, UnsupportedDType
-            If positions and sequences are not as many, or no integers.
+            If a sequence is outside ``[0, 2**63)``, a position is outside ``[0, 2**31)``, or `multimodal` names no
+            token.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            If positions and sequences are not as many, no integers, or masked.
+        TypeError
+            If an argument is of no type that it may have.
         """
-        if self._state != "ready":
-            raise self._not_ready()
+        self._check_ready()
+        if not isinstance(batch, Batch):
+            raise TypeError(f"`batch`: expected a Batch, got {type(batch).__name__}")
         rows = read_rows(batch.positions, batch.sequences)
-        items = tuple([check_index("multimodal", i, len(rows.positions)) for i in batch.multimodal])
+        items = check_indices("multimodal", batch.multimodal, len(rows.positions))
+        reserve = check_flag("reserve", reserve)
         self._commit_forward(self._plan_forward(rows, items, reserve))
 
+    @drops
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """Remove tokens from a sequence; those after them move up, and their keys are shifted with them.
 
@@ -201,7 +110,7 @@ class MultiSequenceCache(ABC):
         ValueError
             If `end` is below `begin`.
         IndexError
-            If `seq` or `begin` is negative, or the shift's tables are too short.
+            If `seq` is outside ``[0, 2**63)``, `begin` is negative, or the shift's tables are too short.
         Exception
             Whatever the shift raises; nothing has changed.
         """
@@ -213,6 +122,7 @@ class MultiSequenceCache(ABC):
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
         self._commit_remove(self._plan_remove(seq, begin, end))
 
+    @drops
     def compact(self, seq: int, keep: Any) -> None:
         """Keep some tokens of a sequence only: that of position ``keep[i]`` moves to position i, its key with it.
 
@@ -229,7 +139,7 @@ class MultiSequenceCache(ABC):
         Raises
         ------
         IndexError
-            If `seq` is negative, a position is not the sequence's, or the shift's tables are too short.
+            If `seq` is outside ``[0, 2**63)``, a position is not the sequence's, or the shift's tables are too short.
         ValueError
             If positions do not rise.
         NotSupported
@@ -248,6 +158,7 @@ class MultiSequenceCache(ABC):
         seq, keep = check_sequence("seq", seq), check_kept("keep", keep, LAST_POSITION + 1)
         self._commit_compact(self._plan_compact(seq, keep))
 
+    @drops
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         """Make a sequence of the first positions of another; no K or V is copied.
 
@@ -265,7 +176,7 @@ class MultiSequenceCache(ABC):
         Raises
         ------
         IndexError
-            If a sequence is negative.
+            If a sequence is outside ``[0, 2**63)``.
         DimensionMismatch
             If `length` is negative.
         NotSupported
@@ -275,10 +186,31 @@ class MultiSequenceCache(ABC):
         src, dst = check_sequence("src", src), check_sequence("dst", dst)
         self._commit_copy(self._plan_copy(src, dst, check_size("length", length)))
 
-    @abstractmethod
+    @reads
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on with a token at a position: all that it would attend to is still stored."""
+        """Whether a sequence can go on with a token at a position: all that it would attend to is still stored.
 
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+        pos : int
+            Position of the next token.
+
+        Returns
+        -------
+        bool
+            Always true where nothing is ever evicted; of a `numkv.WrapperCache` whether it holds in all children.
+
+        Raises
+        ------
+        IndexError
+            If `seq` is outside ``[0, 2**63)``, or `pos` is negative.
+        """
+        self._check_ready()
+        return self._can_resume(check_sequence("seq", seq), check_position("pos", pos))
+
+    @writes
     def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
@@ -298,23 +230,80 @@ class MultiSequenceCache(ABC):
         DimensionMismatch, UnsupportedDType, ValueError
             If they are no such scales. For a layer that was never put, the first `put` checks the number of heads.
         IndexError
-            If `layer` is negative, or `layer_types` of a `WrapperCache` does not list it.
+            If `layer` is outside ``[0, 2**63)``, or `layer_types` of a `WrapperCache` does not list it.
 
         Notes
         -----
         Nothing has changed after an error.
         """
         self._check_ready()
-        self._set_scales(check_position("layer", layer), k, v)
+        self._set_scales(check_layer("layer", layer), k, v)
 
-    @abstractmethod
+    # -- a pass
+
+    @writes
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Write a layer's rows."""
+        """Write a layer's rows of the batch; the first call for a layer allocates it.
 
-    @abstractmethod
+        Parameters
+        ----------
+        layer : int
+            Which layer: any integer from 0 up, below ``2**63``.
+        k : array (num_tokens, num_kv_heads, head_dim)
+            Keys in the order of the batch, in the kind's own dtype or in float32; for int8 in fp32, fp16 or bf16.
+        v : array (num_tokens, num_kv_heads, head_dim_v)
+            Values of the same tokens.
+        check_finite : bool
+            Whether rows to be quantised are checked for NaN and infinity first.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there is not a row for each token of the batch, or a shape is not the layer's.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity; nothing is written.
+        UnsupportedDType, NotSupported
+            If an array has another dtype, layout or target.
+        IndexError
+            If `layer` is no such integer, or `layer_types` of a `numkv.WrapperCache` does not list it.
+        TypeError
+            If `layer` is no integer, or `check_finite` neither True nor False.
+        NumkvError
+            Before `start_forward`.
+        """
+        self._check_ready()
+        self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
+
+    @reads
     def get(self, layer: int) -> tuple[Array, Array, Array]:
-        """K, V and the mask of a layer."""
+        """K, V and the mask of the cells that this batch may attend to.
 
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        k : array (n, num_kv_heads, head_dim)
+            Keys of adjacent cells, of other sequences too; for float kinds a view in the kind's dtype, which shows
+            later changes, for quantised ones a float32 copy, and with ``rotate=True`` too (of fp64 float64).
+        v : array (n, num_kv_heads, head_dim_v), with ``permuted_v`` (num_kv_heads, head_dim_v, n)
+            Values, likewise.
+        mask : array (num_tokens, n)
+            0 where a token attends to a cell, else minus infinity; one array for all layers of a pass.
+
+        Raises
+        ------
+        IndexError
+            If the layer was never put, or `layer_types` of a `numkv.WrapperCache` does not list it.
+        NumkvError
+            Before `start_forward`.
+        """
+        self._check_ready()
+        return self._get(check_layer("layer", layer))
+
+    @reads
     def decode_attention(
         self,
         layer: int,
@@ -356,9 +345,11 @@ class MultiSequenceCache(ABC):
             See `numkv.decode_attention`.
         """
         self._check_ready()
+        layer = check_layer("layer", layer)
         options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
         return self._attend(layer, q, options)
 
+    @reads
     def attention_weights(
         self,
         layer: int,
@@ -372,14 +363,95 @@ class MultiSequenceCache(ABC):
 
         Parameters
         ----------
-        layer, q, lse, sm_scale, logits_soft_cap
-            See `CellCache.attention_weights`.
+        layer : int
+            Which layer.
+        q : array (num_tokens, num_q_heads, head_dim)
+            A query for each token, in the order of the batch.
+        lse : float32 array (num_tokens, num_q_heads), optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        dict of int to float32 array (num_kv_heads, n)
+            For each sequence of the batch, a column for each token that is stored, in the order of ``positions(seq)``,
+            which `compact` takes: sums over the sequence's queries and the q heads of a group. See
+            `numkv.attention_weights`.
 
         Raises
         ------
+        DimensionMismatch
+            If there is not a query for each token of the batch, or a shape does not fit.
+        IndexError
+            If the layer was never put, or `layer_types` of a `numkv.WrapperCache` does not list it.
+        NumkvError
+            Before `start_forward`.
         NotSupported
-            If the cache does not hold sequences of tokens.
+            If the layer's cache does not hold sequences of tokens.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
         """
+        self._check_ready()
+        layer = check_layer("layer", layer)
+        return self._weights(layer, q, check_options(sm_scale, logits_soft_cap), lse)
+
+    # -- for your own kernels
+
+    @reads
+    def arrays(self, layer: int) -> CacheArrays:
+        """A layer's arrays, for your own ``@njit`` functions and ``@cuda.jit`` kernels; see `numkv.device`.
+
+        Every cell is a block of one token, so that kernels for paged caches fit: ``k`` is the layer's buffer seen as
+        ``(num_cells, num_kv_heads, 1, words_per_row)``. It is strided, as heads lie ``num_cells`` rows apart.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        CacheArrays
+            On the cache's target, in words; on the CPU the buffers are the cache's own memory. ``block_table`` has a
+            row for each of `sequences`, in that order: the cells of its tokens, in order of position.
+            ``context_lens``, int64, is how many they are, ``slots`` the cells of the batch's tokens, in its order:
+            none outside of a pass, or in a reserved one. Of an `EncoderCache` the table has one row, for its rows.
+            The same object as long as `generation` is the same number. With ``rotate=True`` rows are stored rotated.
+
+        Raises
+        ------
+        IndexError
+            If the layer was never put, or `layer_types` of a `numkv.WrapperCache` does not list it.
+        NumkvError
+            Before `init` and after `close`.
+        """
+        self._check_ready()
+        return self._cache_arrays(check_layer("layer", layer))
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever what `arrays` gave is out of date: after each change of cells or of buffers."""
+        self._check_ready()
+        return self._count_changes()
+
+    @abstractmethod
+    def _count_changes(self) -> int: ...
+
+    @abstractmethod
+    def _cache_arrays(self, layer: int) -> CacheArrays: ...
+
+    @abstractmethod
+    def _can_resume(self, seq: int, pos: int) -> bool: ...
+
+    @abstractmethod
+    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None: ...
+
+    @abstractmethod
+    def _get(self, layer: int) -> tuple[Array, Array, Array]: ...
+
+    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
         raise NotSupported(
             f"{type(self).__name__}: expected a cache of tokens, whose weights say which of them to keep; "
             "this one holds rows that stay or go together"
@@ -390,12 +462,6 @@ class MultiSequenceCache(ABC):
 
     @abstractmethod
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any: ...
-
-    @abstractmethod
-    def _plan_init(self, setup: Setup) -> Any: ...
-
-    @abstractmethod
-    def _commit_init(self, plan: Any) -> None: ...
 
     @abstractmethod
     def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Any: ...

@@ -15,23 +15,27 @@ A layer's K and V are one block of as many tokens as there are cells, so a cell 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
-from numkv.attention.options import AttentionOptions, check_options
-from numkv.caches.multi.base import MultiSequenceCache
-from numkv.caches.multi.checks import check_position, check_sequence
+from numkv.attention.options import AttentionOptions
+from numkv.caches.multi.checks import (
+    MOST_POSITIONS,
+    check_indices,
+    check_layer,
+    check_sequence,
+)
 from numkv.caches.multi.config import CacheConfig, Setup
-from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View
-from numkv.caches.multi.head_scales import HeadScales
+from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
+from numkv.caches.multi.layered import LayeredCache, check_picklable
 from numkv.cells.cells import Cells, Compaction, Forward, Removal, Rows
-from numkv.checks import check_array, check_index
+from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import kind
@@ -42,7 +46,7 @@ from numkv.targets.base import Array
 __all__ = ["CellCache"]
 
 
-class CellCache(MultiSequenceCache):
+class CellCache(LayeredCache):
     """A cache of cells; see `CausalCache`, `SlidingWindowCache` and `ChunkedCache`."""
 
     #: Earlier positions that a token attends to, -1 for all; positions of a chunk, 0 for no chunks; positions kept.
@@ -52,12 +56,17 @@ class CellCache(MultiSequenceCache):
 
     def __init__(self, shift: Shift | None = None) -> None:
         super().__init__()
+        if shift is not None and not callable(shift):
+            raise TypeError(f"`shift`: expected a function, got {type(shift).__name__}")
         self._shift = shift
         self._cells = Cells(0)
-        self._layers: dict[int, Pool] = {}
-        self._head_scales = HeadScales()
         self._pass: ForwardPass | None = None
         self._jit: Any = None
+        self._layer_structs: dict[int, Any] = {}
+        # Table, lengths and slots of `arrays`, and the generation that they are of.
+        self._tables_given: tuple[int, tuple[Array | None, Array | None, Array | None]] | None = (
+            None
+        )
 
     # -- what it is
 
@@ -68,28 +77,20 @@ class CellCache(MultiSequenceCache):
         return self._cells.num_cells
 
     @property
+    @reads
     def num_free(self) -> int:
         """Cells that no sequence owns."""
         self._check_ready()
         return self._cells.num_free
 
     @property
+    @reads
     def sequences(self) -> list[int]:
         """Known sequences; some may have no tokens."""
         self._check_ready()
         return self._cells.sequences
 
-    @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
-        self._check_ready()
-        return self._rotate
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V buffers of all layers so far, scales included."""
-        return sum(pool.nbytes for pool in self._layers.values())
-
+    @reads
     def positions(self, seq: int) -> NDArray[np.int32]:
         """Positions of a sequence that are stored.
 
@@ -106,30 +107,24 @@ class CellCache(MultiSequenceCache):
         Raises
         ------
         IndexError
-            If `seq` is negative.
+            If `seq` is outside ``[0, 2**63)``.
         """
         self._check_ready()
         cells = self._cells
         stored: NDArray[np.int32] = cells.positions[cells.owned(check_sequence("seq", seq))]
         return stored
 
-    def __repr__(self) -> str:
-        name = type(self).__name__
-        if self._state != "ready":
-            return f"{name}({'closed' if self._state == 'closed' else 'before init'})"
-        kinds = str(self._k_kind)
-        if self._v_kind is not self._k_kind:
-            kinds += f"/{self._v_kind}"
-        if self._rotate:
-            kinds += ", rotate=True"
+    def _describe(self) -> str:
+        cells = self._cells
         return (
-            f"{name}({self._describe()}num_cells={self.num_cells}, num_free={self.num_free}, "
-            f"sequences={len(self.sequences)}, layers={len(self._layers)}, kind={kinds}, "
-            f"target={self._target.name}, nbytes={self.nbytes})"
+            f"{self._options()}num_cells={cells.num_cells}, num_free={cells.num_free}, "
+            f"sequences={len(cells.sequences)}"
         )
 
-    def _describe(self) -> str:
+    def _options(self) -> str:
         return ""
+
+    # -- for your own kernels
 
     @property
     def jit(self) -> Any:
@@ -155,7 +150,8 @@ class CellCache(MultiSequenceCache):
         -------
         jitclass
             See `numkv.storage.jit_views`: a ``layer_struct``, on CUDA a ``host_struct``. Its length is the number of
-            cells. With ``rotate=True`` it takes and gives rows as they are stored: rotated.
+            cells. With ``rotate=True`` it takes and gives rows as they are stored: rotated. The same object each
+            time, as a layer's memory stays where it is.
 
         Raises
         ------
@@ -163,12 +159,37 @@ class CellCache(MultiSequenceCache):
             If the layer was never put.
         """
         self._check_ready()
-        pool = self._layer(layer)
+        layer = check_layer("layer", layer)
+        struct = self._layer_structs.get(layer)
+        if struct is None:
+            struct = self._layer_structs[layer] = self._make_layer_struct(self._layer(layer))
+        return struct
+
+    def _make_layer_struct(self, pool: Pool) -> Any:
         table, lens = np.zeros(1, np.int32), np.array([self.num_cells], np.int32)
         if not self._target.has_jit_views:
             return jit_views.host_struct("int32")(table, lens)
         make = jit_views.layer_struct(pool.k_kind.name, pool.v_kind.name)
         return make(pool.k, pool.v, pool.k_scale, pool.v_scale, table, lens)
+
+    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
+        generation, found = self._generation, self._tables_given
+        if found is None or found[0] != generation:
+            cells, now, index = self._cells, self._pass, self._target.index
+            table, lens = as_table([cells.owned(seq) for seq in cells.sequences])
+            slots = None if now is None or now.reserve or not now.num_tokens else now.slots
+            if not table.size:
+                table = np.zeros((len(lens), 1), np.int32)
+            # Copies, as cells change in place, and yours to write to. None is of length 0.
+            found = self._tables_given = (
+                generation,
+                (
+                    index(table.copy(), np.int32) if len(lens) else None,
+                    index(lens, np.int64) if len(lens) else None,
+                    None if slots is None else index(slots.copy(), np.int64),
+                ),
+            )
+        return found[1]
 
     # -- its life
 
@@ -190,7 +211,14 @@ class CellCache(MultiSequenceCache):
         else:
             needed = setup.max_sequences * memory + setup.max_batch
         padding = max(1, config.padding)
-        num_cells = math.ceil(needed / padding) * padding
+        num_cells = -(-needed // padding) * padding
+        if num_cells >= MOST_POSITIONS:
+            raise DimensionMismatch(
+                f"`capacity`: expected fewer than 2**31 cells in all, got {num_cells} for {setup.max_sequences} "
+                f"sequences of {setup.capacity} tokens; make the cache smaller",
+                expected=MOST_POSITIONS - 1,
+                actual=num_cells,
+            )
         return setup, config, Cells(num_cells, None if memory == UNLIMITED else memory)
 
     def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
@@ -204,12 +232,42 @@ class CellCache(MultiSequenceCache):
         )  # fmt: skip
         self._state = "ready"
 
-    def close(self) -> None:
-        """Release all memory; the cache cannot be used afterwards."""
-        super().close()
-        self._layers.clear()
-        self._pass = self._jit = None
+    def _close(self) -> None:
+        super()._close()
+        self._forget()
         self._cells = Cells(0)
+
+    def _clear(self) -> None:
+        self._pass = None
+        self._cells.clear()
+        self._changed()
+
+    def _forget(self) -> None:
+        """Drop what is made of the cells and the layers when it is asked for."""
+        self._pass = self._jit = self._tables_given = None
+        self._layer_structs = {}
+
+    def _copied(self, access: Access) -> Self:
+        new = super()._copied(access)
+        new._forget()
+        new._cells = self._cells.copy()
+        new._view = self._view._replace(cells=new._cells)
+        new._pass = None if self._pass is None else self._pass.over(new._view)
+        return new
+
+    def _snapshot(self) -> dict[str, Any]:
+        check_picklable("shift", self._shift)
+        return super()._snapshot()
+
+    def _check(self) -> None:
+        self._cells.check()
+        stored = np.flatnonzero(self._cells.num_sequences)
+        self._check_layers(self._layers, self._cells.num_cells, stored)
+        now = self._pass
+        if now is not None and len(now.slots) != len(now.rows.positions):
+            raise NumkvError(
+                f"check: a pass of {len(now.rows.positions)} tokens has {len(now.slots)} cells"
+            )
 
     # -- changes
 
@@ -223,6 +281,17 @@ class CellCache(MultiSequenceCache):
         else:
             self._cells.commit_forward(plan)
             self._pass = ForwardPass(self._view, plan.rows, plan.cells, reserve=False)
+        self._changed()
+
+    def _commit_change(self, change: Callable[[], None], moves: list[Callable[[], object]]) -> None:
+        """Change cells, and move rows; the pass goes on with what is left of its tokens."""
+        after = None if self._pass is None else self._pass.before_change()
+        change()
+        for move in moves:
+            move()
+        # Last, so that what others compute meanwhile stays with the pass from before.
+        self._pass = after
+        self._changed()
 
     def _plan_remove(
         self, seq: int, begin: int, end: int | None
@@ -243,11 +312,7 @@ class CellCache(MultiSequenceCache):
 
     def _commit_remove(self, plan: tuple[Removal, list[Callable[[], object]]]) -> None:
         removal, moves = plan
-        if self._pass is not None:
-            self._pass.forget_cells()
-        self._cells.commit_removal(removal)
-        for move in moves:
-            move()
+        self._commit_change(lambda: self._cells.commit_removal(removal), moves)
 
     def _plan_compact(
         self, seq: int, keep: NDArray[np.int64]
@@ -266,44 +331,18 @@ class CellCache(MultiSequenceCache):
 
     def _commit_compact(self, plan: tuple[Compaction, list[Callable[[], object]]]) -> None:
         compaction, moves = plan
-        if self._pass is not None:
-            self._pass.forget_cells()
-        self._cells.commit_compaction(compaction)
-        for move in moves:
-            move()
+        self._commit_change(lambda: self._cells.commit_compaction(compaction), moves)
 
     def _plan_copy(self, src: int, dst: int, length: int) -> tuple[int, int, int]:
         return src, dst, length
 
     def _commit_copy(self, plan: tuple[int, int, int]) -> None:
-        if self._pass is not None:
-            self._pass.forget_cells()
-        self._cells.copy_prefix(*plan)
+        self._commit_change(lambda: self._cells.copy_prefix(*plan), [])
 
-    def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on with a token at a position: all that it would attend to is still stored.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-        pos : int
-            Position of the next token.
-
-        Returns
-        -------
-        bool
-            Always true where nothing is ever evicted.
-
-        Raises
-        ------
-        IndexError
-            If `seq` or `pos` is negative.
-        """
-        self._check_ready()
-        seq, pos = check_sequence("seq", seq), check_position("pos", pos)
+    def _can_resume(self, seq: int, pos: int) -> bool:
         return self._cells.can_resume(seq, pos, self._window)
 
+    @drops
     def set_causal(self, except_indices: Iterable[int] = ()) -> None:
         """Let some tokens of this batch attend to later ones, until the next `start_forward`.
 
@@ -318,13 +357,14 @@ class CellCache(MultiSequenceCache):
         ------
         IndexError
             If there is no such token in the batch.
+        DimensionMismatch, TypeError
+            If they are no integers, or go on for ever.
         NumkvError
             Before `start_forward`.
         """
         now = self._current()
-        now.lift_causality(
-            tuple([check_index("except_indices", i, now.num_tokens) for i in except_indices])
-        )
+        excepted = check_indices("except_indices", except_indices, now.num_tokens)
+        self._pass = now.with_causality_lifted(excepted)
 
     # -- a pass
 
@@ -335,41 +375,7 @@ class CellCache(MultiSequenceCache):
             raise NumkvError(f"{type(self).__name__}: used before start_forward; call it first")
         return now
 
-    def _layer(self, layer: int) -> Pool:
-        pool = self._layers.get(layer)
-        if pool is None:
-            raise IndexError(
-                f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"
-            )
-        return pool
-
-    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Write a layer's rows of the batch; the first call for a layer allocates it.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer: any integer from 0 up.
-        k : array (num_tokens, num_kv_heads, head_dim)
-            Keys in the order of the batch, in the kind's own dtype or in float32; for int8 in fp32, fp16 or bf16.
-        v : array (num_tokens, num_kv_heads, head_dim_v)
-            Values of the same tokens.
-        check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity first.
-
-        Raises
-        ------
-        DimensionMismatch
-            If there is not a row for each token of the batch, or a shape is not the layer's.
-        NonFiniteInput
-            If rows to be quantised hold NaN or infinity; nothing is written.
-        UnsupportedDType, NotSupported
-            If an array has another dtype, layout or target.
-        IndexError
-            If `layer` is negative.
-        NumkvError
-            Before `start_forward`.
-        """
+    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         now = self._current()
         size = now.num_tokens
         k = self._target.accept(k, "k")
@@ -387,11 +393,15 @@ class CellCache(MultiSequenceCache):
         self._layers.setdefault(layer, pool)
         if now.reserve:
             return
-        pool.scatter(k, v, now.slots_on_target())
+        slots, puts = now.slots_on_target(), self._puts
+        try:  # nobody reads the layer meanwhile
+            puts[layer] = puts.get(layer, 0) | 1
+            pool.scatter(k, v, slots)
+        finally:
+            puts[layer] = (puts[layer] | 1) + 1
 
     def _make_layer(self, layer: int, k: Any, v: Any) -> Pool:
         """Allocate buffers for rows of this shape."""
-        check_position("layer", layer)
         target, kinds = self._target, (self._k_kind, self._v_kind)
         shape = ("num_tokens", "num_kv_heads", "head_dim")
         k = check_array(target, "k", k, source_dtypes(kinds[0]), shape)
@@ -406,7 +416,7 @@ class CellCache(MultiSequenceCache):
         return pool
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
-        owned = self.num_cells - self.num_free
+        owned = self._cells.num_cells - self._cells.num_free
         if owned:
             raise NumkvError(
                 f"set_scales: expected a cache without tokens, got {owned}; set scales before the first "
@@ -415,95 +425,39 @@ class CellCache(MultiSequenceCache):
         kinds = (self._k_kind, self._v_kind)
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
-    def get(self, layer: int) -> tuple[Array, Array, Array]:
-        """K, V and the mask of the cells that this batch may attend to.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-
-        Returns
-        -------
-        k : array (n, num_kv_heads, head_dim)
-            Keys of adjacent cells, of other sequences too; for float kinds a view in the kind's dtype, for
-            quantised ones a float32 copy, and with ``rotate=True`` too (of fp64 float64).
-        v : array (n, num_kv_heads, head_dim_v), with ``permuted_v`` (num_kv_heads, head_dim_v, n)
-            Values, likewise.
-        mask : array (num_tokens, n)
-            0 where a token attends to a cell, else minus infinity; one array for all layers of a pass.
-
-        Raises
-        ------
-        IndexError
-            If the layer was never put.
-        NumkvError
-            Before `start_forward`.
-        """
+    def _get(self, layer: int) -> tuple[Array, Array, Array]:
         now = self._current()
         pool = self._layer(layer)
+        begun = self._begin_reading(layer)
         part = slice(*now.shown_cells())
         target = self._target
         k = target.token_major(pool.rows("k", 0, part))
         v = pool.rows("v", 0, part)
         v = target.dim_major(v) if self._permuted_v else target.token_major(v)
-        return k, v, now.mask()
+        mask = now.mask()
+        self._end_reading(layer, begun)
+        return k, v, mask
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         now = self._current()
         pool, q = self._queries(now, layer, q)
+        begun = self._begin_reading(layer)
         table, lens, starts, ranges = now.on_target()
-        return attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
+        found = attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
+        self._end_reading(layer, begun)
+        return found
 
-    def attention_weights(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-    ) -> dict[int, Array]:
-        """How much attention each token of the batch's sequences gets from the batch's queries.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            A query for each token, in the order of the batch.
-        lse : float32 array (num_tokens, num_q_heads), optional
-            What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
-            which costs as much as that call.
-        sm_scale, logits_soft_cap
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        dict of int to float32 array (num_kv_heads, n)
-            For each sequence of the batch, a column for each token that is stored, in the order of ``positions(seq)``,
-            which `compact` takes: sums over the sequence's queries and the q heads of a group. See
-            `numkv.attention_weights`.
-
-        Raises
-        ------
-        DimensionMismatch
-            If there is not a query for each token of the batch, or a shape does not fit.
-        IndexError
-            If the layer was never put.
-        NumkvError
-            Before `start_forward`.
-        UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
+    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
         now = self._current()
         pool, q = self._queries(now, layer, q)
+        begun = self._begin_reading(layer)
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
         weights = attention_mass(
             pool, table, q, lens, starts, max(counts, default=0),
-            check_options(sm_scale, logits_soft_cap), lse=lse, ranges=ranges, by_slot=True,
+            options, lse=lse, ranges=ranges, by_slot=True,
         )  # fmt: skip
+        self._end_reading(layer, begun)
         found: dict[int, Array] = {}
         for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):
             mine = weights.reshape((heads, n)) if len(counts) == 1 else weights[run, :, :n]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numkv.checks import check_size
+from numkv.caches.multi.checks import MOST_POSITIONS
+from numkv.checks import check_flag, check_size
 from numkv.errors import UnsupportedDType
 from numkv.kinds import Kind, kind
 from numkv.targets.base import Target
@@ -29,7 +30,9 @@ class CacheConfig:
     Raises
     ------
     DimensionMismatch
-        If the padding is negative.
+        If the padding is negative, or ``2**31`` or more.
+    TypeError
+        If the padding is no integer, or `permuted_v` neither True nor False.
     UnsupportedDType
         If the mask's kind is no float kind.
     """
@@ -39,11 +42,24 @@ class CacheConfig:
     mask_dtype: str | Kind = "fp32"
 
     def __post_init__(self) -> None:
-        check_size("padding", self.padding)
-        if not kind(self.mask_dtype).is_query:
+        padding = 1 if self.padding is None else self.padding
+        mask_dtype = "fp32" if self.mask_dtype is None else self.mask_dtype
+        try:
+            is_query = kind(mask_dtype).is_query
+        except UnsupportedDType:
+            is_query = False
+        if not is_query:
             raise UnsupportedDType(
-                f"`mask_dtype`: expected fp64, fp32, fp16 or bf16, got {self.mask_dtype}"
+                f"`mask_dtype`: expected fp64, fp32, fp16 or bf16, got {mask_dtype!r}"
             )
+        # As plain numbers: sums of small integers of NumPy overflow.
+        checked = {
+            "padding": check_size("padding", padding, 0, MOST_POSITIONS - 1),
+            "permuted_v": check_flag("permuted_v", self.permuted_v),
+            "mask_dtype": mask_dtype,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ class Batch:
         Position of each token in its sequence, below ``2**31``.
     sequences : array-like of int (num_tokens,)
         Sequence of each token: any integers from 0 up, below ``2**63``.
-    multimodal : array-like of int
+    multimodal : iterable of int
         Tokens, by their index in the batch, that stand for items of the encoder: an image, a sound.
     """
 

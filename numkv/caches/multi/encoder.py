@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.access import reads, writes
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
-from numkv.caches.multi.base import MultiSequenceCache
-from numkv.caches.multi.checks import check_position, check_sequence
+from numkv.caches.multi.checks import check_layer, check_sequence
 from numkv.caches.multi.config import Setup
-from numkv.caches.multi.head_scales import HeadScales
+from numkv.caches.multi.layered import LayeredCache
 from numkv.cells.cells import Rows
-from numkv.checks import check_array
+from numkv.checks import check_array, check_flag
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.storage.pool import Pool
@@ -37,8 +37,12 @@ class _Ready(NamedTuple):
     rotate: bool
 
 
-class EncoderCache(MultiSequenceCache):
+class EncoderCache(LayeredCache):
     """An encoder's rows, for one sequence; there is no mask, and no token has a row of its own.
+
+    Notes
+    -----
+    Rows come in any float dtype and are stored in the cache's kind. Threads: see `numkv.CausalCache`.
 
     Examples
     --------
@@ -54,8 +58,6 @@ class EncoderCache(MultiSequenceCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._layers: dict[int, Pool] = {}
-        self._head_scales = HeadScales()
         self._position = 0  # of the next item
         self._stored = 0  # of the stored rows
         self._cached = False
@@ -69,29 +71,34 @@ class EncoderCache(MultiSequenceCache):
         return self._cached
 
     @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
+    def sequences(self) -> list[int]:
+        """None: no sequence has tokens of its own here."""
         self._check_ready()
-        return self._ready.rotate
+        return []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales included."""
-        return sum(pool.nbytes for pool in self._layers.values())
+    def positions(self, seq: int) -> NDArray[np.int32]:
+        """Positions of a sequence that are stored: none, as rows are no tokens.
 
-    def __repr__(self) -> str:
-        if self._state != "ready":
-            return f"EncoderCache({'closed' if self._state == 'closed' else 'before init'})"
-        ready = self._ready
-        kinds = str(ready.k_kind)
-        if ready.v_kind is not ready.k_kind:
-            kinds += f"/{ready.v_kind}"
-        if ready.rotate:
-            kinds += ", rotate=True"
-        return (
-            f"EncoderCache(encoder_cached={self._cached}, layers={len(self._layers)}, kind={kinds}, "
-            f"target={ready.target.name}, nbytes={self.nbytes})"
-        )
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        int32 array (0,)
+
+        Raises
+        ------
+        IndexError
+            If `seq` is outside ``[0, 2**63)``.
+        """
+        self._check_ready()
+        check_sequence("seq", seq)
+        return np.empty(0, np.int32)
+
+    def _describe(self) -> str:
+        return f"encoder_cached={self._cached}"
 
     # -- its life
 
@@ -110,13 +117,24 @@ class EncoderCache(MultiSequenceCache):
 
     def _commit_init(self, plan: _Ready) -> None:
         self._ready = plan
+        self._k_kind, self._v_kind, self._target = plan.k_kind, plan.v_kind, plan.target
+        self._rotate = plan.rotate
         self._state = "ready"
 
-    def close(self) -> None:
-        """Release all memory; the cache cannot be used afterwards."""
-        super().close()
-        self._layers.clear()
+    def _close(self) -> None:
+        super()._close()
         self._cached = False
+
+    def _clear(self) -> None:
+        self._position = self._stored = 0
+        self._cached, self._reserve = False, None
+
+    def _check(self) -> None:
+        for layer, pool in self._layers.items():
+            rows = int(pool.k.shape[2])
+            self._check_layers({layer: pool}, rows, np.arange(rows))
+        if self._cached and not self._layers:
+            raise NumkvError("check: rows are said to be stored, and there are no layers")
 
     # -- changes
 
@@ -151,52 +169,36 @@ class EncoderCache(MultiSequenceCache):
     def _commit_copy(self, plan: None) -> None:
         raise AssertionError("never planned")
 
-    def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on at a position: always.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-        pos : int
-            Position of the next token.
-
-        Raises
-        ------
-        IndexError
-            If `seq` or `pos` is negative.
-        """
-        self._check_ready()
-        check_sequence("seq", seq), check_position("pos", pos)
+    def _can_resume(self, seq: int, pos: int) -> bool:
         return True
 
     # -- a pass
 
-    def _begun(self, layer: int) -> int:
-        """Check that a pass has begun, and the number of a layer."""
-        self._check_ready()
+    def _begun(self) -> bool:
+        """Check that a pass has begun; whether it is a reserved one."""
         if self._reserve is None:
             raise NumkvError("EncoderCache: used before start_forward; call it first")
-        return check_position("layer", layer)
+        return self._reserve
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         if self._cached:
             raise NumkvError(
                 "set_scales: expected a cache without rows, got rows of an item; remove it first"
             )
-        kinds = (self._ready.k_kind, self._ready.v_kind)
+        kinds = (self._k_kind, self._v_kind)
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
+    @writes
     def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Store a layer's rows in place of its former ones.
 
         Parameters
         ----------
         layer : int
-            Which layer: any integer from 0 up.
-        k : array (num_rows, num_kv_heads, head_dim)
+            Which layer: any integer from 0 up, below ``2**63``.
+        k : array (num_rows, num_kv_heads, head_dim), or of one row (num_kv_heads, head_dim)
             Keys, any number of them, in any float dtype; stored in the cache's kind.
-        v : array (num_rows, num_kv_heads, head_dim_v)
+        v : array (num_rows, num_kv_heads, head_dim_v), or of one row (num_kv_heads, head_dim_v)
             Values.
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity first.
@@ -210,42 +212,65 @@ class EncoderCache(MultiSequenceCache):
         UnsupportedDType, NotSupported
             If an array has another dtype, layout or target.
         IndexError
-            If `layer` is negative.
+            If `layer` is no such integer.
+        TypeError
+            If `layer` is no integer, or `check_finite` neither True nor False.
         NumkvError
             Before `start_forward`.
         """
-        layer = self._begun(layer)
-        ready = self._ready
+        self._check_ready()
+        self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
+
+    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        reserve, target = self._begun(), self._target
+        k, v = target.accept(k, "k"), target.accept(v, "v")
+        if len(k.shape) == len(v.shape) == 2:  # one row
+            k, v = (self._one_row(name, x) for name, x in (("k", k), ("v", v)))
         shape = ("num_rows", "num_kv_heads", "head_dim")
-        k = check_array(ready.target, "k", k, QUERY_DTYPES, shape)
+        k = check_array(target, "k", k, QUERY_DTYPES, shape)
         rows, heads, dim = (int(n) for n in k.shape)
-        v = check_array(ready.target, "v", v, QUERY_DTYPES, (rows, heads, "head_dim_v"))
-        dim_v = int(v.shape[2])
-        pool = self._layers.get(layer)
-        fits = pool is not None and (*pool.k.shape[1:3], pool.head_dim, pool.head_dim_v) == (
-            heads,
-            rows,
-            dim,
-            dim_v,
-        )
-        if pool is None or not fits:
-            made = Pool.allocate(
-                ready.target, (1, heads, rows), dim, dim_v, ready.k_kind, ready.v_kind, ready.rotate
-            )
-            self._head_scales.apply(layer, made)
-        else:
-            made = pool
+        v = check_array(target, "v", v, QUERY_DTYPES, (rows, heads, "head_dim_v"))
+        made = self._room_for(layer, (1, heads, rows), (dim, int(v.shape[2])))
         if check_finite:
             made.k_buffer.check_finite("k", k)
             made.v_buffer.check_finite("v", v)
-        if self._reserve:
-            self._layers.setdefault(layer, made)
+        if reserve:
+            if layer not in self._layers:
+                self._layers[layer] = made
             return
-        if rows:
-            made.scatter(k, v, ready.target.index(np.arange(rows), np.int64))
-        self._layers[layer] = made
-        self._stored, self._cached = self._position, True
+        slots = target.index(np.arange(rows), np.int64)
+        puts = self._puts
+        try:  # nobody reads the layer meanwhile
+            puts[layer] = puts.get(layer, 0) | 1
+            if rows:
+                made.scatter(k, v, slots)
+            if self._layers.get(layer) is not made:
+                self._layers[layer] = made
+                self._changed()
+            self._stored, self._cached = self._position, True
+        finally:
+            puts[layer] = (puts[layer] | 1) + 1
 
+    def _one_row(self, name: str, x: Array) -> Array:
+        """Rows ``(1, num_kv_heads, dim)`` of one row by head."""
+        shape = ("num_kv_heads", "head_dim")
+        x = check_array(self._target, name, x, QUERY_DTYPES, shape)
+        return self._target.token_major(self._target.one_head(x))
+
+    def _room_for(self, layer: int, shape: tuple[int, int, int], dims: tuple[int, int]) -> Pool:
+        """The layer's buffers if they have this shape, else new ones, which are not the layer's yet."""
+        pool = self._layers.get(layer)
+        if pool is not None and (*pool.k.shape[:3], pool.head_dim, pool.head_dim_v) == (
+            *shape,
+            *dims,
+        ):
+            return pool
+        kinds = (self._k_kind, self._v_kind)
+        made = Pool.allocate(self._target, shape, *dims, *kinds, self._rotate)
+        self._head_scales.apply(layer, made)
+        return made
+
+    @reads
     def get(self, layer: int) -> tuple[Array, Array, None]:
         """K and V of a layer, and no mask.
 
@@ -266,34 +291,45 @@ class EncoderCache(MultiSequenceCache):
         Raises
         ------
         IndexError
-            If `layer` is negative.
+            If `layer` is outside ``[0, 2**63)``.
         NumkvError
             Before `start_forward`.
         """
-        pool = self._layers.get(self._begun(layer))
+        self._check_ready()
+        return self._get(check_layer("layer", layer))
+
+    def _get(self, layer: int) -> tuple[Array, Array, None]:
+        self._begun()
+        begun = self._begin_reading(layer)
+        pool = self._layers.get(layer)
         if pool is None:
             return None, None, None
-        target, everything = self._ready.target, slice(None)
+        target, everything = self._target, slice(None)
         k = target.token_major(pool.rows("k", 0, everything))
         v = pool.rows("v", 0, everything)
         v = target.dim_major(v) if self._ready.permuted_v else target.token_major(v)
+        self._end_reading(layer, begun)
         return k, v, None
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
-        pool = self._layers.get(self._begun(layer))
-        if pool is None:
-            raise IndexError(
-                f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"
-            )
-        target = self._ready.target
+        self._begun()
+        begun = self._begin_reading(layer)
+        pool, target = self._layer(layer), self._target
         _, heads, rows, _ = (int(n) for n in pool.k.shape)
         q = check_queries(target, q, heads, pool.head_dim, "num_tokens")
         tokens = int(q.shape[0])
         ranges = np.empty((tokens, 2), np.int64)
         ranges[:] = 0, rows
-        return attend(
+        found = attend(
             pool, target.index(np.zeros((1, 1)), np.int32), q,
             target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
             options,
             ranges=target.index(ranges, np.int64),
         )  # fmt: skip
+        self._end_reading(layer, begun)
+        return found
+
+    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
+        rows, index = int(self._layer(layer).k.shape[2]), self._target.index
+        table = np.arange(max(1, rows))[None, :]
+        return index(table, np.int32), index(np.array([rows]), np.int64), None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numkv.cells.cells import Cells, Rows
 from numkv.kinds import Kind
 from numkv.targets.base import Array, Target
 
-__all__ = ["UNLIMITED", "ForwardPass", "View"]
+__all__ = ["UNLIMITED", "ForwardPass", "View", "as_table"]
 
 UNLIMITED = 2**31 - 1  # more positions than there are
 
@@ -39,6 +40,10 @@ class View(NamedTuple):
 class ForwardPass:
     """A batch of tokens with a cell each.
 
+    What it computes when it is first asked for depends on the cells as they are: a change of cells, or of who may see
+    what, makes another pass of it. So several readers may ask one pass at the same time, and a reader that was
+    overtaken by a change leaves nothing of what it computed to later ones.
+
     Parameters
     ----------
     view : View
@@ -52,8 +57,8 @@ class ForwardPass:
     """
 
     __slots__ = (
-        "_device", "_lens", "_mask", "_shown", "_slots_on_target", "_table", "_view",
-        "_visible_ranges", "excepted", "reserve", "rows", "slots",
+        "_device", "_found", "_mask", "_shown", "_slots_on_target", "_view", "_visible_ranges", "excepted",
+        "reserve", "rows", "slots",
     )  # fmt: skip
 
     def __init__(self, view: View, rows: Rows, slots: NDArray[np.int64], reserve: bool) -> None:
@@ -64,11 +69,10 @@ class ForwardPass:
         self.excepted: tuple[int, ...] = ()  # tokens that attend to later positions too
         self._slots_on_target: Array = None
         self._shown = (0, view.cells.num_cells) if reserve else None  # the cells that `get` shows
-        self._table: Any = None  # cells of each run's sequence, int32 (num_runs, max_len)
-        self._lens: Any = None  # how many they are, int64 (num_runs,)
-        self._visible_ranges: Any = (
-            None  # of each token, in its run's table row, int64 (num_tokens, 2)
-        )
+        # Cells of each run's sequence, int32 (num_runs, max_len), and how many they are, int64 (num_runs,).
+        self._found: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
+        # Of each token, in its run's table row, int64 (num_tokens, 2).
+        self._visible_ranges: NDArray[np.int64] | None = None
         self._device: tuple[Array, Array, Array, Array] | None = None
         self._mask: Array = None
 
@@ -83,22 +87,31 @@ class ForwardPass:
             self._slots_on_target = self._view.target.index(self.slots, np.int64)
         return self._slots_on_target
 
-    def lift_causality(self, excepted: tuple[int, ...]) -> None:
-        """Let these tokens, and no others, attend to later positions too."""
-        if excepted != self.excepted:
-            self.excepted = excepted
-            self._visible_ranges = self._device = self._mask = None
+    # -- other passes
 
-    def forget_cells(self) -> None:
-        """Before cells change: fix which of them `get` shows, and look everything else up anew afterwards."""
-        self.shown_cells()
-        self._table = self._lens = self._visible_ranges = self._device = self._mask = None
+    def over(self, view: View) -> ForwardPass:
+        """The same pass over other cells that hold the same, with nothing computed but the cells that `get` shows."""
+        made = ForwardPass(view, self.rows, self.slots, self.reserve)
+        made.excepted, made._shown = self.excepted, self.shown_cells()
+        return made
+
+    def before_change(self) -> ForwardPass:
+        """The pass for after a change of cells: `get` goes on to show those that it shows now."""
+        return self.over(self._view)
+
+    def with_causality_lifted(self, excepted: tuple[int, ...]) -> ForwardPass:
+        """A pass in which these tokens, and no others, attend to later positions too."""
+        if excepted == self.excepted:
+            return self
+        made = self.over(self._view)
+        made.excepted, made._found = excepted, self._found
+        return made
+
+    # -- what it computes
 
     def counts(self) -> list[int]:
         """Cells of each run's sequence."""
-        if self._table is None:
-            self._find_table()
-        counts: list[int] = self._lens.tolist()
+        counts: list[int] = self._table()[1].tolist()
         return counts
 
     def shown_cells(self) -> tuple[int, int]:
@@ -106,31 +119,30 @@ class ForwardPass:
 
         They are those of the batch's sequences; where others are evicted, only those within the window of the batch.
         """
-        if self._shown is None:
-            if self._table is None:
-                self._find_table()
+        shown = self._shown
+        if shown is None:
+            table, lens = self._table()
             cells, rows = self._view.cells, self.rows
             reach = -1 if cells.memory is None else self._view.window
             low, last = kernels.compiled("visible_cells")(
-                cells.positions, self._table, self._lens, rows.starts, rows.positions, reach
+                cells.positions, table, lens, rows.starts, rows.positions, reach
             )
             padding = self._view.padding
-            self._shown = (0, 0)
+            shown = (0, 0)
             if last >= 0:
-                self._shown = (low // padding * padding, (last // padding + 1) * padding)
-        return self._shown
+                shown = (low // padding * padding, (last // padding + 1) * padding)
+            self._shown = shown
+        return shown
 
     def mask(self) -> Array:
         """The mask ``(num_tokens, n)`` over the shown cells, on the target: 0, or minus infinity where hidden."""
         if self._mask is None:
             low, high = self.shown_cells()
-            if self._visible_ranges is None:
-                self._find_visible_ranges()
             dtype, word = self._view.mask_kind.dtype, self._view.mask_kind.word
             mask = np.empty((self.num_tokens, high - low), dtype)
             hidden = dtype.type(-np.inf).view(word)
             kernels.compiled(f"fill_mask {word.name}")(
-                self._table, self.rows.starts, self._visible_ranges, low, hidden, mask.view(word)
+                self._table()[0], self.rows.starts, self._ranges(), low, hidden, mask.view(word)
             )
             self._mask = self._view.target.asarray(mask)
         return self._mask
@@ -138,42 +150,49 @@ class ForwardPass:
     def on_target(self) -> tuple[Array, Array, Array, Array]:
         """Table, lengths, first token of each run, and visible ranges, as attention kernels take them."""
         if self._device is None:
-            if self._visible_ranges is None:
-                self._find_visible_ranges()
+            ranges, (table, lens) = self._ranges(), self._table()
             index = self._view.target.index
-            table = self._table
             if not table.size:
-                table = np.zeros((len(self._lens), 1), np.int32)
+                table = np.zeros((len(lens), 1), np.int32)
             self._device = (
                 index(table, np.int32),
-                index(self._lens, np.int64),
+                index(lens, np.int64),
                 index(self.rows.starts, np.int64),
-                index(self._visible_ranges, np.int64),
+                index(ranges, np.int64),
             )
         return self._device
 
-    def _find_table(self) -> None:
-        lists = [self._view.cells.owned(sequence) for sequence in self.rows.sequences]
-        if len(lists) == 1:
-            self._table = lists[0][None, :]
-            self._lens = np.array([len(lists[0])], np.int64)
-        else:
-            self._lens = np.array([len(x) for x in lists], np.int64)
-            self._table = np.empty((len(lists), max(map(len, lists), default=0)), np.int32)
-            for row, owned in zip(self._table, lists, strict=True):
-                row[: len(owned)] = owned
+    def _table(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        found = self._found
+        if found is None:
+            lists = [self._view.cells.owned(sequence) for sequence in self.rows.sequences]
+            found = self._found = as_table(lists)
+        return found
 
-    def _find_visible_ranges(self) -> None:
-        if self._table is None:
-            self._find_table()
-        view, rows = self._view, self.rows
-        if self.excepted:
-            lifted = np.zeros(len(rows.positions), np.bool_)
-            lifted[list(self.excepted)] = True
-        else:
-            lifted = _NOT_LIFTED
-        self._visible_ranges = np.empty((len(rows.positions), 2), np.int64)
-        kernels.compiled("visible_ranges")(
-            view.cells.positions, self._table, self._lens, rows.starts, rows.positions, view.window,
-            view.chunk, lifted, self._visible_ranges,
-        )  # fmt: skip
+    def _ranges(self) -> NDArray[np.int64]:
+        ranges = self._visible_ranges
+        if ranges is None:
+            view, rows, (table, lens) = self._view, self.rows, self._table()
+            if self.excepted:
+                lifted = np.zeros(len(rows.positions), np.bool_)
+                lifted[list(self.excepted)] = True
+            else:
+                lifted = _NOT_LIFTED
+            ranges = np.empty((len(rows.positions), 2), np.int64)
+            kernels.compiled("visible_ranges")(
+                view.cells.positions, table, lens, rows.starts, rows.positions, view.window, view.chunk,
+                lifted, ranges,
+            )  # fmt: skip
+            self._visible_ranges = ranges
+        return ranges
+
+
+def as_table(lists: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Lists of cells as a table with a row for each, and their lengths; of one list a view."""
+    lens = np.array([len(cells) for cells in lists], np.int64)
+    if len(lists) == 1:
+        return lists[0][None, :], lens
+    table = np.zeros((len(lists), max(map(len, lists), default=0)), np.int32)
+    for row, cells in zip(table, lists, strict=True):
+        row[: len(cells)] = cells
+    return table, lens

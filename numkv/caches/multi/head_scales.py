@@ -20,6 +20,12 @@ class HeadScales:
     def __init__(self) -> None:
         self._by_layer: dict[int, dict[str, Any]] = {}
 
+    def copy(self) -> HeadScales:
+        """Scales of its own; arrays in it are never changed."""
+        new = HeadScales()
+        new._by_layer.update(self._by_layer)
+        return new
+
     def set(
         self, layer: int, pool: Pool | None, kinds: tuple[Kind, Kind], k: Any = None, v: Any = None
     ) -> None:

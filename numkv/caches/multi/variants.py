@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from numkv.caches.multi.cell_cache import CellCache
+from numkv.caches.multi.checks import MOST_POSITIONS
+from numkv.caches.multi.forward_pass import UNLIMITED
 from numkv.checks import check_size
 from numkv.compaction.key_shift import Shift
 
@@ -18,6 +20,12 @@ class CausalCache(CellCache):
         ``shift(layer, keys, offsets) -> keys`` moves keys ``(n, num_kv_heads, head_dim)`` to other positions, by the
         offset of each, int32 ``(n,)``; see `numkv.rope_shift`. Without it `remove` can only remove a sequence's last
         tokens.
+
+    Notes
+    -----
+    Threads: several may read at the same time, and beside a `put` of another layer. One at a time may `put`, begin a
+    pass or change the cache; a second one, and a shift function that calls its own cache, gets `NumkvError`. So does a
+    reader that was overtaken by a change, or by a `put` of its layer.
 
     Examples
     --------
@@ -52,16 +60,23 @@ class SlidingWindowCache(CellCache):
     ------
     ValueError
         If `window_left` is below -1, or `memory` negative. A memory below the window is refused by `init`.
+    TypeError
+        If they are no integers, or `shift` is no function.
+
+    Notes
+    -----
+    Threads: see `CausalCache`.
     """
 
     def __init__(
         self, window_left: int, memory: int | None = None, shift: Shift | None = None
     ) -> None:
         super().__init__(shift)
-        self._window = check_size("window_left", window_left, -1)
-        self._memory = None if memory is None else check_size("memory", memory)
+        # More positions than there are do no more than all of them, and an int64 may not hold them.
+        self._window = min(UNLIMITED, check_size("window_left", window_left, -1))
+        self._memory = None if memory is None else min(UNLIMITED, check_size("memory", memory))
 
-    def _describe(self) -> str:
+    def _options(self) -> str:
         memory = "" if self._memory is None else f"memory={self._memory}, "
         return f"window_left={self._window}, {memory}"
 
@@ -80,11 +95,17 @@ class ChunkedCache(CellCache):
     ------
     ValueError
         If `chunk_size` is below 1.
+    TypeError
+        If it is no integer, or `shift` is no function.
+
+    Notes
+    -----
+    Threads: see `CausalCache`.
     """
 
     def __init__(self, chunk_size: int, shift: Shift | None = None) -> None:
         super().__init__(shift)
-        self._chunk = check_size("chunk_size", chunk_size, 1)
+        self._chunk = min(MOST_POSITIONS, check_size("chunk_size", chunk_size, 1))
 
-    def _describe(self) -> str:
+    def _options(self) -> str:
         return f"chunk_size={self._chunk}, "

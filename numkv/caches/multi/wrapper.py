@@ -7,12 +7,14 @@ the first is changed, so that it happens to all of them or to none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.access import Access, writes
+from numkv.arrays import CacheArrays
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
@@ -23,6 +25,10 @@ from numkv.targets.base import Array
 __all__ = ["WrapperCache"]
 
 
+#: More layers than any model has; an iterable that names more may go on for ever.
+_MOST_LAYERS = 2**20
+
+
 class WrapperCache(MultiSequenceCache):
     """Children that are changed together.
 
@@ -30,15 +36,23 @@ class WrapperCache(MultiSequenceCache):
     ----------
     *caches : CausalCache, SlidingWindowCache, ChunkedCache or EncoderCache
         The children, before their `init`. They may have been configured one by one.
-    layer_types : sequence of int, optional
+    layer_types : iterable of int, optional
         Which child each layer belongs to. Without it, `set_layer_type` chooses the child for the calls that follow.
 
     Raises
     ------
     ValueError
         If there are no children, or one is listed twice.
+    TypeError
+        If a child is no such cache, or `layer_types` are no integers.
     IndexError
         If `layer_types` names a child that is not there.
+
+    Notes
+    -----
+    What a cache tells of itself, a wrapper tells of each child: ``kind``, ``nbytes``, ``sequences``, ``positions(seq)``
+    and the like are tuples. Threads: it and its children are one cache, see `numkv.CausalCache`; so are wrappers of
+    wrappers. Threads that read take `layer_types`, as there is one layer type for all of them.
 
     Examples
     --------
@@ -55,7 +69,7 @@ class WrapperCache(MultiSequenceCache):
     """
 
     def __init__(
-        self, *caches: MultiSequenceCache, layer_types: Sequence[int] | None = None
+        self, *caches: MultiSequenceCache, layer_types: Iterable[int] | None = None
     ) -> None:
         super().__init__()
         if not caches or len({id(child) for child in caches}) < len(caches):
@@ -66,8 +80,30 @@ class WrapperCache(MultiSequenceCache):
         self._children = caches
         self._layer_types: list[int] | None = None
         if layer_types is not None:
-            self._layer_types = [check_index("layer_types", i, len(caches)) for i in layer_types]
+            try:
+                given = iter(layer_types)
+            except TypeError:
+                raise TypeError(
+                    f"`layer_types`: expected an iterable of integers, got {type(layer_types).__name__}"
+                ) from None
+            self._layer_types = []
+            for i in given:
+                self._layer_types.append(check_index("layer_types", i, len(caches)))
+                if len(self._layer_types) > _MOST_LAYERS:
+                    raise ValueError(
+                        f"`layer_types`: expected at most {_MOST_LAYERS} layers, got more"
+                    )
         self._type = 0
+        self._share(self._access)
+
+    def _share(self, access: Access) -> None:
+        """Let one writer at a time change this cache or its children, and theirs."""
+        self._access = access
+        for child in self._children:
+            if isinstance(child, WrapperCache):
+                child._share(access)
+            else:
+                child._access = access
 
     # -- children
 
@@ -76,10 +112,12 @@ class WrapperCache(MultiSequenceCache):
         """The children."""
         return self._children
 
+    @writes
     def set_layer_type(self, i: int) -> None:
         """Choose the child for the calls that follow; the next `start_forward` goes back to the first.
 
-        With `layer_types`, it only chooses the `underlying_cache`.
+        With `layer_types`, it only chooses the `underlying_cache`. Threads that read should go by those: what one
+        chooses here, another reads.
 
         Parameters
         ----------
@@ -112,6 +150,77 @@ class WrapperCache(MultiSequenceCache):
             parts.append(f"layer_types={self._layer_types}")
         return f"WrapperCache({', '.join(parts)})"
 
+    # -- what they are
+
+    def _each(self, of: Callable[[Any], Any]) -> tuple[Any, ...]:
+        self._check_ready()
+        return tuple(of(child) for child in self._children)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Storage kind, of K where V's differs, of each child."""
+        return self._each(lambda child: child.kind)
+
+    @property
+    def v_kind(self) -> tuple[Any, ...]:
+        """Storage kind of V of each child."""
+        return self._each(lambda child: child.v_kind)
+
+    @property
+    def target(self) -> tuple[Any, ...]:
+        """Name of the target of each child."""
+        return self._each(lambda child: child.target)
+
+    @property
+    def rotate(self) -> tuple[Any, ...]:
+        """Whether rows are rotated before they are stored, in each child."""
+        return self._each(lambda child: child.rotate)
+
+    @property
+    def num_kv_heads(self) -> tuple[Any, ...]:
+        """Kv heads of each child; `NumkvError` as long as one of them has no layer: ask the others in `caches`."""
+        return self._each(lambda child: child.num_kv_heads)
+
+    @property
+    def head_dim(self) -> tuple[Any, ...]:
+        """Elements of a K row of each child; see `num_kv_heads`."""
+        return self._each(lambda child: child.head_dim)
+
+    @property
+    def head_dim_v(self) -> tuple[Any, ...]:
+        """Elements of a V row of each child; see `num_kv_heads`."""
+        return self._each(lambda child: child.head_dim_v)
+
+    @property
+    def nbytes(self) -> tuple[Any, ...]:
+        """Bytes of the buffers of each child."""
+        return self._each(lambda child: child.nbytes)
+
+    @property
+    def sequences(self) -> tuple[Any, ...]:
+        """Known sequences of each child."""
+        return self._each(lambda child: child.sequences)
+
+    def positions(self, seq: int) -> tuple[Any, ...]:
+        """Positions of a sequence that each child stores.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        tuple of int32 array (n,)
+            In order; empty where the sequence is not known, and of an `EncoderCache`.
+
+        Raises
+        ------
+        IndexError
+            If `seq` is outside ``[0, 2**63)``.
+        """
+        return self._each(lambda child: child.positions(seq))
+
     # -- its life
 
     def _check_configurable(self) -> None:
@@ -137,11 +246,43 @@ class WrapperCache(MultiSequenceCache):
             child._commit_init(part)
         self._state = "ready"
 
-    def close(self) -> None:
-        """Close all children."""
-        super().close()
+    def _close(self) -> None:
+        self._state = "closed"
         for child in self._children:
-            child.close()
+            child._close()
+
+    def _clear(self) -> None:
+        for child in self._children:
+            child._clear()
+        self._type = 0
+
+    def _copied(self, access: Access) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._access = access
+        new._children = tuple(child._copied(access) for child in self._children)
+        return new
+
+    def _snapshot(self) -> dict[str, Any]:
+        children = [(type(child), child._snapshot()) for child in self._children]
+        return self.__dict__ | {"_children": children}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        made = []
+        for cls, of_child in state["_children"]:
+            child = object.__new__(cls)
+            if isinstance(child, WrapperCache):
+                child.__setstate__(of_child)
+            else:
+                child.__dict__.update(of_child)
+            made.append(child)
+        self._children = tuple(made)
+        self._share(self._access)
+
+    def _check(self) -> None:
+        for child in self._children:
+            child._check()
 
     # -- changes
 
@@ -174,68 +315,16 @@ class WrapperCache(MultiSequenceCache):
         for child, part in zip(self._children, plan, strict=True):
             child._commit_copy(part)
 
-    def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence can go on with a token at a position in all children.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-        pos : int
-            Position of the next token.
-
-        Returns
-        -------
-        bool
-
-        Raises
-        ------
-        IndexError
-            If `seq` or `pos` is negative.
-        """
-        self._check_ready()
-        return all(child.can_resume(seq, pos) for child in self._children)
+    def _can_resume(self, seq: int, pos: int) -> bool:
+        return all(child._can_resume(seq, pos) for child in self._children)
 
     # -- a pass
 
-    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
-        """Write a layer's rows to its child.
+    def _put(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        self._child(layer)._put(layer, k, v, check_finite)
 
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        k, v, check_finite
-            See the child's own `put`, its errors too.
-
-        Raises
-        ------
-        IndexError
-            If `layer_types` does not list the layer.
-        """
-        self._check_ready()
-        self._child(layer).put(layer, k, v, check_finite=check_finite)
-
-    def get(self, layer: int) -> tuple[Array, Array, Array]:
-        """K, V and the mask of a layer from its child.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-
-        Returns
-        -------
-        k, v, mask
-            See the child's own `get`, its errors too.
-
-        Raises
-        ------
-        IndexError
-            If `layer_types` does not list the layer.
-        """
-        self._check_ready()
-        return self._child(layer).get(layer)
+    def _get(self, layer: int) -> tuple[Array, Array, Array]:
+        return self._child(layer)._get(layer)
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         self._child(layer)._set_scales(layer, k, v)
@@ -243,39 +332,11 @@ class WrapperCache(MultiSequenceCache):
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         return self._child(layer)._attend(layer, q, options)
 
-    def attention_weights(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-    ) -> dict[int, Array]:
-        """How much attention each token of the batch's sequences gets in a layer of its child.
+    def _weights(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> dict[int, Array]:
+        return self._child(layer)._weights(layer, q, options, lse)
 
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries.
-        lse, sm_scale, logits_soft_cap
-            See the child's own `attention_weights`, its errors too.
+    def _cache_arrays(self, layer: int) -> CacheArrays:
+        return self._child(layer)._cache_arrays(layer)
 
-        Returns
-        -------
-        dict of int to float32 array (num_kv_heads, n)
-            By sequence; a column for each token that the child stores.
-
-        Raises
-        ------
-        IndexError
-            If `layer_types` does not list the layer.
-        NotSupported
-            If the child does not hold sequences of tokens.
-        """
-        self._check_ready()
-        return self._child(layer).attention_weights(
-            layer, q, lse=lse, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap
-        )
+    def _count_changes(self) -> int:
+        return sum(child._count_changes() for child in self._children)

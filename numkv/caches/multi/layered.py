@@ -1,0 +1,270 @@
+"""`LayeredCache`: what caches that hold the buffers of layers have in common, of cells or of an encoder's rows."""
+
+from __future__ import annotations
+
+import pickle
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.access import Access
+from numkv.arrays import CacheArrays
+from numkv.caches.multi.base import MultiSequenceCache
+from numkv.caches.multi.head_scales import HeadScales
+from numkv.errors import NumkvError
+from numkv.kinds import Kind
+from numkv.storage.buffer import Buffer
+from numkv.storage.own_kernels import cache_arrays
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+
+__all__ = ["LayeredCache", "check_picklable"]
+
+
+class LayeredCache(MultiSequenceCache):
+    """A cache with buffers for each layer that has been put: one block of as many tokens as there is room for."""
+
+    # Set by `init`.
+    _k_kind: Kind
+    _v_kind: Kind
+    _target: Target
+    _rotate: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: dict[int, Pool] = {}
+        self._head_scales = HeadScales()
+        # How often each layer was put, twice; odd while it is being put.
+        self._puts: dict[int, int] = {}
+        self._generation = 0
+        # What `arrays` gave, and the generation that it is of.
+        self._given: dict[int, tuple[int, CacheArrays]] = {}
+
+    # -- what it is
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind, of K where V's differs."""
+        self._check_ready()
+        return self._k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        self._check_ready()
+        return self._v_kind
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        self._check_ready()
+        return self._target.name
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        self._check_ready()
+        return self._rotate
+
+    @property
+    def num_kv_heads(self) -> int | dict[int, int]:
+        """Kv heads of the layers that have been put: a number if all have as many, else one for each by layer.
+
+        Before the first `put` no layer has a shape: `NumkvError`.
+        """
+        return self._of_layers("num_kv_heads", lambda pool: int(pool.k.shape[1]))
+
+    @property
+    def head_dim(self) -> int | dict[int, int]:
+        """Elements of a K row: a number, or by layer; see `num_kv_heads`."""
+        return self._of_layers("head_dim", lambda pool: pool.head_dim)
+
+    @property
+    def head_dim_v(self) -> int | dict[int, int]:
+        """Elements of a V row: a number, or by layer; see `num_kv_heads`."""
+        return self._of_layers("head_dim_v", lambda pool: pool.head_dim_v)
+
+    def _of_layers(self, name: str, of: Callable[[Pool], int]) -> int | dict[int, int]:
+        self._check_ready()
+        found = {layer: of(pool) for layer, pool in list(self._layers.items())}
+        if not found:
+            raise NumkvError(
+                f"{name}: expected a cache with a layer, got {type(self).__name__} before its first put, "
+                "which says how large rows are"
+            )
+        different = set(found.values())
+        return different.pop() if len(different) == 1 else found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers of all layers so far, scales included."""
+        self._check_ready()
+        return sum(pool.nbytes for pool in list(self._layers.values()))
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if self._state != "ready":
+            return f"{name}({'closed' if self._state == 'closed' else 'before init'})"
+        kinds = str(self._k_kind)
+        if self._v_kind != self._k_kind:
+            kinds += f"/{self._v_kind}"
+        if self._rotate:
+            kinds += ", rotate=True"
+        return (
+            f"{name}({self._describe()}, layers={len(self._layers)}, kind={kinds}, "
+            f"target={self._target.name}, nbytes={self.nbytes})"
+        )
+
+    @abstractmethod
+    def _describe(self) -> str: ...
+
+    # -- a layer beside a put of it
+
+    def _begin_reading(self, layer: int) -> int:
+        """Refuse a layer that is being put; for `_end_reading`."""
+        count = self._puts.get(layer, 0)
+        if count & 1:
+            raise self._overtaken(layer)
+        return count
+
+    def _end_reading(self, layer: int, count: int) -> None:
+        """Refuse a result from rows that were put meanwhile."""
+        if self._puts.get(layer, 0) != count:
+            raise self._overtaken(layer)
+
+    def _overtaken(self, layer: int) -> NumkvError:
+        return NumkvError(
+            f"{type(self).__name__}: layer {layer} was put while it was read, so there is no result; read it "
+            "before or after"
+        )
+
+    # -- arrays
+
+    def _cache_arrays(self, layer: int) -> CacheArrays:
+        generation = self._generation
+        found = self._given.get(layer)
+        if found is None or found[0] != generation:
+            pool = self._layer(layer)
+            by_token = Pool(_by_token(pool.k_buffer), _by_token(pool.v_buffer))
+            found = generation, cache_arrays(by_token, *self._tables(layer))
+            self._given[layer] = found
+        return found[1]
+
+    @abstractmethod
+    def _tables(self, layer: int) -> tuple[Array | None, Array | None, Array | None]:
+        """Table, lengths and slots of `arrays`, on the target; None for those of length 0."""
+
+    def _count_changes(self) -> int:
+        return self._generation
+
+    def _changed(self) -> None:
+        """Say that what `arrays` gave so far is out of date."""
+        self._generation += 1
+        self._given.clear()
+
+    def _layer(self, layer: int) -> Pool:
+        pool = self._layers.get(layer)
+        if pool is None:
+            raise IndexError(
+                f"`layer`: expected a layer that has been put, {sorted(self._layers)}, got {layer}"
+            )
+        return pool
+
+    # -- its life
+
+    def _close(self) -> None:
+        self._state = "closed"
+        self._layers.clear()
+        self._changed()
+
+    def _copied(self, access: Access) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._access, new._puts, new._given = access, {}, {}
+        new._layers = {layer: _copy_of(pool) for layer, pool in self._layers.items()}
+        new._head_scales = self._head_scales.copy()
+        return new
+
+    def _snapshot(self) -> dict[str, Any]:
+        if self._state != "ready":
+            return self.__dict__.copy()
+        if not self._target.values_on_host:
+            raise NumkvError(
+                f"{type(self).__name__}: expected a cache on the CPU to pickle, got one on "
+                f"{self._target.name}, whose memory belongs to this process; save it, or copy it with copy()"
+            )
+        return self._copied(Access()).__dict__
+
+    # -- its proof
+
+    def _check_layers(
+        self, layers: dict[int, Pool], num_tokens: int, stored: NDArray[np.int64]
+    ) -> None:
+        """Compare layers' buffers with what the cache says of them; rows of `stored` tokens have finite scales."""
+        for layer, pool in sorted(layers.items()):
+            heads = int(pool.k.shape[1])
+            for name, kind in (("k", self._k_kind), ("v", self._v_kind)):
+                buffer = pool.buffer(name)
+                where, rows = f"{name} of layer {layer}", (1, heads, num_tokens)
+                if buffer.kind != kind:
+                    raise NumkvError(
+                        f"check: {where} is of kind {buffer.kind}, the cache of {kind}"
+                    )
+                shapes = (tuple(buffer.words.shape[:3]), tuple(buffer.scales.shape))
+                if shapes != (rows, kind.scale_shape(rows, buffer.dim)):
+                    raise NumkvError(
+                        f"check: {where} has shape {shapes[0]}, and scales of shape {shapes[1]}, where there are "
+                        f"{num_tokens} tokens"
+                    )
+                _check_scales(where, buffer, stored)
+
+
+def _check_scales(where: str, buffer: Buffer, stored: NDArray[np.int64]) -> None:
+    if not buffer.kind.is_scaled:
+        return
+    scales = buffer.target.to_host(buffer.typed_scales())
+    by_head = buffer.kind.scales_per == "head"
+    held = scales if by_head else scales[0][:, stored]
+    if not np.isfinite(held).all() or (by_head and not (held > 0).all()):
+        raise NumkvError(
+            f"check: scales of {where} are not finite; rows with NaN or infinity were put unchecked"
+        )
+
+
+def _by_token(buffer: Buffer) -> Buffer:
+    """A buffer of one block, seen as one of blocks of one token."""
+    by_token = buffer.target.by_token
+    if not buffer.kind.has_scales:
+        return replace(buffer, words=by_token(buffer.words))
+    return replace(buffer, words=by_token(buffer.words), scales=by_token(buffer.scales))
+
+
+def _copy_of(pool: Pool) -> Pool:
+    """A pool of its own with the same content."""
+    target, num_blocks = pool.target, int(pool.k.shape[0])
+    ids = target.index(np.arange(num_blocks), np.int32)
+    new = pool.like(num_blocks)
+    pool.copy_blocks(ids, new, ids)
+    return Pool(
+        *(
+            replace(buffer, scales=target.asarray(np.array(target.to_host(buffer.scales))))
+            if buffer.kind.scales_per == "head"
+            else buffer
+            for buffer in (new.k_buffer, new.v_buffer)
+        )
+    )
+
+
+def check_picklable(what: str, x: object) -> None:
+    """Refuse an argument of the user's that cannot be pickled, by its name."""
+    try:
+        pickle.dumps(x)
+    except Exception as error:
+        raise NumkvError(
+            f"`{what}`: expected what can be pickled with the cache, got {x!r} ({error}); take a function of "
+            "a module, or numkv.rope_shift"
+        ) from error

@@ -1,0 +1,432 @@
+"""`Compressor`: encoded keys and values that grow as tokens come, by head.
+
+Operations on the codes are in `numkv.kernels.cpu.compress`. The rotations and the codebook
+(`numkv.compression.quantiser`) are made once for all compressors of the same config.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.access import Access, drops, reads
+from numkv.checks import Shape, check_array, check_bytes, check_flag, check_size
+from numkv.compression.config import CodesKind, CompressorConfig
+from numkv.compression.encoded import Encoded
+from numkv.compression.quantiser import quantiser_of
+from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
+from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.targets.base import Array
+
+__all__ = ["Compressor", "Stored"]
+
+Side = Literal["keys", "values"]
+
+# Tokens that a compressor makes room for at first.
+_FIRST_CAPACITY = 16
+
+
+class Stored(NamedTuple):
+    """Encoded tokens: those in ``[begin, end)`` of the buffers.
+
+    A compressor has one at a time and never changes it, so that a reader beside a writer has buffers and numbers that
+    belong together. Rows past `end` may be written meanwhile.
+    """
+
+    keys: Encoded
+    values: Encoded
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.begin
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers hold."""
+        return int(self.keys.scales.shape[1])
+
+
+class Compressor:
+    """What the compressors of one head and of several have in common: encoded keys and values, by head."""
+
+    def __init__(
+        self, config: CompressorConfig, num_heads: int, num_q_heads: int, target: str
+    ) -> None:
+        if not isinstance(config, CompressorConfig):
+            raise TypeError(f"`config`: expected a CompressorConfig, got {type(config).__name__}")
+        wide = config.head_dim + max(config.head_dim, config.projections or 0)
+        check_bytes({"num_heads": num_heads, "head_dim": config.head_dim, "projections": wide}, 8)
+        self._config = config
+        self._num_q_heads = num_q_heads
+        self._target = targets.get(target)
+        self._quantiser = quantiser_of(config, num_heads, self._target)
+        self._access = Access()
+        self._stored = Stored(*self._allocate(0), 0, 0)
+
+    def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:
+        heads, config = int(self._quantiser.rotation.shape[0]), self._config
+        keys = Encoded.allocate(self._target, heads, capacity, config, config.projections or 0)
+        return keys, Encoded.allocate(self._target, heads, capacity, config, 0)
+
+    # -- what it is
+
+    @property
+    def config(self) -> CompressorConfig:
+        """How vectors are compressed."""
+        return self._config
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._target.name
+
+    @property
+    def kind(self) -> CodesKind:
+        """How keys are stored: ``codes`` and their bits, with a sketch if there is one."""
+        return CodesKind(self._config.bits, self._config.projections)
+
+    @property
+    def v_kind(self) -> CodesKind:
+        """How values are stored."""
+        return CodesKind(self._config.bits)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return int(self._quantiser.rotation.shape[0])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self._config.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a value: as many."""
+        return self._config.head_dim
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the buffers hold now."""
+        return self._stored.capacity
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values, scales and sketch included."""
+        dim = self._config.head_dim
+        return self.num_kv_heads * (self.kind.row_bytes(dim) + self.v_kind.row_bytes(dim))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, room for further tokens included."""
+        stored = self._stored
+        buffers = (*stored.keys.arrays(), *stored.values.arrays())
+        return sum(int(x.nbytes) for x in buffers)
+
+    @property
+    def quantiser_nbytes(self) -> int:
+        """Bytes of the rotations, sketch and codebook, which compressors of equal config and heads share."""
+        return self._quantiser.nbytes
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller the stored tokens are than in float32; 1.0 when there are none."""
+        if self.is_empty:
+            return 1.0
+        return 2 * self.num_kv_heads * self._config.head_dim * 4 / self.bytes_per_token
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens."""
+        return len(self) == 0
+
+    def __len__(self) -> int:
+        return self._stored.tokens
+
+    # What is stored, part by part; `numkv.files` fills a new compressor by them.
+
+    @property
+    def _keys(self) -> Encoded:
+        return self._stored.keys
+
+    @_keys.setter
+    def _keys(self, keys: Encoded) -> None:
+        self._stored = self._stored._replace(keys=keys)
+
+    @property
+    def _values(self) -> Encoded:
+        return self._stored.values
+
+    @_values.setter
+    def _values(self, values: Encoded) -> None:
+        self._stored = self._stored._replace(values=values)
+
+    @property
+    def _begin(self) -> int:
+        return self._stored.begin
+
+    @_begin.setter
+    def _begin(self, begin: int) -> None:
+        self._stored = self._stored._replace(begin=begin)
+
+    @property
+    def _end(self) -> int:
+        return self._stored.end
+
+    @_end.setter
+    def _end(self, end: int) -> None:
+        self._stored = self._stored._replace(end=end)
+
+    def _describe(self, heads: str) -> str:
+        config = self._config
+        sketch = "" if config.projections is None else f", projections={config.projections}"
+        return (
+            f"{type(self).__name__}(len={len(self)}, {heads}head_dim={config.head_dim}, "
+            f"bits={config.bits}{sketch}, seed={config.seed}, kind={self.kind}, target={self.target}, "
+            f"bytes_per_token={self.bytes_per_token}, nbytes={self.nbytes})"
+        )
+
+    # -- which tokens
+
+    @drops
+    def clear(self) -> None:
+        """Drop all tokens; memory and quantiser stay."""
+        self._stored = self._stored._replace(begin=0, end=0)
+
+    @drops
+    def evict_outside_window(self, n: int) -> None:
+        """Drop all but the last tokens.
+
+        Parameters
+        ----------
+        n : int
+            How many to keep; if there are fewer, all are kept.
+
+        Raises
+        ------
+        DimensionMismatch
+            If `n` is negative.
+        TypeError
+            If it is no integer.
+        """
+        stored = self._stored
+        begin = max(stored.begin, stored.end - check_size("n", n))
+        self._stored = stored._replace(begin=begin)
+
+    @reads
+    def copy(self) -> Self:
+        """A deep copy; only the quantiser, which is immutable, is shared.
+
+        ``copy.copy`` and ``copy.deepcopy`` make the same; on the CPU compressors can be pickled too.
+
+        Returns
+        -------
+        HeadCompressor or MultiHeadCompressor
+            Of the same class.
+        """
+        return self._copied()
+
+    def _copied(self) -> Self:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._access = Access()
+        new._stored = new._moved(self._stored, self._stored.capacity)
+        return new
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    @reads
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._target.values_on_host:
+            raise NumkvError(
+                f"{type(self).__name__}: expected a compressor on the CPU to pickle, got one on "
+                f"{self.target}, whose memory belongs to this process; copy it with copy()"
+            )
+        # The quantiser follows from the config.
+        return {n: x for n, x in self._copied().__dict__.items() if n != "_quantiser"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        heads = int(self._stored.keys.scales.shape[0])
+        self._quantiser = quantiser_of(self._config, heads, self._target)
+
+    def _moved(self, stored: Stored, capacity: int) -> Stored:
+        """The tokens at the start of new buffers."""
+        keys, values = self._allocate(capacity)
+        if stored.tokens:
+            stored.keys.move(self._target, keys, stored.begin)
+            stored.values.move(self._target, values, stored.begin)
+        return Stored(keys, values, 0, stored.tokens)
+
+    # -- its proof
+
+    @reads
+    def check(self) -> None:
+        """Look for a contradiction: numbers of tokens, shapes of buffers, and scales, which are finite.
+
+        They are not where vectors with NaN were pushed with ``check_finite=False``. On CUDA it waits for the device.
+
+        Raises
+        ------
+        NumkvError
+            If there is one; it says which.
+        """
+        keys, values, begin, end = stored = self._stored
+        if not 0 <= begin <= end <= stored.capacity:
+            raise NumkvError(
+                f"check: tokens are said to lie in [{begin}, {end}) of buffers for {stored.capacity}"
+            )
+        for name, encoded, projections in (
+            ("keys", keys, self._config.projections or 0), ("values", values, 0),
+        ):  # fmt: skip
+            wanted = Encoded.shapes(self.num_kv_heads, stored.capacity, self._config, projections)
+            for array, shape in zip(encoded.arrays(), wanted, strict=True):
+                if tuple(array.shape) != shape:
+                    raise NumkvError(
+                        f"check: buffers of {name} have shape {tuple(array.shape)}, expected {shape}"
+                    )
+            for floats in (encoded.scales, encoded.residuals):
+                if not np.isfinite(self._target.to_host(floats)[:, begin:end]).all():
+                    raise NumkvError(
+                        f"check: scales of {name} are not finite; vectors with NaN or infinity were pushed "
+                        "unchecked"
+                    )
+
+    # -- what is stored, as it is stored
+
+    def _codes(self, which: Side) -> Encoded:
+        """Copies of what is stored of ``"keys"`` or ``"values"`` ``(num_heads, len, …)``."""
+        stored, config = self._stored, self._config
+        encoded: Encoded = getattr(stored, which)
+        projections = config.projections or 0 if which == "keys" else 0
+        heads = self.num_kv_heads
+        copied = Encoded.allocate(self._target, heads, stored.tokens, config, projections)
+        if stored.tokens:
+            encoded.move(self._target, copied, stored.begin)
+        return copied
+
+    # -- checks, in the order of the contract: number of vectors, finite elements, number of elements
+
+    def _vectors(self, name: str, x: Any, shape: Shape) -> Array:
+        """Check dtype, rank and number of vectors."""
+        x = check_array(self._target, name, x, QUERY_DTYPES, tuple(str(n) for n in shape))
+        for expected, actual in zip(shape[:-1], tuple(x.shape)[:-1], strict=True):
+            if isinstance(expected, int) and expected != actual:
+                raise DimensionMismatch(
+                    f"`{name}`: expected {x.dtype} ({', '.join(map(str, shape))}), got "
+                    f"{tuple(x.shape)}; pass a vector for each head",
+                    expected=expected,
+                    actual=int(actual),
+                )
+        return x
+
+    def _check_finite(self, name: str, x: Array) -> None:
+        """Refuse NaN and infinity in vectors ``(num_tokens, num_heads, …)``."""
+        kind = kind_of_dtype(x.dtype)
+        assert kind is not None
+        flat = self._target.ops.first_non_finite(self._target.words(x), kind.name)
+        if flat >= 0:
+            token, head, i = (int(n) for n in np.unravel_index(flat, tuple(x.shape)))
+            raise NonFiniteInput(
+                f"`{name}`: expected finite numbers, got NaN or infinity at index {i} of the vector of "
+                f"token {token}, head {head}; mask it, or pass check_finite=False",
+                index=i,
+            )
+
+    def _check_length(self, name: str, x: Array) -> None:
+        expected, actual = self._config.head_dim, int(tuple(x.shape)[-1])
+        if actual != expected:
+            raise DimensionMismatch(
+                f"`{name}`: expected vectors of head_dim={expected} elements, got {actual}; pass "
+                "vectors of the config's length",
+                expected=expected,
+                actual=actual,
+            )
+
+    # -- writing and reading; arrays are by head
+
+    def _append(
+        self, names: tuple[str, str], keys: Array, values: Array, check_finite: bool
+    ) -> None:
+        """Encode vectors ``(num_tokens, num_heads, head_dim)`` whose numbers have been checked."""
+        if check_flag("check_finite", check_finite, True):
+            self._check_finite(names[0], keys)
+            self._check_finite(names[1], values)
+        self._check_length(names[0], keys)
+        self._check_length(names[1], values)
+        tokens, stored = int(keys.shape[0]), self._stored
+        if stored.end + tokens > stored.capacity:
+            room = max(stored.tokens + tokens, 2 * stored.tokens, _FIRST_CAPACITY)
+            stored = self._moved(stored, room)
+        quantiser = self._quantiser
+        for x, sketch, to in (
+            (keys, quantiser.sketch, stored.keys),
+            (values, quantiser.no_sketch, stored.values),
+        ):
+            kind = kind_of_dtype(x.dtype)
+            assert kind is not None
+            self._target.ops.encode_rows(
+                self._target.words(x), kind.name, quantiser.rotation, quantiser.edges,
+                quantiser.levels, sketch, *to.arrays(), stored.end,
+            )  # fmt: skip
+        self._stored = Stored(stored.keys, stored.values, stored.begin, stored.end + tokens)
+
+    def _decode(self, which: Side) -> Array:
+        """All ``"keys"`` or ``"values"`` ``(num_heads, len, head_dim)``."""
+        stored = self._stored
+        encoded: Encoded = getattr(stored, which)
+        heads, dim = (int(n) for n in self._quantiser.rotation.shape[:2])
+        out = self._target.empty((heads, stored.tokens, dim), np.float32)
+        if stored.tokens:
+            self._target.ops.decode_rows(
+                encoded.codes, encoded.scales, stored.begin, self._quantiser.levels,
+                self._quantiser.back, out,
+            )  # fmt: skip
+        return out
+
+    def _query(self, name: str, x: Array, check_finite: bool) -> tuple[Array, str]:
+        if check_flag("check_finite", check_finite, True):
+            self._check_finite(name, self._target.one_head(x))
+        kind = kind_of_dtype(x.dtype)
+        assert kind is not None
+        return self._target.words(x), kind.name
+
+    def _scores(self, name: str, queries: Array, check_finite: bool) -> Array:
+        """Scores ``(num_q_heads, len)`` of queries ``(num_q_heads, …)``."""
+        q, q_kind = self._query(name, queries, check_finite)
+        stored = self._stored
+        out = self._target.empty((self._num_q_heads, stored.tokens), np.float32)
+        if not stored.tokens:  # whatever the length of the query
+            return out
+        self._check_length(name, queries)
+        quantiser = self._quantiser
+        self._target.ops.score_codes(
+            q, q_kind, quantiser.rotation, quantiser.levels, quantiser.sketch, *stored.keys.arrays(),
+            stored.begin, stored.end, 1 / math.sqrt(self._config.head_dim), out,
+        )  # fmt: skip
+        return out
+
+    def _attend(self, name: str, queries: Array, check_finite: bool) -> Array:
+        """Outputs ``(num_q_heads, head_dim)`` of queries ``(num_q_heads, …)``."""
+        q, q_kind = self._query(name, queries, check_finite)
+        self._check_length(name, queries)
+        shape, stored = (self._num_q_heads, self._config.head_dim), self._stored
+        if not stored.tokens:
+            return self._target.zeros(shape, np.float32)
+        out, quantiser = self._target.empty(shape, np.float32), self._quantiser
+        self._target.ops.attend_codes(
+            q, q_kind, quantiser.rotation, quantiser.back, quantiser.levels, quantiser.sketch,
+            *stored.keys.arrays(), stored.values.codes, stored.values.scales, stored.begin, stored.end,
+            1 / math.sqrt(self._config.head_dim), out,
+        )  # fmt: skip
+        return out
