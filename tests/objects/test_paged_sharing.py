@@ -239,7 +239,7 @@ def test_check_finds_what_does_not_add_up(cpu, damage):
     cache.check()
     state = cache._sequences[seq]
     cache._sequences[seq] = state._replace(**DAMAGES[damage](state))
-    with pytest.raises(numkv.NumkvError, match="sequence 0|block"):
+    with pytest.raises(numkv.NumkvError, match=r"sequence 0|block"):
         cache.check()
     cache._sequences[seq] = state
     cache.check()
@@ -262,7 +262,7 @@ def test_check_finds_scales_that_are_not_finite(target, to, kind):
         if sound:
             cache.check()
             continue
-        with pytest.raises(numkv.NumkvError, match="layer 1: expected finite scales.*`v`"):
+        with pytest.raises(numkv.NumkvError, match=r"layer 1: expected finite scales.*`v`"):
             cache.check()
 
 
