@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from paged_caches import grow, make, outputs, queries, refused, rows, started, state_of, write
+from several_threads import in_threads
 
 import numkv
 
@@ -16,36 +17,6 @@ BUSY = "being changed by another call"
 @pytest.fixture
 def to():
     return np.asarray
-
-
-@pytest.fixture
-def often():
-    """Have threads take turns a hundred times as often."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def in_threads(*functions):
-    """Run functions at once; raises the first error of any."""
-    errors, ready = [], threading.Barrier(len(functions))
-
-    def run(function):
-        try:
-            ready.wait()
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(f,), daemon=True) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def persistent(call, *args, **options):
@@ -132,7 +103,7 @@ def test_a_second_writer_of_another_thread(to, monkeypatch):
     cache.check()
 
 
-def test_threads_that_change_one_cache(to, often):
+def test_threads_that_change_one_cache(to):
     """Whatever they do to one another's sequences, the books stay sound and each sequence keeps its rows."""
     cache = make(num_blocks=200)
     kept = [[] for _ in range(4)]
@@ -168,7 +139,7 @@ def test_threads_that_change_one_cache(to, often):
 # -- steps
 
 
-def test_two_steps_side_by_side(to, often):
+def test_two_steps_side_by_side(to):
     """Two threads, each with a step of its own, write and attend as if they were alone."""
     cache, alone = make(num_blocks=64), make(num_blocks=64)
     texts = [[n, *TEXT, *TEXT] for n in range(2)]
@@ -236,7 +207,7 @@ def test_a_step_serves_one_thread_at_a_time(to):
 # -- readers
 
 
-def test_readers_beside_a_writer_see_whole_tokens(to, often):
+def test_readers_beside_a_writer_see_whole_tokens(to):
     """Beside a sequence that grows: the result for one of its lengths. Of another sequence: always the same."""
     cache, alone = make(num_blocks=64), make(num_blocks=64)
     text = list(range(40))
