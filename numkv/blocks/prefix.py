@@ -210,6 +210,17 @@ def _packed(extra: Mapping[str, int | str | bytes] | None) -> bytes:
     return b"".join(packed for _, packed in sorted(parts))
 
 
+def _check_block_size(block_size: Any) -> int:
+    size = check_size("block_size", block_size, 1)
+    if size >= 2**32:
+        raise DimensionMismatch(
+            f"`block_size`: expected less than 2**32 tokens, got {size}; names hold 32 bits of it",
+            expected=2**32 - 1,
+            actual=size,
+        )
+    return size
+
+
 def _link(parent: Any) -> bytes:
     """A parent digest as bytes."""
     if parent is None:
@@ -256,7 +267,7 @@ def root_digest(
     bytes
         32 of them.
     """
-    block_size = check_size("block_size", block_size, 1)
+    block_size = _check_block_size(block_size)
     header = FORMAT_VERSION.to_bytes(4, "little") + block_size.to_bytes(4, "little")
     return sha256(_link(parent) + b"Knumkv" + header + _packed(extra)).digest()
 
@@ -301,7 +312,7 @@ def block_digests(
     >>> block_digests(range(40), 16).shape
     (2, 32)
     """
-    block_size = check_size("block_size", block_size, 1)
+    block_size = _check_block_size(block_size)
     ids, extra = token_ids(tokens), plain_extra(extra)
     if ids.ndim != 1:
         raise DimensionMismatch(

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import writes
-from numkv.blocks.prefix import plain_extra, token_ids
+from numkv.blocks.prefix import host_array, plain_extra, token_ids
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.prefix_match import block_names, find_prefix, name_blocks, register
 from numkv.caches.paged.reservation import end_step, reserve_room
@@ -270,7 +270,7 @@ class PagedKVCache(WholeCache):
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
-        kept = check_kept("keep", keep, state.length)
+        kept = check_kept("keep", host_array("keep", keep), state.length)
         number = self._number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
         try:
@@ -407,7 +407,8 @@ class PagedKVCache(WholeCache):
         keep = step.new_lens
         if accepted is not None:
             shape = (len(step.sequences),)
-            keep = check_integers(targets.get("cpu"), "accepted", accepted, shape).astype(np.int64)
+            given = host_array("accepted", accepted)
+            keep = check_integers(targets.get("cpu"), "accepted", given, shape).astype(np.int64)
         if ((keep < 0) | (keep > step.new_lens)).any():
             raise IndexError(
                 f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
@@ -486,6 +487,10 @@ class PagedKVCache(WholeCache):
         -----
         Nothing is allocated after an error.
         """
+        if not isinstance(swapped, SwappedSequence):
+            raise TypeError(
+                f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
+            )
         check_swapped(self._store, swapped)
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
@@ -516,7 +521,8 @@ def _new_lens(new_lens: Any, n: int) -> NDArray[np.int64]:
         if abs(int(new_lens)) >= 2**62:
             raise IndexError(f"`new_lens`: expected numbers below 2**62, got {new_lens}")
         new_lens = [int(new_lens)] * n
-    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", new_lens, (n,)).astype(
+    given = host_array("new_lens", new_lens)
+    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", given, (n,)).astype(
         np.int64
     )
     if (lens < 0).any():
