@@ -71,8 +71,13 @@ class WholeCache(ReadableSequences):
         Blocks that were allocated by `blocks` itself are free afterwards too. Numbers of sequences are not used again.
         """
         self._refuse_open_steps("clear")
-        self._publish(dict.fromkeys(self._sequences))
-        self.blocks.clear()
+        before = dict(self._sequences)
+        self._publish(dict.fromkeys(before))
+        try:
+            self.blocks.clear()
+        except Exception:  # memory, say
+            self._publish(before)
+            raise
 
     @writes
     def copy(self) -> Self:
