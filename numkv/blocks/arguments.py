@@ -76,7 +76,7 @@ def block_ids(ids: Any, num_blocks: int) -> Ids:
     num_blocks : int
         Blocks in the pool.
     """
-    x = host_array("ids", ids)
+    x = ids if type(ids) is np.ndarray else host_array("ids", ids)
     if x.ndim != 1:
         raise DimensionMismatch(
             f"`ids`: expected int32 (n,), got {x.dtype} {x.shape}; pass a list of blocks",

@@ -85,19 +85,21 @@ class BlockPool(Books):
             If fewer than `n` can be allocated; nothing has changed.
         """
         n = check_size("n", n)
-        if n > self.num_free:
-            counters = self._counters
-            kept = self._num_blocks - self.num_free - int(counters[arrays.USED])
+        counters = self._counters
+        empty = int(counters[arrays.FREE])
+        free = empty + int(counters[arrays.EVICTABLE])
+        if n > free:
+            kept = self._num_blocks - free - int(counters[arrays.USED])
             raise CacheFull(
-                f"`n`: expected at most {self.num_free} blocks, got {n}; of {self._num_blocks}, "
+                f"`n`: expected at most {free} blocks, got {n}; of {self._num_blocks}, "
                 f"{counters[arrays.USED]} are in use and {kept} more are pinned: release or unpin some"
             )
-        empty = int(self._counters[arrays.FREE])
         ids = np.empty(n, np.int32)
         compiled.compiled("allocate")(
-            self._state, self._digests, self._table, self._evicted, self._counters, ids
+            self._state, self._digests, self._table, self._evicted, counters, ids
         )
-        self._report_evicted(ids, ids[empty:])
+        if n > empty:
+            self._report_evicted(ids, ids[empty:])
         return ids
 
     def _report_evicted(self, ids: Ids, evicted: Ids) -> None:

@@ -121,8 +121,19 @@ class NewNames(NamedTuple):
     tokens: NDArray[np.int32]
 
 
-def name_blocks(store: BlockStore, state: SequenceState) -> tuple[SequenceState, list[NewNames]]:
+def name_blocks(
+    store: BlockStore, state: SequenceState, tables: list[NDArray[np.int32]] | None = None
+) -> tuple[SequenceState, list[NewNames]]:
     """Name those full blocks of a sequence whose token ids are known and that are not registered yet.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where it lies.
+    state : SequenceState
+        The sequence.
+    tables : list of int32 array, optional
+        Its tables from before its window moved on: blocks that are given up are registered too.
 
     Returns
     -------
@@ -140,7 +151,7 @@ def name_blocks(store: BlockStore, state: SequenceState) -> tuple[SequenceState,
     digests, parts = [], []
     for group, names in enumerate(block_names(store, new, state.extra, parent)):
         digests.append(np.concatenate([state.digests[group], names]))
-        ids = state.tables[group][first:full]
+        ids = (tables or state.tables)[group][first:full]
         stored = ids >= 0  # a window may have moved past some already
         if stored.any():
             parts.append(NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored]))
@@ -157,12 +168,12 @@ def split_at_window(
     store: BlockStore, tables: list[NDArray[np.int32]], length: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
     """Split off what windows have moved past: the tables with -1 there, and the blocks that were there."""
-    ahead, released = [], []
+    ahead, released = tables, []
     for group, table in enumerate(tables):
         behind = table[: store.first_needed(group, length)]
-        if (behind >= 0).any():
+        if len(behind) and (behind >= 0).any():
             released.append(behind)
             table = table.copy()
             table[: len(behind)] = -1
-        ahead.append(table)
+            ahead = [*ahead[:group], table, *ahead[group + 1 :]]
     return ahead, released

@@ -37,9 +37,11 @@ class ReadableSequences(StoredSequences):
         return state
 
     def _refuse_overtaken(
-        self, name: str, seqs: Sequence[int], states: Sequence[SequenceState]
+        self, name: str, generation: int, seqs: Sequence[int], states: Sequence[SequenceState]
     ) -> None:
-        """Raise if a sequence has lost rows since its state was taken."""
+        """Raise if a sequence has lost rows since its state was taken, which was not before this generation."""
+        if generation == self._generation:
+            return
         for seq, state in zip(seqs, states, strict=True):
             now = self._sequences.get(seq)
             if now is None or now.dropped != state.dropped:
@@ -97,6 +99,7 @@ class ReadableSequences(StoredSequences):
         place = self._target
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
         seqs = self._numbers(sequences, int(q.shape[0]))
+        generation = self._generation
         states = [self._settled(seq) for seq in seqs]
         if q.shape[0] != len(states):
             raise DimensionMismatch(
@@ -111,7 +114,7 @@ class ReadableSequences(StoredSequences):
             pool, place.index(self._store.block_table(states, group), np.int32), q,
             place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
         )  # fmt: skip
-        self._refuse_overtaken("decode_attention", seqs, states)
+        self._refuse_overtaken("decode_attention", generation, seqs, states)
         return result
 
     def attention_weights(
@@ -157,7 +160,7 @@ class ReadableSequences(StoredSequences):
             See `numkv.decode_attention`.
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
-        number, place = self._number(seq), self._target
+        number, place, generation = self._number(seq), self._target, self._generation
         state = self._settled(number)
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         tokens, length, window = int(q.shape[0]), state.length, self._groups[group].window
@@ -176,7 +179,7 @@ class ReadableSequences(StoredSequences):
             place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
             length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
         )  # fmt: skip
-        self._refuse_overtaken("attention_weights", (number,), (state,))
+        self._refuse_overtaken("attention_weights", generation, (number,), (state,))
         return weights.reshape((int(pool.k.shape[1]), length))
 
     # -- what is stored
@@ -201,11 +204,11 @@ class ReadableSequences(StoredSequences):
         NumkvError
             If it has an open step, or was truncated, compacted or removed meanwhile.
         """
-        number = self._number(seq)
+        number, generation = self._number(seq), self._generation
         self._idle(number)
         state = self._settled(number)
         swapped = copy_out(self._store, state)
-        self._refuse_overtaken("swap_out", (number,), (state,))
+        self._refuse_overtaken("swap_out", generation, (number,), (state,))
         return swapped
 
     def block_table(self, seq: int, layer: int) -> NDArray[np.int32]:

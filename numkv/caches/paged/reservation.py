@@ -44,30 +44,23 @@ def reserve_room(
         How many tokens each of them gets.
     """
     lens = new_lens.tolist()
-    plans = [
-        _plan_table(store, state.length, table, n)
-        for state, n in zip(states.values(), lens, strict=True)
-        for table in state.tables
-    ]
-    wanted = [blocks for blocks, _ in plans]
+    wanted, copied = _plan_tables(store, states, lens)
     taken = store.blocks.allocate(sum(wanted))
     try:
-        parts = iter(np.split(taken, np.cumsum(wanted)[:-1]) if wanted else [])
-        copies = iter([copy for _, copy in plans])
         copy_from: list[int] = []
         copy_to: list[int] = []
         new_states = {}
+        part = end = 0
         for (seq, state), n in zip(states.items(), lens, strict=True):
-            tables, copied = [], False
+            tables, dropped = [], state.dropped
             for table in state.tables:
-                new = next(parts)
-                if next(copies):
-                    copied = True
+                begin, end = end, end + wanted[part]
+                if copied[part]:
                     copy_from.append(int(table[-1]))
-                    copy_to.append(int(new[0]))
-                    table = table[:-1]
-                tables.append(np.concatenate([table, new]) if len(new) else table)
-            dropped = state.rows_dropped() if copied else state.dropped
+                    copy_to.append(int(taken[begin]))
+                    table, dropped = table[:-1], state.rows_dropped()
+                tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
+                part += 1
             new_states[seq] = state._replace(tables=tables, reserved=n, dropped=dropped)
         step = Step(store, new_states, new_lens)
         if copy_from:
@@ -78,16 +71,31 @@ def reserve_room(
         raise
 
 
-def _plan_table(
-    store: BlockStore, length: int, table: NDArray[np.int32], n: int
-) -> tuple[int, bool]:
-    """How many blocks a table needs for `n` more tokens, and whether its last block has to be copied first."""
-    copies = False
-    if n and length % store.block_size:
+def _plan_tables(
+    store: BlockStore, states: dict[int, SequenceState], lens: list[int]
+) -> tuple[list[int], list[bool]]:
+    """How many blocks each table needs for its sequence's new tokens, and whether its last one has to be copied."""
+    tables = [table for state in states.values() for table in state.tables]
+    copied = [
+        n > 0 and state.length % store.block_size > 0
+        for state, n in zip(states.values(), lens, strict=True)
+        for _ in state.tables
+    ]
+    if any(copied):
         # Others may use the block, or find it by what it stored before a truncation.
-        last = table[-1:]
-        copies = bool(store.blocks.ref_count(last)[0] > 1 or store.blocks.is_cached(last)[0])
-    return max(0, store.blocks_for(length + n) - len(table)) + copies, copies
+        last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
+        busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last)
+        copied = (busy & copied).tolist()
+    needs = [
+        store.blocks_for(state.length + n)
+        for state, n in zip(states.values(), lens, strict=True)
+        for _ in state.tables
+    ]
+    wanted = [
+        max(0, need - len(table)) + copy
+        for need, table, copy in zip(needs, tables, copied, strict=True)
+    ]
+    return wanted, copied
 
 
 class Ending(NamedTuple):
@@ -131,13 +139,13 @@ def end_step(
         if ids is not None and n and len(tokens) == state.length:
             tokens = np.concatenate([tokens, ids[first : first + n]])
         tables, rejected = store.cut_tables(state.tables, length)
-        named, parts = name_blocks(
-            store, state._replace(length=length, tables=tables, tokens=tokens, reserved=None)
-        )
-        tables, behind = split_at_window(store, tables, length)
-        if behind:
-            named = named._replace(tables=tables, dropped=state.rows_dropped())
-        new_states[seq] = named
+        ahead, behind = split_at_window(store, tables, length)
+        after = state._replace(
+            length=length, tables=ahead, tokens=tokens, reserved=None,
+            dropped=state.rows_dropped() if behind else state.dropped,
+        )  # fmt: skip
+        after, parts = name_blocks(store, after, tables)
+        new_states[seq] = after
         names += parts
         released += rejected + behind
     return Ending(new_states, names, held(released))

@@ -73,7 +73,10 @@ class SequenceState(NamedTuple):
 
 def held(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
     """The blocks in some tables, or parts of tables: what is not -1."""
-    entries = np.concatenate([_NONE, *tables])
+    parts = list(tables)
+    if not parts:
+        return _NONE
+    entries: NDArray[np.int32] = np.concatenate(parts)
     return entries[entries >= 0]
 
 
@@ -176,10 +179,9 @@ class BlockStore:
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
         """Cut the tables of a sequence after `length` tokens: what stays, and what goes."""
         keep = self.blocks_for(length)
-        return (
-            [table[:keep].copy() if len(table) > keep else table for table in tables],
-            [table[keep:] for table in tables],
-        )
+        if max(map(len, tables)) <= keep:
+            return tables, []
+        return [table[:keep].copy() for table in tables], [table[keep:] for table in tables]
 
     def copy(self) -> BlockStore:
         """The same once more, in memory of its own."""

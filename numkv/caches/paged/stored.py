@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,6 +273,8 @@ class StoredSequences:
 
     def _numbers(self, sequences: Any, most: int) -> tuple[int, ...]:
         """The numbers in an iterable, one more than `most` at most: it may have no end."""
+        if type(sequences) in (list, tuple) and len(sequences) <= most:
+            return tuple(seq if type(seq) is int else self._number(seq) for seq in sequences)
         try:
             given = iter(sequences)
         except TypeError:
@@ -282,7 +284,7 @@ class StoredSequences:
         return tuple(self._number(seq) for seq in itertools.islice(given, most + 1))
 
     def _sequence(self, seq: Any) -> SequenceState:
-        found = self._sequences.get(self._number(seq))
+        found = self._sequences.get(seq if type(seq) is int else self._number(seq))
         if found is None:
             shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"
             raise IndexError(f"`seq`: expected one of the cache's sequences, got {shown}")
@@ -339,17 +341,18 @@ class StoredSequences:
 
     # -- one state after another
 
-    def _publish(self, states: dict[int, SequenceState | None]) -> None:
+    def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
         """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
-        self._generation += 1
         if None not in states.values():
             self._sequences.update(states)  # type: ignore[arg-type]
-            return
-        for seq, state in states.items():
-            if state is None:
-                self._sequences.pop(seq, None)
-            else:
-                self._sequences[seq] = state
+        else:
+            for seq, state in states.items():
+                if state is None:
+                    self._sequences.pop(seq, None)
+                else:
+                    self._sequences[seq] = state
+        # Last, and before rows go: who finds the same number after it has computed has lost none.
+        self._generation += 1
 
     def _exchange(self, states: dict[int, Any], released: NDArray[np.int32]) -> None:
         """Put states of sequences in place, and release blocks that they have no more; both or nothing."""
@@ -361,10 +364,10 @@ class StoredSequences:
         try:
             self.blocks.release(released)
         except Exception:  # the books are not what tables say, or busy in this very thread
-            self._generation += 1
             if len(old) > len(before):
                 before.clear()  # so that the order stays
             before.update(old)
+            self._generation += 1
             raise
 
 
