@@ -22,7 +22,7 @@ def in_threads(*functions):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
     finally:
         sys.setswitchinterval(before)

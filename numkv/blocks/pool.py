@@ -47,8 +47,7 @@ class BlockPool(Books):
 
     Examples
     --------
-    >>> from numkv.block_pool import BlockPool
-    >>> from numkv.blocks import block_digests
+    >>> from numkv.blocks import BlockPool, block_digests
     >>> pool = BlockPool(num_blocks=4, block_size=2)
     >>> prompt = [7, 8, 9, 10, 11]
     >>> names = block_digests(prompt, 2)

@@ -33,7 +33,7 @@ from numkv import targets
 from numkv.access import writes
 from numkv.blocks.prefix import host_array, plain_extra, token_ids
 from numkv.caches.paged.compact import plan_compaction
-from numkv.caches.paged.prefix_match import block_names, find_prefix, name_blocks, register
+from numkv.caches.paged.prefix_match import block_names, find_prefix, register, register_blocks
 from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
@@ -494,8 +494,7 @@ class PagedKVCache(WholeCache):
         check_swapped(self._store, swapped)
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
-            state, names = name_blocks(self._store, copy_in(self._store, swapped, ids))
-            register(self._store, names)
+            state = register_blocks(self._store, copy_in(self._store, swapped, ids))
             seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say
             self.blocks.release(ids)

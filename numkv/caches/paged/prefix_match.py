@@ -18,6 +18,7 @@ __all__ = [
     "find_prefix",
     "name_blocks",
     "register",
+    "register_blocks",
     "split_at_window",
 ]
 
@@ -162,6 +163,13 @@ def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
     """Register blocks in the prefix cache, all or none."""
     if parts:
         store.blocks.register(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def register_blocks(store: BlockStore, state: SequenceState) -> SequenceState:
+    """Register the blocks of one sequence that `name_blocks` names; returns what the sequence is then."""
+    after, names = name_blocks(store, state)
+    register(store, names)
+    return after
 
 
 def split_at_window(

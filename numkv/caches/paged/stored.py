@@ -343,6 +343,11 @@ class StoredSequences:
 
     def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
         """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
+        before = self._sequences
+        drops = any(
+            state is None or (seq in before and before[seq].dropped != state.dropped)
+            for seq, state in states.items()
+        )
         if None not in states.values():
             self._sequences.update(states)  # type: ignore[arg-type]
         else:
@@ -353,6 +358,8 @@ class StoredSequences:
                     self._sequences[seq] = state
         # Last, and before rows go: who finds the same number after it has computed has lost none.
         self._generation += 1
+        if drops:
+            self._access.dropped += 2
 
     def _exchange(self, states: dict[int, Any], released: NDArray[np.int32]) -> None:
         """Put states of sequences in place, and release blocks that they have no more; both or nothing."""
