@@ -11,6 +11,7 @@ All arrays are NumPy arrays on the host; entries of a block table past a sequenc
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,34 @@ __all__ = ["block_table_to_csr", "csr_to_block_table", "slot_mapping"]
 Ints = NDArray[np.int32]
 
 
+def _check_block_size(block_size: Any) -> int:
+    """Take a number of tokens with which slots are int64, whatever block of int32 they are in."""
+    size = check_size("block_size", block_size, 1)
+    if size >= 2**31:
+        raise DimensionMismatch(
+            f"`block_size`: expected less than 2**31 tokens, got {size}; slots are int64",
+            expected=2**31 - 1,
+            actual=size,
+        )
+    return size
+
+
+def _check_fill(fill: Any) -> int:
+    try:
+        filler = operator.index(fill)
+    except TypeError:
+        raise TypeError(f"`fill`: expected an integer, got {type(fill).__name__}") from None
+    if not -(2**31) <= filler < 2**31:
+        raise ValueError(f"`fill`: expected an int32, got {filler}; block tables are int32")
+    return filler
+
+
 def _check_table(
     block_table: Any, seq_lens: Any, block_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The table, the lengths, and how many blocks each sequence needs."""
     cpu = targets.get("cpu")
-    size = check_size("block_size", block_size, 1)
+    size = _check_block_size(block_size)
     table = check_integers(cpu, "block_table", block_table, ("num_seqs", "max_blocks"))
     lens = check_integers(cpu, "seq_lens", seq_lens, (table.shape[0],)).astype(np.int64)
     capacity = table.shape[1] * size
@@ -114,12 +137,12 @@ def csr_to_block_table(
     DimensionMismatch
         If `kv_indptr` are not prefix sums that end with the number of indices.
     IndexError
-        If a last block holds less than one token or more than `block_size`.
+        If a last block holds less than one token or more than `block_size`, or a block is no int32.
     UnsupportedDType
         If an array has another dtype.
     """
     cpu = targets.get("cpu")
-    size = check_size("block_size", block_size, 1)
+    size, filler = _check_block_size(block_size), _check_fill(fill)
     last = check_integers(cpu, "kv_last_page_len", kv_last_page_len, ("num_seqs",)).astype(np.int64)
     indptr = check_integers(cpu, "kv_indptr", kv_indptr, (len(last) + 1,)).astype(np.int64)
     indices = check_integers(cpu, "kv_indices", kv_indices, ("num_blocks",))
@@ -131,12 +154,18 @@ def csr_to_block_table(
             expected=len(indices),
             actual=int(indptr[-1]),
         )
+    if indices.dtype != np.int32 and len(indices):
+        least, most = int(indices.min()), int(indices.max())
+        if least < -(2**31) or most >= 2**31:
+            raise IndexError(
+                f"`kv_indices`: expected blocks that are int32, got {least if least < 0 else most}"
+            )
     some = blocks > 0
     if ((last < 1) | (last > size))[some].any():
         raise IndexError(
             f"`kv_last_page_len`: expected numbers in [1, {size}], got {last.tolist()}"
         )
-    table = np.full((len(last), int(blocks.max(initial=0))), fill, np.int32)
+    table = np.full((len(last), int(blocks.max(initial=0))), filler, np.int32)
     table[np.arange(table.shape[1]) < blocks[:, None]] = indices
     return table, np.where(some, (blocks - 1) * size + last, 0).astype(np.int32)
 

@@ -18,7 +18,7 @@ def test_free_blocks_that_hold_nothing_cannot_be_acquired():
     refused(pool, numkv.NumkvError, "block 2 is free", pool.acquire, [0, 2])
 
 
-BY_IDS = ["release", "acquire", "pin", "unpin", "forget", "ref_count", "is_cached"]
+BY_IDS = ["allocate_ids", "release", "acquire", "pin", "unpin", "forget", "ref_count", "is_cached"]
 
 
 @pytest.mark.parametrize("method", BY_IDS)
@@ -29,6 +29,8 @@ def test_ids_out_of_range(method, wrong, at):
     cached(pool, 2)
     if method == "unpin":
         pool.pin([0])
+    if method == "allocate_ids":
+        pool.release([0])
     ids = [0]
     ids.insert(at, wrong)
     refused(pool, IndexError, rf"in \[0, 4\), got {wrong} at", getattr(pool, method), ids)

@@ -80,6 +80,19 @@ class Model:
             ids.append(block)
         return ids
 
+    def allocate_ids(self, ids):
+        if len(set(ids)) < len(ids) or any(self.refs[b] or self.pins[b] for b in ids):
+            raise Refused
+        for b in ids:
+            if b in self.free:
+                self.free.remove(b)
+            else:
+                self.lru.remove(b)
+                name = NAME_OF[self.content.pop(b)]
+                self.gone[name[0] % (2 * WIDTH)] = name
+            self.refs[b] = 1
+        return ids
+
     def release(self, ids):
         if any(ids.count(b) > self.refs[b] for b in ids):
             raise Refused
@@ -189,6 +202,11 @@ class PoolModel(RuleBasedStateMachine):
         ids, want = self.both("allocate", (n,))
         assert ids is None or ids.tolist() == want
 
+    @rule(ids=IDS)
+    def allocate_ids(self, ids):
+        got, want = self.both("allocate_ids", (ids,))
+        assert got is None or got.tolist() == want
+
     @rule(ids=IDS, name=CALLS)
     def by_ids(self, ids, name):
         self.both(name, (ids,))
@@ -273,7 +291,7 @@ def test_a_long_random_walk(rng):
 
     for _ in range(4000):
         name = str(rng.choice(["release"] * 4 + ["unpin"] * 2 + ["acquire", "pin", "forget"]))
-        match int(rng.integers(10)):
+        match int(rng.integers(11)):
             case 0 | 1 | 2:
                 machine.begin_sequence(cs=some(len(NAMES)))
             case 3 | 4 if machine.running:
@@ -282,6 +300,11 @@ def test_a_long_random_walk(rng):
                 machine.allocate(n=int(rng.choice([1, 2, WIDTH + 1])))
             case 6:
                 machine.register(cs=some(len(NAMES)), first=int(rng.integers(WIDTH)))
+            case 10:
+                idle = [b for b, n in machine.model.refs.items() if not n]
+                machine.allocate_ids(
+                    ids=[idle[i % len(idle)] for i in some(WIDTH)] if idle else [0]
+                )
             case 7:
                 machine.by_ids(ids=some(WIDTH), name=name)
             case _:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from paged_caches import check_attention, fill, grow, make, started, write
 
-from numkv.caches.paged.prefix_match import release_behind_window
+from numkv.caches.paged.prefix_match import split_at_window
+from numkv.caches.paged.store import held
 
 
 @pytest.fixture
@@ -157,14 +158,16 @@ def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
         cache = make(2, windows=[-1, window], num_blocks=60)
         step = cache.reserve([cache.add()], [len(text)])  # registered before the window moves
         write(step, to, [text], [0])
-        state = cache._sequences[0]
         with monkeypatch.context() as patch:
-            patch.setattr("numkv.caches.paged.cache.release_behind_window", lambda *_: None)
+            where = "numkv.caches.paged.reservation.split_at_window"
+            patch.setattr(where, lambda store, tables, length: (tables, []))
             cache.commit(step, token_ids=text)
+        state = cache._sequences[0]
         lost = rng.random((2, blocks)) < [[0.04], [0.3]]
         for table, gone in zip(state.tables, lost, strict=True):
             cache.blocks.forget(table[:blocks][gone])
-        release_behind_window(cache._store, state)
+        tables, behind = split_at_window(cache._store, state.tables, state.length)
+        cache._exchange({0: state._replace(tables=tables)}, held(behind))
         want = max(
             n
             for n in range(blocks + 1)

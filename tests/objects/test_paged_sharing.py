@@ -214,18 +214,56 @@ def test_stats(cpu):
     assert len(cache) == 2
 
 
-def test_check_finds_what_does_not_add_up(cpu):
+DAMAGES = {
+    "a block less": lambda s: {"tables": [s.tables[0][:-1]]},
+    "a block more": lambda s: {"tables": [np.append(s.tables[0], np.int32(9))]},
+    "a block twice": lambda s: {"tables": [s.tables[0][[0, 0, *range(2, len(s.tables[0]))]]]},
+    "a block that is not there": lambda s: {"tables": [np.append(s.tables[0][:-1], np.int32(99))]},
+    "longer": lambda s: {"length": s.length + 2},
+    "negative": lambda s: {"length": -1},
+    "starts": lambda s: {"starts": [3]},
+    "more ids than tokens": lambda s: {"length": 1, "tables": [s.tables[0][:1]]},
+    "more names than ids": lambda s: {"registered": s.registered + 1},
+    "a name less": lambda s: {"digests": [s.digests[0][:-1]]},
+    "other names": lambda s: {"digests": [s.digests[0][::-1]]},
+    "other ids": lambda s: {"tokens": s.tokens[::-1]},
+    "half moved": lambda s: {"dropped": s.dropped | 1},
+    "cached": lambda s: {"cached": s.length + 1},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_finds_what_does_not_add_up(cpu, damage):
     cache = make()
     seq = started(cache, cpu[0], PROMPT)
+    cache.check()
     state = cache._sequences[seq]
-    for table in (state.tables[0][:-1], np.concatenate([state.tables[0], [9]])):
-        whole, state.tables[0] = state.tables[0], table.astype(np.int32)
-        with pytest.raises(numkv.NumkvError, match="expected"):
-            cache.check()
-        state.tables[0] = whole
-    state.length += 2
-    with pytest.raises(numkv.NumkvError, match="sequence 0"):
+    cache._sequences[seq] = state._replace(**DAMAGES[damage](state))
+    with pytest.raises(numkv.NumkvError, match=r"sequence 0|block"):
         cache.check()
+    cache._sequences[seq] = state
+    cache.check()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_check_finds_scales_that_are_not_finite(target, to, kind):
+    """Of tokens that are there; what unused slots hold is nobody's business."""
+    cache = make(kind=kind, target=target, num_blocks=8)
+    seq = cache.add()
+    fill(cache, [seq], 3)
+    pool = cache._pools[1]
+    scales = pool.target.to_host(pool.v_scale).copy()
+    slot = cache.block_table(seq, 1)[1], 0
+    for token, sound in ((1, True), (0, False)):  # the fourth slot is empty
+        scales[slot[0], 1, token] = (
+            np.inf if scales.dtype.kind == "f" else np.iinfo(scales.dtype).max
+        )
+        pool.v_scale[:] = to(scales)
+        if sound:
+            cache.check()
+            continue
+        with pytest.raises(numkv.NumkvError, match=r"layer 1: expected finite scales.*`v`"):
+            cache.check()
 
 
 def test_little_is_left_unused(rng):

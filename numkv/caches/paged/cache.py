@@ -13,8 +13,12 @@ Work goes in steps, because all layers write the same tokens::
         out = step.attention(layer, q)
     cache.commit(step, token_ids=...)              # or cache.rollback(step)
 
-This module is the life of sequences. What is stored, and attention to it, is in `stored`; a step in `step`; prefixes,
-compaction and the way to host memory in `prefix_match`, `compact` and `swap`. They share `store`.
+This module is the life of sequences. What is stored is in `stored`, attention to it in `reading`; a step in `step`, how
+it begins and ends in `reservation`; prefixes, compaction and the way to host memory in `prefix_match`, `compact` and
+`swap`; what concerns the cache as a whole in `whole`. They share `store`.
+
+Every change makes what is new first, beside what there is, and then puts it in place by assignments that cannot fail.
+So an error leaves everything as it was, and who reads beside a writer sees sequences as they were before or are after.
 """
 
 from __future__ import annotations
@@ -26,18 +30,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.blocks.prefix import token_ids
-from numkv.caches.paged.compact import compact_sequence
-from numkv.caches.paged.prefix_match import (
-    block_names,
-    find_prefix,
-    register_blocks,
-    release_behind_window,
-)
+from numkv.access import writes
+from numkv.blocks.prefix import host_array, plain_extra, token_ids
+from numkv.caches.paged.compact import plan_compaction
+from numkv.caches.paged.prefix_match import block_names, find_prefix, register, register_blocks
+from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
-from numkv.caches.paged.store import Extra, SequenceState
-from numkv.caches.paged.stored import PagedStats, StoredSequences
-from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in, copy_out
+from numkv.caches.paged.store import Extra, SequenceState, held
+from numkv.caches.paged.stored import PagedStats
+from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
+from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
@@ -45,7 +47,7 @@ from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
 
 
-class PagedKVCache(StoredSequences):
+class PagedKVCache(WholeCache):
     """Keys and values of many sequences in one pool, with shared prefixes, forks and rollback.
 
     Parameters
@@ -74,6 +76,19 @@ class PagedKVCache(StoredSequences):
     blocks : BlockPool
         The bookkeeping of blocks.
 
+    Notes
+    -----
+    Threads: one at a time changes the cache (`add`, `reserve`, `commit`, `remove` …); a second one gets `NumkvError`,
+    and nothing has changed. Open steps may be written and attended to by a thread each, one thread at a time in a step.
+    Beside all that, any number of threads read committed tokens and see whole ones. A reader whose own sequence was
+    truncated, compacted or removed meanwhile, or whose window moved on, gets `NumkvError`; those of other sequences
+    notice nothing. `check` gets it too where somebody is changing the cache.
+
+    Your own kernels get the memory by `arrays`, in ``@njit`` as in ``@cuda.jit``, which is why there is no `jit` view.
+
+    `copy`, `copy.copy` and `copy.deepcopy` are the same; a cache of the CPU can be pickled. None of them takes open
+    steps, nor `on_event` of `blocks`.
+
     Examples
     --------
     >>> import numpy as np, numkv
@@ -87,47 +102,9 @@ class PagedKVCache(StoredSequences):
     (5, 3)
     """
 
-    # -- scales
-
-    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
-        """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        k, v : float or float32 array (num_kv_heads,), optional
-            Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
-
-        Raises
-        ------
-        NumkvError
-            If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
-        NotSupported
-            If the kind has no scales of heads.
-        DimensionMismatch, UnsupportedDType, ValueError
-            If they are no such scales.
-        IndexError
-            If there is no such layer.
-
-        Notes
-        -----
-        The prefix cache forgets what it has, as it is stored by the former scales. Nothing has changed after an error.
-        """
-        pool, _ = self._store.place(check_index("layer", layer, self.num_layers))
-        if self._sequences:
-            raise NumkvError(
-                f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "
-                "sequences are added"
-            )
-        for name, scales in (("k", k), ("v", v)):
-            if scales is not None:
-                pool.buffer(name).check_scales(name, scales)
-        self.blocks.forget()
-        pool.set_scales(k, v)
-
     # -- sequences
 
+    @writes
     def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
@@ -147,32 +124,38 @@ class PagedKVCache(StoredSequences):
 
         Raises
         ------
-        UnsupportedDType, ValueError
-            If `tokens` are no token ids.
+        UnsupportedDType, DimensionMismatch, ValueError, TypeError
+            If `tokens` are no row of token ids, or `extra` are no extra keys.
         """
-        ids = token_ids([] if tokens is None else tokens)
+        ids = _prompt(tokens)
+        extra = plain_extra(extra)  # no reference to the caller's object is kept
         size = self.block_size
-        usable = max(0, len(ids) - 1) // size
-        extra = (
-            None if extra is None else dict(extra)
-        )  # no reference to the caller's object is kept
-        names = block_names(self._store, ids[: usable * size], extra)
-        blocks, tables = find_prefix(self._store, ids[: usable * size], names)
-        for table in tables:
-            self.blocks.acquire(table[table >= 0])
+        full = ids[: max(0, len(ids) - 1) // size * size]
+        names = block_names(self._store, full, extra)
+        match = find_prefix(self._store, full, names)
+        blocks, length = match.blocks, match.blocks * size
         state = SequenceState(
-            blocks * size, tables, extra, ids[: blocks * size].copy(),
-            [of_group[:blocks] for of_group in names], blocks, [0] * self.num_groups,
-            cached=blocks * size,
+            length, match.tables, extra, ids[:length].copy(), [of_group[:blocks] for of_group in names],
+            blocks, [0] * self.num_groups, cached=length,
         )  # fmt: skip
-        return self._insert(state)
-
-    def _insert(self, state: SequenceState) -> int:
-        """Give a sequence its number."""
-        seq, self._next = self._next, self._next + 1
-        self._sequences[seq] = state
+        seq = self._insert(state, shared=state.blocks())
+        if match.wanted:
+            self.blocks.count_lookup(match.wanted, blocks, match.reason)
         return seq
 
+    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
+        """Give a sequence its number, and references to blocks that others have or have had."""
+        seq = self._next
+        self.blocks.acquire(shared)
+        try:
+            self._publish({seq: state})
+        except BaseException:
+            self.blocks.release(shared)
+            raise
+        self._next = seq + 1
+        return seq
+
+    @writes
     def fork(self, seq: int) -> int:
         """Make a second sequence with the same tokens; blocks are shared until one of the two writes to them.
 
@@ -186,15 +169,10 @@ class PagedKVCache(StoredSequences):
         int
             The new sequence.
         """
-        old = self._idle(seq)
-        for table in old.tables:
-            self.blocks.acquire(table[table >= 0])
-        state = SequenceState(
-            old.length, [t.copy() for t in old.tables], old.extra, old.tokens,
-            list(old.digests), old.registered, list(old.starts),
-        )  # fmt: skip
-        return self._insert(state)
+        state = self._idle(seq)._replace(cached=0, pins=())
+        return self._insert(state, shared=state.blocks())
 
+    @writes
     def remove(self, seq: int) -> None:
         """Remove a sequence; blocks whose token ids are known can still be found until they are evicted.
 
@@ -203,10 +181,10 @@ class PagedKVCache(StoredSequences):
         seq : int
             The sequence.
         """
-        for table in self._idle(seq).tables:
-            self.blocks.release(table[table >= 0])
-        del self._sequences[seq]
+        state = self._idle(seq)
+        self._exchange({self._number(seq): None}, state.blocks())
 
+    @writes
     def truncate(self, seq: int, length: int) -> None:
         """Drop a sequence's tokens from position `length` on.
 
@@ -233,15 +211,21 @@ class PagedKVCache(StoredSequences):
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
                     f"got {length} of {state.length}; its blocks are gone"
                 )
-        self._store.cut_tables(state, length)
         full = length // self.block_size
-        state.length = length
-        state.cached = min(state.cached, length)
-        state.tokens = state.tokens[:length]
-        state.digests = [names[:full] for names in state.digests]
-        state.registered = min(state.registered, full)
-        state.starts = [min(start, length) for start in state.starts]
+        tables, dropped = self._store.cut_tables(state.tables, length)
+        after = state._replace(
+            length=length,
+            tables=tables,
+            cached=min(state.cached, length),
+            tokens=state.tokens[:length],
+            digests=[names[:full] for names in state.digests],
+            registered=min(state.registered, full),
+            starts=[min(start, length) for start in state.starts],
+            dropped=state.rows_dropped() if length < state.length else state.dropped,
+        )
+        self._exchange({self._number(seq): after}, held(dropped))
 
+    @writes
     def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
@@ -281,13 +265,30 @@ class PagedKVCache(StoredSequences):
 
         Notes
         -----
-        Nothing has changed after an error. Windows are counted in kept tokens. `Step.positions` go on from the new
+        Nothing has changed after an error; after a keyboard interrupt that comes while rows move, the sequence is
+        removed. Windows are counted in kept tokens. `Step.positions` go on from the new
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
-        kept = check_kept("keep", keep, state.length)
-        compact_sequence(self._store, state, kept, shift)
+        kept = check_kept("keep", host_array("keep", keep), state.length)
+        number = self._number(seq)
+        plan = plan_compaction(self._store, state, kept, shift)
+        try:
+            self._publish({number: state._replace(dropped=state.dropped | 1)})
+            self.blocks.forget(plan.forgotten)
+        except BaseException:
+            self._publish({number: state._replace(dropped=state.rows_dropped())})
+            self.blocks.release(plan.taken)
+            raise
+        try:
+            for move in plan.moves:
+                move()
+        except BaseException:  # an interrupt: nobody can tell which rows are where
+            self._exchange({number: None}, np.append(state.blocks(), plan.taken))
+            raise
+        self._exchange({number: plan.state}, plan.released)
 
+    @writes
     def pin(self, seq: int) -> NDArray[np.int32]:
         """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
 
@@ -301,11 +302,20 @@ class PagedKVCache(StoredSequences):
         int32 array (n,)
             The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
         """
-        ids = self._findable(seq)
+        state = self._sequence(seq)
+        ids = state.blocks()
+        ids = ids[self.blocks.is_cached(ids)]
+        pinned: NDArray[np.int32] = ids.copy()  # the caller's own
+        after = state._replace(pins=(*state.pins, ids))
         self.blocks.pin(ids)
-        self._sequence(seq).pins.append(ids)
-        return ids
+        try:
+            self._publish({self._number(seq): after})
+        except BaseException:
+            self.blocks.unpin(ids)
+            raise
+        return pinned
 
+    @writes
     def unpin(self, seq: int) -> None:
         """Undo the last `pin` of a sequence, whatever has become of the sequence since.
 
@@ -319,18 +329,16 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If it is not pinned.
         """
-        pins = self._sequence(seq).pins
-        if not pins:
+        state = self._sequence(seq)
+        if not state.pins:
             raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
-        self.blocks.unpin(pins[-1])
-        pins.pop()
-
-    def _findable(self, seq: int) -> NDArray[np.int32]:
-        ids = self._sequence(seq).blocks()
-        return ids[self.blocks.is_cached(ids)]
+        after = state._replace(pins=state.pins[:-1])
+        self.blocks.unpin(state.pins[-1])
+        self._publish({self._number(seq): after})
 
     # -- steps
 
+    @writes
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
         """Allocate room for new tokens of some sequences, all or nothing.
 
@@ -355,53 +363,20 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If a sequence has an open step.
         """
-        seqs = tuple(sequences)
-        if isinstance(new_lens, (int, np.integer)):
-            new_lens = [new_lens] * len(seqs)
-        lens = check_integers(targets.get("cpu"), "new_lens", new_lens, (len(seqs),)).astype(
-            np.int64
-        )
+        seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
-            raise ValueError(f"`sequences`: expected each sequence once, got {seqs}")
-        if (lens < 0).any():
-            raise IndexError(f"`new_lens`: expected no negative numbers, got {lens.tolist()}")
-        states = [self._idle(s) for s in seqs]
-        plans = [
-            self._plan_group(state, group, n)
-            for state, n in zip(states, lens.tolist(), strict=True)
-            for group in range(self.num_groups)
-        ]
-        wanted = [blocks for blocks, _ in plans]
-        taken = self.blocks.allocate(sum(wanted))
-        parts = iter(np.split(taken, np.cumsum(wanted)[:-1]) if wanted else [])
-        copy_from: list[int] = []
-        copy_to: list[int] = []
-        copies = iter([copy for _, copy in plans])
-        for state, n in zip(states, lens.tolist(), strict=True):
-            for group, table in enumerate(state.tables):
-                new = next(parts)
-                if next(copies):
-                    copy_from.append(int(table[-1]))
-                    copy_to.append(int(new[0]))
-                    table = table.copy()
-                    table[-1], new = new[0], new[1:]
-                state.tables[group] = np.concatenate([table, new]).astype(np.int32)
-            state.reserved = n
-        if copy_from:
-            self._store.copy_blocks(copy_from, copy_to)
-            self.blocks.release(np.array(copy_from, np.int32))
-        return Step(self._store, dict(zip(seqs, states, strict=True)), lens)
+            raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+        states = {seq: self._idle(seq) for seq in seqs}
+        lens = _new_lens(new_lens, len(seqs))
+        room = reserve_room(self._store, states, lens)
+        try:
+            self._exchange(room.states, room.released)
+        except BaseException:
+            self.blocks.release(room.taken)
+            raise
+        return room.step
 
-    def _plan_group(self, state: SequenceState, group: int, n: int) -> tuple[int, bool]:
-        """How many blocks a table needs for `n` more tokens, and whether its last block has to be copied first."""
-        table = state.tables[group]
-        copies = False
-        if n and state.length % self.block_size:
-            # Others may use the block, or find it by what it stored before a truncation.
-            last = table[-1:]
-            copies = bool(self.blocks.ref_count(last)[0] > 1 or self.blocks.is_cached(last)[0])
-        return max(0, self._store.blocks_for(state.length + n) - len(table)) + copies, copies
-
+    @writes
     def commit(self, step: Step, accepted: Any = None, *, token_ids: Any = None) -> None:
         """End a step: its tokens, or the first of them, become part of their sequences.
 
@@ -423,37 +398,39 @@ class PagedKVCache(StoredSequences):
         DimensionMismatch
             If the number of ids is not that of the step's tokens.
         """
+        self._check_step(step)
+        step._alone(lambda: self._end(step, accepted, token_ids))
+
+    def _end(self, step: Step, accepted: Any, given_ids: Any) -> None:
+        """End a step that nobody else uses."""
         self._check_open(step)
         keep = step.new_lens
         if accepted is not None:
             shape = (len(step.sequences),)
-            keep = check_integers(targets.get("cpu"), "accepted", accepted, shape).astype(np.int64)
+            given = host_array("accepted", accepted)
+            keep = check_integers(targets.get("cpu"), "accepted", given, shape).astype(np.int64)
         if ((keep < 0) | (keep > step.new_lens)).any():
             raise IndexError(
                 f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
             )
-        ids = None if token_ids is None else _ids(token_ids, step.num_tokens)
+        ids = None if given_ids is None else _ids(given_ids, step.num_tokens)
         missing = step.unwritten_layers
         if missing and keep.any():
             raise NumkvError(
                 f"`step`: expected rows of the new tokens in all {self.num_layers} layers, got none in layer "
                 f"{missing[0]}{' and others' if len(missing) > 1 else ''}; append them, or roll the step back"
             )
+        states = {seq: self._sequences[seq] for seq in step.sequences}
+        ending = end_step(self._store, states, step, keep, ids)
+        register(self._store, ending.names)
         step.open = False
-        starts = np.concatenate([[0], np.cumsum(step.new_lens)])
-        for i, seq in enumerate(step.sequences):
-            state = self._sequences[seq]
-            state.reserved = None
-            known = len(state.tokens) == state.length
-            length = state.length + int(keep[i])
-            if ids is not None and known:
-                new = ids[starts[i] : starts[i] + int(keep[i])]
-                state.tokens = np.concatenate([state.tokens, new])
-            state.length = length
-            self._store.cut_tables(state, length)  # blocks of tokens that were not accepted
-            register_blocks(self._store, state)
-            release_behind_window(self._store, state)
+        try:
+            self._exchange(ending.states, ending.released)
+        except BaseException:
+            step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
+            raise
 
+    @writes
     def rollback(self, step: Step) -> None:
         """End a step without keeping any of its tokens.
 
@@ -467,31 +444,23 @@ class PagedKVCache(StoredSequences):
         NumkvError
             If the step has ended already.
         """
-        self.commit(step, np.zeros(len(step.sequences), np.int64))
+        self._check_step(step)
+        step._alone(lambda: self._end(step, np.zeros(len(step.sequences), np.int64), None))
 
-    def _check_open(self, step: Step) -> None:
-        if not isinstance(step, Step) or not step._belongs_to(self._store) or not step.open:
+    def _check_step(self, step: Any) -> None:
+        if not isinstance(step, Step) or not step._belongs_to(self._store):
             raise NumkvError(
-                "`step`: expected an open step of this cache, got another or an ended one"
+                "`step`: expected an open step of this cache, got "
+                f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
             )
 
-    # -- to the host and back
+    def _check_open(self, step: Step) -> None:
+        if not step.open:
+            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
 
-    def swap_out(self, seq: int) -> SwappedSequence:
-        """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
+    # -- from the host
 
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-
-        Returns
-        -------
-        SwappedSequence
-            For `swap_in` of this or another cache.
-        """
-        return copy_out(self._store, self._idle(seq))
-
+    @writes
     def swap_in(self, swapped: SwappedSequence) -> int:
         """Copy a swapped sequence into the cache as a new one.
 
@@ -518,15 +487,48 @@ class PagedKVCache(StoredSequences):
         -----
         Nothing is allocated after an error.
         """
+        if not isinstance(swapped, SwappedSequence):
+            raise TypeError(
+                f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
+            )
         check_swapped(self._store, swapped)
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
-            state = copy_in(self._store, swapped, ids)
-            register_blocks(self._store, state)
+            state = register_blocks(self._store, copy_in(self._store, swapped, ids))
+            seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say
             self.blocks.release(ids)
             raise
-        return self._insert(state)
+        return seq
+
+
+def _prompt(tokens: Any) -> NDArray[np.int32]:
+    """Token ids of a prompt, in memory that nobody else writes to."""
+    ids = token_ids([] if tokens is None else tokens)
+    if ids.ndim != 1:
+        raise DimensionMismatch(
+            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
+            expected=("num_tokens",),
+            actual=ids.shape,
+        )
+    return ids.copy() if isinstance(tokens, np.ndarray) else ids
+
+
+def _new_lens(new_lens: Any, n: int) -> NDArray[np.int64]:
+    """How many tokens each of `n` sequences gets."""
+    if isinstance(new_lens, (int, np.integer)) and not isinstance(new_lens, bool):
+        if abs(int(new_lens)) >= 2**62:
+            raise IndexError(f"`new_lens`: expected numbers below 2**62, got {new_lens}")
+        new_lens = [int(new_lens)] * n
+    given = host_array("new_lens", new_lens)
+    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", given, (n,)).astype(
+        np.int64
+    )
+    if (lens < 0).any():
+        raise IndexError(f"`new_lens`: expected no negative numbers, got {lens.tolist()}")
+    if (lens >= 2**62).any():
+        raise IndexError(f"`new_lens`: expected numbers below 2**62, got {lens.tolist()}")
+    return lens
 
 
 def _ids(tokens: Any, num_tokens: int) -> NDArray[np.int32]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +12,26 @@ from numpy.typing import NDArray
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, relocate, slots_of
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
+from numkv.targets.base import Array
 
-__all__ = ["compact_sequence"]
+__all__ = ["Compaction", "plan_compaction"]
+
+
+class Compaction(NamedTuple):
+    """A compaction in which nothing is left that could fail; made by `plan_compaction`."""
+
+    state: SequenceState
+    """The sequence as it will be."""
+    forgotten: NDArray[np.int32]
+    """Blocks that change, and must not be found as what they were."""
+    moves: list[Callable[[], object]]
+    """What moves the rows, in this order, once these blocks are forgotten."""
+    taken: NDArray[np.int32]
+    """Blocks that were allocated for it."""
+    released: NDArray[np.int32]
+    """Blocks that the sequence has no use for afterwards."""
 
 
 class _Blocks(NamedTuple):
@@ -22,14 +41,16 @@ class _Blocks(NamedTuple):
     """Blocks whose content changes, in the order of the relocations; -1 where the new table has none yet."""
     fresh: NDArray[np.bool_]
     """Which of them another block takes the place of; the others change in place."""
-    released: NDArray[np.int32]
-    """Blocks that the sequence has no use for any more."""
+    given_up: NDArray[np.int32]
+    """Blocks that the sequence gives up; some may come back as fresh ones."""
+    reusable: NDArray[np.int32]
+    """Those of them that nobody else uses."""
 
 
-def compact_sequence(
+def plan_compaction(
     store: BlockStore, state: SequenceState, kept: Ints, shift: RopeShift | None
-) -> None:
-    """Move the kept tokens of a sequence to the front; see `PagedKVCache.compact`.
+) -> Compaction:
+    """Prepare to move the kept tokens of a sequence to the front; see `PagedKVCache.compact`.
 
     Parameters
     ----------
@@ -52,45 +73,114 @@ def compact_sequence(
     plan_moves(
         store.pools[0], shift, source, source, offsets
     )  # all pools are alike: this only checks
-    old, fresh, released = _choose_blocks(store, plans)
+    old, fresh, given_up, reusable = _choose_blocks(store, plans)
     need = int(fresh.sum())
-    staging: list[Pool] = []
-    if need > store.blocks.num_free:
-        # What the sequence releases is needed at once: its rows wait in staging buffers meanwhile.
-        staged = np.arange(len(source))
-        for pool in store.pools:
-            staging.append(pool.like(store.blocks_for(len(source))))
-            pool.copy_tokens(source, staging[-1], staged)
-        store.blocks.release(released)
-    store.blocks.forget(old[~fresh])
-    old[fresh] = store.blocks.allocate(need)
-    ends = np.cumsum([len(plan.changed) for plan in plans])
-    for group, (plan, ids) in enumerate(zip(plans, np.split(old, ends[:-1]), strict=True)):
-        plan.table[plan.changed] = ids
-        state.tables[group], state.starts[group] = plan.table, plan.start
-    to = np.concatenate([slots_of(plan.table, plan.moved, store.block_size) for plan in plans])
-    for pool, buffer in zip(store.pools, staging, strict=False):
-        buffer.copy_tokens(staged, pool, to)
-    for pool in store.pools:
-        for move in plan_moves(pool, None, to if staging else source, to, offsets):
-            move()
+    # Where there are too few free blocks the sequence writes over its own, and its rows wait in staging buffers first.
+    # So do keys that are rotated: to shift them takes memory, which may not be there when rows are moving already.
+    reused = reusable[: max(0, need - store.blocks.num_free)]
+    staged = len(reused) > 0 or (shift is not None and store.pools[0].rotate)
+    taken = store.blocks.allocate(need - len(reused))
+    try:
+        forgotten = np.concatenate([old[~fresh], reused])
+        old[fresh] = np.concatenate([reused, taken])
+        ends = np.cumsum([len(plan.changed) for plan in plans])
+        for plan, ids in zip(plans, np.split(old, ends[:-1]), strict=True):
+            plan.table[plan.changed] = ids
+        to = np.concatenate([slots_of(plan.table, plan.moved, store.block_size) for plan in plans])
+        move = _staged_moves if staged else _moves_in_place
+        moves = move(store, plans, shift, source, to, offsets)
+        after = _known_prefix(store, state, kept)._replace(
+            tables=[plan.table for plan in plans],
+            starts=[plan.start for plan in plans],
+            dropped=state.rows_dropped(),
+        )
+        released = given_up[~np.isin(given_up, reused)]
+        return Compaction(after, forgotten, moves, taken, released)
+    except BaseException:  # memory, say
+        store.blocks.release(taken)
+        raise
+
+
+def _moves_in_place(
+    store: BlockStore,
+    plans: list[Relocation],
+    shift: RopeShift | None,
+    source: Ints,
+    to: Ints,
+    offsets: Ints,
+) -> list[Callable[[], object]]:
+    """Moves within the pools; then keys are shifted where they are."""
+    moves: list[Callable[[], object]] = []
+    changed = source != to
+    if changed.any():
+        here, there = (store.target.index(x[changed], np.int64) for x in (source, to))
+        moves += [_copy(pool, here, pool, there) for pool in store.pools]
     if shift is not None:
-        _shift_keys(store, plans, shift, to, offsets)
-    if not staging:
-        store.blocks.release(released)
-    _keep_known_prefix(store, state, kept)
+        for layer, part in _parts(store, plans):
+            pool = store.place(layer)[0]
+            if offsets[part].any():
+                _load_tables(pool, shift)
+            moves += plan_moves(pool, shift, to[part], to[part], offsets[part])
+    return moves
 
 
-def _shift_keys(
-    store: BlockStore, plans: list[Relocation], shift: RopeShift, slots: Ints, offsets: Ints
-) -> None:
-    """Shift the keys of tokens that have moved; layer by layer, as each may have scales of its own."""
-    ends = np.cumsum([len(plan.moved) for plan in plans])[:-1]
-    parts = zip(store.groups, np.split(slots, ends), np.split(offsets, ends), strict=True)
-    for group, of_group, by in parts:
-        for layer in group.layers:
-            for move in plan_moves(store.place(layer)[0], shift, of_group, of_group, by):
+def _staged_moves(
+    store: BlockStore,
+    plans: list[Relocation],
+    shift: RopeShift | None,
+    source: Ints,
+    to: Ints,
+    offsets: Ints,
+) -> list[Callable[[], object]]:
+    """Rows are copied to staging buffers at once and shifted there; moves bring them to their places."""
+    index = store.target.index
+    staged = np.arange(len(source))
+    here, there = index(staged, np.int64), index(to, np.int64)
+    staging = [pool.like(store.blocks_for(len(source))) for pool in store.pools]
+    for pool, aside in zip(store.pools, staging, strict=True):
+        pool.copy_tokens(source, aside, staged)
+    if shift is not None:
+        for layer, part in _parts(store, plans):
+            aside = _with_scales_of(staging[store.places[layer][0]], store.place(layer)[0])
+            for move in plan_moves(aside, shift, staged[part], staged[part], offsets[part]):
                 move()
+    return [
+        _copy(aside, here, pool, there) for pool, aside in zip(store.pools, staging, strict=True)
+    ]
+
+
+def _copy(source: Pool, here: Array, to: Pool, there: Array) -> Callable[[], object]:
+    """What copies the rows of some slots, on the target, to others."""
+
+    def copy() -> None:
+        source.k_buffer.copy_tokens(here, to.k_buffer, there)
+        source.v_buffer.copy_tokens(here, to.v_buffer, there)
+
+    return copy
+
+
+def _parts(store: BlockStore, plans: list[Relocation]) -> list[tuple[int, slice]]:
+    """Which of the moved tokens are those of a layer: each may have scales of its own."""
+    ends = [0, *np.cumsum([len(plan.moved) for plan in plans]).tolist()]
+    return [
+        (layer, slice(ends[number], ends[number + 1]))
+        for number, group in enumerate(store.groups)
+        for layer in group.layers
+    ]
+
+
+def _load_tables(pool: Pool, shift: RopeShift) -> None:
+    """Have a shift bring its tables to the target, by keys of no tokens."""
+    shift.plan(pool, pool.target.index(np.empty(0, np.int64), np.int64), 0)()
+
+
+def _with_scales_of(pool: Pool, layer: Pool) -> Pool:
+    """A pool with a layer's scales of heads, for kinds that have such."""
+
+    def side(own: Buffer, of_layer: Buffer) -> Buffer:
+        return replace(own, scales=of_layer.scales) if own.kind.scales_per == "head" else own
+
+    return Pool(side(pool.k_buffer, layer.k_buffer), side(pool.v_buffer, layer.v_buffer))
 
 
 def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:
@@ -101,16 +191,20 @@ def _choose_blocks(store: BlockStore, plans: list[Relocation]) -> _Blocks:
     own = (store.blocks.ref_count(dropped) == 1) & (store.blocks.pin_count(dropped) == 0)
     fresh = fresh_blocks(store.blocks, old, changed, int(own.sum()))
     replaced = old[fresh]
-    return _Blocks(old, fresh, np.concatenate([replaced[replaced >= 0], dropped]))
+    given_up = np.concatenate([replaced[replaced >= 0], dropped])
+    alone = (store.blocks.ref_count(given_up) == 1) & (store.blocks.pin_count(given_up) == 0)
+    return _Blocks(old, fresh, given_up, given_up[alone])
 
 
-def _keep_known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> None:
-    """Keep token ids and digests of the blocks before the first that the compaction changed."""
+def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> SequenceState:
+    """The sequence with token ids and digests of the blocks before the first that the compaction changes."""
     n, size = len(kept), store.block_size
     moved = np.flatnonzero(kept != np.arange(n))
     same = int(moved[0]) // size * size if len(moved) else n
-    state.length = n
-    state.cached = int(np.searchsorted(kept, state.cached))
-    state.tokens = state.tokens[:same]
-    state.digests = [names[: same // size] for names in state.digests]
-    state.registered = min(state.registered, same // size)
+    return state._replace(
+        length=n,
+        cached=int(np.searchsorted(kept, state.cached)),
+        tokens=state.tokens[:same],
+        digests=[names[: same // size] for names in state.digests],
+        registered=min(state.registered, same // size),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,16 @@ from numpy.typing import NDArray
 from numkv.blocks.prefix import block_digests
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
-__all__ = ["block_names", "find_prefix", "register_blocks", "release_behind_window"]
+__all__ = [
+    "Match",
+    "NewNames",
+    "block_names",
+    "find_prefix",
+    "name_blocks",
+    "register",
+    "register_blocks",
+    "split_at_window",
+]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
 
@@ -47,9 +57,20 @@ def block_names(
     return names
 
 
-def find_prefix(
-    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]]
-) -> tuple[int, list[NDArray[np.int32]]]:
+class Match(NamedTuple):
+    """The longest cached prefix of a prompt; made by `find_prefix`."""
+
+    blocks: int
+    """How many blocks it has."""
+    tables: list[NDArray[np.int32]]
+    """Its block table in each group, -1 where the window does not reach. The blocks are not acquired yet."""
+    wanted: int
+    """How many blocks were looked for."""
+    reason: int
+    """Why there are no more; see `BlockPool.count_lookup`."""
+
+
+def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]]) -> Match:
     """Find the longest cached prefix: with all blocks in full groups, and those in the window in sliding groups.
 
     Parameters
@@ -63,10 +84,7 @@ def find_prefix(
 
     Returns
     -------
-    blocks : int
-        Blocks of the prefix.
-    tables : list of int32 array (blocks,)
-        Its block table in each group, -1 where the window does not reach. The blocks are not acquired yet.
+    Match
     """
     found = [store.blocks.find_each(of_group, ids) for of_group in names]
     blocks = wanted = len(ids) // store.block_size
@@ -83,41 +101,87 @@ def find_prefix(
             ends = numbers * store.block_size - 1 - group.window
             fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
     blocks = int(np.flatnonzero(fits)[-1])
-    if wanted:
-        # Why there are no more: the first block not taken, or one before it that only windows need.
+    reason = 0
+    if blocks < wanted:
+        # The first block not taken, or one before it that only windows need.
         holes = [*(in_group[blocks : blocks + 1] for in_group in found), *found]
-        reasons = np.concatenate([x[x < 0] for x in holes])
-        store.blocks.count_lookup(wanted, blocks, int(-reasons[0]) if blocks < wanted else 0)
+        reason = -int(np.concatenate([x[x < 0] for x in holes])[0])
     tables = []
     for number, in_group in enumerate(found):
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
         table[: store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
-    return blocks, tables
+    return Match(blocks, tables, wanted, reason)
 
 
-def register_blocks(store: BlockStore, state: SequenceState) -> None:
-    """Register those full blocks of a sequence whose token ids are known and that are not registered yet."""
+class NewNames(NamedTuple):
+    """Full blocks that are to be registered, of one group of a sequence."""
+
+    ids: NDArray[np.int32]
+    names: NDArray[np.uint8]
+    tokens: NDArray[np.int32]
+
+
+def name_blocks(
+    store: BlockStore, state: SequenceState, tables: list[NDArray[np.int32]] | None = None
+) -> tuple[SequenceState, list[NewNames]]:
+    """Name those full blocks of a sequence whose token ids are known and that are not registered yet.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where it lies.
+    state : SequenceState
+        The sequence.
+    tables : list of int32 array, optional
+        Its tables from before its window moved on: blocks that are given up are registered too.
+
+    Returns
+    -------
+    state : SequenceState
+        The sequence as it is once they are registered.
+    names : list of NewNames
+        For `register`.
+    """
     size = store.block_size
     first, full = state.registered, len(state.tokens) // size
     if full <= first:
-        return
+        return state, []
     new = state.tokens[first * size : full * size]
     parent = state.digests[0][-1] if first else None
+    digests, parts = [], []
     for group, names in enumerate(block_names(store, new, state.extra, parent)):
-        state.digests[group] = np.concatenate([state.digests[group], names])
-        ids = state.tables[group][first:full]
+        digests.append(np.concatenate([state.digests[group], names]))
+        ids = (tables or state.tables)[group][first:full]
         stored = ids >= 0  # a window may have moved past some already
         if stored.any():
-            store.blocks.register(ids[stored], names[stored], new.reshape(-1, size)[stored])
-    state.registered = full
+            parts.append(NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored]))
+    return state._replace(digests=digests, registered=full), parts
 
 
-def release_behind_window(store: BlockStore, state: SequenceState) -> None:
-    """Release the blocks of a sequence that windows have moved past."""
-    for group, table in enumerate(state.tables):
-        behind = table[: store.first_needed(group, state.length)]
-        if (behind >= 0).any():
-            store.blocks.release(behind[behind >= 0])
-            state.tables[group] = table.copy()
-            state.tables[group][: len(behind)] = -1
+def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
+    """Register blocks in the prefix cache, all or none."""
+    if parts:
+        store.blocks.register(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def register_blocks(store: BlockStore, state: SequenceState) -> SequenceState:
+    """Register the blocks of one sequence that `name_blocks` names; returns what the sequence is then."""
+    after, names = name_blocks(store, state)
+    register(store, names)
+    return after
+
+
+def split_at_window(
+    store: BlockStore, tables: list[NDArray[np.int32]], length: int
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+    """Split off what windows have moved past: the tables with -1 there, and the blocks that were there."""
+    ahead, released = tables, []
+    for group, table in enumerate(tables):
+        behind = table[: store.first_needed(group, length)]
+        if len(behind) and (behind >= 0).any():
+            released.append(behind)
+            table = table.copy()
+            table[: len(behind)] = -1
+            ahead = [*ahead[:group], table, *ahead[group + 1 :]]
+    return ahead, released

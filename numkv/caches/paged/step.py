@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 
+from numkv.access import Access, writes
+from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_index
-from numkv.errors import DimensionMismatch, NumkvError
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 from numkv.writing import fast_path
@@ -39,6 +43,11 @@ class Step:
         Whether it has neither been committed nor rolled back.
     positions : int64 array (num_tokens,)
         Position of each new token in its sequence, on the host.
+
+    Notes
+    -----
+    Threads: different open steps may be written and attended to at once, a step by one thread at a time; a second one
+    gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class Step:
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
+        self._access = Access()
         starts = np.array([state.length for state in sequences.values()], np.int64)
         lens = starts + new_lens
         self.positions = np.concatenate(
@@ -59,6 +69,7 @@ class Step:
         self._longest = int(lens.max(initial=0))
         self._starts = index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
         self._written = np.zeros(store.num_layers, np.bool_)
+        self._copies: dict[int, tuple[Any, ...]] = {}
         self._tables, self._slots = [], []
         for group in range(len(store.groups)):
             table = store.block_table(sequences.values(), group)
@@ -77,11 +88,88 @@ class Step:
         missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
         return missing
 
+    @property
+    def generation(self) -> int:
+        """A number that stays while the step is open: so long are its `arrays` good."""
+        return int(not self.open)
+
+    def arrays(self, layer: int) -> CacheArrays:
+        """The arrays of a layer with the step's tables and slots, for your own kernels.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        CacheArrays
+            Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, the new
+            tokens counted; `slots`, int64, are those of the new tokens, of one sequence after another. The tables are
+            copies, good until the step ends. The step does not see what you write: `append` or `write` each layer, or
+            say `mark_written`.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended.
+        IndexError
+            If there is no such layer.
+        """
+        pool, group = self._layer(layer)
+        copies = self._copies.get(group)
+        if copies is None or pool.target.values_on_host:
+            to_host, index = pool.target.to_host, pool.target.index
+            given = (
+                (self._tables[group], np.int32),
+                (self._lens, np.int32),
+                (self._slots[group], np.int64),
+            )
+            # A user's kernel may write into them; attention goes by the step's own.
+            made = tuple(index(np.array(to_host(x), dtype), dtype) for x, dtype in given)
+            copies = self._copies[group] = made
+        return cache_arrays(pool, *copies)
+
+    @writes
+    def mark_written(self, layer: int) -> None:
+        """Say that a kernel of your own has written the rows of all new tokens of a layer, by `arrays`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended.
+        IndexError
+            If there is no such layer.
+        """
+        number = check_index("layer", layer, self._store.num_layers)
+        self._layer(number)
+        self._written[number] = True
+
+    @writes
+    def _alone(self, action: Callable[[], None]) -> None:
+        """Do something with a step that nobody else uses."""
+        action()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupported(
+            "a Step cannot be copied or pickled: commit it or roll it back, and copy the cache"
+        )
+
+    def __repr__(self) -> str:
+        state = "open" if self.open else "ended"
+        return f"<Step: {state}, {self.num_tokens} new tokens of {len(self.sequences)} sequences>"
+
     def _layer(self, layer: int) -> tuple[Pool, int]:
         if not self.open:
             raise NumkvError("expected an open step, got one that was committed or rolled back")
         return self._store.place(check_index("layer", layer, self._store.num_layers))
 
+    @writes
     def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Write ready rows of the new tokens.
 
@@ -105,6 +193,7 @@ class Step:
         pool.scatter(k, v, self._slots[group])
         self._written[layer] = True
 
+    @writes
     def write(
         self,
         layer: int,
@@ -165,6 +254,7 @@ class Step:
         self._written[layer] = True
         return p.q_out
 
+    @writes
     def attention(
         self,
         layer: int,
@@ -206,6 +296,7 @@ class Step:
         options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
         return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
+    @writes
     def attention_weights(
         self,
         layer: int,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,16 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
-from numkv.targets.base import Target
+from numkv.targets.base import Array, Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "pool_with_own_scales"]
+__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held", "pool_with_own_scales"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
 
 
-@dataclass
-class SequenceState:
-    """What is known of one sequence.
+class SequenceState(NamedTuple):
+    """What is known of one sequence. It is replaced, never changed: who has taken one sees a whole sequence.
 
     Attributes
     ----------
@@ -45,8 +44,10 @@ class SequenceState:
         Tokens of the open step, if there is one.
     cached : int
         Tokens that came from the prefix cache when the sequence was added.
-    pins : list of int32 array
+    pins : tuple of int32 array
         Blocks of each `PagedKVCache.pin`.
+    dropped : int
+        Another number whenever rows that it had may be gone, or have moved; odd while they move.
     """
 
     length: int
@@ -58,11 +59,28 @@ class SequenceState:
     starts: list[int]
     reserved: int | None = None
     cached: int = 0
-    pins: list[NDArray[np.int32]] = field(default_factory=list)
+    pins: tuple[NDArray[np.int32], ...] = ()
+    dropped: int = 0
 
     def blocks(self) -> NDArray[np.int32]:
         """Its blocks, of one group after another."""
-        return np.concatenate([table[table >= 0] for table in self.tables])
+        return held(self.tables)
+
+    def rows_dropped(self) -> int:
+        """`dropped` of the state that follows, if that has rows no more that this one has."""
+        return (self.dropped | 1) + 1
+
+
+def held(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """The blocks in some tables, or parts of tables: what is not -1."""
+    parts = list(tables)
+    if not parts:
+        return _NONE
+    entries: NDArray[np.int32] = np.concatenate(parts)
+    return entries[entries >= 0]
+
+
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -156,26 +174,65 @@ class BlockStore:
         for pool in self.pools:
             pool.copy_blocks(source_ids, pool, to_ids)
 
-    def cut_tables(self, state: SequenceState, length: int) -> None:
-        """Release the blocks of a sequence that only tokens from `length` on are in."""
+    def cut_tables(
+        self, tables: list[NDArray[np.int32]], length: int
+    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int32]]]:
+        """Cut the tables of a sequence after `length` tokens: what stays, and what goes."""
         keep = self.blocks_for(length)
-        for group, table in enumerate(state.tables):
-            if len(table) > keep:
-                dropped = table[keep:]
-                self.blocks.release(dropped[dropped >= 0])
-                state.tables[group] = table[:keep].copy()
+        if max(map(len, tables)) <= keep:
+            return tables, []
+        return [table[:keep].copy() for table in tables], [table[keep:] for table in tables]
+
+    def copy(self) -> BlockStore:
+        """The same once more, in memory of its own."""
+        blocks = self.blocks.copy()
+        every = np.arange(blocks.num_blocks)
+        ids = self.target.index(
+            every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)], np.int32
+        )
+        pools = [_copy_of_pool(pool, ids) for pool in self.pools]
+        layer_pools = {}
+        for layer, (slot, _) in self.places.items():
+            old = self.layer_pools[layer]
+            layer_pools[layer] = (
+                pools[slot] if old is self.pools[slot] else pool_with_own_scales(pools[slot], old)
+            )
+        return BlockStore(self.target, self.groups, pools, blocks, self.places, layer_pools)
 
 
-def pool_with_own_scales(pool: Pool) -> Pool:
-    """A pool over the same words with scales of heads of its own, for another layer; for other kinds the same pool."""
+def _copy_of_pool(pool: Pool, ids: Array) -> Pool:
+    """A pool of its own memory with the same content in some blocks."""
+    made = pool.like(int(pool.k.shape[0]))
+    pool.copy_blocks(ids, made, ids)
+    return pool_with_own_scales(made, pool)
+
+
+def _own_array(side: Buffer) -> Any:
+    """A copy of scales of heads."""
+    return side.target.asarray(np.array(side.target.to_host(side.scales)))
+
+
+def pool_with_own_scales(pool: Pool, like: Pool | None = None) -> Pool:
+    """A pool over the same words with scales of heads of its own, for another layer; for other kinds the same pool.
+
+    Parameters
+    ----------
+    pool : Pool
+        Whose words.
+    like : Pool, optional
+        Whose scales; 1 without it.
+    """
     sides = pool.k_buffer, pool.v_buffer
     if not any(side.kind.scales_per == "head" for side in sides):
         return pool
-    return Pool(*map(_with_own_scales, sides))
+    scales = (None, None) if like is None else (like.k_buffer, like.v_buffer)
+    return Pool(*map(_with_own_scales, sides, scales))
 
 
-def _with_own_scales(side: Buffer) -> Buffer:
+def _with_own_scales(side: Buffer, like: Buffer | None) -> Buffer:
     if side.kind.scales_per != "head":
         return side
+    if like is not None:
+        return replace(side, scales=_own_array(like))
     ones = np.ones(int(side.words.shape[1]), side.kind.scale_word)
     return replace(side, scales=side.target.asarray(ones))

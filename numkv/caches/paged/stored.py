@@ -1,25 +1,26 @@
-"""What a `PagedKVCache` stores, and every question about it: nothing here changes a sequence."""
+"""What a `PagedKVCache` stores, what it is, and how one state of its sequences takes the place of another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.attention.attend import attend, check_queries, too_many_queries
-from numkv.attention.mass import attention_mass
-from numkv.attention.options import check_options
+from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
+from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import group_layers
 from numkv.caches.paged.store import BlockStore, SequenceState, pool_with_own_scales
 from numkv.checks import check_index, check_size
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
 
 __all__ = ["PagedStats", "StoredSequences"]
 
@@ -46,8 +47,15 @@ class PagedStats:
     pool: PoolStats
 
 
+#: Layers that a cache can have; each takes some objects of Python's.
+_MOST_LAYERS = 2**16
+
+#: Windows from here on reach further than any sequence.
+_LONGEST_WINDOW = 2**62
+
+
 class StoredSequences:
-    """The reading half of `PagedKVCache`: buffers and books, attention to committed tokens, counts."""
+    """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
     def __init__(
         self,
@@ -66,14 +74,13 @@ class StoredSequences:
         rotate: bool = False,
     ) -> None:
         layers = check_size("num_layers", num_layers, 1)
-        given = [-1] * layers if windows is None else windows
-        windows_of = [check_size("windows", w, -1) for w in given]
-        if len(windows_of) != layers:
+        if layers > _MOST_LAYERS:
             raise DimensionMismatch(
-                f"`windows`: expected {layers} numbers, one for each layer, got {windows!r}",
-                expected=layers,
-                actual=len(windows_of),
+                f"`num_layers`: expected at most {_MOST_LAYERS}, got {layers}",
+                expected=_MOST_LAYERS,
+                actual=layers,
             )
+        windows_of = _windows(windows, layers)
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
@@ -85,6 +92,7 @@ class StoredSequences:
             check_size("block_size", block_size, 1),
         )
         groups = group_layers(windows_of)
+        blocks = BlockPool(shape[0], shape[2])  # which bounds both numbers
         pools = [
             Pool.allocate(place, shape, dim, dim_v, of_k, of_v, rotate) for _ in groups[0].layers
         ]
@@ -93,15 +101,21 @@ class StoredSequences:
             for group, (_, members) in enumerate(groups)
             for slot, layer in enumerate(members)
         }
-        self.blocks = BlockPool(shape[0], shape[2])
         layer_pools = {
             layer: pools[slot] if group == 0 else pool_with_own_scales(pools[slot])
             for layer, (slot, group) in places.items()
         }
-        self._store = BlockStore(place, groups, pools, self.blocks, places, layer_pools)
-        self._target, self._groups, self._pools = place, groups, pools
-        self._sequences: dict[int, SequenceState] = {}
-        self._next = 0
+        self._adopt(BlockStore(place, groups, pools, blocks, places, layer_pools), {}, 0)
+
+    def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
+        """Begin with these buffers and sequences; `number` is that of the next one."""
+        self._store, self.blocks = store, store.blocks
+        self._target, self._groups, self._pools = store.target, store.groups, store.pools
+        self._sequences = sequences
+        self._next = number
+        self._generation = 0
+        self._tables_given: dict[int, tuple[int, Any, Any]] = {}
+        self._access = Access()
 
     # -- what it is
 
@@ -109,6 +123,36 @@ class StoredSequences:
     def num_layers(self) -> int:
         """Layers."""
         return self._store.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads of each layer."""
+        return int(self._pools[0].k.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._pools[0].head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return self._pools[0].head_dim_v
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K."""
+        return self._pools[0].k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._pools[0].v_kind
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._target.name
 
     @property
     def num_groups(self) -> int:
@@ -149,6 +193,11 @@ class StoredSequences:
     def nbytes(self) -> int:
         """Bytes of the K and V buffers, scales included."""
         return self._store.nbytes
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever the tables that `arrays` gave before are out of date."""
+        return self._generation
 
     def window_of(self, layer: int) -> int:
         """The window of a layer.
@@ -206,10 +255,39 @@ class StoredSequences:
             f"kind={kinds}, target={self._target.name}, nbytes={self.nbytes})"
         )
 
-    def _sequence(self, seq: int) -> SequenceState:
-        found = self._sequences.get(seq)
+    # -- sequences by number
+
+    @staticmethod
+    def _number(seq: Any) -> int:
+        """The number that an argument is, if it is one."""
+        if type(seq) is int:
+            return seq
+        try:
+            if isinstance(seq, bool):
+                raise TypeError
+            return operator.index(seq)
+        except TypeError:
+            raise TypeError(
+                f"`seq`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
+            ) from None
+
+    def _numbers(self, sequences: Any, most: int) -> tuple[int, ...]:
+        """The numbers in an iterable, one more than `most` at most: it may have no end."""
+        if type(sequences) in (list, tuple) and len(sequences) <= most:
+            return tuple(seq if type(seq) is int else self._number(seq) for seq in sequences)
+        try:
+            given = iter(sequences)
+        except TypeError:
+            raise TypeError(
+                f"`sequences`: expected numbers of sequences, got {type(sequences).__name__}; pass a list"
+            ) from None
+        return tuple(self._number(seq) for seq in itertools.islice(given, most + 1))
+
+    def _sequence(self, seq: Any) -> SequenceState:
+        found = self._sequences.get(seq if type(seq) is int else self._number(seq))
         if found is None:
-            raise IndexError(f"`seq`: expected one of the cache's sequences, got {seq!r}")
+            shown = seq if abs(int(seq)) < 2**63 else "a number beyond int64"
+            raise IndexError(f"`seq`: expected one of the cache's sequences, got {shown}")
         return found
 
     def _idle(self, seq: int) -> SequenceState:
@@ -220,126 +298,6 @@ class StoredSequences:
                 "commit it or roll it back first"
             )
         return found
-
-    # -- attention over what is committed
-
-    def decode_attention(
-        self,
-        layer: int,
-        sequences: Iterable[int],
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend with the query of the newest committed token of any sequences.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        sequences : iterable of int
-            Which sequences; one may come more than once.
-        q : array (num_seqs, num_q_heads, head_dim)
-            A query for each.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        out : array (num_seqs, num_q_heads, head_dim_v)
-            In q's dtype. An empty sequence gives 0 (and -inf).
-        lse : float32 array (num_seqs, num_q_heads)
-            Natural log of the sum of exponentials; only with `return_lse`.
-
-        Raises
-        ------
-        DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
-            See `numkv.decode_attention`.
-        """
-        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
-        states = [self._sequence(seq) for seq in sequences]
-        place = self._target
-        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
-        if q.shape[0] != len(states):
-            raise DimensionMismatch(
-                f"`q`: expected a query for each of {len(states)} sequences, got {q.shape[0]}",
-                expected=len(states),
-                actual=int(q.shape[0]),
-            )
-        lens = np.array([state.length for state in states], np.int64)
-        window = self._groups[group].window
-        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
-        return attend(
-            pool, place.index(self._store.block_table(states, group), np.int32), q,
-            place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
-        )  # fmt: skip
-
-    def attention_weights(
-        self,
-        layer: int,
-        seq: int,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-    ) -> Array:
-        """How much attention each committed token of a sequence gets from the queries of the last ones.
-
-        `Step.attention_weights` gives those of a step's queries, for all of its sequences.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        seq : int
-            Which sequence.
-        q : array (num_tokens, num_q_heads, head_dim)
-            Queries of the last `num_tokens` committed positions.
-        lse : float32 array (num_tokens, num_q_heads), optional
-            What attention returned with ``return_lse=True`` for these queries and options; computed if None.
-        sm_scale, logits_soft_cap
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        float32 array (num_kv_heads, tokens)
-            Sums over the queries and the q heads of a group; 0 where the layer's window does not reach. See
-            `numkv.attention_weights`.
-
-        Raises
-        ------
-        NotSupported
-            If a query attends to tokens whose blocks were released behind the layer's window: ask the step instead.
-        DimensionMismatch
-            If there are more queries than tokens, or a shape does not fit.
-        UnsupportedDType, IndexError, ValueError
-            See `numkv.decode_attention`.
-        """
-        pool, group = self._store.place(check_index("layer", layer, self.num_layers))
-        state, place = self._sequence(seq), self._target
-        q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        tokens, length, window = int(q.shape[0]), state.length, self._groups[group].window
-        if tokens > length and tokens != 1:
-            raise too_many_queries(tokens, length)
-        first = self._groups[group].first_visible(length - tokens + 1)
-        first_stored = self._store.first_stored(state, group)
-        if tokens and first < first_stored:
-            raise NotSupported(
-                f"`q`: expected queries whose window of {window} tokens is still there, got {tokens}, the first of "
-                f"which sees token {first}, and layer {layer} holds those from "
-                f"{first_stored} on; pass fewer, or ask the step that wrote them"
-            )
-        weights = attention_mass(
-            pool, place.index(self._store.block_table([state], group), np.int32), q,
-            place.index(np.array([length]), np.int64), place.index(np.array([0, tokens]), np.int64),
-            length, check_options(sm_scale, logits_soft_cap, window), lse=lse,
-        )  # fmt: skip
-        return weights.reshape((int(pool.k.shape[1]), length))
 
     # -- accounting
 
@@ -356,35 +314,93 @@ class StoredSequences:
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
 
     def check(self) -> None:
-        """Prove the accounting: the reference count of every block is the number of table entries that name it.
+        """Prove the accounting: references, tables, lengths, the prefix cache, scales.
+
+        Every block has as many references as tables name it; tables have what the lengths need; blocks are found under
+        the names that their sequences know them by; the scales of committed tokens are finite.
 
         Raises
         ------
         NumkvError
-            If counts and tables disagree.
+            If something is wrong, or the cache is being changed by another thread.
         """
-        self.blocks.check()
-        entries = [t[t >= 0] for s in self._sequences.values() for t in s.tables]
-        held = np.bincount(
-            np.concatenate(entries) if entries else np.empty(0, np.int64), minlength=self.num_blocks
-        )
-        counts = self.blocks.ref_count(np.arange(self.num_blocks))
-        wrong = np.flatnonzero(held != counts)
-        if len(wrong):
+        before = self._generation
+        self._refuse_changing(before)
+        states = dict(self._sequences)
+        problem = check_books(self._store, states) or check_scales(self._store, states.values())
+        self._refuse_changing(before)
+        if problem:
+            raise NumkvError(problem)
+
+    def _refuse_changing(self, generation: int) -> None:
+        if self._access.writer or self._generation != generation:
             raise NumkvError(
-                f"block {wrong[0]}: expected {held[wrong[0]]} references, one for each table entry, got "
-                f"{counts[wrong[0]]}"
+                "check: this PagedKVCache is being changed by another call, so nothing can be said; check it when that "
+                "is done"
             )
-        for seq, state in self._sequences.items():
-            need = self._store.blocks_for(state.length + (state.reserved or 0))
-            for number, group in enumerate(self._groups):
-                table, first = state.tables[number], self._store.first_needed(number, state.length)
-                start = state.starts[number]
-                if start > group.first_visible(state.length):
-                    raise NumkvError(
-                        f"sequence {seq}: expected rows of all tokens that its newest sees, got rows from {start} on"
-                    )
-                if len(table) != need or (table[first:] < 0).any():
-                    raise NumkvError(
-                        f"sequence {seq}: expected {need} blocks, got the table {table}"
-                    )
+
+    # -- one state after another
+
+    def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
+        """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
+        before = self._sequences
+        drops = any(
+            state is None or (seq in before and before[seq].dropped != state.dropped)
+            for seq, state in states.items()
+        )
+        if None not in states.values():
+            self._sequences.update(states)  # type: ignore[arg-type]
+        else:
+            for seq, state in states.items():
+                if state is None:
+                    self._sequences.pop(seq, None)
+                else:
+                    self._sequences[seq] = state
+        # Last, and before rows go: who finds the same number after it has computed has lost none.
+        self._generation += 1
+        if drops:
+            self._access.dropped += 2
+
+    def _exchange(self, states: dict[int, Any], released: NDArray[np.int32]) -> None:
+        """Put states of sequences in place, and release blocks that they have no more; both or nothing."""
+        before = self._sequences
+        old = dict(before) if None in states.values() else {seq: before[seq] for seq in states}
+        self._publish(states)
+        if not len(released):
+            return
+        try:
+            self.blocks.release(released)
+        except Exception:  # the books are not what tables say, or busy in this very thread
+            if len(old) > len(before):
+                before.clear()  # so that the order stays
+            before.update(old)
+            self._generation += 1
+            raise
+
+
+def _windows(windows: Any, layers: int) -> list[int]:
+    """The window of each layer."""
+    if windows is None:
+        return [-1] * layers
+    try:
+        given = list(itertools.islice(iter(windows), layers + 1))
+    except TypeError:
+        raise TypeError(
+            f"`windows`: expected a number for each layer or None, got {type(windows).__name__}"
+        ) from None
+    found = [check_size("windows", w, -1) for w in given]
+    if len(found) != layers:
+        got = f"{len(found)} at least" if len(found) > layers else len(found)
+        raise DimensionMismatch(
+            f"`windows`: expected {layers} numbers, one for each layer, got {got}",
+            expected=layers,
+            actual=len(found),
+        )
+    for window in found:
+        if window > _LONGEST_WINDOW:
+            raise DimensionMismatch(
+                f"`windows`: expected at most 2**62 tokens, got {window}; -1 stands for all",
+                expected=_LONGEST_WINDOW,
+                actual=window,
+            )
+    return found

@@ -1,0 +1,133 @@
+"""The audit of a `PagedKVCache`: what is wrong with its books or its scales, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
+from numkv.storage.buffer import Buffer
+
+__all__ = ["check_books", "check_scales"]
+
+
+def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
+    """Check references, tables, lengths and the prefix cache.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where sequences lie.
+    states : mapping of int to SequenceState
+        All sequences.
+
+    Returns
+    -------
+    str
+        The first contradiction, or nothing.
+    """
+    store.blocks.check()
+    num_blocks = store.blocks.num_blocks
+    for seq, state in states.items():
+        entries = state.blocks()
+        if len(np.unique(entries)) != len(entries) or (entries >= num_blocks).any():
+            return f"sequence {seq}: expected each of {num_blocks} blocks once at most, got the tables {state.tables}"
+    entries = held(table for state in states.values() for table in state.tables)
+    wanted = np.bincount(entries, minlength=num_blocks)
+    counts = store.blocks.ref_count(np.arange(num_blocks))
+    wrong = np.flatnonzero(wanted != counts)
+    if len(wrong):
+        return (
+            f"block {wrong[0]}: expected {wanted[wrong[0]]} references, one for each table entry, got "
+            f"{counts[wrong[0]]}"
+        )
+    for seq, state in states.items():
+        problem = _check_sequence(store, state) or _check_names(store, state)
+        if problem:
+            return f"sequence {seq}: {problem}"
+    return ""
+
+
+def _check_sequence(store: BlockStore, state: SequenceState) -> str:
+    """Check a sequence's lengths and tables."""
+    length, reserved = state.length, state.reserved or 0
+    if length < 0 or reserved < 0 or not 0 <= state.cached <= length:
+        return f"expected lengths of at least 0, got {length}, {reserved} reserved and {state.cached} cached"
+    if state.dropped & 1:
+        return "expected rows in their places, got some that are being moved"
+    if len(state.tokens) > length or state.registered > len(state.tokens) // store.block_size:
+        return (
+            f"expected token ids of at most {length} tokens, and named blocks of these only, got {len(state.tokens)} "
+            f"ids and {state.registered} blocks"
+        )
+    need = store.blocks_for(length + reserved)
+    for number, group in enumerate(store.groups):
+        table, first = state.tables[number], store.first_needed(number, length)
+        start = state.starts[number]
+        if not 0 <= start <= group.first_visible(length):
+            return f"expected rows of all tokens that its newest sees, got rows from {start} on"
+        if len(table) != need or (table[first:] < 0).any():
+            return f"expected {need} blocks, got the table {table}"
+    return ""
+
+
+def _check_names(store: BlockStore, state: SequenceState) -> str:
+    """Check that blocks in the prefix cache are there under the names that their sequence knows."""
+    n, size = state.registered, store.block_size
+    tokens = state.tokens[: n * size]
+    for number, (table, names) in enumerate(zip(state.tables, state.digests, strict=True)):
+        if len(names) != n:
+            return f"expected {n} names in layer group {number}, got {len(names)}"
+        at = np.flatnonzero(table[:n] >= 0)
+        at = at[store.blocks.is_cached(table[at])]
+        if len(at):
+            found = store.blocks.find(names[at], tokens.reshape(-1, size)[at])
+            wrong = np.flatnonzero(found != table[at])
+            if len(wrong):
+                block = table[at[wrong[0]]]
+                return f"expected block {block} in the prefix cache under the name that it has here, got another name"
+    return ""
+
+
+def check_scales(store: BlockStore, states: Iterable[SequenceState]) -> str:
+    """Check that the scales of committed tokens, and those of heads, are finite.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where sequences lie.
+    states : iterable of SequenceState
+        All sequences.
+
+    Returns
+    -------
+    str
+        The first layer with a bad one, or nothing.
+    """
+    states = list(states)
+    tokens = [_places(store, states, group) for group in range(len(store.groups))]
+    for layer in range(store.num_layers):
+        pool, group = store.place(layer)
+        for name, side in (("k", pool.k_buffer), ("v", pool.v_buffer)):
+            if side.kind.scales_per != "none" and not _finite(side, *tokens[group]):
+                return f"layer {layer}: expected finite scales of committed tokens, got others in `{name}`"
+    return ""
+
+
+def _places(store: BlockStore, states: Iterable[SequenceState], group: int) -> tuple[Ints, Ints]:
+    """Block and offset of every committed token that a group has the rows of."""
+    none = np.empty(0, np.int64)
+    blocks, offsets = [none], [none]
+    for state in states:
+        tokens = np.arange(store.first_stored(state, group), state.length)
+        blocks.append(state.tables[group][tokens // store.block_size].astype(np.int64))
+        offsets.append(tokens % store.block_size)
+    return np.concatenate(blocks), np.concatenate(offsets)
+
+
+def _finite(side: Buffer, blocks: Ints, offsets: Ints) -> bool:
+    scales = side.target.to_host(side.typed_scales())
+    if side.kind.scales_per != "head":
+        scales = scales[blocks, :, offsets]
+    return bool(np.isfinite(scales.astype(np.float32)).all())

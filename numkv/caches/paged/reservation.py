@@ -1,0 +1,151 @@
+"""How a step of a `PagedKVCache` begins and ends: what it takes, and what becomes of its sequences.
+
+Both make everything that is new first, which may fail, and leave it to the cache to put it in place, which cannot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
+from numkv.caches.paged.step import Step
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
+
+__all__ = ["Ending", "Reservation", "end_step", "reserve_room"]
+
+
+class Reservation(NamedTuple):
+    """A step whose blocks are taken; made by `reserve_room`."""
+
+    step: Step
+    states: dict[int, SequenceState]
+    """The sequences with room for it."""
+    taken: NDArray[np.int32]
+    """Blocks that were allocated."""
+    released: NDArray[np.int32]
+    """Blocks that the sequences have copies of now."""
+
+
+def reserve_room(
+    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints
+) -> Reservation:
+    """Allocate blocks for new tokens of some sequences, and copies of the last blocks that they share with others.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where they lie.
+    states : dict of int to SequenceState
+        The sequences, without open steps.
+    new_lens : int64 array (num_seqs,)
+        How many tokens each of them gets.
+    """
+    lens = new_lens.tolist()
+    wanted, copied = _plan_tables(store, states, lens)
+    taken = store.blocks.allocate(sum(wanted))
+    try:
+        copy_from: list[int] = []
+        copy_to: list[int] = []
+        new_states = {}
+        part = end = 0
+        for (seq, state), n in zip(states.items(), lens, strict=True):
+            tables, dropped = [], state.dropped
+            for table in state.tables:
+                begin, end = end, end + wanted[part]
+                if copied[part]:
+                    copy_from.append(int(table[-1]))
+                    copy_to.append(int(taken[begin]))
+                    table, dropped = table[:-1], state.rows_dropped()
+                tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
+                part += 1
+            new_states[seq] = state._replace(tables=tables, reserved=n, dropped=dropped)
+        step = Step(store, new_states, new_lens)
+        if copy_from:
+            store.copy_blocks(copy_from, copy_to)
+        return Reservation(step, new_states, taken, np.array(copy_from, np.int32))
+    except BaseException:  # memory, say
+        store.blocks.release(taken)
+        raise
+
+
+def _plan_tables(
+    store: BlockStore, states: dict[int, SequenceState], lens: list[int]
+) -> tuple[list[int], list[bool]]:
+    """How many blocks each table needs for its sequence's new tokens, and whether its last one has to be copied."""
+    tables = [table for state in states.values() for table in state.tables]
+    copied = [
+        n > 0 and state.length % store.block_size > 0
+        for state, n in zip(states.values(), lens, strict=True)
+        for _ in state.tables
+    ]
+    if any(copied):
+        # Others may use the block, or find it by what it stored before a truncation.
+        last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
+        busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last)
+        copied = (busy & copied).tolist()
+    needs = [
+        store.blocks_for(state.length + n)
+        for state, n in zip(states.values(), lens, strict=True)
+        for _ in state.tables
+    ]
+    wanted = [
+        max(0, need - len(table)) + copy
+        for need, table, copy in zip(needs, tables, copied, strict=True)
+    ]
+    return wanted, copied
+
+
+class Ending(NamedTuple):
+    """What becomes of a step's sequences; made by `end_step`."""
+
+    states: dict[int, SequenceState]
+    names: list[NewNames]
+    """Blocks that are full now, and can be found once they are registered."""
+    released: NDArray[np.int32]
+    """Blocks of tokens that were not accepted, and blocks behind windows."""
+
+
+def end_step(
+    store: BlockStore,
+    states: dict[int, SequenceState],
+    step: Step,
+    keep: Ints,
+    ids: NDArray[np.int32] | None,
+) -> Ending:
+    """Give sequences the tokens of a step that are kept.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where they lie.
+    states : dict of int to SequenceState
+        The step's sequences.
+    step : Step
+        The step.
+    keep : int64 array (num_seqs,)
+        How many of its tokens each of them keeps.
+    ids : int32 array (num_tokens,) or None
+        Ids of the step's tokens, if they are known.
+    """
+    starts = [0, *np.cumsum(step.new_lens).tolist()]
+    new_states: dict[int, SequenceState] = {}
+    names: list[NewNames] = []
+    released: list[NDArray[np.int32]] = []
+    for (seq, state), first, n in zip(states.items(), starts, keep.tolist(), strict=False):
+        length, tokens = state.length + n, state.tokens
+        if ids is not None and n and len(tokens) == state.length:
+            tokens = np.concatenate([tokens, ids[first : first + n]])
+        tables, rejected = store.cut_tables(state.tables, length)
+        ahead, behind = split_at_window(store, tables, length)
+        after = state._replace(
+            length=length, tables=ahead, tokens=tokens, reserved=None,
+            dropped=state.rows_dropped() if behind else state.dropped,
+        )  # fmt: skip
+        after, parts = name_blocks(store, after, tables)
+        new_states[seq] = after
+        names += parts
+        released += rejected + behind
+    return Ending(new_states, names, held(released))
