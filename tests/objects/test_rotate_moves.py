@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 import numkv
 from numkv import targets
-from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.files import load_sequences, save_sequences
 
 # ---------------------------------------------------------------- keys that move
 
