@@ -1,6 +1,6 @@
 """Saving and loading beside the disk alone: ``python -m perf files``.
 
-A `numkv.KVCache` is saved and loaded, checksums included, in turns with the same bytes written and read plainly: written
+A `numkv.KVCache` is saved and loaded, with checksums, in turns with the same bytes written and read plainly: written
 in large pieces and brought to the disk by ``fsync``, read in large pieces into one buffer, after the system was told to
 forget them (``posix_fadvise``). Each is done in several rounds, and the best of each counts, as the disk and the cores
 may have others to serve. A ratio of 1 is the speed of the disk; above that, the disk was busier in its own turns.

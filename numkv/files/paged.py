@@ -32,6 +32,8 @@ __all__ = ["CLASSES", "describe", "plan"]
 CLASSES = {"PagedKVCache": PagedKVCache}
 
 _SIDES = ("k", "v")
+_NONE = np.empty(0, np.int32)
+_KEPT = ("length", "tables", "extra", "tokens", "digests", "registered", "starts", "cached")
 
 
 # -- saving
@@ -273,14 +275,18 @@ def _read_head_scales(file: Container, layer: int, pool: Pool) -> None:
 
 def _add(cache: Any, states: dict[int, SequenceState], ids: NDArray[np.int32]) -> None:
     """Give a new cache its sequences; each block has been allocated once, and is shared from the second use on."""
-    entries = [np.empty(0, np.int32)]
-    for state in states.values():
-        entries += [table[table >= 0] for table in state.tables]
-        state.tables = [np.where(table >= 0, ids[np.maximum(table, 0)], -1).astype(np.int32) if len(ids) else table
-                        for table in state.tables]  # fmt: skip
-    counts = np.bincount(np.concatenate(entries), minlength=len(ids))
+    entries = [table[table >= 0] for state in states.values() for table in state.tables]
+    counts = np.bincount(np.concatenate([_NONE, *entries]), minlength=len(ids))
     expect(bool((counts > 0).all()), "a block belongs to no sequence")
     cache.blocks.acquire(np.repeat(ids, counts - 1))
+    places = np.append(ids, np.int32(-1))  # -1 stays what it is
     for number, state in states.items():
-        register_blocks(cache._store, state)
-        cache._sequences[number] = state
+        fields = {name: getattr(state, name) for name in _KEPT}
+        fields["tables"] = [places[table] for table in state.tables]
+        cache._sequences[number] = _registered(cache._store, SequenceState(**fields))
+
+
+def _registered(store: BlockStore, state: SequenceState) -> SequenceState:
+    """A sequence whose full blocks can be found by their tokens."""
+    register_blocks(store, state)
+    return state

@@ -49,9 +49,10 @@ _SIDES = ("k", "v")
 
 def describe(cache: Any, prefix: str) -> Saved:
     """What a cache is in a file."""
-    pool, full = cache._pool, cache._full_precision
+    # Lengths first: whoever appends meanwhile moves rows to where there are as many, and more.
     layers = len(cache._lengths)
     rows = [cache._stored(layer) for layer in range(layers)]
+    pool, full = cache._pool, cache._full_precision
     quantised = [
         (0, n) if full is None else full.quantised(layer, n) for layer, n in enumerate(rows)
     ]
