@@ -86,7 +86,7 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
     >>> len(again), bool((again.k(0) == cache.k(0)).all())
     (5, True)
     """
-    checked = _check_mark(mark)
+    path, checked = _check_path(path), _check_mark(mark)
     if isinstance(cache, SwappedSequence):
         saved, name = sequences.describe(cache), _ONE
     elif isinstance(cache, Sequence):
@@ -157,7 +157,7 @@ def load(
     TypeError
         If an argument is none of these.
     """
-    checked = _check_mark(mark)
+    path, checked = _check_path(path), _check_mark(mark)
     most = _check_bytes(max_nbytes)
     if pool is not None and not isinstance(pool, PagedPool):
         raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
@@ -189,7 +189,7 @@ def load(
         file.all_taken()
         if plan.nbytes > most:
             raise NotSupported(
-                f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {os.fspath(path)}; "
+                f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {path}; "
                 "pass max_nbytes if it is meant"
             )
         cache = plan.build(file)
@@ -245,34 +245,43 @@ def load_sequences(
     OSError
         If the file cannot be read, as the system gave it.
     """
-    checked = _check_mark(mark)
+    path, checked = _check_path(path), _check_mark(mark)
     with _reading(path) as file:
         _compare_marks(path, file, checked)
         name = _MANY if file.version < 3 else file.fields.text("class")
         if name not in (_ONE, _MANY):
             raise NotSupported(
-                f"`path`: expected sequences, got a {name} in {os.fspath(path)}; use numkv.load"
+                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
             )
         return sequences.read(file.fields, file)
 
 
 @contextlib.contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[Container]:
+def _reading(path: str) -> Iterator[Container]:
     """Open a file; what is wrong with it becomes an error that names it."""
-    name = os.fspath(path)
     try:
         with opened(path) as file:
             yield file
     except Foreign as error:
-        raise NotSupported(f"`path`: {error}, in {name}") from error
+        raise NotSupported(f"`path`: {error}, in {path}") from error
     except Damaged as error:
         raise NotSupported(
-            f"`path`: expected a file as numkv.save wrote it, got a damaged one in {name}: {error}; save it anew"
+            f"`path`: expected a file as numkv.save wrote it, got a damaged one in {path}: {error}; save it anew"
         ) from error
     except RecursionError as error:
-        raise NotSupported(f"`path`: expected a flat header, got a deeper one in {name}") from error
+        raise NotSupported(f"`path`: expected a flat header, got a deeper one in {path}") from error
     except MemoryError as error:
-        raise NumkvError(f"`path`: there is not enough memory for what is in {name}") from error
+        raise NumkvError(f"`path`: there is not enough memory for what is in {path}") from error
+
+
+def _check_path(path: Any) -> str:
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"`path`: expected a path, got {type(path).__name__}") from None
+    if "\0" in name:
+        raise ValueError(f"`path`: expected a path, got one with a null character, {name!r}")
+    return name
 
 
 def _check_mark(mark: Any) -> Any:
@@ -292,7 +301,7 @@ def _check_mark(mark: Any) -> Any:
     return dict(mark)
 
 
-def _compare_marks(path: str | os.PathLike[str], file: Container, mark: Any) -> None:
+def _compare_marks(path: str, file: Container, mark: Any) -> None:
     if mark is None:
         return
     found = file.fields.get("mark") if file.version >= 3 else None
@@ -304,7 +313,7 @@ def _compare_marks(path: str | os.PathLike[str], file: Container, mark: Any) -> 
         names = sorted(x for x in both if found.get(x, both) != mark.get(x, both))
         what = f" ({', '.join(names)} differ)"
     raise NotSupported(
-        f"`mark`: expected a file marked {mark!r}, got one marked {found!r} in {os.fspath(path)}{what}; "
+        f"`mark`: expected a file marked {mark!r}, got one marked {found!r} in {path}{what}; "
         "it is of another model"
     )
 

@@ -39,7 +39,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     OSError
         As the system gave it.
     """
-    place = os.path.realpath(os.fspath(path))
+    place = os.path.realpath(os.fsdecode(path))
     _check_kind(place)
     folder, name = os.path.split(place)
     # Names may have 255 bytes; the end says enough of a long one.
