@@ -101,7 +101,11 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
         saved = family.describe(cache, "")
     header = {"class": name, "numkv": __version__, "mark": checked}
     with contextlib.ExitStack() as stack:
+        # Caches of a wrapper may be held together, by one `Access`.
+        each: dict[int, tuple[Any, bool]] = {}
         for obj, alone in saved.held:
+            each.setdefault(id(getattr(obj, "_access", obj)), (obj, alone))
+        for obj, alone in each.values():
             stack.enter_context(held(obj, alone))
         write(path, header | saved.fields, saved.tensors)
 

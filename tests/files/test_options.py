@@ -279,6 +279,16 @@ def test_saving_is_a_writer_where_new_tokens_would_change_rows(tmp_path, monkeyp
     assert not (tmp_path / "other").exists()
 
 
+def test_caches_of_a_wrapper_that_are_held_together(tmp_path):
+    cache = CACHES["WrapperCache"]("cpu")
+    access = cache._access = Access()
+    for child in cache.caches:
+        child._access = access
+    numkv.save(tmp_path / "file", cache)
+    assert not access.writer
+    assert len(numkv.load(tmp_path / "file").caches) == 2
+
+
 def test_attention_goes_on_while_a_cache_is_saved(tmp_path):
     cache = kv_cache("cpu", kind="fp32")
     q = random(1, 4, 32)
