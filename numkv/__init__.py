@@ -42,6 +42,7 @@ from numkv.errors import (
     NumkvError,
     UnsupportedDType,
 )
+from numkv.files import load, save
 from numkv.kinds import Kind, kind
 from numkv.writing.append_plan import (
     AppendArgs,
@@ -92,6 +93,7 @@ __all__ = [
     "attention_weights",
     "decode_attention",
     "kind",
+    "load",
     "merge_states",
     "paged_append",
     "paged_decode_attention",
@@ -99,6 +101,7 @@ __all__ = [
     "paged_write",
     "prefill_attention",
     "rope_shift",
+    "save",
     "warmup",
 ]
 

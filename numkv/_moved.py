@@ -1,4 +1,4 @@
-"""Modules that 0.1 documented under other names; they can be imported for one more release, with a warning."""
+"""Modules and names that were elsewhere before: they can be imported from there for one more release, and warn."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-__all__ = ["MOVED", "install", "moved"]
+__all__ = ["MOVED", "MOVED_NAMES", "install", "moved", "moved_name"]
 
 #: What 0.1 called a module, and where its public names are now.
 MOVED = {
     "block_pool": "numkv.blocks",
     "codebook": "numkv.compression.codebook",
     "eviction": "numkv.compaction",
-    "files": "numkv.caches",
     "paging": "numkv.blocks",
     "pool": "numkv.storage",
     "prefix": "numkv.blocks",
     "residual": "numkv.caches.full_precision",
     "rotation": "numkv.storage",
     "structs": "numkv.storage.jit_views",
+}
+
+#: Names that a package had, and where they are now.
+MOVED_NAMES = {
+    "caches": {"load_sequences": "numkv.files", "save_sequences": "numkv.files"},
 }
 
 
@@ -75,3 +79,17 @@ def moved(name: str) -> ModuleType:
     module = ModuleType(f"numkv.{name}")
     _fill(module, name)
     return module
+
+
+def moved_name(package: str, name: str) -> object:
+    """What was ``numkv.<package>.<name>``, for attributes of packages; raises ``AttributeError`` for others."""
+    place = MOVED_NAMES[package].get(name)
+    if place is None:
+        raise AttributeError(f"module 'numkv.{package}' has no attribute {name!r}")
+    warnings.warn(
+        f"numkv.{package}.{name} is now {place}.{name}; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    found: object = getattr(importlib.import_module(place), name)
+    return found

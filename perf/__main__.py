@@ -1,7 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``install``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
+``files``, ``install``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
 """
 
 import argparse
@@ -37,6 +37,7 @@ CHECKED = "C/bf16,C/int8,P/fp32"
 #: Modules of other commands.
 COMMANDS = {
     "against": "against",
+    "files": "files",
     "install": "envs",
     "neighbour": "neighbour",
     "threads": "python_threads",

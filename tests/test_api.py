@@ -51,13 +51,14 @@ PACKAGES = {
     "caches": [
         "Batch", "CacheConfig", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache",
         "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats", "SlidingWindowCache",
-        "Step", "SwappedSequence", "WrapperCache", "load_sequences", "save_sequences",
+        "Step", "SwappedSequence", "WrapperCache",
     ],
     "cli": ["main"],
     "compaction": [
         "AttentionTally", "first_and_recent", "heavy_hitters", "max_pool", "seen_by_recent",
     ],
     "demo": ["BUNDLED_MODEL"],
+    "files": ["load", "load_sequences", "save", "save_sequences"],
     "storage": ["Pool", "Rotation"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip

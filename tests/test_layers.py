@@ -26,7 +26,7 @@ LADDER = [
     ["compaction"],
     ["attention", "writing"],
     ["caches"],
-    ["compile_ahead"],
+    ["files", "compile_ahead"],
     [""],  # the package itself
     ["demo"],
     ["cli"],

@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 from pathlib import Path
 
 import naive_codes
@@ -10,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 import numkv
-from numkv import caches
+from numkv import files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "layouts.md").read_text()
@@ -81,7 +82,7 @@ def test_sections_are_complete(title):
 
 
 def test_names_are_public():
-    functions = set(re.findall(r"\bnumkv\.(\w+)", PAGE)) - {"caches"}  # a public module
+    functions = set(re.findall(r"\bnumkv\.(\w+)", PAGE)) - {"files"}  # a public module
     classes = set(re.findall(r"`([A-Z][a-z]*[A-Z]\w+)", PAGE))
     assert {"kind", "paged_append"} <= functions
     assert {"KVCache", "AppendPlan"} <= classes | functions
@@ -550,7 +551,7 @@ def test_saved_file(tmp_path):
     )  # fmt: skip
     seq = cache.add(extra={"adapter": 7, "salt": b"ab"})
     fill(cache, seq, rows(range(11), 32), range(11))
-    caches.save_sequences(tmp_path / "one", [cache.swap_out(seq)])
+    files.save_sequences(tmp_path / "one", [cache.swap_out(seq)], mark="m")
     with safe_open(tmp_path / "one", "numpy") as file:
         header = json.loads(file.metadata()["numkv"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -561,11 +562,23 @@ def test_saved_file(tmp_path):
     for i in (0, 1):
         said = after(title, f"0.logical.{i}").split(":")[1]
         assert tensors[f"0.logical.{i}"].tolist() == numbers(said)
+    crc32 = {name: f"{zlib.crc32(x.tobytes()):08x}" for name, x in tensors.items()}
     assert header == {
         "version": int(re.search(r"`version` \((\d)\)", SECTIONS[title])[1]),
+        "class": "sequences",
+        "numkv": numkv.__version__,
+        "mark": "m",
+        "layout": "paged",
         "geometry": [[1, 4, 32, 32], "bf16", "int4", [-1, 4], 0],
         "sequences": [
-            {"length": 11, "extra": {"adapter": 7, "salt": {"bytes": "6162"}}, "starts": [0, 0]}
+            {
+                "length": 11,
+                "tokens": 11,
+                "extra": {"adapter": 7, "salt": {"bytes": "6162"}},
+                "starts": [0, 0],
+                "blocks": [3, 2],
+            }
         ],
+        "crc32": crc32,
     }
-    assert cache.swap_in(caches.load_sequences(tmp_path / "one")[0]) == seq + 1
+    assert cache.swap_in(files.load_sequences(tmp_path / "one")[0]) == seq + 1

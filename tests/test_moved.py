@@ -19,7 +19,7 @@ def old(request, monkeypatch):
 
 
 def test_what_0_1_documented_is_in_the_list():
-    documented = {"eviction", "files", "paging", "prefix", "residual", "rotation", "structs"}
+    documented = {"eviction", "paging", "prefix", "residual", "rotation", "structs"}
     assert documented <= MOVED.keys()
 
 
@@ -43,6 +43,18 @@ def test_other_names_are_refused():
         numkv.nothing  # noqa: B018
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("numkv.nothing")
+
+
+@pytest.mark.parametrize("name", ["load_sequences", "save_sequences"])
+def test_a_name_of_a_package_is_found_where_it_was(name):
+    with pytest.warns(
+        DeprecationWarning, match=f"numkv.caches.{name} is now numkv.files.{name}"
+    ) as caught:
+        found = getattr(numkv.caches, name)
+    assert caught[0].filename == __file__
+    assert found is getattr(numkv.files, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        numkv.caches.nothing  # noqa: B018
 
 
 def test_what_users_called_is_where_they_called_it(recwarn):

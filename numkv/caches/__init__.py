@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numkv import _moved
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.multi.config import Batch, CacheConfig
@@ -9,7 +10,6 @@ from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
-from numkv.caches.paged.files import load_sequences, save_sequences
 from numkv.caches.paged_layer import PagedLayer, PagedPool
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "Step",
     "SwappedSequence",
     "WrapperCache",
-    "load_sequences",
-    "save_sequences",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return _moved.moved_name("caches", name)

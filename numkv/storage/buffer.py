@@ -16,7 +16,14 @@ from numkv.kinds import kind as named
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
 
-__all__ = ["Buffer", "head_scales", "refuse_non_finite", "source_dtypes", "source_kind"]
+__all__ = [
+    "Buffer",
+    "are_scales",
+    "head_scales",
+    "refuse_non_finite",
+    "source_dtypes",
+    "source_kind",
+]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -275,6 +282,13 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
             f"`{name}`: expected finite scales above 0, got {scales}; pass 1.0 for values as they are"
         )
     return found
+
+
+def are_scales(kind: Kind, words: np.ndarray[Any, Any]) -> bool:
+    """Whether words in host memory can be scales of a kind: finite, and from 0 up; of heads above 0."""
+    scales = words.view(kind.scale_dtype).astype(_FLOAT32)
+    signs = scales > 0 if kind.scales_per == "head" else scales >= 0
+    return bool((signs & np.isfinite(scales)).all())
 
 
 def refuse_non_finite(

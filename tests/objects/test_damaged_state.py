@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import numkv
-from numkv.caches.paged.files import load_sequences, save_sequences
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.files import load_sequences, save_sequences
 
 HEADS, DIM, BLOCK = 2, 8, 4
 

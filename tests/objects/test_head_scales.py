@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import numkv
-from numkv.caches import load_sequences, save_sequences
+from numkv.files import load_sequences, save_sequences
 
 HEADS, DIM, SIZE = 2, 8, 2
 WINDOWS = [-1, 3, -1, 3]  # two groups: a block serves two layers

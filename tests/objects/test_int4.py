@@ -11,7 +11,7 @@ from numba import njit
 from quantised_stores import Stores, token_major
 
 import numkv
-from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.files import load_sequences, save_sequences
 
 F32, BF16 = np.float32, naive.DTYPES["bf16"]
 

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 import numkv
 from numkv import targets
-from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.files import load_sequences, save_sequences
 
 # ---------------------------------------------------------------- keys that move
 
@@ -229,9 +229,9 @@ def test_files_of_the_first_version(tmp_path, rng):
     save_sequences(path, [made.swap_out(seq)])
     with safe_open(path, framework="numpy") as file:
         header = file.metadata()["numkv"]
-    assert '"version": 2' in header
+    assert '"version": 3' in header
     assert ", null]" in header
-    old = header.replace('"version": 2', '"version": 1').replace(", null]", "]")
+    old = header.replace('"version": 3', '"version": 1').replace(", null]", "]")
     save_file(load_file(path), tmp_path / "old", metadata={"numkv": old})
     other = numkv.PagedKVCache(2, HEADS, DIM, num_blocks=4, block_size=3, kind="int8")
     q = rng.standard_normal((1, 4, DIM)).astype(F32)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.prefix import block_digests, token_ids
+from numkv.caches.paged.groups import LayerGroup, group_layers
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.storage.buffer import Buffer
+from numkv.kinds import Kind, kind
+from numkv.storage.buffer import Buffer, are_scales
 
-__all__ = ["SwappedSequence", "check_swapped", "copy_in", "copy_out"]
+__all__ = [
+    "Geometry", "SwappedSequence", "check_sequence", "check_swapped", "check_table", "copy_in", "copy_out",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,43 +138,131 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
     return SequenceState(swapped.length, tables, swapped.extra, tokens, none, 0, starts)
 
 
+class Geometry(NamedTuple):
+    """What a swapped sequence says of the cache that it is from, checked: see `BlockStore.geometry`."""
+
+    num_kv_heads: int
+    block_size: int
+    dims: tuple[int, int]
+    kinds: tuple[Kind, Kind]
+    groups: list[LayerGroup]
+
+    @classmethod
+    def read(cls, given: Any) -> Geometry:
+        """Check a geometry, of whatever type it is."""
+        plain = isinstance(given, tuple) and len(given) == 5
+        _expect(plain, "a geometry of sizes, two kinds, windows and a seed", given)
+        sizes, k_kind, v_kind, windows, seed = given
+        _expect(_are_integers(sizes, 1) and len(sizes) == 4, "four sizes from 1 up", sizes)
+        _expect(_are_integers(windows, -1) and bool(windows), "a window for each layer", windows)
+        _expect(seed is None or _are_integers((seed,), 0), "a seed or None", seed)
+        heads, block_size, dim, dim_v = sizes
+        _expect(
+            isinstance(k_kind, str) and isinstance(v_kind, str), "names of kinds", (k_kind, v_kind)
+        )
+        kinds = kind(k_kind), kind(v_kind)
+        for of, elements in zip(kinds, (dim, dim_v), strict=True):
+            of.words_per_row(elements)
+        return cls(heads, block_size, (dim, dim_v), kinds, group_layers(windows))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers whose rows a block holds: as many buffers there are."""
+        return len(self.groups[0].layers)
+
+    def buffer_shapes(self, count: int) -> list[tuple[np.dtype[Any], tuple[int, ...] | None]]:
+        """Dtypes and shapes of K, V and their scales in `count` blocks; None for scales that blocks do not have."""
+        rows = (count, self.num_kv_heads, self.block_size)
+        found: list[tuple[np.dtype[Any], tuple[int, ...] | None]] = [
+            (of.word, (*rows, of.words_per_row(dim)))
+            for of, dim in zip(self.kinds, self.dims, strict=True)
+        ]
+        for of, dim in zip(self.kinds, self.dims, strict=True):
+            found.append((of.scale_word, of.scale_shape(rows, dim) if of.has_scales else None))
+        return found
+
+    def head_scale_shapes(self) -> list[int] | None:
+        """How many scales of heads K and V have in each layer; None if neither kind has any."""
+        by_head = [of.scales_per == "head" for of in self.kinds]
+        return [self.num_kv_heads * has for has in by_head] if any(by_head) else None
+
+
+def _are_integers(x: Any, least: int) -> bool:
+    return isinstance(x, tuple) and all(
+        isinstance(n, int | np.integer) and not isinstance(n, bool) and least <= n < 2**31
+        for n in x
+    )
+
+
 def check_swapped(store: BlockStore, swapped: SwappedSequence) -> None:
     """Check that a swapped sequence fits the cache, and that its parts fit each other."""
+    if not isinstance(swapped, SwappedSequence):
+        raise TypeError(f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}")
+    Geometry.read(swapped.geometry)
     _check_geometry(store.geometry, swapped.geometry)
+    check_sequence(swapped)
     _check_head_scales(_head_scales(store), swapped.head_scales)
-    length, num_groups = swapped.length, len(store.groups)
-    _expect(
-        isinstance(length, int | np.integer) and bool(0 <= length < 2**31),
-        "a length below 2**31", length,
-    )  # fmt: skip
+
+
+def check_sequence(swapped: SwappedSequence) -> None:
+    """Check that the parts of a swapped sequence fit each other.
+
+    Raises
+    ------
+    NumkvError, ValueError, TypeError
+        What does not fit.
+    """
+    geometry = Geometry.read(swapped.geometry)
+    length, num_groups = swapped.length, len(geometry.groups)
+    _expect(_are_integers((length,), 0), "a length below 2**31", length)
     ids = token_ids(swapped.tokens)
     _expect(ids.ndim == 1 and len(ids) <= length, f"ids of at most {length} tokens", ids.shape)
     extra = swapped.extra
     _expect(extra is None or isinstance(extra, Mapping), "extra keys by tag", type(extra).__name__)
-    block_digests(ids[:0], store.block_size, extra)  # raises what is wrong with the keys
-    _expect(len(swapped.logical) == num_groups, f"{num_groups} block tables", len(swapped.logical))
+    block_digests(ids[:0], geometry.block_size, extra)  # raises what is wrong with the keys
+    _expect_count(swapped.logical, num_groups, "block tables")
     starts = swapped.starts or (0,) * num_groups
-    _expect(len(starts) == num_groups, f"{num_groups} starts or none", swapped.starts)
-    for group, (logical, start) in enumerate(zip(swapped.logical, starts, strict=True)):
-        _check_table(store, group, length, logical, start)
+    _expect_count(starts, num_groups, "starts")
+    for group, logical, start in zip(geometry.groups, swapped.logical, starts, strict=True):
+        check_table(geometry, group, length, logical, start)
     count = sum(len(logical) for logical in swapped.logical)
-    _expect(
-        len(swapped.buffers) == len(store.pools),
-        f"buffers of {len(store.pools)} layers", len(swapped.buffers),
-    )  # fmt: skip
-    for pool, buffers in zip(store.pools, swapped.buffers, strict=True):
-        wanted = [
-            (str(x.dtype), (count, *map(int, x.shape[1:])) if x.size and by_block else None)
-            for x, by_block in (
-                (pool.k, True), (pool.v, True),
-                (pool.k_scale, not _by_head(pool.k_buffer)), (pool.v_scale, not _by_head(pool.v_buffer)),
-            )
-        ]  # fmt: skip
-        got = [
-            (str(x.dtype), tuple(x.shape) if want[1] else None)
-            for x, want in zip(buffers, wanted, strict=False)
-        ]
-        _expect(len(buffers) == len(wanted) and got == wanted, f"buffers {wanted}", got)
+    _expect_count(swapped.buffers, geometry.layers_per_block, "layers of buffers")
+    for buffers in swapped.buffers:
+        _check_buffers(geometry, count, buffers)
+    shapes = geometry.head_scale_shapes()
+    layers = geometry.num_layers if shapes else 0
+    given = swapped.head_scales
+    _expect_count(given, layers, "layers of scales of heads")
+    for layer in given:
+        _expect_count(layer, 2, "scales of heads, K's and V's")
+        _expect(
+            [np.shape(x) for x in layer] == [(n,) for n in shapes or ()], f"{shapes} scales", layer
+        )
+        for of, x in zip(geometry.kinds, layer, strict=True):
+            plain = isinstance(x, np.ndarray) and (not x.size or x.dtype == of.scale_word)
+            _expect(plain and (not x.size or are_scales(of, x)), "finite scales above 0", x)
+
+
+def _check_buffers(geometry: Geometry, count: int, buffers: Any) -> None:
+    """Check the K, V and scales of one layer."""
+    wanted = geometry.buffer_shapes(count)
+    _expect_count(buffers, len(wanted), "arrays, K, V and their scales")
+    arrays = all(isinstance(x, np.ndarray) for x in buffers)
+    _expect(arrays, "arrays", [type(x).__name__ for x in buffers])
+    for x, (dtype, shape) in zip(buffers, wanted, strict=True):
+        fits = x.dtype == dtype and (shape is None or x.shape == shape)
+        _expect(fits, f"{dtype} {shape or 'scales'}", f"{x.dtype} {x.shape}")
+        _expect(
+            x.flags.c_contiguous and x.flags.aligned, "contiguous arrays", f"strides {x.strides}"
+        )
+    for of, scales in zip(geometry.kinds, buffers[2:], strict=True):
+        if of.has_scales and not are_scales(of, scales):
+            _expect(False, "finite scales from 0 up", "NaN, infinity or negative ones")
 
 
 def _check_geometry(own: tuple[Any, ...], given: Any) -> None:
@@ -208,26 +301,34 @@ def _describe_rotation(seed: int | None) -> str:
     return "unrotated" if seed is None else f"rotated (seed {seed})"
 
 
-def _check_table(store: BlockStore, group: int, length: int, logical: Any, start: Any) -> None:
+def check_table(
+    geometry: Geometry, group: LayerGroup, length: int, logical: Any, start: Any
+) -> None:
     """Check which blocks of a group's table there are, and its first token."""
     entries = np.asarray(logical)
     plain = entries.ndim == 1 and (entries.dtype.kind in "iu" or not entries.size)
     _expect(plain, "numbers of blocks", entries)
     entries = entries.astype(np.int64)
-    blocks, first = store.blocks_for(length), store.first_needed(group, length)
+    last_start = group.first_visible(length)
+    blocks, first = -(-length // geometry.block_size), last_start // geometry.block_size
     needed = entries[entries >= first]
     _expect(
         bool((np.diff(entries) > 0).all()) and len(needed) == blocks - first
         and (not len(entries) or bool(entries[0] >= 0 and entries[-1] < blocks)),
         f"rising numbers below {blocks}, all from {first} on among them", entries,
     )  # fmt: skip
-    last_start = store.groups[group].first_visible(length)
     _expect(
-        isinstance(start, int | np.integer) and bool(0 <= start <= last_start),
+        _are_integers((start,), 0) and bool(start <= last_start),
         f"a first token in [0, {last_start}]", start,
     )  # fmt: skip
 
 
+def _expect_count(x: Any, count: int, what: str) -> None:
+    _expect(isinstance(x, list | tuple) and len(x) == count, f"{count} {what}", x)
+
+
 def _expect(holds: bool, what: str, got: Any) -> None:
     if not holds:
-        raise NumkvError(f"`swapped`: expected {what}, got {got}; it is damaged, make it anew")
+        raise NumkvError(
+            f"`swapped`: expected {what}, got {reprlib.repr(got)}; it is damaged, make it anew"
+        )

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import numkv
-from numkv.caches.paged.files import load_sequences, save_sequences
+from numkv.files import load_sequences, save_sequences
 
 
 def filled(kind, windows=None, lens=(37, 5)):
@@ -89,7 +89,7 @@ def test_an_interrupted_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("numkv.caches.paged.files.save_file", fail)
+    monkeypatch.setattr("numkv.files.container._write_all", fail)
     with pytest.raises(OSError, match="disk full"):
         save_sequences(path, [cache.swap_out(seqs[1])])
     assert path.read_bytes() == before

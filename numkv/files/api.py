@@ -1,0 +1,342 @@
+"""`save` and `load`: every cache, and sequences, in files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numkv import targets
+from numkv._version import __version__
+from numkv.caches.paged.swap import SwappedSequence
+from numkv.caches.paged_layer import PagedPool
+from numkv.errors import NotSupported, NumkvError
+from numkv.files import compressed, multi, paged, sequences, single
+from numkv.files.container import Container, opened, write
+from numkv.files.fields import Damaged, Foreign, expect
+from numkv.files.held import held
+from numkv.files.plan import Options, Plan, Saved
+
+__all__ = ["load", "load_sequences", "save", "save_sequences"]
+
+#: What a caller says of a file: a text, or facts by name.
+Mark = str | Mapping[str, str | int | float | bool | None]
+
+_ONE, _MANY = "SwappedSequence", "sequences"
+
+
+class _Family:
+    """Classes that one module brings to files and back."""
+
+    def __init__(self, module: Any) -> None:
+        self.classes: dict[str, type] = module.CLASSES
+        self.describe: Callable[[Any, str], Saved] = module.describe
+        self.plan: Callable[[str, Any, str, Container, Options], Plan] = module.plan
+
+
+_FAMILIES = [_Family(module) for module in (single, paged, multi, compressed)]
+
+
+def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
+    """Save a cache, or sequences, to a file, which `load` brings back bit for bit.
+
+    The file is safetensors with a checksum of each tensor: see ``docs/files.md``. Tokens are saved,
+    not the room for more. A file that is there is replaced when the new one is complete and on the disk, so that a
+    crash or a full disk leaves the old one.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, SlidingWindowCache, ChunkedCache, \
+EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence or sequence of SwappedSequence
+        What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed
+        ones, and not pins. Of a multi-sequence cache its cells are saved, not the pass that has begun.
+    mark : str or mapping, optional
+        What `load` can compare: the model, its revision, its RoPE, or whatever else makes these rows useless to
+        others; a text, or texts, numbers and None by name.
+
+    Raises
+    ------
+    NumkvError
+        If the cache is being changed, was changed meanwhile, has an open step, is closed, or holds NaN in its scales.
+    OSError
+        If the file cannot be written, as the system gave it; the old file is untouched.
+    NotSupported
+        If `path` is something else than a file.
+    TypeError
+        If `cache` is something else, or `mark` no such mark.
+
+    Notes
+    -----
+    While a cache is saved, others may attend to it. They may also append to a `KVCache`, a layer or a compressor, and
+    the new tokens are not in the file; what would change saved rows (any change of the other caches, and of caches that
+    keep tokens in full precision) is an error for the one or the other.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv, tempfile
+    >>> cache = numkv.KVCache(num_layers=1, num_kv_heads=2, head_dim=8, kind="int8")
+    >>> cache.append(0, np.ones((5, 2, 8), np.float32), np.ones((5, 2, 8), np.float32))
+    >>> cache.advance(5)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     numkv.save(f"{folder}/prompt.numkv", cache, mark={"model": "mine", "rope_theta": 1e6})
+    ...     again = numkv.load(f"{folder}/prompt.numkv", mark={"model": "mine", "rope_theta": 1e6})
+    >>> len(again), bool((again.k(0) == cache.k(0)).all())
+    (5, True)
+    """
+    path, checked = _check_path(path), _check_mark(mark)
+    if isinstance(cache, SwappedSequence):
+        saved, name = sequences.describe(cache), _ONE
+    elif isinstance(cache, Sequence):
+        saved, name = sequences.describe(cache), _MANY
+    else:
+        name = type(cache).__name__
+        family = next((x for x in _FAMILIES if x.classes.get(name) is type(cache)), None)
+        if family is None:
+            raise TypeError(
+                f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}"
+            )
+        saved = family.describe(cache, "")
+    header = {"class": name, "numkv": __version__, "mark": checked}
+    with contextlib.ExitStack() as stack:
+        # Caches of a wrapper may be held together, by one `Access`.
+        each: dict[int, tuple[Any, bool]] = {}
+        for obj, alone in saved.held:
+            each.setdefault(id(getattr(obj, "_access", obj)), (obj, alone))
+        for obj, alone in each.values():
+            stack.enter_context(held(obj, alone))
+        write(path, header | saved.fields, saved.tensors)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    target: str | None = None,
+    mark: Mark | None = None,
+    shift: Any = None,
+    pool: PagedPool | None = None,
+    max_nbytes: int | None = None,
+) -> Any:
+    """Load what `save` saved.
+
+    The file is not trusted: sizes are compared with the file, and bounded, before anything is allocated, and all is
+    compared with its checksum. Checksums find damage; they do not say who wrote the file.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    target : {"cpu", "cuda"}, optional
+        Where the cache goes; ``"cpu"``, or where `pool` is. A file knows no target.
+    mark : str or mapping, optional
+        What the file must have been marked with; None takes any.
+    shift : callable, optional
+        How keys are shifted, for a cache of cells; see `CausalCache`. It is not in the file, but of a `rope_shift` the
+        file knows the angles. For a `WrapperCache` one for all children, or a sequence with one for each.
+    pool : PagedPool, optional
+        Where a `PagedLayer` takes its blocks from; without it the layer owns one.
+    max_nbytes : int, optional
+        Memory that the cache may take, room for more tokens included; what the machine has, if None.
+
+    Returns
+    -------
+    object
+        Of the class that was saved: a cache, a `SwappedSequence`, or a list of these.
+
+    Raises
+    ------
+    NotSupported
+        If it is no such file, damaged, of another version, marked otherwise, too large, or contradicts itself; the
+        message says what is wrong. Nothing has been taken from `pool` then. Also if an option does not suit the class.
+    CacheFull
+        If `pool` has too few blocks.
+    DimensionMismatch
+        If `pool` is of another geometry.
+    NumkvError
+        If there is not enough memory.
+    OSError
+        If the file cannot be read, as the system gave it.
+    TypeError
+        If an argument is none of these.
+    """
+    path, checked = _check_path(path), _check_mark(mark)
+    most = _check_bytes(max_nbytes)
+    if pool is not None and not isinstance(pool, PagedPool):
+        raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
+    if target is not None:
+        targets.get(target)
+    if pool is not None and target not in (None, pool.target):
+        raise NotSupported(
+            f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
+        )
+    options = Options(pool.target if pool is not None else target, shift, pool)
+    with _reading(path) as file:
+        name = _ONE if file.version < 3 else file.fields.text("class")
+        _compare_marks(path, file, checked)
+        if name in (_ONE, _MANY):
+            _refuse(name, target=target, shift=shift, pool=pool)
+            found = sequences.read(file.fields, file)
+            if file.version >= 3:
+                expect(name == _MANY or len(found) == 1, f"{len(found)} sequences, and not one")
+                return found if name == _MANY else found[0]
+            return found
+        family = next((x for x in _FAMILIES if name in x.classes), None)
+        if family is None:
+            raise Damaged(f"it holds a {name}, which is no cache")
+        if name != "PagedLayer":
+            _refuse(name, pool=pool)
+        if family.classes is not multi.CLASSES:
+            _refuse(name, shift=shift)
+        plan = family.plan(name, file.fields, "", file, options)
+        file.all_taken()
+        if plan.nbytes > most:
+            raise NotSupported(
+                f"`path`: expected a cache of at most {most} bytes, got one of {plan.nbytes} in {path}; "
+                "pass max_nbytes if it is meant"
+            )
+        cache = plan.build(file)
+        file.verify()
+        return cache
+
+
+def save_sequences(
+    path: str | os.PathLike[str], sequences: Sequence[SwappedSequence], *, mark: Mark | None = None
+) -> None:
+    """Save sequences of a `PagedKVCache`: `save` for a list of them.
+
+    Parameters
+    ----------
+    path : path-like
+        The file; one that is there is replaced when the new one is complete.
+    sequences : sequence of SwappedSequence
+        One or more, of one geometry; see `PagedKVCache.swap_out`.
+    mark : str or mapping, optional
+        See `save`.
+
+    Raises
+    ------
+    NumkvError
+        If there are none, they do not have one geometry, or one contradicts itself.
+    OSError
+        As the system gave it; the old file is untouched.
+    """
+    save(path, list(sequences), mark=mark)
+
+
+def load_sequences(
+    path: str | os.PathLike[str], *, mark: Mark | None = None
+) -> list[SwappedSequence]:
+    """Load sequences of a `PagedKVCache`, of this version's files and of earlier ones'.
+
+    Parameters
+    ----------
+    path : path-like
+        A file of `save_sequences`, or of `save` with one sequence or several.
+    mark : str or mapping, optional
+        See `load`.
+
+    Returns
+    -------
+    list of SwappedSequence
+        For `PagedKVCache.swap_in`.
+
+    Raises
+    ------
+    NotSupported
+        If it is no such file, damaged, of another version, marked otherwise, or contradicts itself.
+    OSError
+        If the file cannot be read, as the system gave it.
+    """
+    path, checked = _check_path(path), _check_mark(mark)
+    with _reading(path) as file:
+        _compare_marks(path, file, checked)
+        name = _MANY if file.version < 3 else file.fields.text("class")
+        if name not in (_ONE, _MANY):
+            raise NotSupported(
+                f"`path`: expected sequences, got a {name} in {path}; use numkv.load"
+            )
+        return sequences.read(file.fields, file)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[Container]:
+    """Open a file; what is wrong with it becomes an error that names it."""
+    try:
+        with opened(path) as file:
+            yield file
+    except Foreign as error:
+        raise NotSupported(f"`path`: {error}, in {path}") from error
+    except Damaged as error:
+        raise NotSupported(
+            f"`path`: expected a file as numkv.save wrote it, got a damaged one in {path}: {error}; save it anew"
+        ) from error
+    except RecursionError as error:
+        raise NotSupported(f"`path`: expected a flat header, got a deeper one in {path}") from error
+    except MemoryError as error:
+        raise NumkvError(f"`path`: there is not enough memory for what is in {path}") from error
+
+
+def _check_path(path: Any) -> str:
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"`path`: expected a path, got {type(path).__name__}") from None
+    if "\0" in name:
+        raise ValueError(f"`path`: expected a path, got one with a null character, {name!r}")
+    return name
+
+
+def _check_mark(mark: Any) -> Any:
+    """A mark as JSON gives it back."""
+    if mark is None or isinstance(mark, str):
+        return mark
+    plain = isinstance(mark, Mapping) and all(
+        isinstance(key, str) and (value is None or isinstance(value, str | int | float))
+        for key, value in mark.items()
+    )
+    if not plain:
+        raise TypeError(
+            f"`mark`: expected a text, or texts, numbers and None by name, got {mark!r}"
+        )
+    if any(isinstance(value, float) and value - value != 0 for value in mark.values()):
+        raise ValueError(f"`mark`: expected finite numbers, got {mark!r}")
+    return dict(mark)
+
+
+def _compare_marks(path: str, file: Container, mark: Any) -> None:
+    if mark is None:
+        return
+    found = file.fields.get("mark") if file.version >= 3 else None
+    if found == mark:
+        return
+    what = ""
+    if isinstance(found, dict) and isinstance(mark, dict):
+        both = found.keys() | mark.keys()
+        names = sorted(x for x in both if found.get(x, both) != mark.get(x, both))
+        what = f" ({', '.join(names)} differ)"
+    raise NotSupported(
+        f"`mark`: expected a file marked {mark!r}, got one marked {found!r} in {path}{what}; "
+        "it is of another model"
+    )
+
+
+def _check_bytes(max_nbytes: Any) -> int:
+    if max_nbytes is None:
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):
+            return 2**48
+    if isinstance(max_nbytes, bool) or not isinstance(max_nbytes, int) or max_nbytes < 0:
+        raise TypeError(f"`max_nbytes`: expected an integer from 0 up, got {max_nbytes!r}")
+    return max_nbytes
+
+
+def _refuse(name: str, **given: Any) -> None:
+    """Refuse options that a class has no use for."""
+    for option, value in given.items():
+        if value is not None:
+            raise NotSupported(
+                f"`{option}`: expected none for a {name}, got {value!r}; leave it out"
+            )

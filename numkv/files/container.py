@@ -1,0 +1,408 @@
+"""Files of tensors with checksums: written in one go, and read into memory that is there already.
+
+A file is safetensors: eight bytes with the length of a JSON header, the header, and the tensors one after another. Its
+metadata has the entry ``numkv``, JSON too, which says what the tensors are and holds the CRC-32 of each, and the entry
+``numkv_crc32``, the CRC-32 of that text.
+
+What is read is not trusted. The header is bounded and checked before anything is allocated: every tensor lies within
+the file, none overlaps another, nothing is left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import operator
+import os
+import re
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.files.checksums import Checksums
+from numkv.files.fields import Damaged, Fields, Foreign, expect
+from numkv.files.replace import replacing
+
+__all__ = ["FORMAT_VERSION", "Container", "Spec", "Tensor", "bytes_of", "opened", "write"]
+
+FORMAT_VERSION = 3
+#: Version 1 had no rotation, versions 1 and 2 no checksums; both hold sequences of a `PagedKVCache` only.
+READABLE = (1, 2, FORMAT_VERSION)
+
+# Bytes that are read or written in one call; and arrays, of which the systems take 1,024.
+_CHUNK = 8 << 20
+_VIEWS = 1000
+# Bytes of a header, which is safetensors' own bound, and brackets within brackets.
+_LONGEST_HEADER = 100_000_000
+_DEEPEST = 32
+
+# NumPy's dtypes by the names that safetensors has for them; floats of 16 and 8 bits are words.
+_DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": "<f8", "F32": "<f4", "U8": "u1", "I8": "i1", "U16": "<u2", "I32": "<i4", "I64": "<i8",
+    }.items()
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the file.
+    dtype : numpy.dtype
+        Of its elements.
+    shape : tuple of int
+        Its shape.
+    pieces : callable
+        Gives contiguous arrays that hold the elements in order, when they are to be written.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[NDArray[Any]]]
+
+    @classmethod
+    def of(cls, name: str, x: NDArray[Any]) -> Tensor:
+        """A tensor that is an array."""
+        return cls(name, x.dtype, x.shape, lambda: [np.ascontiguousarray(x)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class Spec(NamedTuple):
+    """What a tensor that is read has to be."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+# -- writing
+
+
+def write(path: str | os.PathLike[str], fields: dict[str, Any], tensors: list[Tensor]) -> None:
+    """Write a file in place of another; see `replacing`.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    fields : dict
+        What the header says, for JSON.
+    tensors : list of Tensor
+        What is written, in this order.
+
+    Raises
+    ------
+    OSError
+        As the system gave it; the old file is untouched.
+    """
+    # Checksums are known last, and come first: their place is as long whatever they are.
+    header = _header(fields, tensors, dict.fromkeys((tensor.name for tensor in tensors), 0))
+    with replacing(path) as descriptor:
+        _write_all(descriptor, [memoryview(header)])
+        with Checksums() as checksums:
+            for tensor in tensors:
+                written = 0
+                for views in _chunks(tensor.pieces()):
+                    checksums.add(tensor.name, views)
+                    written += _write_all(descriptor, views)
+                assert written == tensor.nbytes, tensor.name
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        _write_all(descriptor, [memoryview(_header(fields, tensors, checksums.found))])
+
+
+def _header(fields: dict[str, Any], tensors: list[Tensor], checksums: dict[str, int]) -> bytes:
+    """The first bytes of the file, with the checksums."""
+    crc32 = {tensor.name: f"{checksums.get(tensor.name, 0):08x}" for tensor in tensors}
+    text = json.dumps(
+        {"version": FORMAT_VERSION} | fields | {"crc32": crc32},
+        allow_nan=False,
+        default=operator.index,
+    )
+    entries: dict[str, Any] = {
+        "__metadata__": {"numkv": text, "numkv_crc32": f"{zlib.crc32(text.encode()):08x}"}
+    }
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % 64)
+    return len(header).to_bytes(8, "little") + header
+
+
+def bytes_of(x: NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array."""
+    flat: Any = x.reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _chunks(pieces: Iterable[NDArray[Any]]) -> Iterator[list[memoryview]]:
+    """The bytes of contiguous arrays, in lists of about as many bytes."""
+    views: list[memoryview] = []
+    size = 0
+    for piece in pieces:
+        if not piece.size:
+            continue
+        assert piece.flags.c_contiguous
+        rest = bytes_of(piece)
+        while len(rest):
+            part, rest = rest[: _CHUNK - size], rest[_CHUNK - size :]
+            views.append(part)
+            size += len(part)
+            if size == _CHUNK or len(views) == _VIEWS:
+                yield views
+                views, size = [], 0
+    if views:
+        yield views
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> int:
+    """Write all bytes, however many the system takes at a time; how many there were."""
+    total = sum(map(len, views))
+    rest = views
+    while rest:
+        rest = _after(rest, os.writev(descriptor, rest))
+    return total
+
+
+def _after(views: list[memoryview], n: int) -> list[memoryview]:
+    """What comes after the first `n` bytes."""
+    for i, view in enumerate(views):
+        if n < len(view):
+            return [view[n:], *views[i + 1 :]]
+        n -= len(view)
+    return []
+
+
+# -- reading
+
+
+class _Entry(NamedTuple):
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Container:
+    """An open file: its header, which has been checked, and its tensors, which are checked as they are read.
+
+    Attributes
+    ----------
+    version : int
+        The format's.
+    fields : Fields
+        What the header says.
+    size : int
+        Bytes of the file.
+    """
+
+    def __init__(self, descriptor: int, checksums: Checksums) -> None:
+        self._descriptor, self._checksums = descriptor, checksums
+        self.size = os.fstat(descriptor).st_size
+        self._data, metadata, self._entries = self._read_header()
+        if "numkv" not in metadata:
+            raise Foreign("expected a file of numkv's format 1, 2 or 3, got another one")
+        text = metadata["numkv"]
+        self.fields = Fields(_parse(text))
+        self.version = self.fields.integer("version") if self.fields.has("version") else 0
+        if self.version not in READABLE:
+            found = f"format {self.version}" if self.version else "another one"
+            raise Foreign(f"expected a file of numkv's format 1, 2 or 3, got {found}")
+        self._expected: dict[str, int] = {}
+        if self.version >= 3:
+            found = f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+            expect(found == metadata.get("numkv_crc32"), "the checksum of the header is wrong")
+            self._read_checksums()
+        self._taken: set[str] = set()
+        self._position = dict.fromkeys(self._entries, 0)
+
+    def _read_header(self) -> tuple[int, dict[str, str], dict[str, _Entry]]:
+        if self.size < 10:
+            raise Foreign(f"expected a safetensors file, got {self.size} bytes")
+        first = bytearray(8)
+        self._read(0, [memoryview(first)])
+        length = int.from_bytes(first, "little")
+        if not 2 <= length <= min(_LONGEST_HEADER, self.size - 8):
+            raise Foreign(
+                f"expected a safetensors file, got a header of {length} bytes in a file of {self.size}"
+            )
+        header = bytearray(length)
+        self._read(8, [memoryview(header)])
+        try:
+            entries = _parse(header.decode())
+        except UnicodeDecodeError as error:
+            raise Foreign(
+                f"expected a safetensors file, got a header that is no text ({error})"
+            ) from error
+        except Damaged as error:
+            raise Foreign(f"expected a safetensors file, got a damaged header ({error})") from error
+        expect(isinstance(entries, dict), "expected an object as the header")
+        metadata = entries.pop("__metadata__", {})
+        plain = isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())
+        expect(plain, "expected strings as metadata")
+        found = {name: _entry(name, entry) for name, entry in entries.items()}
+        end = 0
+        for name, entry in sorted(found.items(), key=lambda x: (x[1].begin, x[1].end)):
+            expect(entry.begin == end, f"tensor {name!r} begins at {entry.begin}, and not at {end}")
+            end = entry.end
+        data = 8 + length
+        expect(data + end == self.size, f"expected {data + end} bytes, got {self.size}")
+        return data, metadata, found
+
+    def _read_checksums(self) -> None:
+        crc32 = self.fields.part("crc32")
+        for name in self._entries:
+            found = crc32.text(name)
+            expect(re.fullmatch("[0-9a-f]{8}", found) is not None, f"{found!r} is no checksum")
+            self._expected[name] = int(found, 16)
+
+    def _read(self, offset: int, views: list[memoryview]) -> None:
+        rest = views
+        while rest:
+            n = os.preadv(self._descriptor, rest, offset)
+            expect(n > 0, f"the file ends at byte {offset}")
+            rest, offset = _after(rest, n), offset + n
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._entries)
+
+    def spec(self, name: str) -> Spec:
+        """What a tensor is."""
+        expect(name in self._entries, f"there is no tensor {name!r}")
+        entry = self._entries[name]
+        return Spec(entry.dtype, entry.shape)
+
+    def take(self, name: str, spec: Spec) -> None:
+        """Expect a tensor, and that it is what it has to be."""
+        found = self.spec(name)
+        expect(
+            found == spec,
+            f"expected {spec.dtype} {spec.shape} as tensor {name!r}, got {found.dtype} {found.shape}",
+        )
+        self._taken.add(name)
+
+    def all_taken(self) -> None:
+        """Expect that there is no other tensor than those which were taken."""
+        rest = sorted(self.names - self._taken)
+        expect(not rest, f"there are {len(rest)} tensors that nobody asks for, {rest[:1]} first")
+
+    def fill(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
+        """Read the next bytes of a tensor into contiguous arrays."""
+        entry = self._entries[name]
+        for views in _chunks(pieces):
+            at = entry.begin + self._position[name]
+            size = sum(map(len, views))
+            assert at + size <= entry.end, name
+            self._read(self._data + at, views)
+            self._position[name] += size
+            if name in self._expected:
+                self._checksums.add(name, views)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Read a small tensor, and compare its checksum at once."""
+        entry = self._entries[name]
+        found = np.empty(entry.shape, entry.dtype)
+        if found.size:
+            view = bytes_of(found)
+            self._read(self._data + entry.begin, [view])
+            if name in self._expected:
+                self._compare(name, zlib.crc32(view))
+        self._position[name] = entry.end - entry.begin
+        self._expected.pop(name, None)
+        return found
+
+    def _compare(self, name: str, found: int) -> None:
+        expect(found == self._expected[name], f"the checksum of tensor {name!r} is wrong")
+
+    def verify(self) -> None:
+        """Compare the checksums of all that was read, and see that it was all."""
+        for name, entry in self._entries.items():
+            assert self._position[name] == entry.end - entry.begin, name
+        self._checksums.__exit__()
+        for name in self._expected:
+            self._compare(name, self._checksums.found.get(name, 0))
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Container]:
+    """Open a file and check its header.
+
+    Raises
+    ------
+    Damaged
+        If it is no such file, or not as it was written.
+    OSError
+        As the system gave it.
+    """
+    # A pipe that nobody writes to must not hold us up.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Foreign("expected a safetensors file, got a folder, a device or a pipe")
+        with Checksums() as checksums:
+            yield Container(descriptor, checksums)
+    finally:
+        os.close(descriptor)
+
+
+# A string may lack its end, so that the search is linear whatever the text.
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_BRACKETS = re.compile(r"[\[\]{}]")
+
+
+def _parse(text: str) -> Any:
+    """Read JSON whose brackets are not too deep, and that has neither NaN nor a name twice."""
+    depth = 0
+    for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        expect(depth <= _DEEPEST, f"brackets are more than {_DEEPEST} deep")
+    try:
+        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_constant)
+    except ValueError as error:
+        raise Damaged(f"no JSON: {error}") from error
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    expect(len(found) == len(pairs), "a name comes twice")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise Damaged(f"{name} is no JSON")
+
+
+def _entry(name: str, given: Any) -> _Entry:
+    fields = Fields(given, f"tensor {name!r}")
+    dtype = _DTYPES[fields.text("dtype", list(_DTYPES))]
+    shape = tuple(fields.integers("shape", most=2**62))
+    begin, end = fields.integers("data_offsets", 2, most=2**62)
+    expect(len(shape) <= 8, f"tensor {name!r} has {len(shape)} axes")
+    size = dtype.itemsize * math.prod(shape)
+    expect(end - begin == size, f"tensor {name!r} has {end - begin} bytes, and not {size}")
+    return _Entry(dtype, shape, begin, end)

@@ -1,0 +1,264 @@
+"""Sequences in files, as `PagedKVCache.swap_out` gives them and `swap_in` takes them.
+
+One file holds any number of `SwappedSequence` of one geometry. Tensor names are ``<sequence>.<what>``, with a number of
+a layer or of a group behind that. Files of the versions 1 and 2 are read too; they have no checksums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.caches.paged.swap import Geometry, SwappedSequence, check_sequence
+from numkv.errors import NumkvError
+from numkv.files.container import Container, Spec, Tensor
+from numkv.files.fields import MOST, Fields, claims, expect
+from numkv.files.plan import Saved
+
+__all__ = ["block_pieces", "describe", "packed", "read", "unpacked"]
+
+_BUFFERS = ("k", "v", "k_scale", "v_scale")
+_HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
+
+
+# -- saving
+
+
+def describe(sequences: Any) -> Saved:
+    """What sequences are in a file.
+
+    Parameters
+    ----------
+    sequences : sequence of SwappedSequence
+        One or more, of one geometry.
+
+    Returns
+    -------
+    Saved
+
+    Raises
+    ------
+    NumkvError, TypeError, ValueError
+        If there are none, they do not have one geometry, or one contradicts itself.
+    """
+    found = list(sequences) if isinstance(sequences, Sequence) else [sequences]
+    for sequence in found:
+        if not isinstance(sequence, SwappedSequence):
+            raise TypeError(
+                f"`sequences`: expected what PagedKVCache.swap_out gives, got {type(sequence).__name__}"
+            )
+    if not found or any(x.geometry != found[0].geometry for x in found):
+        raise NumkvError(
+            "`sequences`: expected one or more of the same geometry, got "
+            f"{[x.geometry for x in found]}"
+        )
+    tensors: list[Tensor] = []
+    for i, sequence in enumerate(found):
+        check_sequence(sequence)
+        tensors += _tensors(f"{i}.", sequence)
+    fields = {
+        "layout": "paged",
+        "geometry": found[0].geometry,
+        "sequences": [
+            {
+                "length": int(x.length),
+                "tokens": len(x.tokens),
+                "extra": packed(x.extra),
+                "starts": x.starts,
+                "blocks": [len(logical) for logical in x.logical],
+            }
+            for x in found
+        ],
+    }
+    return Saved(fields, tensors, [])
+
+
+def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
+    geometry = Geometry.read(sequence.geometry)
+    found = [Tensor.of(f"{prefix}tokens", np.asarray(sequence.tokens, np.int32))]
+    for group, logical in enumerate(sequence.logical):
+        found.append(Tensor.of(f"{prefix}logical.{group}", np.asarray(logical, np.int64)))
+    logical = np.concatenate([np.empty(0, np.int64), *sequence.logical])
+    size = geometry.block_size
+    fills = np.clip(int(sequence.length) - logical * size, 0, size)
+    ids = np.arange(len(logical))
+    for layer, buffers in enumerate(sequence.buffers):
+        for name, x in zip(_BUFFERS, buffers, strict=True):
+            if x.ndim > 1 and len(x) == len(ids):
+                pieces = block_pieces(functools.partial(np.asarray, x), ids, fills, size)
+                found.append(Tensor(f"{prefix}{name}.{layer}", x.dtype, x.shape, pieces))
+            else:  # scales that there are none of, or that are not of blocks
+                found.append(Tensor.of(f"{prefix}{name}.{layer}", x[:0]))
+    for layer, scales in enumerate(sequence.head_scales):
+        for name, x in zip(_HEAD_SCALES, scales, strict=True):
+            found.append(Tensor.of(f"{prefix}{name}.{layer}", x))
+    return found
+
+
+def block_pieces(
+    array: Callable[[], Any], ids: NDArray[Any], fills: NDArray[Any], size: int
+) -> Callable[[], Iterator[NDArray[Any]]]:
+    """Blocks of an array as pieces of a tensor.
+
+    Parameters
+    ----------
+    array : callable
+        Gives the array ``(num_blocks, num_kv_heads, block_size, …)`` in host memory.
+    ids : int array (n,)
+        The blocks, which rise.
+    fills : int array (n,)
+        Tokens in each block: what comes after them is none of the sequence's, and is written as zeros.
+    size : int
+        Tokens that a block has room for.
+    """
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        x = array()
+        whole = fills >= size
+        # Runs of blocks that are neighbours and full.
+        ends = np.flatnonzero((np.diff(ids) != 1) | ~whole[1:] | ~whole[:-1]) + 1
+        for run in np.split(np.arange(len(ids)), ends):
+            if not len(run):
+                continue
+            first, last = int(ids[run[0]]), int(ids[run[-1]])
+            if whole[run[0]]:
+                yield x[first : last + 1]
+            else:
+                block = x[first : first + 1].copy()
+                block[:, :, int(fills[run[0]]) :] = 0
+                yield block
+
+    return pieces
+
+
+# -- loading
+
+
+def read(fields: Fields, file: Container) -> list[SwappedSequence]:
+    """Read and check the sequences of a file.
+
+    Raises
+    ------
+    Damaged
+        If one is not as it was written, or contradicts itself.
+    """
+    # Version 1 has no rotation.
+    sizes, k_kind, v_kind, windows, *rotation = fields.entries(
+        "geometry", 4 if file.version == 1 else 5
+    )
+    expect(isinstance(sizes, list) and isinstance(windows, list), "expected lists in the geometry")
+    seed = rotation[0] if rotation else None
+    given = (tuple(sizes), k_kind, v_kind, tuple(windows), seed)
+    with claims("the geometry"):
+        geometry = Geometry.read(given)
+    parts = fields.parts("sequences")
+    expect(bool(parts), "there are no sequences")
+    counts = [_take(f"{i}.", part, geometry, file) for i, part in enumerate(parts)]
+    file.all_taken()
+    found = [
+        _sequence(f"{i}.", part, given, geometry, logical, file)
+        for i, (part, logical) in enumerate(zip(parts, counts, strict=True))
+    ]
+    file.verify()
+    for i, sequence in enumerate(found):
+        with claims(f"sequence {i}"):
+            check_sequence(sequence)
+    return found
+
+
+def _take(prefix: str, fields: Fields, geometry: Geometry, file: Container) -> list[int]:
+    """Expect the tensors of a sequence, and return how many blocks each group has."""
+    fields.integer("length")
+    tokens = file.spec(f"{prefix}tokens").shape
+    expect(len(tokens) == 1, "token ids in several axes")
+    file.take(f"{prefix}tokens", Spec(np.dtype(np.int32), tokens))
+    counts = []
+    for group in range(len(geometry.groups)):
+        name = f"{prefix}logical.{group}"
+        shape = file.spec(name).shape
+        expect(len(shape) == 1 and shape[0] <= MOST, f"tensor {name!r} has shape {shape}")
+        file.take(name, Spec(np.dtype(np.int64), shape))
+        counts.append(shape[0])
+    if file.version >= 3:
+        expect(fields.integers("blocks") == counts, "another number of blocks than the header says")
+        expect(
+            fields.integer("tokens") == tokens[0],
+            "another number of token ids than the header says",
+        )
+    with claims("the sizes"):
+        shapes = geometry.buffer_shapes(sum(counts))
+        head_scales = geometry.head_scale_shapes()
+    for layer in range(geometry.layers_per_block):
+        for name, (dtype, of_blocks) in zip(_BUFFERS, shapes, strict=True):
+            full = f"{prefix}{name}.{layer}"
+            found = file.spec(full).shape
+            if of_blocks is None:
+                expect(0 in found, f"tensor {full!r} should be empty")
+            file.take(full, Spec(dtype, found if of_blocks is None else of_blocks))
+    for layer in range(geometry.num_layers if head_scales else 0):
+        for name, count in zip(_HEAD_SCALES, head_scales or (), strict=True):
+            file.take(f"{prefix}{name}.{layer}", Spec(np.dtype(np.float32), (count,)))
+    return counts
+
+
+def _sequence(
+    prefix: str, fields: Fields, given: tuple[Any, ...], geometry: Geometry, counts: list[int],
+    file: Container,
+) -> SwappedSequence:  # fmt: skip
+    def large(name: str) -> NDArray[Any]:
+        spec = file.spec(name)
+        x = np.empty(spec.shape, spec.dtype)
+        file.fill(name, [x])
+        return x
+
+    buffers: list[tuple[NDArray[Any], ...]] = [
+        tuple(large(f"{prefix}{name}.{layer}") for name in _BUFFERS)
+        for layer in range(geometry.layers_per_block)
+    ]
+    scales = [
+        (
+            file.array(f"{prefix}{_HEAD_SCALES[0]}.{layer}"),
+            file.array(f"{prefix}{_HEAD_SCALES[1]}.{layer}"),
+        )
+        for layer in range(geometry.num_layers if geometry.head_scale_shapes() else 0)
+    ]
+    starts = fields.integers("starts") if fields.has("starts") else []
+    return SwappedSequence(
+        fields.integer("length"),
+        file.array(f"{prefix}tokens"),
+        unpacked(fields.get("extra")),
+        given,
+        [file.array(f"{prefix}logical.{group}") for group in range(len(counts))],
+        buffers,
+        tuple(starts),
+        tuple(scales),
+    )
+
+
+def packed(extra: Any) -> Any:
+    """Extra keys for JSON, which has no bytes."""
+    if extra is None:
+        return None
+    return {k: {"bytes": v.hex()} if isinstance(v, bytes) else v for k, v in extra.items()}
+
+
+def unpacked(extra: Any) -> Any:
+    """What `packed` was given."""
+    if extra is None:
+        return None
+    expect(isinstance(extra, dict), "extra keys are no object")
+    found: dict[str, Any] = {}
+    for key, value in extra.items():
+        if isinstance(value, dict):
+            with claims("extra keys"):
+                expect(list(value) == ["bytes"] and isinstance(value["bytes"], str), "no bytes")
+                found[key] = bytes.fromhex(value["bytes"])
+        else:
+            plain = isinstance(value, int | str) and not isinstance(value, bool)
+            expect(plain, f"the extra key {key!r} is neither number nor text")
+            found[key] = value
+    return found
