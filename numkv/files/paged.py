@@ -283,10 +283,4 @@ def _add(cache: Any, states: dict[int, SequenceState], ids: NDArray[np.int32]) -
     for number, state in states.items():
         fields = {name: getattr(state, name) for name in _KEPT}
         fields["tables"] = [places[table] for table in state.tables]
-        cache._sequences[number] = _registered(cache._store, SequenceState(**fields))
-
-
-def _registered(store: BlockStore, state: SequenceState) -> SequenceState:
-    """A sequence whose full blocks can be found by their tokens."""
-    register_blocks(store, state)
-    return state
+        cache._sequences[number] = register_blocks(cache._store, SequenceState(**fields))
