@@ -60,6 +60,7 @@ from numkv.kernels.builder import array, build
 __all__ = [
     "acquire",
     "allocate",
+    "allocate_ids",
     "compiled",
     "find",
     "forget",
@@ -70,6 +71,19 @@ __all__ = [
     "release",
     "unpin",
 ]
+
+
+@register_jitable
+def _take(state, digests, table, evicted, counters, block):
+    """Take a block out of the free or the evictable list; it then has one reference and holds nothing."""
+    if state[CACHED, block] == 0:
+        take_out(state, counters, FREE, block)
+    else:
+        take_out(state, counters, EVICTABLE, block)
+        drop(state, digests, table, counters, block)
+        evicted[home_of(table, digests[block, 0])] = fingerprint(digests[block, 1])
+        counters[EVICTIONS] += 1
+    state[REF, block] = 1
 
 
 @register_jitable
@@ -85,17 +99,32 @@ def allocate(state, digests, table, evicted, counters, out):
     if n > counters[FREE] + counters[EVICTABLE]:
         return counters[FREE] + counters[EVICTABLE]
     for i in range(n):
-        if counters[FREE] > 0:
-            block = state[NEXT, num_blocks + FREE]
-            take_out(state, counters, FREE, block)
-        else:
-            block = state[NEXT, num_blocks + EVICTABLE]
-            take_out(state, counters, EVICTABLE, block)
-            drop(state, digests, table, counters, block)
-            evicted[home_of(table, digests[block, 0])] = fingerprint(digests[block, 1])
-            counters[EVICTIONS] += 1
-        state[REF, block] = 1
+        which = FREE if counters[FREE] > 0 else EVICTABLE
+        block = state[NEXT, num_blocks + which]
+        _take(state, digests, table, evicted, counters, block)
         out[i] = block
+    counters[USED] += n
+    counters[ALLOCATIONS] += n
+    counters[PEAK_USED] = max(counters[PEAK_USED], counters[USED])
+    return np.int64(-1)
+
+
+@register_jitable
+def allocate_ids(state, digests, table, evicted, counters, ids):
+    """Take these blocks, each once, with reference count 1; each must be free or evictable."""
+    n, marked = len(ids), 0
+    while marked < n:
+        block = ids[marked]
+        if block < 0 or block >= num_blocks_of(state) or state[REF, block] + state[PINS, block] > 0:
+            break
+        state[REF, block] = 1  # finds ids that are listed twice
+        marked += 1
+    if marked < n:
+        for i in range(marked):
+            state[REF, ids[i]] = 0
+        return np.int64(marked)
+    for i in range(n):
+        _take(state, digests, table, evicted, counters, ids[i])
     counters[USED] += n
     counters[ALLOCATIONS] += n
     counters[PEAK_USED] = max(counters[PEAK_USED], counters[USED])
@@ -290,6 +319,7 @@ _NAMES = array(types.uint64, 2)
 
 _OPERATIONS = {
     "allocate": (allocate, (_STATE, _DIGESTS, _TABLE, _EVICTED, _COUNTERS, _OUT)),
+    "allocate_ids": (allocate_ids, (_STATE, _DIGESTS, _TABLE, _EVICTED, _COUNTERS, _IDS)),
     "release": (release, (_STATE, _COUNTERS, _IDS)),
     "acquire": (acquire, (_STATE, _COUNTERS, _IDS)),
     "pin": (pin, (_STATE, _COUNTERS, _IDS)),
@@ -320,8 +350,9 @@ def pool_struct() -> Any:
     -------
     jitclass
         Fields ``state``, ``digests``, ``tokens``, ``table``, ``evicted``, ``counters``; properties ``num_blocks``,
-        ``num_free``; methods ``ref_count``, ``allocate``, ``release``, ``acquire``, ``pin``, ``unpin``, ``register``,
-        ``forget``, ``lookup``, ``find``. Ids are int32 arrays, names uint64 ``(n, 4)``, token ids flat int32 arrays.
+        ``num_free``; methods ``ref_count``, ``allocate``, ``allocate_ids``, ``release``, ``acquire``, ``pin``,
+        ``unpin``, ``register``, ``forget``, ``lookup``, ``find``. Ids are int32 arrays, names uint64 ``(n, 4)``, token
+        ids flat int32 arrays.
     """
 
     class PoolStruct:
@@ -351,6 +382,12 @@ def pool_struct() -> Any:
             """Fill `out` with new blocks; False, and nothing changed, when there are too few."""
             return (
                 allocate(self.state, self.digests, self.table, self.evicted, self.counters, out) < 0
+            )
+
+        def allocate_ids(self, ids):
+            """Take these blocks; -1, or the position of the first that cannot be had, with nothing changed."""
+            return allocate_ids(
+                self.state, self.digests, self.table, self.evicted, self.counters, ids
             )
 
         def release(self, ids):

@@ -165,6 +165,46 @@ class BlockPool:
             self._removed(ids[empty:])
         return ids
 
+    def allocate_ids(self, ids: Any) -> Ids:
+        """Allocate blocks of the caller's choice, each with one reference; cached content in them is evicted.
+
+        Parameters
+        ----------
+        ids : array-like of int (n,)
+            Blocks without references and pins, each once; all or none.
+
+        Returns
+        -------
+        int32 array (n,)
+            The ids, as an array of their own.
+
+        Raises
+        ------
+        IndexError
+            An id is out of range.
+        CacheFull
+            A block is in use or pinned; nothing has changed.
+        NumkvError
+            A block is listed twice.
+        """
+        ids = self._ids(ids).copy()
+        was = self._state[arrays.CACHED].take(ids, mode="clip") if self.on_event else None
+        wrong = compiled.compiled("allocate_ids")(
+            self._state, self._digests, self._table, self._evicted, self._counters, ids
+        )
+        if wrong >= 0:
+            block = self._in_range(ids, wrong)
+            if block in ids[:wrong]:
+                raise NumkvError(f"`ids`: block {block} is listed twice; name each block once")
+            references, pins = self._state[arrays.REF, block], self._state[arrays.PINS, block]
+            raise CacheFull(
+                f"`ids`: expected blocks that are free, got block {block}, which has {references} references and "
+                f"{pins} pins; choose another, or use `allocate`"
+            )
+        if was is not None and was.any():
+            self._removed(ids[was != 0])
+        return ids
+
     def release(self, ids: Any) -> None:
         """Release one reference to each block; without any left a block is free.
 
