@@ -2,30 +2,20 @@
 
 import functools
 
-import ml_dtypes
 import naive
 import numba
 import numpy as np
 import pytest
 from numba import cuda
+from own_code import as_stored
 
 import numkv
 from numkv import device
 from numkv.kinds import kinds
 
 NAMES = [kind.name for kind in kinds()]
-FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 BLOCKS, HEADS, SIZE, DIM = 3, 2, 4, 40  # INT4: a whole group, and a shorter one
 SCALES = np.array([0.5, 0.25], np.float32)  # of fp8, for each head
-
-
-def as_stored(x, kind):
-    """Values ``(tokens, heads, dim)`` of rows after a way through storage."""
-    if kind in FP8:
-        return (x / SCALES[:, None]).astype(FP8[kind]).astype(np.float32) * SCALES[:, None]
-    if kind in naive.CODES:
-        return naive.dequantise(*naive.quantise(x, kind)).reshape(x.shape).astype(np.float32)
-    return naive.round_to(x, kind).astype(np.result_type(naive.DTYPES[kind], np.float32))
 
 
 @functools.cache
@@ -87,7 +77,7 @@ def test_rows_are_stored_and_loaded_in_users_code(kind, target, to, host, rng):
     x = rng.standard_normal((6, HEADS, DIM)).astype(np.float64 if kind == "fp64" else np.float32)
     a, rows, elements, said = run(kind, target, to, host, [2, 0], x)
     assert (said == 1).all()
-    np.testing.assert_array_equal(rows, as_stored(x, kind))
+    np.testing.assert_array_equal(rows, as_stored(x, kind, SCALES))
     np.testing.assert_array_equal(elements, rows)
     if kind in naive.CODES:  # in the slots of the table: the codes and scales that naive finds
         codes, scales = naive.quantise(x, kind)
@@ -110,7 +100,7 @@ def test_slots_outside_are_refused(kind, target, to, host):
     assert (said[~there] == 0).all()
     assert np.isnan(rows[~there]).all()
     assert np.isnan(elements[~there]).all()
-    np.testing.assert_array_equal(rows[there], as_stored(x[there], kind))
+    np.testing.assert_array_equal(rows[there], as_stored(x[there], kind, SCALES))
     assert not host(a.k)[[0, 2]].any()
 
 

@@ -30,9 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch, UnsupportedDType
+from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 
-__all__ = ["DIGEST_SIZE", "FORMAT_VERSION", "block_digests", "root_digest", "token_ids"]
+__all__ = [
+    "DIGEST_SIZE",
+    "FORMAT_VERSION",
+    "block_digests",
+    "host_array",
+    "plain_extra",
+    "root_digest",
+    "token_ids",
+]
 
 #: Version of the byte format; it is part of every root.
 FORMAT_VERSION = 1
@@ -41,6 +49,41 @@ FORMAT_VERSION = 1
 DIGEST_SIZE = 32
 
 _NO_PARENT = bytes(DIGEST_SIZE)
+
+#: Bits of the largest integer, and bytes of the longest string, that may be an extra key.
+_MOST_BITS = 4096
+_MOST_BYTES = 2**32 - 1
+
+
+def host_array(name: str, x: Any) -> NDArray[Any]:
+    """Take an argument that anything may be, as long as NumPy makes an array in host memory of it.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    x : array-like
+        The argument.
+    """
+    if type(x) is np.ndarray:
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise NotSupported(
+            f"`{name}`: expected an array without a mask, got a masked one; pass {name}.compressed() "
+            f"or {name}.data"
+        )
+    if getattr(x, "__cuda_ndarray__", False):
+        raise NotSupported(
+            f"`{name}`: expected an array in host memory, got one on the CUDA device; bring it to the host first"
+        )
+    try:
+        made = np.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"`{name}`: expected an array or a list of integers, got {type(x).__name__}: {error}"
+        ) from error
+    # An empty list has no dtype of its own.
+    return made.astype(np.int32) if made.size == 0 and not isinstance(x, np.ndarray) else made
 
 
 def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
@@ -65,9 +108,7 @@ def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
     ValueError
         An id is out of range.
     """
-    x = np.asarray(tokens)
-    if x.size == 0 and not isinstance(tokens, np.ndarray):
-        x = x.astype(np.int32)  # an empty list has no dtype of its own
+    x = host_array(name, tokens)
     if x.dtype.kind not in "iu":
         raise UnsupportedDType(f"`{name}`: expected integers, got {x.dtype}; pass token ids")
     if x.size:
@@ -79,25 +120,90 @@ def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
     return np.require(x, np.int32, ["C", "A"])
 
 
-def _packed(extra: Mapping[str, int | str | bytes]) -> bytes:
-    """Extra keys in the byte format."""
-    parts = []
-    for tag, value in extra.items():
+def plain_extra(
+    extra: Mapping[str, int | str | bytes] | None,
+) -> dict[str, int | str | bytes] | None:
+    """Extra keys as a dictionary of plain values, checked, with no reference to the caller's objects.
+
+    Parameters
+    ----------
+    extra : mapping of str to int, str or bytes, or None
+        The argument.
+
+    Raises
+    ------
+    TypeError
+        It is no mapping, a key is not a string, or its value no int, str or bytes.
+    ValueError
+        A value is too long, or a string is no Unicode text.
+    """
+    if extra is None:
+        return None
+    if not isinstance(extra, Mapping):
+        raise TypeError(
+            f"`extra`: expected a mapping or None, got {type(extra).__name__}; pass "
+            'extra keys by tag, such as {"adapter": 7}'
+        )
+    plain: dict[str, int | str | bytes] = {}
+    for tag, value in list(extra.items()):
         if not isinstance(tag, str):
             raise TypeError(f"`extra`: expected strings as tags, got {tag!r}")
+        plain[str(tag)] = _plain_value(tag, value)
+        _utf8(tag)
+    return plain
+
+
+def _plain_value(tag: str, value: Any) -> int | str | bytes:
+    if isinstance(value, str):
+        _utf8(value)
+        return str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        packed = bytes(value)
+        if len(packed) > _MOST_BYTES:
+            raise ValueError(
+                f"`extra`: expected less than 4 GiB under {tag!r}, got {len(packed)} bytes; pass a digest"
+            )
+        return packed
+    try:
+        if isinstance(value, (bool, np.bool_)):  # True would be the key 1
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`extra`: expected int, str or bytes under {tag!r}, got {type(value).__name__}"
+        ) from None
+    if number.bit_length() > _MOST_BITS:
+        raise ValueError(
+            f"`extra`: expected an integer of at most {_MOST_BITS} bits under {tag!r}, got one of "
+            f"{number.bit_length()}; pass its bytes or a digest"
+        )
+    return int(number)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        packed = text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`extra`: expected Unicode text, got {text!r}, which UTF-8 cannot hold ({error.reason})"
+        ) from None
+    if len(packed) > _MOST_BYTES:
+        raise ValueError(
+            f"`extra`: expected texts below 4 GiB, got {len(packed)} bytes; pass a digest"
+        )
+    return packed
+
+
+def _packed(extra: Mapping[str, int | str | bytes] | None) -> bytes:
+    """Extra keys in the byte format."""
+    parts = []
+    for tag, value in (plain_extra(extra) or {}).items():
         if isinstance(value, str):
             kind, packed = b"s", value.encode()
-        elif isinstance(value, (bytes, bytearray, memoryview)):
-            kind, packed = b"b", bytes(value)
+        elif isinstance(value, bytes):
+            kind, packed = b"b", value
         else:
-            try:
-                if isinstance(value, (bool, np.bool_)):  # True would be the key 1
-                    raise TypeError
-                kind, packed = b"i", b"%d" % operator.index(value)
-            except TypeError:
-                raise TypeError(
-                    f"`extra`: expected int, str or bytes under {tag!r}, got {type(value).__name__}"
-                ) from None
+            kind, packed = b"i", b"%d" % value
         name = tag.encode()
         size = len(name).to_bytes(4, "little"), len(packed).to_bytes(4, "little")
         parts.append((name, b"".join((size[0], name, kind, size[1], packed))))
@@ -152,7 +258,7 @@ def root_digest(
     """
     block_size = check_size("block_size", block_size, 1)
     header = FORMAT_VERSION.to_bytes(4, "little") + block_size.to_bytes(4, "little")
-    return sha256(_link(parent) + b"Knumkv" + header + _packed(extra or {})).digest()
+    return sha256(_link(parent) + b"Knumkv" + header + _packed(extra)).digest()
 
 
 def block_digests(
@@ -186,8 +292,8 @@ def block_digests(
         See `token_ids`.
     DimensionMismatch
         `tokens` is not one-dimensional, `block_size` is not positive or `parent` is not 32 bytes.
-    TypeError
-        An extra key is not a string, or its value no int, str or bytes.
+    TypeError, ValueError
+        An extra key is not a string, its value no int, str or bytes, or one of them is too long.
 
     Examples
     --------
@@ -196,7 +302,7 @@ def block_digests(
     (2, 32)
     """
     block_size = check_size("block_size", block_size, 1)
-    ids = token_ids(tokens)
+    ids, extra = token_ids(tokens), plain_extra(extra)
     if ids.ndim != 1:
         raise DimensionMismatch(
             f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",

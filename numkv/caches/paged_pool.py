@@ -229,8 +229,7 @@ class PagedPool:
         new = self.like(self.num_blocks)
         ids = self._pool.target.index(np.arange(self.num_blocks), np.int32)
         self._pool.copy_blocks(ids, new._pool, ids)
-        for name in ("_state", "_digests", "_tokens", "_table", "_evicted", "_counters"):
-            getattr(new.blocks, name)[...] = getattr(self.blocks, name)
+        new.blocks = self.blocks.copy()
         return new
 
     __copy__ = copy

@@ -322,7 +322,8 @@ class SingleSequence:
             for layer, slots in enumerate(self._slots(every)):
                 of = self._quantised(layer)
                 block, offset = np.divmod(slots[of.start : of.stop], size)
-                finite = np.isfinite(scales[block, :, offset]).reshape(len(block), -1).all(axis=1)
+                of_rows = np.isfinite(scales[block, :, offset])
+                finite = of_rows.all(axis=tuple(range(1, of_rows.ndim)))
                 if not finite.all():
                     raise NumkvError(
                         f"check: expected finite scales of {which}, got others at position "

@@ -225,8 +225,8 @@ class Pool:
     def __reduce__(self) -> Any:
         if not self.target.values_on_host:
             raise NotSupported(
-                f'pickle: expected buffers in host memory, got some of target "{self.target.name}"; save the cache to '
-                "a file, or copy its rows to the host"
+                f"pickle: expected buffers on the CPU, got some of target {self.target.name!r}; save the cache to a "
+                "file, or copy its rows to the host"
             )
         shape = tuple(int(n) for n in self.k.shape[:3])
         sizes = (shape, self.head_dim, self.head_dim_v, self.k_kind.name, self.v_kind.name)

@@ -56,6 +56,50 @@ def test_many_at_once():
     assert pool.allocate(1000).tolist() == list(range(999, -1, -1))
 
 
+def test_blocks_of_the_callers_choice():
+    pool = BlockPool(6, SIZE)
+    ids = pool.allocate_ids([4, 1])
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [4, 1]
+    assert pool.allocate(2).tolist() == [0, 2]
+    pool.check()
+    assert pool.ref_count(range(6)).tolist() == [1, 1, 1, 0, 1, 0]
+    refused(pool, numkv.CacheFull, "block 1, which has 1 references", pool.allocate_ids, [3, 1])
+    refused(pool, numkv.NumkvError, "block 3 is listed twice", pool.allocate_ids, [5, 3, 3])
+    refused(pool, IndexError, "got 6 at 1", pool.allocate_ids, [5, 6])
+    refused(pool, IndexError, "got -1 at 0", pool.allocate_ids, [-1])
+    assert pool.allocate_ids([]).tolist() == []
+    pool.release([1])
+    assert pool.allocate_ids(np.array([1], np.uint8)).tolist() == [1]
+    assert pool.stats().peak_used == 4
+    assert pool.stats().allocations == 5
+
+
+def test_chosen_blocks_lose_what_they_held():
+    events = []
+    pool = BlockPool(4, SIZE, on_event=events.append)
+    ids, names, tokens = cached(pool, 3)
+    pool.pin(ids[2:])
+    pool.release(ids)
+    refused(
+        pool,
+        numkv.CacheFull,
+        "block 2, which has 0 references and 1 pins",
+        pool.allocate_ids,
+        [0, 2],
+    )
+    mine = np.array([3, 1], np.int32)
+    got = pool.allocate_ids(mine)
+    assert not np.shares_memory(got, mine)
+    assert pool.find(names, tokens).tolist() == [0, -1, 2]
+    assert pool.stats().evictions == 1
+    assert events[-1].block_ids.tolist() == [1]
+    assert bytes(events[-1].block_hashes[0]) == bytes(names[1])
+    pool.lookup(names, tokens)
+    assert pool.miss_reason is MissReason.EVICTED
+    pool.check()
+
+
 def test_references_are_counted():
     pool = BlockPool(4, SIZE)
     ids = pool.allocate(3)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tolerances
 from numba import njit
+from own_code import as_stored
 
 import numkv
 
@@ -33,17 +34,6 @@ def slots(cache, positions):
     for i in range(len(positions)):
         out[i] = cache.slot(positions[i])
     return out
-
-
-def as_stored(x, kind):
-    """Rows as float32 after a way through storage."""
-    if kind == "int8":
-        codes, scale = naive.int8_quantise(x)
-        return codes.astype(np.float32) * scale[..., None]
-    if kind == "int4":  # exact in float32
-        values = naive.int4_dequantise(*naive.int4_quantise(x))
-        return values.reshape(x.shape).astype(np.float32)
-    return naive.round_to(x, kind).astype(np.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Turns: short operations on shared books, one thread after another, and none inside another.
+
+Books of blocks are shared by layers that belong to different threads. Their operations take microseconds, so threads
+wait for each other. What must not wait is the thread that is inside an operation already, and is called again: by a
+callback, a finaliser or a signal handler. It would wait for itself; it gets an error instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from numkv.errors import NumkvError
+
+__all__ = ["Turns", "changes", "looks"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Turns:
+    """Whose turn it is. A copy, and what comes out of a pickle, begins anew.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        Held during an operation. It lets its own thread in again, so that this is an error and no deadlock.
+    inside : bool
+        Whether an operation that changes something is under way.
+    """
+
+    __slots__ = ("__weakref__", "inside", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inside = False
+        _all.add(self)
+
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        return Turns, ()
+
+
+class _TakesTurns(Protocol):
+    _turns: Turns
+
+
+_Self = TypeVar("_Self", bound=_TakesTurns)
+
+
+def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that changes the books: threads wait for their turn, a call inside a call gets an error."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        turns = self._turns
+        with turns.lock:
+            if turns.inside:
+                raise NumkvError(
+                    f"{name}: this {type(self).__name__} is in the middle of another change, which this call comes "
+                    "out of (`on_event`, a finaliser, a signal handler); make it when that is done"
+                )
+            turns.inside = True
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                turns.inside = False
+
+    return in_turn
+
+
+def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
+    """Mark a method that reads the books: other threads' changes are over or have not begun."""
+
+    @functools.wraps(method)
+    def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._turns.lock:
+            return method(self, *args, **kwargs)
+
+    return in_turn
+
+
+# -- forks
+#
+# A fork waits until no other thread is inside an operation, so that the child finds sound books and free locks.
+
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+_held: list[Turns] = []
+_LONGEST_WAIT = 1.0
+"""Seconds that a fork waits at most: who holds a lock may be waiting for this thread."""
+
+
+def _before_fork() -> None:
+    until = time.monotonic() + _LONGEST_WAIT
+    for turns in list(_all):
+        if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            _held.append(turns)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().lock.release()
+
+
+def _after_fork_in_child() -> None:
+    held = list(_held)
+    _after_fork()
+    for turns in list(_all):
+        if (
+            turns not in held
+        ):  # in use by a thread that the child does not have; `inside` stays, and says so
+            turns.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=_after_fork,
+        after_in_child=_after_fork_in_child,
+    )
