@@ -78,8 +78,7 @@ class Layer(SingleSequence):
                 f"some in full precision, got {length}; append their rows"
             )
         self._take_room(length)
-        self._give_back(length)
-        self._cut(length)
+        self._truncate(length)
 
     def _stored(self, layer: int) -> int:
         length, most = int(self._lengths[0]), self._room
@@ -420,7 +419,9 @@ class Layer(SingleSequence):
         IndexError
             If `length` is negative or above `seq_len`.
         """
-        length = check_index("length", length, self._stored(0), inclusive=True)
+        self._truncate(check_index("length", length, self._stored(0), inclusive=True))
+
+    def _truncate(self, length: int) -> None:
         self._give_back(length)
         self._cut(length)
 

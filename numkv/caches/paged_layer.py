@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import writes
+from numkv.access import drops, writes
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import check_size
@@ -199,12 +199,13 @@ class PagedLayer(Layer):
             )
         self._own(self.pool.blocks.allocate_ids(ids))
 
+    @drops
     def free(self) -> None:
         """Give all blocks back to the pool; the layer is empty then and can be used again.
 
         `clear` drops the tokens and keeps the blocks.
         """
-        self.truncate(0)
+        self._truncate(0)
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         self.pool.set_scales(k, v)  # which other layers may use
