@@ -155,7 +155,9 @@ def test_a_reader_beside_one_that_drops_gets_an_error_or_what_was_there(name, dr
 
     def write():
         try:
-            for turn in range(150):
+            for turn in range(5000):
+                if turn > 100 and len(errors) + len(results) > 100:
+                    return
                 for n in (1, 3, 4):
                     one.append(*of_layer(one), *token(2.0 ** (turn % 16), n))
                 if isinstance(one, numkv.KVCache):
@@ -182,7 +184,7 @@ def test_a_reader_beside_one_that_drops_gets_an_error_or_what_was_there(name, dr
             assert mean == 0 or abs(np.log2(mean) - round(np.log2(mean))) < 1e-3, mean
 
     run(write, read)
-    assert errors or results
+    assert len(errors) + len(results) > 100
     one.check()
 
 
