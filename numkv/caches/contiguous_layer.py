@@ -11,6 +11,7 @@ from numkv.caches.layer import Layer
 from numkv.checks import check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 
 __all__ = ["ContiguousLayer"]
@@ -42,7 +43,7 @@ class ContiguousLayer(Layer):
     num_sink_tokens : int
         First tokens that are kept in full precision too.
     head_dim_v : int, optional
-        Elements of a V row. `write` is for rows of one width.
+        Elements of a V row.
 
     Raises
     ------
@@ -94,7 +95,9 @@ class ContiguousLayer(Layer):
                 f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
                 actual=size,
             )
-        pool = Pool.allocate(place, (1, heads, size), dim, dim_v, of_k, of_v, rotate)
+        pool = Pool.allocate(
+            place, (1, heads, size), dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+        )
         super().__init__(pool, np.zeros(1, np.int32), size, residual_window, num_sink_tokens)
 
     def _copy_to(self, new: Self) -> None:

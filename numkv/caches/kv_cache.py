@@ -16,6 +16,7 @@ from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
@@ -26,6 +27,7 @@ __all__ = ["KVCache"]
 
 # Tokens that a cache without a bound makes room for at first.
 _FIRST_CAPACITY = 16
+_MOST_LAYERS = 2**16
 # What the length is bounded by where there are no layers.
 _MOST_TOKENS = 2**62
 
@@ -104,6 +106,12 @@ class KVCache(StoredRows):
     ) -> None:
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         layers = check_size("num_layers", num_layers)
+        if layers > _MOST_LAYERS:
+            raise DimensionMismatch(
+                f"`num_layers`: expected at most {_MOST_LAYERS}, got {layers}",
+                expected=_MOST_LAYERS,
+                actual=layers,
+            )
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
@@ -111,7 +119,9 @@ class KVCache(StoredRows):
         # Layer i has block i, of as many tokens as the buffers hold.
         shape = (layers, heads, 0 if self._bound is None else self._bound)
         pool = with_scales_of_layers(
-            Pool.allocate(targets.get(target), shape, dim, dim_v, of_k, of_v, bool(rotate))
+            Pool.allocate(
+                targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+            )
         )
         rows = np.zeros(layers, np.int64)  # appended to each layer; shared with compiled code
         self._length = np.zeros(1, np.int64)  # advanced past; shared with compiled code

@@ -16,6 +16,7 @@ from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.numbers import check_flag
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
@@ -25,6 +26,9 @@ from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
 __all__ = ["Layer"]
+
+# What a position of RoPE is below.
+_MOST_POSITIONS = 2**62
 
 
 class Layer(SingleSequence):
@@ -317,7 +321,7 @@ class Layer(SingleSequence):
 
         Parameters
         ----------
-        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        qkv : array (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v)
             All q heads, then all k heads, then all v heads of each token; any float dtype.
         num_q_heads : int
             Q heads in `qkv`.
@@ -375,6 +379,8 @@ class Layer(SingleSequence):
         k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
     ) -> Array:  # fmt: skip
         pool = self._pool
+        if pos_offset is not None:
+            pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
         if self._full_precision is None:
             start = self._stored(0)
             tokens, q = fast_path.pool_write(
@@ -390,9 +396,9 @@ class Layer(SingleSequence):
         )
         tokens, start = p.num_tokens, self._stored(0)
         self._check_room(start, tokens)
-        first = start if pos_offset is None else int(pos_offset)
+        first = start if pos_offset is None else pos_offset
         p.check_positions(first)
-        if check_finite:
+        if check_flag("check_finite", check_finite, True):
             p.check_finite(pool)
         self._take_room(start + tokens)
         if self._full_precision is None:

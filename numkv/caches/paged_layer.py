@@ -14,6 +14,7 @@ from numkv.checks import check_size
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kind
+from numkv.numbers import check_flag
 
 __all__ = ["PagedLayer", "PagedPool"]
 
@@ -47,7 +48,7 @@ class PagedLayer(Layer):
     num_sink_tokens : int
         First tokens that are kept in full precision too.
     head_dim_v : int, optional
-        Elements of a V row: as many as of a K row, or as the pool has. `write` is for rows of one width.
+        Elements of a V row: as many as of a K row, or as the pool has.
 
     Raises
     ------
@@ -95,13 +96,24 @@ class PagedLayer(Layer):
         head_dim_v: int | None = None,
     ) -> None:
         blocks = check_size("max_blocks_per_seq", max_blocks_per_seq)
+        size = check_size("block_size", block_size, 1)
+        most = np.iinfo(np.int32).max // size
+        if blocks > most:
+            raise DimensionMismatch(
+                f"`max_blocks_per_seq`: expected at most {most} blocks of {size} tokens, whose number int32 can say, "
+                f"got {blocks}",
+                expected=most,
+                actual=blocks,
+            )
         self._has_own_pool = pool is None
         if pool is None:
             pool = PagedPool(
                 blocks, block_size, num_kv_heads, head_dim, kind="fp16" if kind is None else kind,
                 target="cpu" if target is None else target, k_kind=k_kind, v_kind=v_kind,
-                rotate=bool(rotate), head_dim_v=head_dim_v,
+                rotate=check_flag("rotate", rotate), head_dim_v=head_dim_v,
             )  # fmt: skip
+        elif not isinstance(pool, PagedPool):
+            raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
         else:
             _check_same(
                 pool, block_size, num_kv_heads, head_dim, head_dim_v, kind, target, k_kind, v_kind, rotate
@@ -274,7 +286,7 @@ def _check_same(
     if target is not None:
         given["target"] = (target, pool.target)
     if rotate is not None:
-        given["rotate"] = (bool(rotate), pool.rotate)
+        given["rotate"] = (check_flag("rotate", rotate), pool.rotate)
     for name, of_arg, of_pool in (("k_kind", k_kind, pool.kind), ("v_kind", v_kind, pool.v_kind)):
         asked = both if of_arg is None else of_arg
         if asked is not None:

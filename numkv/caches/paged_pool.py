@@ -13,6 +13,7 @@ from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.checks import check_size
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 
@@ -84,7 +85,9 @@ class PagedPool:
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         self._access = Access()
-        self._pool = Pool.allocate(targets.get(target), shape, dim, dim_v, of_k, of_v, rotate)
+        self._pool = Pool.allocate(
+            targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+        )
         self.blocks = BlockPool(shape[0], shape[2])
 
     @property
