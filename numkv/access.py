@@ -22,7 +22,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
 
-__all__ = ["Access", "HasAccess", "drops", "reads", "writes"]
+__all__ = ["Access", "HasAccess", "busy", "drops", "reads", "writes"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,7 +61,8 @@ class HasAccess(Protocol):
 _Self = TypeVar("_Self", bound=HasAccess)
 
 
-def _busy(obj: object, name: str) -> NumkvError:
+def busy(obj: object, name: str) -> NumkvError:
+    """The error of a second writer."""
     return NumkvError(
         f"{name}: this {type(obj).__name__} is being changed by another call, of another thread or of one that "
         "this call is inside of (a finaliser, a signal handler, a shift function); let one writer at a time use it"
@@ -89,7 +90,7 @@ def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
         writer = self._access.writer
         try:
             if writer.setdefault("call", kwargs) is not kwargs:
-                raise _busy(self, name)
+                raise busy(self, name)
             return method(self, *args, **kwargs)
         finally:
             if "call" in writer and writer["call"] is kwargs:
@@ -108,7 +109,7 @@ def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         writer = access.writer
         try:
             if writer.setdefault("call", kwargs) is not kwargs:
-                raise _busy(self, name)
+                raise busy(self, name)
             access.dropped |= 1
             return method(self, *args, **kwargs)
         finally:

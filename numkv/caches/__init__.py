@@ -10,7 +10,8 @@ from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
-from numkv.caches.paged_layer import PagedLayer, PagedPool
+from numkv.caches.paged_layer import PagedLayer
+from numkv.caches.paged_pool import PagedPool
 
 __all__ = [
     "Batch",

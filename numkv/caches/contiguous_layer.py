@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 
 from numkv import targets
 from numkv.caches.layer import Layer
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch
+from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage.pool import Pool
 
 __all__ = ["ContiguousLayer"]
@@ -24,7 +27,7 @@ class ContiguousLayer(Layer):
     num_kv_heads : int
         Kv heads.
     head_dim : int
-        Elements of a K or V row.
+        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
     kind : str or Kind
         Storage kind.
     target : {"cpu", "cuda"}
@@ -39,6 +42,8 @@ class ContiguousLayer(Layer):
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
         First tokens that are kept in full precision too.
+    head_dim_v : int, optional
+        Elements of a V row.
 
     Raises
     ------
@@ -46,6 +51,13 @@ class ContiguousLayer(Layer):
         If tokens should stay in full precision but neither kind is quantised.
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
+
+    Notes
+    -----
+    Threads may share a layer. One writer at a time: a second one gets `NumkvError`, and nothing has changed. Readers
+    beside a writer that appends see whole tokens; beside one that drops or moves tokens (`truncate`, `clear`,
+    `compact`, a new `seq_len`; with full-precision tokens every append) they get `NumkvError` or a right result. Code
+    that works on `jit` or `arrays` is not seen by these rules: let nobody write meanwhile.
 
     Examples
     --------
@@ -70,20 +82,37 @@ class ContiguousLayer(Layer):
         rotate: bool = False,
         residual_window: int = 0,
         num_sink_tokens: int = 0,
+        head_dim_v: int | None = None,
     ) -> None:
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         size = check_size("capacity", capacity)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
+        dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
         if size > np.iinfo(np.int32).max:
             raise DimensionMismatch(
                 f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
                 actual=size,
             )
-        pool = Pool.allocate(place, (1, heads, size), dim, dim, of_k, of_v, rotate)
-        table = np.zeros(1, np.int32)
-        super().__init__(pool, table, size, residual_window, num_sink_tokens)
+        pool = Pool.allocate(
+            place, (1, heads, size), dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+        )
+        super().__init__(pool, np.zeros(1, np.int32), size, residual_window, num_sink_tokens)
+
+    def _copy_to(self, new: Self) -> None:
+        length = self._stored(0)
+        new._lengths, new._ids = np.array([length], np.int32), self._ids.copy()
+        new._pool = self._pool.like(1).with_own_scales()
+        slots = np.arange(length)
+        self._pool.copy_tokens(slots, new._pool, slots)
+
+    def _check_books(self) -> None:
+        blocks, _, size = (int(n) for n in self._pool.k.shape[:3])
+        if (blocks, size, self._room) != (1, self._capacity, self._capacity):
+            raise NumkvError(
+                f"check: expected one block of {self._capacity} tokens, got {blocks} of {size}"
+            )
 
     @property
     def is_paged(self) -> bool:
@@ -108,6 +137,6 @@ class ContiguousLayer(Layer):
     def __repr__(self) -> str:
         return (
             f"ContiguousLayer(seq_len={self.seq_len}, capacity={self.capacity}, "
-            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"num_kv_heads={self.num_kv_heads}, {self._dims()}, "
             f"kind={self._storage()}, target={self.target})"
         )

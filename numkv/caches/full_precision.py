@@ -29,7 +29,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.checks import check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
-from numkv.errors import NotSupported
+from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -120,6 +120,27 @@ class FullPrecisionWindow:
         self._pool.copy_blocks(ids, new._pool, ids)
         new._sinks, new._end = self._sinks.copy(), self._end.copy()
         return new
+
+    def check(self, lengths: NDArray[Any]) -> None:
+        """Prove that every token of layers of these lengths is quantised, or has a slot of its own here.
+
+        Parameters
+        ----------
+        lengths : int array (num_layers,)
+            Tokens of each layer.
+
+        Raises
+        ------
+        NumkvError
+            If one is not; the message says of which layer.
+        """
+        for layer, length in enumerate(lengths.tolist()):
+            sinks, end = self.quantised(layer, length)
+            if not (0 <= sinks <= self._first and sinks <= end <= length <= end + self._ring):
+                raise NumkvError(
+                    f"check: expected at most {self._first} first and {self._ring} recent tokens in full precision, "
+                    f"got [0, {sinks}) and [{end}, {length}) in layer {layer}"
+                )
 
     def _slots(self, layers: Any, positions: Ints, sinks: Any) -> Ints:
         """Slots of full-precision tokens, in layers with so many sink tokens."""

@@ -8,14 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.attention.options import check_options
+from numkv.access import busy, drops, writes
+from numkv.arrays import CacheArrays
 from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
 from numkv.storage import jit_views
+from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
@@ -24,6 +27,9 @@ __all__ = ["KVCache"]
 
 # Tokens that a cache without a bound makes room for at first.
 _FIRST_CAPACITY = 16
+_MOST_LAYERS = 2**16
+# What the length is bounded by where there are no layers.
+_MOST_TOKENS = 2**62
 
 
 class KVCache(StoredRows):
@@ -65,6 +71,13 @@ class KVCache(StoredRows):
     DimensionMismatch, UnsupportedDType
         If a size is too small, or there is no such kind.
 
+    Notes
+    -----
+    Threads may share a cache. One writer at a time: a second one gets `NumkvError`, and nothing has changed. Readers
+    beside a writer that appends, a growth included, see whole tokens; beside one that drops or moves tokens
+    (`truncate`, `clear`, `compact`; with full-precision tokens every append) they get `NumkvError` or a right result.
+    Code that works on `jit` or `arrays` is not seen by these rules: let nobody write meanwhile.
+
     Examples
     --------
     >>> import numpy as np, numkv
@@ -93,6 +106,12 @@ class KVCache(StoredRows):
     ) -> None:
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
         layers = check_size("num_layers", num_layers)
+        if layers > _MOST_LAYERS:
+            raise DimensionMismatch(
+                f"`num_layers`: expected at most {_MOST_LAYERS}, got {layers}",
+                expected=_MOST_LAYERS,
+                actual=layers,
+            )
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
@@ -100,37 +119,36 @@ class KVCache(StoredRows):
         # Layer i has block i, of as many tokens as the buffers hold.
         shape = (layers, heads, 0 if self._bound is None else self._bound)
         pool = with_scales_of_layers(
-            Pool.allocate(targets.get(target), shape, dim, dim_v, of_k, of_v, bool(rotate))
+            Pool.allocate(
+                targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+            )
         )
-        rows = np.zeros(layers, np.int64)  # appended to each layer; shared with .jit
-        tables = [np.array([layer], np.int32) for layer in range(layers)]
-        self._length = np.zeros(1, np.int64)  # advanced past; shared with .jit
-        # Whether the buffers that .jit has are the cache's own.
-        self._current = np.ones(1, np.int64)
-        super().__init__(pool, rows, tables, residual_window, num_sink_tokens, self._bound)
-        self._pools, self._room = pools_of_layers(pool), shape[2]
+        rows = np.zeros(layers, np.int64)  # appended to each layer; shared with compiled code
+        self._length = np.zeros(1, np.int64)  # advanced past; shared with compiled code
+        self._room = shape[2]
+        super().__init__(pool, rows, residual_window, num_sink_tokens, self._bound)
+
+    _derived = (*StoredRows._derived, "_device_tables", "_current")
+
+    def _derive(self) -> None:
+        super()._derive()
+        layers = len(self._lengths)
+        self._pools = pools_of_layers(self._pool)
+        self._tables = [np.array([layer], np.int32) for layer in range(layers)]
         ids = one_block_each(self._target.name, layers)
         self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
+        self._current = np.ones(1, np.int64)  # whether the buffers of `jit` are the cache's own
 
     def _move(self, capacity: int) -> None:
-        """Move what is stored into buffers for `capacity` tokens."""
-        old, layers = self._pool, self.num_layers
-        kinds = (old.k_kind, old.v_kind)
-        shape = (layers, self._heads, capacity)
-        made = Pool.allocate(old.target, shape, self.head_dim, self.head_dim_v, *kinds, old.rotate)
-        new = with_scales_of_layers(made, old)
-        copy_rows = old.target.ops.copy_rows
-        if layers and self._lengths.max() > 0:
-            start = old.target.index(np.zeros(layers), np.int64)
-            copy_rows(old.k, new.k, start)
-            copy_rows(old.v, new.v, start)
-            for before, after in ((old.k_buffer, new.k_buffer), (old.v_buffer, new.v_buffer)):
-                if before.kind.has_scales:
-                    copy_rows(by_row(before.scales), by_row(after.scales), start)
-        self._pool, self._pools, self._room = new, pools_of_layers(new), capacity
+        """Move what is stored into buffers for `capacity` tokens, at once for whoever reads beside it."""
+        new = _moved(self._pool, capacity, bool(self._lengths.any()))
+        pools, kept = pools_of_layers(new), (self._pool, self._pools, self._struct)
         self._current[0] = 0  # for views that `jit` gave so far
-        self._current = np.ones(1, np.int64)
-        self._struct = None
+        vars(self).update(
+            _pool=new, _pools=pools, _room=capacity, _struct=None, _current=np.ones(1, np.int64),
+            _generation=self._generation + 1,
+        )  # fmt: skip
+        del kept  # what is freed may call a finaliser: not in the middle
 
     # -- what it is
 
@@ -138,11 +156,6 @@ class KVCache(StoredRows):
     def num_layers(self) -> int:
         """Layers."""
         return len(self._lengths)
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a V row."""
-        return self._pool.head_dim_v
 
     @property
     def entry_size(self) -> int:
@@ -165,7 +178,13 @@ class KVCache(StoredRows):
         return len(self) == 0
 
     def __len__(self) -> int:
-        return int(self._length[0])
+        length = int(self._length[0])
+        if self._shown and not 0 <= length <= self._lengths.min(initial=_MOST_TOKENS):
+            raise NumkvError(
+                f"`lengths`: expected at most the rows of every layer, {self._lengths.tolist()}, got {length}; "
+                "compiled code has to append before it advances; `clear` mends this"
+            )
+        return length
 
     def __repr__(self) -> str:
         return (
@@ -178,13 +197,56 @@ class KVCache(StoredRows):
     def jit(self) -> Any:
         """The jitclass instance over this cache's memory; see `numkv.storage.jit_views`.
 
-        A cache that grows gets new buffers: ask again then. An instance from before neither appends nor advances, and
-        raises where rows are loaded.
+        A cache that grows gets new buffers: ask again then, or `reserve` enough. An instance from before neither
+        appends nor advances, and raises where rows are loaded.
 
         With ``rotate=True`` it takes and gives rotated rows, as they are stored. A cache that keeps tokens in full
         precision has none (`NotSupported`): some of its tokens are not in these buffers.
         """
+        if not self._current[0]:  # an interrupted growth
+            self._current, self._struct = np.ones(1, np.int64), None
         return self._view(self._make_struct)
+
+    def arrays(self, layer: int) -> CacheArrays:
+        """Get the arrays of a layer for your own kernels, ``@njit`` or ``@cuda.jit``; see `numkv.device`.
+
+        Buffers are those of all layers: layer i has block i, of `capacity` tokens. There is one sequence, so that
+        ``block_table`` is ``(1, 1)``, and ``context_lens`` int64 ``(1,)`` has the rows appended to this layer. On the
+        CPU that is shared memory: code that stores rows may move it within the capacity, and `lengths` after it. On
+        CUDA it is a copy, which is made when it has changed since. After a growth there are others: see `generation`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+
+        Returns
+        -------
+        CacheArrays
+
+        Raises
+        ------
+        IndexError
+            If there is no such layer.
+        NotSupported
+            If the cache keeps tokens in full precision: they are not in these buffers.
+        """
+        layer = check_index("layer", layer, self.num_layers)
+        self._check_all_in_buffers("arrays")
+        self._shown = True
+        rows = self._uploads.of(layer, self._lengths[layer : layer + 1])
+        return cache_arrays(self._pools[layer], self._device_tables[layer], rows)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens advanced past, an array of one element that is shared with `jit`: ``len(cache)`` says what is there.
+
+        Your own compiled code moves it as `advance` does, once all layers have the rows. It is checked when it is
+        read next.
+        """
+        self._check_all_in_buffers("lengths")
+        self._shown = True
+        return self._length
 
     def _make_struct(self) -> Any:
         if not self._target.has_jit_views:
@@ -197,7 +259,7 @@ class KVCache(StoredRows):
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
         return (
-            f"`jit.context_lens`: expected numbers of rows in [0, {most}], got {length} for layer {layer}; "
+            f"`context_lens`: expected numbers of rows in [0, {most}], got {length} for layer {layer}; "
             "compiled code has to stay within the capacity"
         )
 
@@ -213,6 +275,29 @@ class KVCache(StoredRows):
                 "cache larger"
             )
         self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
+
+    @writes
+    def reserve(self, n: int) -> None:
+        """Make room for more tokens, without appending them.
+
+        Appends of as many, and code of yours that stores rows, then find the same buffers all the way.
+
+        Parameters
+        ----------
+        n : int
+            Tokens beyond the rows of the layer that has most.
+
+        Raises
+        ------
+        CacheFull
+            If `max_seq_len` leaves no room; nothing has changed.
+        DimensionMismatch
+            If no memory can hold so many.
+        """
+        n, rows = check_size("n", n), self._rows()
+        if len(rows):
+            longest = int(rows.argmax())
+            self._make_room(longest, int(rows[longest]), n)
 
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
@@ -242,16 +327,29 @@ class KVCache(StoredRows):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        layer = check_index("layer", layer, self.num_layers)
-        if self._full_precision is None:
-            rows = (k, v)
-            if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
-                rows = (k[None], v[None])
-            if self._append_small(layer, *rows, check_finite):
-                return
-        k = self._token_rows("k", k, self.head_dim)
-        v = self._token_rows("v", v, self.head_dim_v)
-        self._append(layer, k, v, check_finite)
+        # What the decorators of `numkv.access` do, at half the cost.
+        access, call = self._access, object()
+        writer = access.writer
+        try:
+            if writer.setdefault("call", call) is not call:
+                raise busy(self, "append")
+            layer = check_index("layer", layer, len(self._lengths))
+            if self._full_precision is not None:
+                access.dropped |= 1
+            else:
+                rows = (k, v)
+                if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
+                    rows = (k[None], v[None])
+                if self._append_small(layer, *rows, check_finite):
+                    return
+            k = self._token_rows("k", k, self.head_dim)
+            v = self._token_rows("v", v, self.head_dim_v)
+            self._append(layer, k, v, check_finite)
+        finally:
+            if "call" in writer and writer["call"] is call:
+                if access.dropped & 1:
+                    access.dropped += 1
+                del writer["call"]
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""
@@ -268,6 +366,7 @@ class KVCache(StoredRows):
             )
         return x.reshape((1, self._heads, dim))
 
+    @drops
     def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
@@ -296,6 +395,7 @@ class KVCache(StoredRows):
         """
         self._set_scales(check_index("layer", layer, self.num_layers), k, v)
 
+    @writes
     def advance(self, n: int = 1) -> None:
         """Move the length past tokens whose rows are in every layer.
 
@@ -310,14 +410,16 @@ class KVCache(StoredRows):
             If a layer has fewer rows than that.
         """
         length = len(self) + check_size("n", n)
-        if self.num_layers and length > self._lengths.min():
-            layer = int(self._lengths.argmin())
+        most = int(self._lengths.min(initial=_MOST_TOKENS))
+        if length > most:
+            layer = int(self._lengths.argmin()) if self.num_layers else "-"
             raise NumkvError(
-                f"`n`: expected at most {self._lengths[layer] - len(self)}, the rows appended to layer "
+                f"`n`: expected at most {most - len(self)}, the rows appended to layer "
                 f"{layer} since the last advance, got {n}; append to every layer first"
             )
         self._length[0] = length
 
+    @drops
     def truncate(self, length: int) -> None:
         """Keep the first tokens only; rows appended but not advanced are dropped too.
 
@@ -331,14 +433,16 @@ class KVCache(StoredRows):
         IndexError
             If `length` is negative or above ``len(cache)``.
         """
-        self._keep(check_index("length", length, len(self), inclusive=True))
+        self._rows()
+        self._cut(check_index("length", length, len(self), inclusive=True))
 
-    def _keep(self, length: int) -> None:
-        np.minimum(self._lengths, length, out=self._lengths)
+    def _cut(self, length: int) -> None:
         self._length[0] = length
+        np.clip(self._lengths, 0, length, out=self._lengths)
         if self._full_precision is not None:
             self._full_precision.truncate(length)
 
+    @drops
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
@@ -369,12 +473,12 @@ class KVCache(StoredRows):
         -----
         Nothing has changed after an error. Memory stays as it is.
         """
-        length, layers = len(self), self.num_layers
-        if layers and self._lengths.max() > length:
-            layer = int(self._lengths.argmax())
+        length, layers, rows = len(self), self.num_layers, self._rows()
+        if rows.max(initial=0) > length:
+            layer = int(rows.argmax())
             raise NumkvError(
                 f"compact: expected no rows beyond the {length} advanced past, got "
-                f"{self._lengths[layer]} in layer {layer}; advance, or truncate({length})"
+                f"{rows[layer]} in layer {layer}; advance, or truncate({length})"
             )
         kept = check_kept("keep", keep, length, ndim=2 if np.ndim(keep) == 2 else 1)
         n = kept.shape[-1]
@@ -389,132 +493,50 @@ class KVCache(StoredRows):
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.arange(self.num_layers)[:, None] * self.capacity + tokens
 
-    def clear(self) -> None:
-        """Drop all tokens; memory and geometry stay."""
-        self._keep(0)
+    def _rows(self) -> NDArray[np.int64]:
+        """The rows of each layer, as they are now; compiled code may have written them, so they are checked."""
+        rows, most = self._lengths.copy(), self._room
+        if rows.min(initial=0) < 0 or rows.max(initial=0) > most:
+            layer = int(np.flatnonzero((rows < 0) | (rows > most))[0])
+            raise NumkvError(self._bad_length(layer, int(rows[layer]), most))
+        return rows
 
-    def copy(self) -> Self:
-        """A deep copy that shares no memory.
+    # -- as a whole
 
-        Returns
-        -------
-        KVCache
-        """
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new._lengths, new._length = self._lengths.copy(), self._length.copy()
-        new._current = self._current.copy()  # the original's jit view stays in use
-        new._move(self.capacity)
-        if self._full_precision is not None:
-            new._full_precision = self._full_precision.copy()
-        return new
+    def _copy_to(self, new: Self) -> None:
+        length = len(self)  # first, as all others may be more by now
+        rows = self._rows()
+        old = self._pool
+        new._length, new._lengths = np.array([length], np.int64), rows
+        new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
+        new._room, new._generation = int(old.k.shape[2]), 0
 
-    __copy__ = copy
+    def _check_books(self) -> None:
+        length, rows = len(self), self._rows()
+        blocks, _, size = (int(n) for n in self._pool.k.shape[:3])
+        least = int(rows.min(initial=_MOST_TOKENS))
+        for wrong, what in (
+            (not 0 <= length <= least, f"a length of at most {least} rows, got {length}"),
+            (blocks != len(rows), f"a block for each of {len(rows)} layers, got {blocks}"),
+            (size != self._room, f"buffers for {self._room} tokens, got {size}"),
+            (self._bound not in (None, size), f"buffers for {self._bound} tokens, got {size}"),
+        ):
+            if wrong:
+                raise NumkvError(f"check: expected {what}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy()
 
-    # -- attention
-
-    def decode_attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-    ) -> Any:
-        """Attend over all rows appended to a layer; the queries are those of the last ones.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
-            Queries; each sees its own position and earlier ones.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
-            See `numkv.decode_attention`; `out` has the rank of q.
-
-        Returns
-        -------
-        out : array of q's rank
-            In q's dtype. One query on an empty layer gives 0 (and -inf).
-        lse : float32 array (num_q_heads,) or (num_tokens, num_q_heads)
-            Natural log of the sum of exponentials; only with `return_lse`.
-
-        Raises
-        ------
-        DimensionMismatch
-            If there are more queries than rows, or a shape does not fit.
-        IndexError
-            If there is no such layer.
-        UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
-        layer = check_index("layer", layer, self.num_layers)
-        target = self._target
-        q = target.accept(q, "q")
-        single = len(q.shape) == 2
-        if single:
-            q = q.reshape((1, *q.shape))
-            if out is not None:
-                out = target.accept(out, "out")
-                out = out.reshape((1, *out.shape))
-        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-        result = self._attend(layer, q, options)
-        if not single:
-            return result
-        return (result[0][0], result[1][0]) if return_lse else result[0]
-
-    def attention_weights(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-    ) -> Array:
-        """Sum the attention that each row of a layer gets from the queries of the last rows.
-
-        Parameters
-        ----------
-        layer : int
-            Which layer.
-        q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
-            Queries; each sees its own position and earlier ones.
-        lse : float32 array of q's shape without its last axis, optional
-            What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
-            which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
-            See `numkv.decode_attention`.
-
-        Returns
-        -------
-        float32 array (num_kv_heads, tokens)
-            Sums over the queries and the q heads of a GQA group; see `numkv.attention_weights`. Rows not yet advanced
-            are included.
-
-        Raises
-        ------
-        DimensionMismatch
-            If there are more queries than rows, or a shape does not fit.
-        IndexError
-            If there is no such layer.
-        UnsupportedDType, NotSupported, ValueError
-            See `numkv.decode_attention`.
-        """
-        layer = check_index("layer", layer, self.num_layers)
-        target = self._target
-        q = target.accept(q, "q")
-        if len(q.shape) == 2:
-            q = q.reshape((1, *q.shape))
-            if lse is not None:
-                lse = target.accept(lse, "lse")
-                lse = lse.reshape((1, *lse.shape))
-        return self._mass(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
+def _moved(old: Pool, capacity: int, has_rows: bool) -> Pool:
+    """A pool with room for `capacity` tokens in each layer, and with all that an old one holds."""
+    layers, heads = (int(n) for n in old.k.shape[:2])
+    kinds, shape = (old.k_kind, old.v_kind), (layers, heads, capacity)
+    made = Pool.allocate(old.target, shape, old.head_dim, old.head_dim_v, *kinds, old.rotate)
+    new = with_scales_of_layers(made, old)
+    copy_rows = old.target.ops.copy_rows
+    if has_rows:
+        start = old.target.index(np.zeros(layers), np.int64)
+        copy_rows(old.k, new.k, start)
+        copy_rows(old.v, new.v, start)
+        for before, after in ((old.k_buffer, new.k_buffer), (old.v_buffer, new.v_buffer)):
+            if before.kind.has_scales:
+                copy_rows(by_row(before.scales), by_row(after.scales), start)
+    return new

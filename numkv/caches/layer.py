@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.access import busy, drops, reads, writes
+from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.caches.single import SingleSequence
-from numkv.checks import check_index, check_kept
+from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
-from numkv.errors import CacheFull, NotSupported
+from numkv.compaction.moves import slots_of
+from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.numbers import check_flag
 from numkv.storage import jit_views
+from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
@@ -21,21 +27,34 @@ from numkv.writing.fused_write import Projection, QKMode
 
 __all__ = ["Layer"]
 
+# What a position of RoPE is below.
+_MOST_POSITIONS = 2**62
+
 
 class Layer(SingleSequence):
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
+
+    _derived = (*SingleSequence._derived, "_table", "_table_view", "_version", "_on_target")
 
     def __init__(
         self, pool: Pool, block_table: NDArray[np.int32], capacity: int,
         residual_window: int = 0, num_sink_tokens: int = 0,
     ) -> None:  # fmt: skip
-        self._table = block_table  # (max_blocks,), on the host
+        # The blocks ``(max_blocks,)``, on the host. Those that are added are written into the array; where some are
+        # given back it is replaced, so that readers keep what they have.
+        self._ids = block_table
         self._capacity = self._room = capacity
-        self._device_table: Array = None
-        context_lens = np.zeros(1, np.int32)  # shared with .jit
-        super().__init__(
-            pool, context_lens, [block_table], residual_window, num_sink_tokens, capacity
-        )
+        context_lens = np.zeros(1, np.int32)  # shared with compiled code
+        super().__init__(pool, context_lens, residual_window, num_sink_tokens, capacity)
+
+    def _derive(self) -> None:
+        super()._derive()
+        self._pools, self._tables = [self._pool], [self._ids]
+        self._table = self._ids.copy()  # what compiled code can reach; it has to stay as `_ids` is
+        self._table_view = self._table.view()
+        self._table_view.flags.writeable = False
+        self._version = 0  # of `_ids`
+        self._on_target: tuple[int, Array] = (-1, None)
 
     # -- what it is
 
@@ -48,13 +67,37 @@ class Layer(SingleSequence):
     def seq_len(self) -> int:
         """Tokens in the layer. Setting it moves the length only; it must stay in ``[0, capacity]``.
 
-        With full-precision tokens the length cannot grow this way: they are not in the buffers.
+        A paged layer takes and gives back blocks with it. With full-precision tokens the length cannot grow this way:
+        they are not in the buffers.
         """
         return self._stored(0)
 
     @seq_len.setter
+    @drops
     def seq_len(self, length: int) -> None:
-        self._lengths[0] = self._check_length(length)
+        length = check_index("seq_len", length, self._capacity, inclusive=True)
+        if self._full_precision is not None and length > self._stored(0):
+            raise NotSupported(
+                f"`seq_len`: expected at most {self._stored(0)}, the tokens of a layer that keeps "
+                f"some in full precision, got {length}; append their rows"
+            )
+        self._take_room(length)
+        self._truncate(length)
+
+    def _stored(self, layer: int) -> int:
+        length, most = int(self._lengths[0]), self._room
+        if not 0 <= length <= most:
+            raise NumkvError(self._bad_length(layer, length, most))
+        if self._shown and not self._is_table_sound():
+            raise NumkvError(
+                f"`jit.block_table`: expected the layer's own, {self._ids.tolist()}, got {self._table.tolist()}; "
+                "compiled code may read it, not write it"
+            )
+        return length
+
+    def _is_table_sound(self) -> bool:
+        """Whether the table that compiled code can reach is as it should be."""
+        return bool((self._table == self._ids).all())
 
     def _bad_length(self, layer: int, length: int, most: int) -> str:
         return (
@@ -62,17 +105,11 @@ class Layer(SingleSequence):
             f"got {length}; write a right one, or set `seq_len`"
         )
 
-    def _check_length(self, length: int) -> int:
-        """Check a length that is set, and drop full-precision tokens beyond it."""
-        length = check_index("seq_len", length, self._capacity, inclusive=True)
+    def _cut(self, length: int) -> None:
+        self._lengths[0] = length
+        self._table[:] = self._ids
         if self._full_precision is not None:
-            if length > self.seq_len:
-                raise NotSupported(
-                    f"`seq_len`: expected at most {self.seq_len}, the tokens of a layer that keeps "
-                    f"some in full precision, got {length}; append their rows"
-                )
             self._full_precision.truncate(length)
-        return length
 
     def __len__(self) -> int:
         return self.seq_len
@@ -109,7 +146,7 @@ class Layer(SingleSequence):
 
     @property
     def context_lens(self) -> np.ndarray[Any, Any]:
-        """The length as an int32 array of one element, shared with `jit`.
+        """The length as an int32 array of one element, shared with `jit` and, on the CPU, with `arrays`.
 
         A length written here is checked when the layer is used next: it must stay in ``[0, capacity]``, and within the
         blocks that a paged layer has.
@@ -127,9 +164,25 @@ class Layer(SingleSequence):
 
         Its methods are in `numkv.storage.jit_views`. With ``rotate=True`` it takes and gives rotated rows, as
         they are stored. A layer that keeps tokens in full precision has none (`NotSupported`): some of its tokens are
-        not in these buffers.
+        not in these buffers. It belongs to this layer for good, as buffers are never replaced; a copy has its own.
         """
         return self._view(self._make_struct)
+
+    @property
+    def arrays(self) -> CacheArrays:
+        """The arrays of this layer for your own kernels, ``@njit`` or ``@cuda.jit``; see `numkv.device`.
+
+        There is one sequence: ``block_table`` is ``(1, max_blocks)`` and ``context_lens`` int32 ``(1,)``. On the CPU
+        they are this layer's own: code that stores rows may move the length within the memory, see `reserve`. On CUDA
+        they are copies, which are made when they have changed since; see `generation`. A layer that keeps tokens in
+        full precision has none (`NotSupported`).
+        """
+        self._check_all_in_buffers("arrays")
+        self._shown = True
+        if self._target.values_on_host:
+            return cache_arrays(self._pool, self._table_view[None], self._lengths)
+        table = self._uploads.of("block_table", self._ids[None])
+        return cache_arrays(self._pool, table, self._uploads.of("context_lens", self._lengths))
 
     def _make_struct(self) -> Any:
         if not self._target.has_jit_views:
@@ -150,14 +203,42 @@ class Layer(SingleSequence):
     def _take_room(self, length: int) -> None:
         """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
+    def _give_back(self, length: int) -> None:
+        """Give back memory that only tokens from position `length` on are in; an error changes nothing."""
+
+    @writes
+    def reserve(self, n: int) -> None:
+        """Have memory for more tokens, without appending them.
+
+        A paged layer takes blocks for them now and keeps them until `truncate`, `free` or a new `seq_len` gives them
+        back: then code of yours that stores rows can move the length past them. A contiguous layer has all of its
+        memory from the beginning.
+
+        Parameters
+        ----------
+        n : int
+            Tokens beyond `seq_len`.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all of them; nothing has changed.
+        """
+        n, start = check_size("n", n), self._stored(0)
+        self._check_room(start, n)
+        self._take_room(start + n)
+
     def _make_room(self, layer: int, start: int, tokens: int) -> None:
         self._check_room(start, tokens)
         self._take_room(start + tokens)
 
     def _block_table(self, layer: int) -> Array:
-        if self._device_table is None:
-            self._device_table = self._target.index(self._table[None, :], np.int32)
-        return self._device_table
+        version, table = self._on_target
+        if version != self._version:
+            version = self._version  # before the table, which may be newer then, and never is older
+            table = self._target.index(self._ids[None], np.int32)
+            self._on_target = version, table
+        return table
 
     def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
         """Append ready rows: no norm, no RoPE.
@@ -179,10 +260,24 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if self._full_precision is None and self._append_small(0, k, v, check_finite):
-            return
-        self._append(0, k, v, check_finite)
+        # What the decorators of `numkv.access` do, at half the cost.
+        access, call = self._access, object()
+        writer = access.writer
+        try:
+            if writer.setdefault("call", call) is not call:
+                raise busy(self, "append")
+            if self._full_precision is not None:
+                access.dropped |= 1
+                self._append(0, k, v, check_finite)
+            elif not self._append_small(0, k, v, check_finite):
+                self._append(0, k, v, check_finite)
+        finally:
+            if "call" in writer and writer["call"] is call:
+                if access.dropped & 1:
+                    access.dropped += 1
+                del writer["call"]
 
+    @drops
     def set_scales(self, k: Any = None, v: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
@@ -226,7 +321,7 @@ class Layer(SingleSequence):
 
         Parameters
         ----------
-        qkv : array (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim)
+        qkv : array (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v)
             All q heads, then all k heads, then all v heads of each token; any float dtype.
         num_q_heads : int
             Q heads in `qkv`.
@@ -262,12 +357,35 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
+        access, call = self._access, object()
+        writer = access.writer
+        try:
+            if writer.setdefault("call", call) is not call:
+                raise busy(self, "write")
+            if self._full_precision is not None:
+                access.dropped |= 1
+            return self._write(
+                qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
+                check_finite,
+            )  # fmt: skip
+        finally:
+            if "call" in writer and writer["call"] is call:
+                if access.dropped & 1:
+                    access.dropped += 1
+                del writer["call"]
+
+    def _write(
+        self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,
+        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
+    ) -> Array:  # fmt: skip
         pool = self._pool
+        if pos_offset is not None:
+            pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
         if self._full_precision is None:
             start = self._stored(0)
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
-                fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._table, start,
+                fast_path.NOT_BY_SLOT, start if pos_offset is None else pos_offset, self._ids, start,
                 self._room - start, check_finite,
             )  # fmt: skip
             if tokens >= 0:
@@ -278,14 +396,14 @@ class Layer(SingleSequence):
         )
         tokens, start = p.num_tokens, self._stored(0)
         self._check_room(start, tokens)
-        first = start if pos_offset is None else int(pos_offset)
+        first = start if pos_offset is None else pos_offset
         p.check_positions(first)
-        if check_finite:
+        if check_flag("check_finite", check_finite, True):
             p.check_finite(pool)
         self._take_room(start + tokens)
         if self._full_precision is None:
             host = self._target.values_on_host
-            p.write(pool, self._table if host else self._block_table(0)[0], start, first)
+            p.write(pool, self._ids if host else self._block_table(0)[0], start, first)
             self._lengths[0] = start + tokens
         else:  # by way of unrounded floats, which then go the way of `append`
             staging = self._full_precision.staging(tokens)
@@ -293,8 +411,9 @@ class Layer(SingleSequence):
             self._store(0, *self._full_precision.staged(staging, tokens), start)
         return p.q_out
 
+    @drops
     def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on.
+        """Drop the tokens from position `length` on; a paged layer gives back the blocks that it then does not need.
 
         Parameters
         ----------
@@ -306,10 +425,13 @@ class Layer(SingleSequence):
         IndexError
             If `length` is negative or above `seq_len`.
         """
-        self._lengths[0] = length = check_index("length", length, self.seq_len, inclusive=True)
-        if self._full_precision is not None:
-            self._full_precision.truncate(length)
+        self._truncate(check_index("length", length, self._stored(0), inclusive=True))
 
+    def _truncate(self, length: int) -> None:
+        self._give_back(length)
+        self._cut(length)
+
+    @drops
     def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
@@ -339,15 +461,18 @@ class Layer(SingleSequence):
         Nothing has changed after an error. The next token's position is ``seq_len`` with a shift, and one after the
         last token's without.
         """
-        self._compact(check_kept("keep", keep, self.seq_len)[None], shift)
+        self._compact(check_kept("keep", keep, self._stored(0))[None], shift)
+        with contextlib.suppress(
+            NumkvError
+        ):  # blocks whose pool is busy stay the layer's, for tokens to come
+            self._give_back(self._stored(0))
 
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        size = max(1, int(self._pool.k.shape[2]))
-        slots: NDArray[np.int64] = self._table[tokens // size].astype(np.int64) * size
-        return slots + tokens % size
+        return slots_of(self._ids, tokens, max(1, int(self._pool.k.shape[2])))
 
     # -- attention
 
+    @reads
     def decode_attention(
         self,
         q: Any,
@@ -385,6 +510,7 @@ class Layer(SingleSequence):
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
         return self._attend(0, q, options)
 
+    @reads
     def attention_weights(
         self,
         q: Any,

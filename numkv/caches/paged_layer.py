@@ -1,174 +1,22 @@
-"""Paged caches: `PagedPool`, a pool of blocks that many layers share, and `PagedLayer`, one sequence in one layer."""
+"""`PagedLayer`: the K and V of one sequence in one layer, in blocks of a pool."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from numkv import targets
-from numkv.blocks.pool import BlockPool, PoolStats
+from numkv.access import drops, writes
 from numkv.caches.layer import Layer
+from numkv.caches.paged_pool import PagedPool
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kind, kinds_of
-from numkv.storage.pool import Pool
+from numkv.compaction.moves import slots_of
+from numkv.errors import CacheFull, DimensionMismatch, NumkvError
+from numkv.kinds import Kind, kind
+from numkv.numbers import check_flag
 
 __all__ = ["PagedLayer", "PagedPool"]
-
-
-class PagedPool:
-    """Buffers of blocks, and which of them are in use; shared by layers of different sequences.
-
-    Parameters
-    ----------
-    num_blocks : int
-        Blocks in the pool.
-    block_size : int
-        Tokens in a block; any number from 1 up.
-    num_kv_heads : int
-        Kv heads.
-    head_dim : int
-        Elements of a K or V row.
-    kind : str or Kind
-        Storage kind.
-    target : {"cpu", "cuda"}
-        Where the buffers are and the kernels run.
-    k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`.
-    rotate : bool
-        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
-
-    Attributes
-    ----------
-    blocks : BlockPool
-        The bookkeeping: references, prefixes, eviction.
-
-    Examples
-    --------
-    >>> import numkv
-    >>> pool = numkv.PagedPool(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=8)
-    >>> a = numkv.PagedLayer(8, 16, 2, 8, pool=pool)
-    >>> b = numkv.PagedLayer(8, 16, 2, 8, pool=pool)
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        kind: str | Kind = "fp16",
-        target: str = "cpu",
-        k_kind: str | Kind | None = None,
-        v_kind: str | Kind | None = None,
-        rotate: bool = False,
-    ) -> None:
-        shape = (
-            check_size("num_blocks", num_blocks),
-            check_size("num_kv_heads", num_kv_heads, 1),
-            check_size("block_size", block_size, 1),
-        )
-        dim = check_size("head_dim", head_dim, 1)
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
-        self._pool = Pool.allocate(targets.get(target), shape, dim, dim, of_k, of_v, rotate)
-        self.blocks = BlockPool(shape[0], shape[2])
-
-    @property
-    def pool(self) -> Pool:
-        """The buffers as kernels take them."""
-        return self._pool
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return int(self._pool.k.shape[0])
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return self.blocks.num_free
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return int(self._pool.k.shape[2])
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads."""
-        return int(self._pool.k.shape[1])
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a row."""
-        return self._pool.head_dim
-
-    @property
-    def kind(self) -> Kind:
-        """Storage kind of K, and of V unless `v_kind` differs."""
-        return self._pool.k_kind
-
-    @property
-    def v_kind(self) -> Kind:
-        """Storage kind of V."""
-        return self._pool.v_kind
-
-    @property
-    def rotate(self) -> bool:
-        """Whether rows are rotated before they are stored."""
-        return self._pool.rotate
-
-    @property
-    def target(self) -> str:
-        """Name of the target."""
-        return self._pool.target.name
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales included."""
-        return self._pool.nbytes
-
-    def set_scales(self, k: Any = None, v: Any = None) -> None:
-        """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
-
-        Parameters
-        ----------
-        k, v : float or float32 array (num_kv_heads,), optional
-            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
-
-        Raises
-        ------
-        NumkvError
-            If blocks are in use.
-        NotSupported, ValueError, DimensionMismatch, UnsupportedDType
-            See `PagedLayer.set_scales`.
-        """
-        used = self.num_blocks - self.num_free
-        if used:
-            raise NumkvError(
-                f"set_scales: expected a pool without blocks in use, got {used}, whose rows were stored by other "
-                "scales; set scales first, or free them"
-            )
-        self._pool.set_scales(k, v)
-
-    def stats(self) -> PoolStats:
-        """Counts of blocks now, and of what has happened to them."""
-        return self.blocks.stats()
-
-    def check(self) -> None:
-        """Prove the accounting; see `BlockPool.check`."""
-        self.blocks.check()
-
-    def __repr__(self) -> str:
-        return (
-            f"PagedPool(num_blocks={self.num_blocks}, free={self.num_free}, "
-            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
-            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
-        )
 
 
 class PagedLayer(Layer):
@@ -183,7 +31,7 @@ class PagedLayer(Layer):
     num_kv_heads : int
         Kv heads.
     head_dim : int
-        Elements of a K or V row.
+        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
     kind : str or Kind, optional
         Storage kind; ``"fp16"``, or the pool's.
     target : {"cpu", "cuda"}, optional
@@ -199,6 +47,8 @@ class PagedLayer(Layer):
         Newest tokens that are kept in full precision, beside a quantised kind; see `numkv.caches.full_precision`.
     num_sink_tokens : int
         First tokens that are kept in full precision too.
+    head_dim_v : int, optional
+        Elements of a V row: as many as of a K row, or as the pool has.
 
     Raises
     ------
@@ -211,6 +61,12 @@ class PagedLayer(Layer):
     -----
     Full-precision tokens lie in buffers of the layer's own. Their slots in blocks are taken all the same, so that
     there always is room to quantise them.
+
+    Threads may share a layer as they may share a `numkv.ContiguousLayer`: one writer at a time, readers beside it.
+    Layers over one pool are apart from each other, whatever threads they are used from; blocks that one of them gives
+    back are another's at once.
+
+    In a pickle a layer takes its pool along, and all that is in it; layers of one pickle share it afterwards too.
 
     Examples
     --------
@@ -237,26 +93,36 @@ class PagedLayer(Layer):
         rotate: bool | None = None,
         residual_window: int = 0,
         num_sink_tokens: int = 0,
+        head_dim_v: int | None = None,
     ) -> None:
         blocks = check_size("max_blocks_per_seq", max_blocks_per_seq)
+        size = check_size("block_size", block_size, 1)
+        most = np.iinfo(np.int32).max // size
+        if blocks > most:
+            raise DimensionMismatch(
+                f"`max_blocks_per_seq`: expected at most {most} blocks of {size} tokens, whose number int32 can say, "
+                f"got {blocks}",
+                expected=most,
+                actual=blocks,
+            )
+        self._has_own_pool = pool is None
         if pool is None:
             pool = PagedPool(
                 blocks, block_size, num_kv_heads, head_dim, kind="fp16" if kind is None else kind,
                 target="cpu" if target is None else target, k_kind=k_kind, v_kind=v_kind,
-                rotate=bool(rotate),
+                rotate=check_flag("rotate", rotate), head_dim_v=head_dim_v,
             )  # fmt: skip
+        elif not isinstance(pool, PagedPool):
+            raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
         else:
             _check_same(
-                pool, block_size, num_kv_heads, head_dim, kind, target, k_kind, v_kind, rotate
-            )
+                pool, block_size, num_kv_heads, head_dim, head_dim_v, kind, target, k_kind, v_kind, rotate
+            )  # fmt: skip
         self.pool = pool
-        table = np.full(blocks, -1, np.int32)
-        capacity = blocks * pool.block_size
-        self._ids = table.copy()  # what the table, which compiled code can reach, has to be
-        self._table_view = table.view()
-        self._table_view.flags.writeable = False
         self._owned = 0
-        super().__init__(pool.pool, table, capacity, residual_window, num_sink_tokens)
+        capacity = blocks * pool.block_size
+        ids = np.full(blocks, -1, np.int32)
+        super().__init__(pool.pool, ids, capacity, residual_window, num_sink_tokens)
         self._room = 0
 
     @property
@@ -280,81 +146,133 @@ class PagedLayer(Layer):
         owned: list[int] = self._ids[: self._owned].tolist()
         return owned
 
+    # -- blocks
+
     def _take_room(self, length: int) -> None:
         need = -(-length // self.block_size)
-        if need <= self._owned:
-            return
-        taken = self.pool.blocks.allocate(need - self._owned)  # all or nothing: CacheFull
-        self._table[self._owned : need] = self._ids[self._owned : need] = taken
-        self._owned, self._room = need, need * self.block_size
-        self._device_table = None
+        if need > self._owned:  # all or nothing: CacheFull
+            self._own(self.pool.blocks.allocate(need - self._owned))
 
-    def _stored(self, layer: int) -> int:
-        length = super()._stored(layer)
-        if self._struct is not None and not np.array_equal(self._table, self._ids):
-            raise NumkvError(
-                f"`jit.block_table`: expected the layer's own, {self._ids.tolist()}, got {self._table.tolist()}; "
-                "compiled code may read it, not write it"
+    def _own(self, taken: NDArray[np.int32]) -> None:
+        """Append blocks, which have been taken, to the table."""
+        end = self._owned + len(taken)
+        self._ids[self._owned : end] = self._table[self._owned : end] = taken
+        self._version += 1
+        self._owned, self._room = end, end * self.block_size
+
+    def _give_back(self, length: int) -> None:
+        keep, before = -(-length // self.block_size), int(self._lengths[0])
+        if keep >= self._owned:
+            return
+        now = vars(self)
+        changed = {name: now[name] for name in ("_ids", "_tables", "_owned", "_room")}
+        released, ids = self._ids[keep : self._owned], self._ids.copy()
+        ids[keep:] = -1
+        self._lengths[0] = min(before, length)
+        now.update(_ids=ids, _tables=[ids], _owned=keep, _room=keep * self.block_size)
+        try:
+            self.pool.blocks.release(released)
+        except NumkvError:  # in the middle of another change of the pool's books
+            now.update(changed)
+            self._lengths[0] = before
+            raise
+        self._table[keep:] = -1
+        self._version += 1
+
+    @writes
+    def take_blocks(self, ids: Any) -> None:
+        """Take blocks of your choice for the tokens to come, in this order.
+
+        They follow those that the layer has, and stay until `truncate`, `free` or a new `seq_len` gives them back.
+        Tokens beyond them get blocks of the pool's choice.
+
+        Parameters
+        ----------
+        ids : array-like of int (n,)
+            Blocks of the pool that are not in use, each once.
+
+        Raises
+        ------
+        CacheFull
+            If one of them is in use or pinned, or they are more than the table has room for; nothing has changed.
+        IndexError
+            If there is no such block.
+        NumkvError
+            If one is listed twice.
+        DimensionMismatch, UnsupportedDType
+            If `ids` is no row of integers.
+        """
+        wanted = np.asarray(ids)
+        room = len(self._ids) - self._owned
+        if wanted.ndim == 1 and len(wanted) > room:
+            raise CacheFull(
+                f"`ids`: expected at most {room} blocks, as the table has {len(self._ids)} entries and "
+                f"{self._owned} blocks, got {len(wanted)}; make the layer larger"
             )
-        return length
+        self._own(self.pool.blocks.allocate_ids(ids))
+
+    @drops
+    def free(self) -> None:
+        """Give all blocks back to the pool; the layer is empty then and can be used again.
+
+        `clear` drops the tokens and keeps the blocks.
+        """
+        self._truncate(0)
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         self.pool.set_scales(k, v)  # which other layers may use
 
-    @property
-    def seq_len(self) -> int:
-        """Tokens in the layer. Setting it takes and gives back blocks; it must stay in ``[0, capacity]``.
+    # -- as a whole
 
-        With full-precision tokens the length cannot grow this way: they are not in the buffers.
-        """
-        return self._stored(0)
+    def _is_table_sound(self) -> bool:
+        owned = self._owned  # before the tables: a writer beside this call adds to them first
+        return bool((self._table[:owned] == self._ids[:owned]).all())
 
-    @seq_len.setter
-    def seq_len(self, length: int) -> None:
-        length = self._check_length(length)
-        self._take_room(length)
-        self._give_back(length)
-        self._lengths[0] = length
+    def _copy_to(self, new: Self) -> None:
+        length, size = self._stored(0), self.block_size
+        tokens, table = np.arange(length), self._ids
+        need = -(-length // size)
+        if self._has_own_pool:
+            new.pool = self.pool.like(self.pool.num_blocks)
+        taken = new.pool.blocks.allocate(need)
+        try:
+            new._lengths, new._ids = np.array([length], np.int32), np.full_like(table, -1)
+            new._ids[:need] = taken
+            new._pool, new._owned, new._room = new.pool.pool, need, need * size
+            source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
+            self._pool.copy_tokens(source, new._pool, to)
+        except BaseException:
+            new.pool.blocks.release(taken)
+            raise
 
-    def _give_back(self, length: int) -> None:
-        keep = -(-length // self.block_size)
-        if keep < self._owned:
-            self.pool.blocks.release(self._ids[keep : self._owned].copy())
-            self._table[keep : self._owned] = self._ids[keep : self._owned] = -1
-            self._owned, self._room = keep, keep * self.block_size
-            self._device_table = None
-
-    def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on, and give back the blocks that only they were in.
-
-        Parameters
-        ----------
-        length : int
-            New length, at most `seq_len`.
-
-        Raises
-        ------
-        IndexError
-            If `length` is negative or above `seq_len`.
-        """
-        super().truncate(length)
-        self._give_back(length)
-
-    def free(self) -> None:
-        """Give all blocks back to the pool; the layer is empty then and can be used again."""
-        self.truncate(0)
+    def _check_books(self) -> None:
+        owned, size = self._owned, self.block_size
+        ids = self._ids[:owned]
+        references = self.pool.blocks.ref_count(ids)
+        for wrong, what in (
+            (owned * size != self._room, f"room for {owned * size} tokens, got {self._room}"),
+            (
+                len(np.unique(ids)) != owned,
+                f"blocks that are there once each, got {ids.tolist()}",
+            ),
+            ((references < 1).any(), f"blocks in use, got references {references.tolist()}"),
+            ((self._ids[owned:] != -1).any(), f"-1 past block {owned}, got {self._ids.tolist()}"),
+            (self._pool is not self.pool.pool, "the buffers of its pool, got others"),
+        ):
+            if wrong:
+                raise NumkvError(f"check: expected {what}")
 
     def __repr__(self) -> str:
         return (
             f"PagedLayer(seq_len={self.seq_len}, capacity={self.capacity}, blocks={self._owned}, "
-            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, kind={self._storage()}, target={self.target})"
+            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, {self._dims()}, "
+            f"kind={self._storage()}, target={self.target})"
         )
 
 
 def _check_same(
-    pool: PagedPool, block_size: int, num_kv_heads: int, head_dim: int, both: str | Kind | None,
-    target: str | None, k_kind: str | Kind | None, v_kind: str | Kind | None,
+    pool: PagedPool, block_size: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None,
+    both: str | Kind | None, target: str | None, k_kind: str | Kind | None, v_kind: str | Kind | None,
     rotate: bool | None,
 ) -> None:  # fmt: skip
     """Refuse arguments that say something else than the pool."""
@@ -363,10 +281,12 @@ def _check_same(
         "num_kv_heads": (num_kv_heads, pool.num_kv_heads),
         "head_dim": (head_dim, pool.head_dim),
     }
+    if head_dim_v is not None:
+        given["head_dim_v"] = (head_dim_v, pool.head_dim_v)
     if target is not None:
         given["target"] = (target, pool.target)
     if rotate is not None:
-        given["rotate"] = (bool(rotate), pool.rotate)
+        given["rotate"] = (check_flag("rotate", rotate), pool.rotate)
     for name, of_arg, of_pool in (("k_kind", k_kind, pool.kind), ("v_kind", v_kind, pool.v_kind)):
         asked = both if of_arg is None else of_arg
         if asked is not None:

@@ -1,13 +1,19 @@
-"""What caches of one sequence have in common: `numkv.KVCache`, and layers, which are caches of one layer."""
+"""What caches of one sequence have in common: `numkv.KVCache`, and layers, which are caches of one layer.
+
+Readers beside a writer go by what they have read first, the length, and find as many tokens in whatever memory they
+come upon then. So a length is the last that a writer sets, a reader reads it before it asks for pools and tables, and
+what a reader may be holding is replaced, not changed: pools that grow, and tables whose blocks are given back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
@@ -16,6 +22,7 @@ from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
+from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
@@ -36,8 +43,6 @@ class SingleSequence:
         The buffers of all layers.
     lengths : int array (num_layers,)
         Tokens of each layer, which compiled code may write too.
-    tables : list of int32 array (max_blocks,)
-        Blocks of each layer, on the host.
     residual_window, num_sink_tokens : int
         Newest and first tokens that are kept in full precision.
     capacity : int or None
@@ -45,19 +50,42 @@ class SingleSequence:
     """
 
     def __init__(
-        self, pool: Pool, lengths: NDArray[Any], tables: list[NDArray[np.int32]],
-        residual_window: int, num_sink_tokens: int, capacity: int | None,
+        self, pool: Pool, lengths: NDArray[Any], residual_window: int, num_sink_tokens: int,
+        capacity: int | None,
     ) -> None:  # fmt: skip
-        self._target = pool.target
+        self._access = Access()
         self._pool = pool
-        self._pools = [pool]  # of each layer: the same buffers, and its own scales of heads
         self._lengths = lengths
-        self._tables = tables
         self._heads, self._head_dim = int(pool.k.shape[1]), pool.head_dim
-        self._struct: Any = None
+        self._generation = 0
         self._full_precision = FullPrecisionWindow.make(
             pool, len(lengths), residual_window, num_sink_tokens, capacity
         )
+        self._derive()
+
+    #: Attributes that `_derive` makes: no part of a copy, nor of a pickle.
+    _derived: tuple[str, ...] = (
+        "_target",
+        "_struct",
+        "_shown",
+        "_uploads",
+        "_seen",
+        "_pools",
+        "_tables",
+    )
+
+    #: Of each layer: the same buffers, and its own scales of heads.
+    _pools: list[Pool]
+    #: Blocks of each layer ``(max_blocks,)``, on the host.
+    _tables: list[NDArray[np.int32]]
+
+    def _derive(self) -> None:
+        """Make what follows from the other attributes."""
+        self._target = self._pool.target
+        self._struct: Any = None
+        self._shown = False  # whether compiled code has got arrays that it could write to
+        self._uploads = Uploads(self._target)
+        self._seen = b""
 
     # -- what a subclass says
 
@@ -80,8 +108,16 @@ class SingleSequence:
         """What is wrong with a length that others have written."""
         raise NotImplementedError
 
-    def truncate(self, length: int) -> None:
-        """Drop the tokens from position `length` on."""
+    def _cut(self, length: int) -> None:
+        """Drop the tokens from position `length` on, and keep the memory; it does not fail."""
+        raise NotImplementedError
+
+    def _copy_to(self, new: Self) -> None:
+        """Give a copy, which has all other attributes, lengths and memory of its own."""
+        raise NotImplementedError
+
+    def _check_books(self) -> None:
+        """Prove what the subclass keeps books of."""
         raise NotImplementedError
 
     # -- what it is
@@ -117,6 +153,11 @@ class SingleSequence:
         return self._head_dim
 
     @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return self._pool.head_dim_v
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the K and V buffers, scales and full-precision tokens included."""
         more = 0 if self._full_precision is None else self._full_precision.nbytes
@@ -131,6 +172,11 @@ class SingleSequence:
     def num_sink_tokens(self) -> int:
         """First tokens of a layer that are kept in full precision."""
         return 0 if self._full_precision is None else self._full_precision.num_sinks
+
+    def _dims(self) -> str:
+        """What a ``repr`` says of rows."""
+        same = self.head_dim_v == self.head_dim
+        return f"head_dim={self.head_dim}" + ("" if same else f", head_dim_v={self.head_dim_v}")
 
     def _storage(self) -> str:
         """What a ``repr`` says of storage."""
@@ -155,16 +201,134 @@ class SingleSequence:
             return range(*self._full_precision.quantised(layer, length))
         return range(length if self.kind.has_scales or self.v_kind.has_scales else 0)
 
-    def _view(self, make: Callable[[], Any]) -> Any:
-        """The jitclass instance over this memory, made when it is first asked for."""
+    # -- for compiled code
+
+    def _check_all_in_buffers(self, name: str) -> None:
+        """Refuse to show memory that does not have all tokens."""
         if self._full_precision is not None:
             raise NotSupported(
-                f"`jit`: expected a cache without full-precision tokens, got {self._full_precision}; they lie outside "
-                "of the buffers that compiled code would see"
+                f"`{name}`: expected a cache without full-precision tokens, got {self._full_precision}; they lie "
+                "outside of the buffers that compiled code would see"
             )
+
+    def _view(self, make: Callable[[], Any]) -> Any:
+        """The jitclass instance over this memory, made when it is first asked for."""
+        self._check_all_in_buffers("jit")
+        self._shown = True
         if self._struct is None:
             self._struct = make()
         return self._struct
+
+    @property
+    def generation(self) -> int:
+        """A number that changes when arrays that were given before are out of date: ask for `arrays` again then.
+
+        On the CPU that is when buffers have been replaced, as by a growth; lengths and block tables are shared memory
+        there. On CUDA, where these are uploaded, it is also when one of them has changed.
+        """
+        if not self._target.values_on_host:
+            seen = b"".join(x.tobytes() for x in (self._lengths, *self._tables))
+            if seen != self._seen:
+                self._seen = seen
+                self._generation += 1
+        return self._generation
+
+    # -- as a whole
+
+    @drops
+    def clear(self) -> None:
+        """Drop all tokens; memory stays, blocks that a paged layer has taken included.
+
+        It also mends a length that compiled code has spoilt.
+        """
+        self._cut(0)
+
+    @reads
+    def copy(self) -> Self:
+        """Copy everything, as it is stored; the copy shares no memory.
+
+        Returns
+        -------
+        object
+            Of the same class. A `numkv.PagedLayer` over a pool that it was given takes blocks of that pool for its
+            copy; one that made its own pool has its copy make another.
+
+        Raises
+        ------
+        CacheFull
+            If a shared pool has too few free blocks; nothing has changed.
+        NumkvError
+            If rows are moved or dropped meanwhile.
+        """
+        new = object.__new__(type(self))
+        new.__dict__.update(self._state())
+        new._access = Access()
+        self._copy_to(new)
+        if self._full_precision is not None:
+            new._full_precision = self._full_precision.copy()
+        new._derive()
+        return new
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def _state(self) -> dict[str, Any]:
+        """All attributes but those that are derived."""
+        return {name: x for name, x in vars(self).items() if name not in self._derived}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._state()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._derive()
+
+    @reads
+    def check(self) -> None:
+        """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
+
+        It looks at every stored scale; on CUDA they are copied to the host for that.
+
+        Raises
+        ------
+        NumkvError
+            If something does not agree; the message says what. Scales that are not finite are those of rows that were
+            stored with ``check_finite=False``.
+        """
+        for layer in range(len(self._lengths)):
+            self._stored(layer)
+        self._check_books()
+        if self._full_precision is not None:
+            self._full_precision.check(self._lengths)
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        longest = int(self._lengths.max(initial=0))
+        every = np.broadcast_to(np.arange(longest), (len(self._lengths), longest))
+        for which in "kv":
+            kind = self._pool.buffer(which).kind
+            if not kind.is_scaled:
+                continue
+            scales = self._target.to_host(self._pool.buffer(which).scales).view(kind.scale_dtype)
+            if kind.scales_per == "head":
+                if not (np.isfinite(scales) & (scales > 0)).all():
+                    raise NumkvError(
+                        f"check: expected finite scales of {which} above 0, got {scales.tolist()}"
+                    )
+                continue
+            size = max(1, int(self._pool.k.shape[2]))
+            for layer, slots in enumerate(self._slots(every)):
+                of = self._quantised(layer)
+                block, offset = np.divmod(slots[of.start : of.stop], size)
+                of_rows = np.isfinite(scales[block, :, offset])
+                finite = of_rows.all(axis=tuple(range(1, of_rows.ndim)))
+                if not finite.all():
+                    raise NumkvError(
+                        f"check: expected finite scales of {which}, got others at position "
+                        f"{of.start + int(np.argmin(finite))} of layer {layer}"
+                    )
 
     # -- writing
 
@@ -215,7 +379,7 @@ class SingleSequence:
             moves += self._full_precision.plan_moves(kept, shift)
         for move in moves:
             move()
-        self.truncate(kept.shape[1])
+        self._cut(kept.shape[1])
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         """Set the scales of a layer's kv heads, if it is empty."""

@@ -1,7 +1,11 @@
-"""What a user reads of a cache of several layers: rows as values, and as they are stored."""
+"""What a user reads of a cache of several layers: rows as values and as they are stored, and attention over them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from numkv.access import reads
+from numkv.attention.options import check_options
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index
 from numkv.errors import NotSupported
@@ -11,7 +15,7 @@ __all__ = ["StoredRows", "by_row"]
 
 
 class StoredRows(SingleSequence):
-    """Reads the rows of a contiguous cache: layer i has block i."""
+    """Reads a contiguous cache, in which layer i has block i."""
 
     def quantised_tokens(self, layer: int) -> range:
         """Positions of a layer's tokens that are quantised: all of a quantised kind, but for those in full precision.
@@ -33,6 +37,7 @@ class StoredRows(SingleSequence):
         """
         return self._quantised(check_index("layer", layer, len(self._lengths)))
 
+    @reads
     def k(self, layer: int) -> Array:
         """Keys of a layer, rows not yet advanced included.
 
@@ -55,6 +60,7 @@ class StoredRows(SingleSequence):
         """
         return self._read("k", layer)
 
+    @reads
     def k_codes(self, layer: int) -> Array:
         """Codes of a layer's keys, as stored (with ``rotate=True`` of rotated rows); see `k_scales`.
 
@@ -79,6 +85,7 @@ class StoredRows(SingleSequence):
         """
         return self._codes("k", layer)
 
+    @reads
     def k_scales(self, layer: int) -> Array:
         """Scales of a layer's keys, by which codes are multiplied, for each token and head.
 
@@ -102,6 +109,7 @@ class StoredRows(SingleSequence):
         """
         return self._scales("k", layer)
 
+    @reads
     def v(self, layer: int) -> Array:
         """Values of a layer ``(tokens, num_kv_heads, head_dim_v)``; see `k`.
 
@@ -112,6 +120,7 @@ class StoredRows(SingleSequence):
         """
         return self._read("v", layer)
 
+    @reads
     def v_codes(self, layer: int) -> Array:
         """Codes of a layer's values, with `head_dim_v` in place of `head_dim`; see `k_codes`.
 
@@ -122,6 +131,7 @@ class StoredRows(SingleSequence):
         """
         return self._codes("v", layer)
 
+    @reads
     def v_scales(self, layer: int) -> Array:
         """Scales of a layer's values, with `head_dim_v` in place of `head_dim`; see `k_scales`.
 
@@ -134,16 +144,17 @@ class StoredRows(SingleSequence):
 
     def _codes(self, which: str, layer: int) -> Array:
         layer = self._check_quantised(which, layer)
-        codes = self._pool.values(which)
-        return self._target.token_major(codes[layer, :, : self._stored(layer)])
+        length = self._stored(layer)  # before the pool
+        return self._target.token_major(self._pool.values(which)[layer, :, :length])
 
     def _scales(self, which: str, layer: int) -> Array:
         kind = self.kind if which == "k" else self.v_kind
         if kind.scales_per == "head":
             return self._pools[check_index("layer", layer, len(self._lengths))].scales(which)
         layer = self._check_quantised(which, layer)
+        length = self._stored(layer)  # before the pool
         scale = self._pool.scales(which)
-        rows = self._target.token_major(by_row(scale)[layer, :, : self._stored(layer)])
+        rows = self._target.token_major(by_row(scale)[layer, :, :length])
         return rows if len(scale.shape) == 4 else rows[:, :, 0]
 
     def _check_quantised(self, which: str, layer: int) -> int:
@@ -157,11 +168,119 @@ class StoredRows(SingleSequence):
 
     def _read(self, which: str, layer: int) -> Array:
         layer = check_index("layer", layer, len(self._lengths))
-        length = self._stored(layer)
-        rows = self._pools[layer].rows(which, layer, slice(0, length))
+        length = self._stored(layer)  # before the pool
+        pool = self._pools[layer]
+        rows = pool.rows(which, layer, slice(0, length))
         if self._full_precision is not None:
-            rows = self._full_precision.overlay(self._pools[layer], which, layer, rows, length)
+            rows = self._full_precision.overlay(pool, which, layer, rows, length)
         return self._target.token_major(rows)
+
+    # -- attention
+
+    @reads
+    def decode_attention(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+        sinks: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Attend over all rows appended to a layer; the queries are those of the last ones.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
+            Queries; each sees its own position and earlier ones.
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+            See `numkv.decode_attention`; `out` has the rank of q.
+
+        Returns
+        -------
+        out : array of q's rank
+            In q's dtype. One query on an empty layer gives 0 (and -inf).
+        lse : float32 array (num_q_heads,) or (num_tokens, num_q_heads)
+            Natural log of the sum of exponentials; only with `return_lse`.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than rows, or a shape does not fit.
+        IndexError
+            If there is no such layer.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        layer = check_index("layer", layer, len(self._lengths))
+        target = self._target
+        q = target.accept(q, "q")
+        single = len(q.shape) == 2
+        if single:
+            q = q.reshape((1, *q.shape))
+            if out is not None:
+                out = target.accept(out, "out")
+                out = out.reshape((1, *out.shape))
+        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        result = self._attend(layer, q, options)
+        if not single:
+            return result
+        return (result[0][0], result[1][0]) if return_lse else result[0]
+
+    @reads
+    def attention_weights(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        lse: Any = None,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        window_left: int = -1,
+    ) -> Array:
+        """Sum the attention that each row of a layer gets from the queries of the last rows.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
+            Queries; each sees its own position and earlier ones.
+        lse : float32 array of q's shape without its last axis, optional
+            What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
+            which costs as much as that call.
+        sm_scale, logits_soft_cap, window_left
+            See `numkv.decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_kv_heads, tokens)
+            Sums over the queries and the q heads of a GQA group; see `numkv.attention_weights`. Rows not yet advanced
+            are included.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are more queries than rows, or a shape does not fit.
+        IndexError
+            If there is no such layer.
+        UnsupportedDType, NotSupported, ValueError
+            See `numkv.decode_attention`.
+        """
+        layer = check_index("layer", layer, len(self._lengths))
+        target = self._target
+        q = target.accept(q, "q")
+        if len(q.shape) == 2:
+            q = q.reshape((1, *q.shape))
+            if lse is not None:
+                lse = target.accept(lse, "lse")
+                lse = lse.reshape((1, *lse.shape))
+        return self._mass(layer, q, check_options(sm_scale, logits_soft_cap, window_left), lse)
 
 
 def by_row(scale: Array) -> Array:

@@ -1,8 +1,14 @@
 """jitclasses over the buffers of layers and caches, for a user's own ``@njit`` functions.
 
 They share memory with the objects that made them: what compiled code appends, the object sees, and the other way
-round. Compiling them takes a moment, so an object makes its own when ``.jit`` is first asked for, and no kernel of
-numkv takes one (a function with a jitclass argument never hits Numba's disk cache).
+round. They check what they are given: rows of another shape raise `DimensionMismatch`, NaN and infinity for a quantised
+kind `NonFiniteInput`, positions, layers and heads that are not there `IndexError` where rows are loaded, all before
+anything is written; an append for which there is no room returns False, so that a loop can end on it.
+
+Who may use an object at once (`numkv.access`) does not reach into compiled code: let one thread write at a time.
+
+Compiling them takes a moment, so an object makes its own when ``.jit`` is first asked for, and no kernel of numkv takes
+one (a function with a jitclass argument never hits Numba's disk cache).
 
 Rows go in and come out as they are stored. An object with ``rotate=True`` stores rotated rows: turn yours with
 `numkv.storage.hadamard.Rotation` before they are appended, and what is loaded back.
@@ -19,15 +25,22 @@ from numba import types
 from numba.experimental import jitclass
 from numba.extending import register_jitable
 
-from numkv.errors import NumkvError
+from numkv.device import is_finite, load_row, store_row
+from numkv.device import slot_of as checked_slot_of
+from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kinds import kind
-from numkv.rows.address import slot_of
-from numkv.rows.codec import row_codec, scales_at
 
 __all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
 
 GROWN = "the cache has grown since `jit` was asked for; ask again"
+NO_LAYER = "`layer`: expected an index in [0, num_layers)"
+NO_POSITION = "`position`: expected an index in [0, length), a token that is stored"
+NO_HEAD = "`head`: expected an index in [0, num_kv_heads)"
+NO_BLOCK = "`block_table`: expected a block of the pool for each stored token; compiled code may not write it"
+NOT_A_ROW = "`out`: expected as many elements as a row has"
+NOT_ROWS = "append: expected rows (num_kv_heads, head_dim) of one token"
+NOT_FINITE = "append: expected finite numbers for storage in a quantised kind, got NaN or infinity; mask them"
 
 
 def _scales(kind):
@@ -36,13 +49,51 @@ def _scales(kind):
     return types.Array(dtype, ndim, "C")
 
 
-def _scales_of_layers(scales_per):
-    """What `scales_at` returns, for a buffer with a block for each layer, which has scales of heads of its own."""
-    at, BY_HEAD = scales_at(scales_per), scales_per == "head"
+def _rows_check(name):
+    """The function that refuses rows ``(num_kv_heads, dim)`` of a token that a buffer of a kind does not take."""
+    PER_WORD, QUANTISED = kind(name).elements_per_word, kind(name).has_scales
 
     @register_jitable
-    def of(scale, layer, head, position, num_heads):
-        return at(scale, layer, layer * num_heads + head if BY_HEAD else head, position)
+    def check(words, rows):
+        if rows.shape[0] != words.shape[1] or rows.shape[1] != words.shape[3] * PER_WORD:
+            raise DimensionMismatch(NOT_ROWS)
+        if QUANTISED:
+            for h in range(rows.shape[0]):
+                if not is_finite(rows[h]):
+                    raise NonFiniteInput(NOT_FINITE)
+
+    return check
+
+
+def _load_check(name):
+    """The function that refuses to load a row that is not there."""
+    PER_WORD = kind(name).elements_per_word
+
+    @register_jitable
+    def check(words, position, length, head, out):
+        if position < 0 or position >= length:
+            raise IndexError(NO_POSITION)
+        if head < 0 or head >= words.shape[1]:
+            raise IndexError(NO_HEAD)
+        if len(out) != words.shape[3] * PER_WORD:
+            raise DimensionMismatch(NOT_A_ROW)
+
+    return check
+
+
+def _scales_of_layer(name):
+    """The function that finds a layer's scales of heads; scales of rows lie by layer as it is."""
+    if kind(name).scales_per == "head":
+
+        @register_jitable
+        def of(scale, layer, num_heads):
+            return scale[layer * num_heads : (layer + 1) * num_heads]
+
+    else:
+
+        @register_jitable
+        def of(scale, layer, num_heads):
+            return scale
 
     return of
 
@@ -64,12 +115,8 @@ def layer_struct(k_kind, v_kind):
         ``block_table`` int32 ``(max_blocks,)``, ``context_lens`` int32 ``(1,)``; property ``length``; methods
         ``append``, ``slot``, ``load_k``, ``load_v``.
     """
-    store_k, load_k_row = row_codec(k_kind)
-    store_v, load_v_row = row_codec(v_kind)
-    k_scales_at, v_scales_at = (
-        scales_at(kind(k_kind).scales_per),
-        scales_at(kind(v_kind).scales_per),
-    )
+    store_k, load_k_row, check_k, check_load_k = _functions(k_kind)
+    store_v, load_v_row, check_v, check_load_v = _functions(v_kind)
 
     class LayerStruct:
         def __init__(self, k, v, k_scale, v_scale, block_table, context_lens):
@@ -86,42 +133,36 @@ def layer_struct(k_kind, v_kind):
             return np.int64(self.context_lens[0])
 
         def slot(self, position):
-            """Flat slot of the token at `position`: ``block * block_size + offset``."""
-            return slot_of(self.block_table, position, self.k.shape[2])
+            """Flat slot of the token at `position`, ``block * block_size + offset``; -1 if there is no block for it."""
+            return checked_slot_of(self.block_table, position, self.k.shape[2])
 
         def append(self, k_row, v_row):
-            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``; False if there is no room."""
-            block_size = np.int64(self.k.shape[2])
-            position = self.length
-            if position < 0 or position >= len(self.block_table) * block_size:
+            """Append one token's K and V, floats ``(num_kv_heads, head_dim)``; False if there is no room.
+
+            Of a paged layer that is room in the blocks that it has: see `numkv.PagedLayer.reserve`.
+            """
+            check_k(self.k, k_row)
+            check_v(self.v, v_row)
+            slot = self.slot(self.length)
+            if slot < 0 or slot >= np.int64(self.k.shape[0]) * self.k.shape[2]:
                 return False
-            slot = self.slot(position)
-            if slot < 0:  # a paged layer that has not taken the block
-                return False
-            block, offset = slot // block_size, slot % block_size
             for h in range(self.k.shape[1]):
-                k_scales = k_scales_at(self.k_scale, block, h, offset)
-                store_k(k_row[h], self.k[block, h, offset], k_scales)
-                v_scales = v_scales_at(self.v_scale, block, h, offset)
-                store_v(v_row[h], self.v[block, h, offset], v_scales)
+                store_k(k_row[h], self.k, self.k_scale, slot, h)
+                store_v(v_row[h], self.v, self.v_scale, slot, h)
             self.context_lens[0] += 1
             return True
 
         def load_k(self, position, head, out):
-            """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
-            slot = self.slot(position)
-            block_size = np.int64(self.k.shape[2])
-            block, offset = slot // block_size, slot % block_size
-            scales = k_scales_at(self.k_scale, block, head, offset)
-            load_k_row(self.k[block, head, offset], scales, out)
+            """Put the K row of a stored token and kv head into `out`, floats ``(head_dim,)``."""
+            check_load_k(self.k, position, self.length, head, out)
+            if not load_k_row(self.k, self.k_scale, self.slot(position), head, out):
+                raise NumkvError(NO_BLOCK)
 
         def load_v(self, position, head, out):
-            """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
-            slot = self.slot(position)
-            block_size = np.int64(self.v.shape[2])
-            block, offset = slot // block_size, slot % block_size
-            scales = v_scales_at(self.v_scale, block, head, offset)
-            load_v_row(self.v[block, head, offset], scales, out)
+            """Put the V row of a stored token and kv head into `out`, floats ``(head_dim_v,)``."""
+            check_load_v(self.v, position, self.length, head, out)
+            if not load_v_row(self.v, self.v_scale, self.slot(position), head, out):
+                raise NumkvError(NO_BLOCK)
 
     return jitclass(
         [
@@ -133,6 +174,11 @@ def layer_struct(k_kind, v_kind):
             ("context_lens", types.int32[::1]),
         ]
     )(LayerStruct)
+
+
+def _functions(name):
+    """What stores and loads a row of a kind, and what checks rows before."""
+    return store_row(name), load_row(name), _rows_check(name), _load_check(name)
 
 
 @functools.cache
@@ -153,12 +199,9 @@ def cache_struct(k_kind, v_kind):
         ``lengths`` int64 ``(1,)`` (tokens advanced), ``current`` int64 ``(1,)`` (0 once the cache has grown out of
         these buffers); property ``length``; methods ``append``, ``advance``, ``load_k``, ``load_v``.
     """
-    store_k, load_k_row = row_codec(k_kind)
-    store_v, load_v_row = row_codec(v_kind)
-    k_scales_at, v_scales_at = (
-        _scales_of_layers(kind(k_kind).scales_per),
-        _scales_of_layers(kind(v_kind).scales_per),
-    )
+    store_k, load_k_row, check_k, check_load_k = _functions(k_kind)
+    store_v, load_v_row, check_v, check_load_v = _functions(v_kind)
+    k_scales_of, v_scales_of = _scales_of_layer(k_kind), _scales_of_layer(v_kind)
 
     class CacheStruct:
         def __init__(self, k, v, k_scale, v_scale, context_lens, lengths, current):
@@ -176,20 +219,23 @@ def cache_struct(k_kind, v_kind):
             return self.lengths[0]
 
         def append(self, layer, k_row, v_row):
-            """Append one token's K and V, float32 ``(num_kv_heads, head_dim)``.
+            """Append one token's K and V, floats ``(num_kv_heads, head_dim)``.
 
             False if there is no room, no such layer, or the cache has grown since `jit` was asked for.
             """
+            check_k(self.k, k_row)
+            check_v(self.v, v_row)
             if self.current[0] == 0 or layer < 0 or layer >= len(self.context_lens):
                 return False
-            position = self.context_lens[layer]
-            if position < 0 or position >= self.k.shape[2]:
+            position, capacity = self.context_lens[layer], np.int64(self.k.shape[2])
+            if position < 0 or position >= capacity:
                 return False
-            for h in range(self.k.shape[1]):
-                k_scales = k_scales_at(self.k_scale, layer, h, position, self.k.shape[1])
-                store_k(k_row[h], self.k[layer, h, position], k_scales)
-                v_scales = v_scales_at(self.v_scale, layer, h, position, self.v.shape[1])
-                store_v(v_row[h], self.v[layer, h, position], v_scales)
+            slot, heads = layer * capacity + position, self.k.shape[1]
+            k_scale = k_scales_of(self.k_scale, layer, heads)
+            v_scale = v_scales_of(self.v_scale, layer, heads)
+            for h in range(heads):
+                store_k(k_row[h], self.k, k_scale, slot, h)
+                store_v(v_row[h], self.v, v_scale, slot, h)
             self.context_lens[layer] += 1
             return True
 
@@ -198,24 +244,30 @@ def cache_struct(k_kind, v_kind):
             if self.current[0] == 0 or n < 0:
                 return False
             for layer in range(len(self.context_lens)):
-                if self.lengths[0] + n > self.context_lens[layer]:
+                if n > self.context_lens[layer] - self.lengths[0]:
                     return False
             self.lengths[0] += n
             return True
 
         def load_k(self, layer, position, head, out):
-            """Put the K row of a token and kv head into `out`, float32 ``(head_dim,)``."""
-            if self.current[0] == 0:
-                raise NumkvError(GROWN)
-            scales = k_scales_at(self.k_scale, layer, head, position, self.k.shape[1])
-            load_k_row(self.k[layer, head, position], scales, out)
+            """Put the K row of a stored token and kv head of a layer into `out`, floats ``(head_dim,)``."""
+            length, slot = self._place(layer, position)
+            check_load_k(self.k, position, length, head, out)
+            load_k_row(self.k, k_scales_of(self.k_scale, layer, self.k.shape[1]), slot, head, out)
 
         def load_v(self, layer, position, head, out):
-            """Put the V row of a token and kv head into `out`, float32 ``(head_dim_v,)``."""
+            """Put the V row of a stored token and kv head of a layer into `out`, floats ``(head_dim_v,)``."""
+            length, slot = self._place(layer, position)
+            check_load_v(self.v, position, length, head, out)
+            load_v_row(self.v, v_scales_of(self.v_scale, layer, self.v.shape[1]), slot, head, out)
+
+        def _place(self, layer, position):
             if self.current[0] == 0:
                 raise NumkvError(GROWN)
-            scales = v_scales_at(self.v_scale, layer, head, position, self.v.shape[1])
-            load_v_row(self.v[layer, head, position], scales, out)
+            if layer < 0 or layer >= len(self.context_lens):
+                raise IndexError(NO_LAYER)
+            capacity = np.int64(self.k.shape[2])
+            return min(self.context_lens[layer], capacity), layer * capacity + position
 
     return jitclass(
         [

@@ -1,4 +1,4 @@
-"""`cache_arrays`: what a user's own kernels get of a pool, with the tables of whoever uses it."""
+"""What a user's own kernels get: the arrays of a pool with the tables of whoever uses it, which CUDA has uploaded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import CacheArrays
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
 
-__all__ = ["cache_arrays"]
+__all__ = ["Uploads", "cache_arrays"]
 
 
 def cache_arrays(
@@ -49,3 +49,33 @@ def _nothing(target: str) -> tuple[Array, Array, Array]:
     """A table, lengths and slots of length 0."""
     place = targets.get(target)
     return place.empty((0, 0), np.int32), place.empty((0,), np.int64), place.empty((0,), np.int64)
+
+
+class Uploads:
+    """Tables and lengths of host memory on a target, uploaded when they are asked for and have changed.
+
+    Where kernels read host memory they are the arrays themselves.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._held: dict[object, tuple[bytes, Array]] = {}
+
+    def of(self, name: object, host: np.ndarray[Any, Any]) -> Array:
+        """An array on the target.
+
+        Parameters
+        ----------
+        name : hashable
+            Which one it is: the upload before of this name serves again where the content is the same.
+        host : int array
+            The array in host memory.
+        """
+        if self._target.values_on_host:
+            return host
+        content = host.tobytes()
+        held = self._held.get(name)
+        if held is None or held[0] != content or held[1].shape != host.shape:
+            held = content, self._target.index(host, host.dtype)
+            self._held[name] = held
+        return held[1]

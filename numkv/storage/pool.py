@@ -8,9 +8,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv import targets
 from numkv.checks import check_apart, check_flag
-from numkv.errors import DimensionMismatch
-from numkv.kinds import Kind
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
@@ -223,6 +224,26 @@ class Pool:
         """All arrays in host memory."""
         return tuple(self.target.to_host(x) for x in self.arrays())
 
+    def with_own_scales(self) -> Pool:
+        """The same words, with copies of the scales that heads share: what is set there is this pool's alone."""
+        buffers = (
+            replace(x, scales=self.target.asarray(np.array(self.target.to_host(x.scales))))
+            if x.kind.scales_per == "head"
+            else x
+            for x in (self.k_buffer, self.v_buffer)
+        )
+        return Pool(*buffers)
+
+    def __reduce__(self) -> Any:
+        if not self.target.values_on_host:
+            raise NotSupported(
+                f"pickle: expected buffers on the CPU, got some of target {self.target.name!r}; save the cache to a "
+                "file, or copy its rows to the host"
+            )
+        shape = tuple(int(n) for n in self.k.shape[:3])
+        sizes = (shape, self.head_dim, self.head_dim_v, self.k_kind.name, self.v_kind.name)
+        return _made_again, (self.target.name, *sizes, self.rotate, self.to_host())
+
     def values(self, which: str) -> Array:
         """The K or V buffer as it is stored; see `Buffer.elements`."""
         return self.buffer(which).elements()
@@ -260,3 +281,20 @@ class Pool:
             self.k_buffer.check_finite("k", k)
             self.v_buffer.check_finite("v", v)
         return k, v
+
+
+def _made_again(
+    target: str, shape: tuple[int, int, int], head_dim: int, head_dim_v: int, k_kind: str, v_kind: str,
+    rotate: bool, arrays: tuple[np.ndarray[Any, Any], ...],
+) -> Pool:  # fmt: skip
+    """A pool out of a pickle: kinds and target are this process's, and buffers lie where kernels like them."""
+    kinds = kind(k_kind), kind(v_kind)
+    pool = Pool.allocate(targets.get(target), shape, head_dim, head_dim_v, *kinds, rotate)
+    k, v, k_scale, v_scale = arrays
+    for buffer, words, scales in ((pool.k_buffer, k, k_scale), (pool.v_buffer, v, v_scale)):
+        buffer.words[...] = words
+        if scales.shape == buffer.scales.shape:
+            buffer.scales[...] = scales
+        else:  # of heads, of all layers
+            buffer.scales = scales
+    return pool

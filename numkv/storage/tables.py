@@ -1,10 +1,11 @@
-"""Tables and lengths that are the same in every call, made once for each target."""
+"""Tables and lengths that are the same in every call, made once for each target; those in host memory are read-only."""
 
 from __future__ import annotations
 
 import functools
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.targets.base import Array
@@ -15,22 +16,28 @@ __all__ = ["one_block_each", "one_length", "one_query_each", "one_sequence"]
 @functools.lru_cache(maxsize=64)
 def one_block_each(target: str, num_seqs: int) -> Array:
     """The block table of a contiguous cache: sequence b has block b."""
-    return targets.get(target).index(np.arange(num_seqs)[:, None], np.int32)
+    return _shared(target, np.arange(num_seqs, dtype=np.int32)[:, None])
 
 
 @functools.lru_cache(maxsize=64)
 def one_query_each(target: str, num_seqs: int) -> Array:
     """Where queries start when each sequence has one."""
-    return targets.get(target).index(np.arange(num_seqs + 1), np.int64)
+    return _shared(target, np.arange(num_seqs + 1, dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=64)
 def one_sequence(target: str, num_tokens: int) -> Array:
     """Where queries start, and end, when all are of one sequence."""
-    return targets.get(target).index(np.array([0, num_tokens]), np.int64)
+    return _shared(target, np.array([0, num_tokens], np.int64))
 
 
 @functools.lru_cache(maxsize=64)
 def one_length(target: str, length: int) -> Array:
     """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
-    return targets.get(target).index(np.array([length]), np.int64)
+    return _shared(target, np.array([length], np.int64))
+
+
+def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
+    """An array of the target that nobody writes to."""
+    host.flags.writeable = False
+    return targets.get(target).index(host, host.dtype)

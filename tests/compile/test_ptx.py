@@ -18,10 +18,13 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
 if importlib.util.find_spec("numba_cuda") is None:
     pytest.skip("numba-cuda is not installed (extra: cuda)", allow_module_level=True)
 
-from numba import cuda
+import numpy as np
+from numba import cuda, types
 from numba.cuda import dispatcher
+from numba.np.numpy_support import from_dtype
 
 import numkv.kernels.cuda as cuda_kernels
+from numkv import device as row_functions
 from numkv.kernels.cuda.copy import make_copy_blocks
 from numkv.kernels.cuda.simd import jit
 from numkv.kinds import kinds
@@ -48,10 +51,13 @@ def ids(kernels) -> list[str]:
 @pytest.mark.parametrize("cc", TARGETS, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
 @pytest.mark.parametrize(("name", "kernel", "signature"), KERNELS, ids=ids(KERNELS))
 def test_compiles(monkeypatch, name, kernel, signature, cc):
+    assert_compiles(monkeypatch, getattr(kernel, "py_func", kernel), signature, cc)
+
+
+def assert_compiles(monkeypatch, python, signature, cc):
     device = NoDevice()
     device.compute_capability = cc
     monkeypatch.setattr(dispatcher, "get_current_device", lambda: device)
-    python = getattr(kernel, "py_func", kernel)
     ptx, _ = cuda.compile(python, signature, device=False, cc=cc, output="ptx", abi="numba")
     ptx = ptx if isinstance(ptx, str) else ptx.decode()
     assert re.search(rf"^\.target sm_{cc[0]}{cc[1]}\b", ptx, re.M)
@@ -86,3 +92,45 @@ def test_every_kernel_file_is_in_the_catalogue():
 @pytest.mark.parametrize("kind", [k.name for k in kinds()])
 def test_every_kind_is_in_the_catalogue(file, kind):
     assert any(module_of(kernel) == file and kind in name for name, kernel, _ in KERNELS)
+
+
+# ---------------------------------------------------------------- a user's own kernels
+
+
+def arrays_type(kind):
+    """The Numba type of the arrays of a cache on CUDA."""
+    words = from_dtype(kind.word)[:, :, :, ::1]
+    scales = types.Array(from_dtype(kind.scale_word), kind.scale_ndim, "C")
+    ints = [types.int32[:, ::1], types.int32[::1], types.int64[::1]]
+    return types.NamedTuple([words, words, scales, scales, *ints], row_functions.CacheArrays)
+
+
+def users_kernel(kind):
+    """A thread adds up a token's rows, and stores another one in their place."""
+    slot_of, is_finite = row_functions.slot_of, row_functions.is_finite
+    load, value = row_functions.load_row(kind), row_functions.load_element(kind)
+    store, real = row_functions.store_row(kind), kind.compute.type
+
+    def kernel(a, new, out):
+        row = cuda.local.array(64, real)
+        seq, head, t = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        if t >= a.context_lens[seq]:
+            return
+        slot = slot_of(a.block_table[seq], t, a.k.shape[2])
+        if load(a.k, a.k_scale, slot, head, row):
+            total = value(a.v, a.v_scale, slot, head, 0)
+            for d in range(64):
+                total += row[d]
+            out[seq, t, head] = total
+        if is_finite(new[t, head]) and not store(new[t, head], a.k, a.k_scale, slot, head):
+            out[seq, t, head] = np.float32(-1)
+
+    return kernel
+
+
+@pytest.mark.parametrize("cc", TARGETS, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
+@pytest.mark.parametrize("kind", kinds(), ids=str)
+def test_a_users_kernel_compiles(monkeypatch, kind, cc):
+    floats = from_dtype(kind.compute)[:, :, ::1]
+    signature = types.void(arrays_type(kind), floats, floats)
+    assert_compiles(monkeypatch, users_kernel(kind), signature, cc)

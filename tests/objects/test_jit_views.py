@@ -1,10 +1,14 @@
 """`layer.jit`: the structure that a user's own nopython code works on."""
 
+import copy
+import pickle
+
 import naive
 import numpy as np
 import pytest
 import tolerances
 from numba import njit
+from own_code import as_stored
 
 import numkv
 
@@ -33,17 +37,6 @@ def slots(cache, positions):
     for i in range(len(positions)):
         out[i] = cache.slot(positions[i])
     return out
-
-
-def as_stored(x, kind):
-    """Rows as float32 after a way through storage."""
-    if kind == "int8":
-        codes, scale = naive.int8_quantise(x)
-        return codes.astype(np.float32) * scale[..., None]
-    if kind == "int4":  # exact in float32
-        values = naive.int4_dequantise(*naive.int4_quantise(x))
-        return values.reshape(x.shape).astype(np.float32)
-    return naive.round_to(x, kind).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +190,149 @@ def test_on_cuda_it_holds_the_host_side():
     cache = numkv.KVCache(1, 2, 4, target="cuda")
     cache.append(0, rows, rows)
     assert cache.jit.context_lens.tolist() == [3]
+
+
+# ---------------------------------------------------------------- what they refuse
+
+
+@njit
+def append_row(layer, k, v):
+    return layer.append(k, v)
+
+
+@njit
+def load_layer(layer, position, head, out, of_v):
+    if of_v:
+        layer.load_v(position, head, out)
+    else:
+        layer.load_k(position, head, out)
+
+
+@njit
+def append_cache(cache, layer, k, v):
+    return cache.append(layer, k, v)
+
+
+@njit
+def load_cache(cache, layer, position, head, out, of_v):
+    if of_v:
+        cache.load_v(layer, position, head, out)
+    else:
+        cache.load_k(layer, position, head, out)
+
+
+def row(dim, heads=2):
+    return np.ones((heads, dim), np.float32)
+
+
+def nan(dim):
+    found = row(dim)
+    found[1, dim - 1] = np.nan
+    return found
+
+
+BAD_ROWS = [
+    (row(5), row(6), numkv.DimensionMismatch), (row(3), row(6), numkv.DimensionMismatch),
+    (row(4), row(4), numkv.DimensionMismatch), (row(4, 1), row(6), numkv.DimensionMismatch),
+    (row(4), row(6, 3), numkv.DimensionMismatch), (nan(4), row(6), numkv.NonFiniteInput),
+    (row(4), nan(6) * np.inf, numkv.NonFiniteInput),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["layer", "cache"])
+def test_rows_that_do_not_fit_are_refused(which):
+    if which == "layer":
+        one = numkv.ContiguousLayer(6, 2, 4, kind="int8", head_dim_v=6)
+        append, load, first = append_row, load_layer, ()
+    else:
+        one = numkv.KVCache(2, 2, 4, kind="int8", max_seq_len=6, head_dim_v=6)
+        append, load, first = append_cache, load_cache, (1,)
+    jit = one.jit
+    assert append(jit, *first, row(4), row(6))
+    before = [jit.k.copy(), jit.v.copy(), jit.k_scale.copy(), jit.context_lens.copy()]
+    for k, v, error in BAD_ROWS:
+        with pytest.raises(error):
+            append(jit, *first, k, v)
+    for got, want in zip([jit.k, jit.v, jit.k_scale, jit.context_lens], before, strict=True):
+        assert np.array_equal(got, want)
+    for position, head, dim, error in (
+        (-1, 0, 4, IndexError), (1, 0, 4, IndexError), (2**40, 0, 4, IndexError),
+        (0, -1, 4, IndexError), (0, 2, 4, IndexError), (0, 0, 5, numkv.DimensionMismatch),
+    ):  # fmt: skip
+        for of_v in (False, True):
+            out = np.zeros(dim + 2 * of_v, np.float32)
+            with pytest.raises(error):
+                load(jit, *first, position, head, out, of_v)
+            assert not out.any()
+    if which == "cache":
+        for layer in (-1, 2):
+            assert not append(jit, layer, row(4), row(6))
+            with pytest.raises(IndexError, match="layer"):
+                load(jit, layer, 0, 0, np.zeros(4, np.float32), False)
+    out = np.zeros(6, np.float32)
+    load(jit, *first, 0, 1, out, True)
+    assert np.array_equal(out, as_stored(row(6), "int8")[1])
+    one.check()
+
+
+def test_slots_outside_are_minus_one():
+    layer = numkv.PagedLayer(4, 3, 2, 4)
+    layer.append(*np.ones((2, 4, 2, 4), np.float32))
+    positions = np.array([-1, 0, 5, 6, 12, 2**40])
+    first, second = layer.block_indices
+    assert slots(layer.jit, positions).tolist() == [-1, 3 * first, 3 * second + 2, -1, -1, -1]
+
+
+def test_spoilt_tables_and_lengths_are_not_followed():
+    layer = numkv.PagedLayer(4, 3, 2, 4, kind="int8")
+    layer.append(*np.ones((2, 4, 2, 4), np.float32))
+    jit, out = layer.jit, np.zeros(4, np.float32)
+    jit.block_table[0] = 10**6
+    with pytest.raises(numkv.NumkvError, match="block_table"):
+        load_layer(jit, 0, 0, out, False)
+    jit.block_table[1] = 10**6
+    assert not append_row(jit, row(4), row(4))
+    layer.clear()  # mends the table
+    for length in (10**6, -1):
+        jit.context_lens[0] = length
+        assert not append_row(jit, row(4), row(4))
+    with pytest.raises(IndexError):
+        load_layer(jit, 0, 0, out, False)
+    layer.clear()
+    assert append_row(jit, row(4), row(4))
+    layer.check()
+
+
+@pytest.mark.parametrize("make", [lambda x: x.copy(), copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("name", ["ContiguousLayer", "PagedLayer", "KVCache"])
+def test_an_object_with_a_view_can_be_copied(name, make):
+    """The view stays the original's; a copy has its own when it is asked for."""
+    sizes = {"ContiguousLayer": (6, 2, 4), "PagedLayer": (3, 2, 2, 4), "KVCache": (1, 2, 4)}
+    one = getattr(numkv, name)(*sizes[name], kind="int8")
+    first = (0,) if name == "KVCache" else ()
+    one.append(*first, row(4)[None], row(4)[None])
+    one.reserve(1)
+    jit = one.jit
+    other = make(one)
+    other = pickle.loads(other) if isinstance(other, bytes) else other
+    append = append_cache if first else append_row
+    assert append(jit, *first, row(4), row(4))
+    assert one.jit is jit
+    other.reserve(1)
+    before = jit.k.copy()
+    assert append(other.jit, *first, 3 * row(4), row(4))
+    assert np.array_equal(jit.k, before)
+    for x in (one, other):
+        assert x.jit.context_lens.tolist() == [2]
+        x.check()
+
+
+def test_advance_is_exact():
+    cache = numkv.KVCache(1, 2, 4, kind="int8", max_seq_len=3)
+    cache.append(0, row(4), row(4))
+    advance = njit(lambda cache, n: cache.advance(n))
+    for n in (2, 2**63 - 1, -1, -(2**63)):
+        assert not advance(cache.jit, n)
+    assert advance(cache.jit, 1)
+    assert not advance(cache.jit, 2**63 - 1)
+    assert len(cache) == 1

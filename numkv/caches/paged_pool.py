@@ -1,0 +1,276 @@
+"""`PagedPool`: blocks of K and V that many layers share."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from numkv import targets
+from numkv.access import Access, drops
+from numkv.arrays import CacheArrays
+from numkv.blocks.pool import BlockPool, PoolStats
+from numkv.checks import check_size
+from numkv.errors import NumkvError
+from numkv.kinds import Kind, kinds_of
+from numkv.numbers import check_flag
+from numkv.storage.own_kernels import cache_arrays
+from numkv.storage.pool import Pool
+
+__all__ = ["PagedPool"]
+
+
+class PagedPool:
+    """Buffers of blocks, and which of them are in use; shared by layers of different sequences.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Blocks in the pool.
+    block_size : int
+        Tokens in a block; any number from 1 up.
+    num_kv_heads : int
+        Kv heads.
+    head_dim : int
+        Elements of a K row, and of a V row unless `head_dim_v` says otherwise.
+    kind : str or Kind
+        Storage kind.
+    target : {"cpu", "cuda"}
+        Where the buffers are and the kernels run.
+    k_kind, v_kind : str or Kind, optional
+        Storage kinds of K and of V, where they differ from `kind`.
+    rotate : bool
+        Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
+    head_dim_v : int, optional
+        Elements of a V row.
+
+    Attributes
+    ----------
+    blocks : BlockPool
+        The bookkeeping: references, prefixes, eviction.
+
+    Notes
+    -----
+    Layers over one pool may be used from several threads at once, a layer from one writer at a time. `copy`,
+    `set_scales` and `clear` are for times when nobody writes to a layer.
+
+    Examples
+    --------
+    >>> import numkv
+    >>> pool = numkv.PagedPool(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=8)
+    >>> a = numkv.PagedLayer(8, 16, 2, 8, pool=pool)
+    >>> b = numkv.PagedLayer(8, 16, 2, 8, pool=pool)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        kind: str | Kind = "fp16",
+        target: str = "cpu",
+        k_kind: str | Kind | None = None,
+        v_kind: str | Kind | None = None,
+        rotate: bool = False,
+        head_dim_v: int | None = None,
+    ) -> None:
+        shape = (
+            check_size("num_blocks", num_blocks),
+            check_size("num_kv_heads", num_kv_heads, 1),
+            check_size("block_size", block_size, 1),
+        )
+        dim = check_size("head_dim", head_dim, 1)
+        dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
+        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        self._access = Access()
+        self._pool = Pool.allocate(
+            targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
+        )
+        self.blocks = BlockPool(shape[0], shape[2])
+
+    @property
+    def pool(self) -> Pool:
+        """The buffers as kernels take them."""
+        return self._pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return int(self._pool.k.shape[0])
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out."""
+        return self.blocks.num_free
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return int(self._pool.k.shape[2])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads."""
+        return int(self._pool.k.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._pool.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return self._pool.head_dim_v
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K, and of V unless `v_kind` differs."""
+        return self._pool.k_kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._pool.v_kind
+
+    @property
+    def rotate(self) -> bool:
+        """Whether rows are rotated before they are stored."""
+        return self._pool.rotate
+
+    @property
+    def target(self) -> str:
+        """Name of the target."""
+        return self._pool.target.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K and V buffers, scales included."""
+        return self._pool.nbytes
+
+    @property
+    def arrays(self) -> CacheArrays:
+        """The buffers for your own kernels, without tables and lengths, which layers have; see `numkv.device`."""
+        return cache_arrays(self._pool)
+
+    @property
+    def generation(self) -> int:
+        """0 for good: buffers of a pool are never replaced, so what `arrays` gave stays right."""
+        return 0
+
+    @drops
+    def set_scales(self, k: Any = None, v: Any = None) -> None:
+        """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
+
+        Parameters
+        ----------
+        k, v : float or float32 array (num_kv_heads,), optional
+            Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+
+        Raises
+        ------
+        NumkvError
+            If blocks are in use or hold cached prefixes.
+        NotSupported, ValueError, DimensionMismatch, UnsupportedDType
+            See `PagedLayer.set_scales`.
+        """
+        now = self.blocks.stats()
+        if now.used or now.cached:
+            raise NumkvError(
+                f"set_scales: expected a pool without blocks in use, got {now.used}, and {now.cached} with cached "
+                "prefixes, whose rows were stored by other scales; set scales first, or free and forget them"
+            )
+        self._pool.set_scales(k, v)
+
+    @drops
+    def clear(self) -> None:
+        """Forget all cached prefixes; memory stays.
+
+        Raises
+        ------
+        NumkvError
+            If blocks are in use or pinned: free their layers first. Nothing has changed.
+        """
+        used = self.blocks.stats().used
+        if used:
+            raise NumkvError(
+                f"clear: expected a pool without blocks in use, got {used}; free the layers that have them first"
+            )
+        self.blocks.forget()
+
+    def like(self, num_blocks: int) -> Self:
+        """Make an empty pool of other size, of this one's kinds, shapes and scales of heads.
+
+        Parameters
+        ----------
+        num_blocks : int
+            Its blocks.
+
+        Returns
+        -------
+        PagedPool
+        """
+        new = object.__new__(type(self))
+        new._access = Access()
+        new._pool = self._pool.like(check_size("num_blocks", num_blocks)).with_own_scales()
+        new.blocks = BlockPool(num_blocks, self.block_size)
+        return new
+
+    def copy(self) -> Self:
+        """Copy the blocks and their books; the copy shares no memory.
+
+        Blocks that are in use here are in use there under the same ids, with the same references, prefixes and pins:
+        they belong to whoever goes by ids. Layers are not copied, and stay with this pool: `PagedLayer.copy` copies
+        one. ``on_event`` is not copied.
+
+        Returns
+        -------
+        PagedPool
+        """
+        new = self.like(self.num_blocks)
+        ids = self._pool.target.index(np.arange(self.num_blocks), np.int32)
+        self._pool.copy_blocks(ids, new._pool, ids)
+        new.blocks = self.blocks.copy()
+        return new
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def stats(self) -> PoolStats:
+        """Counts of blocks now, and of what has happened to them."""
+        return self.blocks.stats()
+
+    def check(self) -> None:
+        """Prove the accounting of blocks, and that scales of heads are finite.
+
+        Raises
+        ------
+        NumkvError
+            If something does not agree; the message says what.
+        """
+        self.blocks.check()
+        if (self.blocks.num_blocks, self.blocks.block_size) != (self.num_blocks, self.block_size):
+            raise NumkvError(
+                f"check: expected books of {self.num_blocks} blocks of {self.block_size} tokens, got {self.blocks!r}"
+            )
+        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+            if buffer.kind.scales_per == "head":
+                scales = buffer.target.to_host(buffer.scales)
+                if not (np.isfinite(scales) & (scales > 0)).all():
+                    raise NumkvError(
+                        f"check: expected finite scales above 0, got {scales.tolist()}"
+                    )
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedPool(num_blocks={self.num_blocks}, free={self.num_free}, "
+            f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}"
+            f"{'' if self.head_dim_v == self.head_dim else f', head_dim_v={self.head_dim_v}'}, kind={self.kind}"
+            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
+            f"{', rotate=True' if self.rotate else ''}, target={self.target})"
+        )
