@@ -10,9 +10,10 @@ A mutant turns a comparison round, adds 1 to a constant or takes it away, exchan
 they need more than `SECONDS` of processor time or do not end at all. Time is the processor's, so that a busy machine
 catches none.
 
-The work is done in a copy of the tree in a temporary folder. Results are appended to a file of JSON lines (``--log``), so
-that a run that was stopped goes on where it was: a mutant is known by its file, function, line of text and change.
-`tools/mutate_tests.py` says which tests bear which name. The unchanged file goes first: its tests have to pass, in time.
+The work is done in a copy of the tree in a temporary folder. Results are appended to a file of JSON lines (``--log``),
+so that a run that was stopped goes on where it was: a mutant is known by its file, function, line of text and change.
+`tools/mutate_tests.py` says which tests bear which name. The unchanged file goes first: its tests have to pass, and in
+time. A file that kernels are made of has them all compiled anew, which is part of that time; others find them.
 """
 
 import argparse
@@ -44,7 +45,12 @@ FOLDERS = ("rows", "kernels", "blocks", "cells", "storage", "caches/paged")
 #: Those that the kernels on disk depend on: `numkv.kernels.disk_cache`.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 #: Not mutated: what only CUDA runs, and vector code whose text is LLVM's.
-LEFT_OUT = ("kernels/cuda", "kernels/cpu/attention/llvm", "kernels/cpu/vectors", "kernels/operations")
+LEFT_OUT = (
+    "kernels/cuda",
+    "kernels/cpu/attention/llvm",
+    "kernels/cpu/vectors",
+    "kernels/operations",
+)
 
 TURNED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 SIGN = {"<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "==": ast.Eq, "!=": ast.NotEq}
@@ -71,8 +77,12 @@ class Mutant:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-class Finder(ast.NodeVisitor):
+class Finder:
     """Finds the places of a file."""
+
+    def visit(self, node):
+        """Go through a node by its own method, or through all that is in it."""
+        getattr(self, METHODS.get(type(node), "visit_all"))(node)
 
     def __init__(self, file, source):
         self.file, self.source = file, source
@@ -85,7 +95,10 @@ class Finder(ast.NodeVisitor):
     def place(self, node):
         """First and last character of a node; columns of `ast` count bytes."""
         rows = (node.lineno - 1, node.col_offset), (node.end_lineno - 1, node.end_col_offset)
-        return [self.starts[row] + len(self.lines[row].encode()[:column].decode()) for row, column in rows]
+        return [
+            self.starts[row] + len(self.lines[row].encode()[:column].decode())
+            for row, column in rows
+        ]
 
     def add(self, node, change, new, place=None):
         begin, end = place or self.place(node)
@@ -98,7 +111,7 @@ class Finder(ast.NodeVisitor):
     def part(self, node):
         return self.source[slice(*self.place(node))]
 
-    def generic_visit(self, node):
+    def visit_all(self, node):
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "type_comment"):
                 continue
@@ -108,39 +121,33 @@ class Finder(ast.NodeVisitor):
 
     def visit_function(self, node):
         self.names.append(node.name)
-        self.generic_visit(node)
+        self.visit_all(node)
         self.names.pop()
-
-    visit_FunctionDef = visit_ClassDef = visit_function
 
     def leave_alone(self, node):
         """Messages, imports and what is exported."""
 
-    visit_Raise = visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Assert = leave_alone
-
-    def visit_Assign(self, node):
+    def visit_assign(self, node):
         if any(isinstance(t, ast.Name) and t.id.startswith("__") for t in node.targets):
             return
         if all(isinstance(t, (ast.Attribute, ast.Subscript)) for t in node.targets):
             self.add(node, "left out", "pass")
-        self.generic_visit(node)
+        self.visit_all(node)
 
-    def visit_AugAssign(self, node):
+    def visit_aug_assign(self, node):
         self.add(node, "left out", "pass")
-        self.generic_visit(node)
+        self.visit_all(node)
 
-    def visit_Expr(self, node):
+    def visit_expr(self, node):
         if isinstance(node.value, ast.Constant):  # a docstring
             return
         if isinstance(node.value, ast.Call):
             self.add(node, "left out", "pass")
-        self.generic_visit(node)
+        self.visit_all(node)
 
     def visit_test(self, node):
         self.add(node.test, "negated", f"(not ({self.part(node.test)}))")
-        self.generic_visit(node)
-
-    visit_If = visit_While = visit_IfExp = visit_test
+        self.visit_all(node)
 
     def between(self, left, right):
         """The place between two operands, without parentheses that close or open there."""
@@ -150,36 +157,46 @@ class Finder(ast.NodeVisitor):
         at = begin + text.index(bare)
         return bare, (at, at + len(bare))
 
-    def visit_Compare(self, node):
+    def visit_compare(self, node):
         operands = [node.left, *node.comparators]
         for i, operator in enumerate(node.ops):
             sign, place = self.between(*operands[i : i + 2])
             if SIGN.get(sign) is type(operator):
                 self.add(node, "compared otherwise", TURNED[type(operator)], place)
-        self.generic_visit(node)
+        self.visit_all(node)
 
-    def visit_BoolOp(self, node):
+    def visit_bool_op(self, node):
         sign, place = self.between(*node.values[:2])
         if len(node.values) == 2 and sign in ("and", "or"):
             self.add(node, "and, or", "or" if sign == "and" else "and", place)
-        self.generic_visit(node)
+        self.visit_all(node)
 
-    def visit_BinOp(self, node):
+    def visit_bin_op(self, node):
         sign, place = self.between(node.left, node.right)
         if sign in "+-" and not isinstance(node.left, (ast.Constant, ast.JoinedStr)):
             self.add(node, "plus, minus", "-" if sign == "+" else "+", place)
-        self.generic_visit(node)
+        self.visit_all(node)
 
-    def visit_Constant(self, node):
+    def visit_constant(self, node):
         if type(node.value) is int:
             for by in (1, -1):
                 self.add(node, f"constant {by:+d}", f"({node.value + by})")
 
-    def visit_Slice(self, node):
+    def visit_slice(self, node):
         for bound in (node.lower, node.upper):
             if bound is not None and not isinstance(bound, ast.Constant):
                 self.add(bound, "slice bound +1", f"({self.part(bound)}) + 1")
-        self.generic_visit(node)
+        self.visit_all(node)
+
+
+#: How nodes are gone through.
+METHODS = {
+    ast.FunctionDef: "visit_function", ast.ClassDef: "visit_function", ast.Raise: "leave_alone",
+    ast.JoinedStr: "leave_alone", ast.Import: "leave_alone", ast.ImportFrom: "leave_alone", ast.Assert: "leave_alone",
+    ast.Assign: "visit_assign", ast.AugAssign: "visit_aug_assign", ast.Expr: "visit_expr", ast.If: "visit_test",
+    ast.While: "visit_test", ast.IfExp: "visit_test", ast.Compare: "visit_compare", ast.BoolOp: "visit_bool_op",
+    ast.BinOp: "visit_bin_op", ast.Constant: "visit_constant", ast.Slice: "visit_slice",
+}  # fmt: skip
 
 
 def mutants_of(file):
@@ -212,6 +229,11 @@ def choose(chosen, seed):
         queues = [queue for queue in queues if queue]
 
 
+def makes_kernels(file):
+    """Whether kernels are compiled anew when a file has changed."""
+    return file.split("/")[1] in _SOURCES
+
+
 class Workplace:
     """A copy of the tree, in which one file at a time is another."""
 
@@ -231,8 +253,7 @@ class Workplace:
         tree = self.folder / "tree"
         before = (tree / file).read_text()
         (tree / file).write_text(source)
-        # What kernels are made of makes all of them anew; others find those of the unchanged sources.
-        kernels = self.folder / ("new" if file.split("/")[1] in _SOURCES else "kept")
+        kernels = self.folder / ("new" if makes_kernels(file) else "kept")
         shutil.rmtree(self.folder / "new", ignore_errors=True)
         try:
             return self._run(tests_of(file), seconds, kernels)
@@ -300,7 +321,10 @@ def check_unchanged(place, file, log):
     key = f"{file} {tests_of(file)}"
     known = judged(log).get(key)
     if known is None:
-        outcome, spent, output = place.test(file, (ROOT / file).read_text(), SECONDS)
+        source = (place.folder / "tree" / file).read_text()
+        if not makes_kernels(file):
+            place.test(file, source, 10 * SECONDS)
+        outcome, spent, output = place.test(file, source, SECONDS)
         known = {"key": key, "file": file, "unchanged": outcome, "seconds": round(spent, 1)}
         keep(log, **known)
         print(f"{file}, unchanged: {outcome}, {spent:.0f} s", flush=True)
@@ -317,7 +341,11 @@ def run(mutants, log, count):
         for mutant in mutants:
             if count <= 0:
                 return
-            if mutant.key in done or not tests_of(mutant.file) or not check_unchanged(place, mutant.file, log):
+            if (
+                mutant.key in done
+                or not tests_of(mutant.file)
+                or not check_unchanged(place, mutant.file, log)
+            ):
                 continue
             done.add(mutant.key)
             source = (place.folder / "tree" / mutant.file).read_text()
@@ -335,7 +363,10 @@ def run(mutants, log, count):
                 seconds=round(spent, 1), clock=round(time.monotonic() - started), by=failed[:1],
             )  # fmt: skip
             count -= 1
-            print(f"{outcome:10} {mutant.file}:{mutant.line} {mutant.change}: {mutant.text}", flush=True)
+            print(
+                f"{outcome:10} {mutant.file}:{mutant.line} {mutant.change}: {mutant.text}",
+                flush=True,
+            )
 
 
 def report(log):
@@ -358,7 +389,9 @@ def report(log):
         if line["outcome"] == "survived":
             why = EQUIVALENT.get(line["key"])
             unexplained += why is None
-            print(f"\n{line['key']} {line['file']}:{line['line']} {line['function']}, {line['change']}")
+            print(
+                f"\n{line['key']} {line['file']}:{line['line']} {line['function']}, {line['change']}"
+            )
             print(f"    {line['text'].rpartition(' @')[0]}\n    {line['old']!r} -> {line['new']!r}")
             print(f"    {'no explanation' if why is None else why}")
     print(f"\nsurvivors without an explanation: {unexplained}")
@@ -368,19 +401,30 @@ def report(log):
 def main():
     """Read the arguments and go."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--count", type=int, default=100, help="mutants to judge (default: %(default)s)")
+    parser.add_argument(
+        "--count", type=int, default=100, help="mutants to judge (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: %(default)s)")
     parser.add_argument("--files", nargs="+", help="mutate these alone")
-    parser.add_argument("--log", type=Path, default=Path("mutants.jsonl"), help="results (default: %(default)s)")
+    parser.add_argument(
+        "--log", type=Path, default=Path("mutants.jsonl"), help="results (default: %(default)s)"
+    )
     parser.add_argument("--again", action="store_true", help="judge the survivors again")
-    parser.add_argument("--report", action="store_true", help="print what is known, and judge nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="print what is known, and judge nothing"
+    )
     arguments = parser.parse_args()
     if not arguments.report:
         mutants = choose(arguments.files or files(), arguments.seed)
         if arguments.again:
             lines = judged(arguments.log)
             survived = {key for key, line in lines.items() if line.get("outcome") == "survived"}
-            mutants = [m for file in files() for m in mutants_of(file) if m.key in survived - EQUIVALENT.keys()]
+            mutants = [
+                m
+                for file in files()
+                for m in mutants_of(file)
+                if m.key in survived - EQUIVALENT.keys()
+            ]
             rest = [line for key, line in lines.items() if key not in {m.key for m in mutants}]
             arguments.log.write_text("".join(json.dumps(line) + "\n" for line in rest))
             arguments.count = len(mutants)

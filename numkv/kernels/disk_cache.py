@@ -23,6 +23,8 @@ import functools
 import hashlib
 import os
 import pickle
+import re
+import stat
 import sys
 import tempfile
 import time
@@ -34,15 +36,25 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import config
-from numba.core.caching import CompileResultCacheImpl, _Cache
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    _Cache,
+)
 from numba.core.serialize import dumps
 
-__all__ = ["SUFFIX", "KernelCache", "folder_of", "source_digest", "warn_no_cache"]
+__all__ = [
+    "SUFFIX", "KernelCache", "folder_of", "is_stale", "kernel_files", "places", "source_digest", "warn_no_cache",
+]  # fmt: skip
 
 #: Ending of the files' names.
 SUFFIX = ".kernel"
 
 _MAGIC = b"numkv kernel 1\n"
+# A file's name, and that of one that is being written.
+_NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+\.tmp)?")
 #: Folders of the package that hold kernels and what they are made of.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
@@ -79,6 +91,44 @@ def _warn(message: str) -> None:
 def folder_of(function: Callable[..., Any]) -> Path:
     """Where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
     return Path(CompileResultCacheImpl(function).locator.get_cache_path())
+
+
+def places() -> list[Path]:
+    """Every folder where kernels of this package may lie, whether it is there or not.
+
+    Numba takes the first one that it can write: in ``NUMBA_CACHE_DIR`` if that is set, beside the sources, among
+    the user's files. Those that it took before the setting changed are places, too.
+    """
+    found = []
+    locators = [InTreeCacheLocator, UserWideCacheLocator]
+    if config.CACHE_DIR:
+        locators.insert(0, UserProvidedCacheLocator)
+    sources = {path.parent for folder in _SOURCES for path in (_PACKAGE / folder).rglob("*.py")}
+    for locator in locators:
+        for folder in sorted(sources):
+            found.append(Path(locator(places, str(folder / "file.py")).get_cache_path()))
+    return found
+
+
+def kernel_files(folder: Path) -> list[Path]:
+    """Files of kernels in a folder, by their names: of whatever version, half written ones too, nothing else."""
+    with contextlib.suppress(OSError):
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if _NAME.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+        )
+    return []
+
+
+def is_stale(path: Path) -> bool:
+    """Whether a file was made of other sources than today's, or is none that can be read."""
+    stamp = _MAGIC + source_digest().encode()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(stamp)) != stamp
+    except OSError:
+        return True
 
 
 class _Damaged(Exception):
