@@ -1,0 +1,553 @@
+"""Every class that holds tokens, and what is done to it: the table of the test of memory that runs out.
+
+A `Subject` makes an object, says all that can be seen of it, and has a call for each method. What has to be done before
+a call stands before it in a pair: only the call itself has to leave everything as it was.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import numkv
+from numkv.blocks.prefix import block_digests
+
+F32 = np.float32
+HEADS, Q_HEADS, DIM, BLOCK = 2, 4, 8, 2
+_TABLES = [np.cos(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32)]
+_TABLES.append(np.sin(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One object, what is seen of it, and its calls."""
+
+    make: Callable[[], Any]
+    see: Callable[[Any], Any]
+    calls: dict[str, Any]
+
+    def split(self, call):
+        """What comes before a call, and the call."""
+        found = self.calls[call]
+        return found if isinstance(found, tuple) else (lambda it: None, found)
+
+
+def rows(n, seed=0, heads=HEADS, dim=DIM):
+    """K and V of so many tokens."""
+    found = np.random.default_rng([n, seed]).standard_normal((2, n, heads, dim), F32)
+    return found[0], found[1]
+
+
+def queries(n, heads=Q_HEADS, dim=DIM):
+    return np.random.default_rng(n).standard_normal((n, heads, dim), F32)
+
+
+def projections(n):
+    return np.random.default_rng(n).standard_normal((n, (Q_HEADS + 2 * HEADS) * DIM), F32)
+
+
+FUSED = {
+    "num_q_heads": Q_HEADS, "cos": _TABLES[0], "sin": _TABLES[1], "qk_mode": 3,
+    "q_norm_weight": np.full(DIM, 2, F32), "k_norm_weight": np.full(DIM, 3, F32),
+}  # fmt: skip
+
+
+def plain(x):
+    """A value that can be compared: arrays as bytes."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.str, x.shape, np.ascontiguousarray(x).tobytes()
+    if isinstance(x, list | tuple):
+        return [plain(each) for each in x]
+    if isinstance(x, dict):
+        return {key: plain(value) for key, value in x.items()}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return repr([(f.name, plain(getattr(x, f.name))) for f in dataclasses.fields(x)])
+    if x is None or isinstance(x, int | float | str | bool | bytes | range):
+        return x
+    return type(x).__name__  # another cache, say
+
+
+# ---------------------------------------------------------------- caches of one sequence
+
+
+_SHIFT = numkv.rope_shift(*_TABLES)
+
+
+def _kv_cache(kind, **options):
+    def make():
+        cache = numkv.KVCache(2, HEADS, DIM, kind=kind, **options)
+        for layer in range(2):
+            cache.append(layer, *rows(11, layer))
+        cache.advance(11)
+        cache.append(0, *rows(2, 5))  # not advanced
+        return cache
+
+    return make
+
+
+def _see_kv_cache(cache):
+    return plain(
+        [len(cache), cache.is_empty]
+        + [[cache.k(i), cache.v(i), cache.quantised_tokens(i)] for i in range(2)]
+        + [cache.decode_attention(0, queries(1), return_lse=True)]
+    )
+
+
+def _append_to_the_other(cache):
+    cache.append(1, *rows(2, 5))
+
+
+def _level(cache):
+    _append_to_the_other(cache)
+    cache.advance(2)
+
+
+_KV_CACHE = {
+    "append one token": lambda c: c.append(1, *rows(1, 7)),
+    "append": lambda c: c.append(1, *rows(9, 7)),
+    "append, which grows": lambda c: c.append(1, *rows(200, 7)),
+    "advance": (_append_to_the_other, lambda c: c.advance(2)),
+    "truncate": lambda c: c.truncate(4),
+    "clear": lambda c: c.clear(),
+    "copy": lambda c: _see_kv_cache(c.copy()),
+    "compact": (_level, lambda c: c.compact([0, 2, 5, 12], _SHIFT)),
+    "compact without a shift": (_level, lambda c: c.compact([0, 1, 2, 9])),
+    "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
+    "attention_weights": lambda c: c.attention_weights(0, queries(2)),
+    "k": lambda c: [c.k(0), c.v(1)],
+}
+
+
+def _contiguous_layer(kind, **options):
+    def make():
+        layer = numkv.ContiguousLayer(40, HEADS, DIM, kind=kind, **options)
+        layer.append(*rows(11))
+        return layer
+
+    return make
+
+
+def _paged_layer(kind, **options):
+    def make():
+        pool = numkv.PagedPool(30, BLOCK, HEADS, DIM, kind=kind)
+        other, layer = (numkv.PagedLayer(12, BLOCK, HEADS, DIM, pool=pool, **options) for _ in "ab")
+        other.append(*rows(3, 3))
+        layer.append(*rows(11))
+        layer.pool_and_other = pool, other
+        return layer
+
+    return make
+
+
+def _see_layer(layer):
+    seen = [layer.seq_len, list(layer.block_indices), list(layer.quantised_tokens)]
+    seen += [layer.decode_attention(queries(min(n, layer.seq_len)), return_lse=True) for n in (1, 3)]
+    seen += [layer.attention_weights(queries(1))] if layer.seq_len else []
+    if layer.is_paged:
+        pool, other = layer.pool_and_other
+        seen += [pool.num_free, pool.stats(), list(other.block_indices)]
+        seen += [other.decode_attention(queries(1))]
+        pool.check()
+    return plain(seen)
+
+
+_LAYER = {
+    "append one token": lambda c: c.append(*rows(1, 7)),
+    "append": lambda c: c.append(*rows(9, 7)),
+    "write one token": lambda c: c.write(projections(1), **FUSED),
+    "write": lambda c: c.write(projections(5), **FUSED),
+    "truncate": lambda c: c.truncate(4),
+    "seq_len": lambda c: setattr(c, "seq_len", 3),
+    "compact": lambda c: c.compact([0, 2, 5, 9], _SHIFT),
+    "compact without a shift": lambda c: c.compact([0, 1, 2, 9]),
+    "decode_attention": lambda c: c.decode_attention(queries(2), return_lse=True),
+    "attention_weights": lambda c: c.attention_weights(queries(2)),
+}
+_PAGED_LAYER = _LAYER | {
+    "free": lambda c: c.free(),
+}
+_LONGER = {"seq_len, larger": lambda c: setattr(c, "seq_len", 20)}
+
+
+# ---------------------------------------------------------------- many sequences, in blocks
+
+
+def _paged_cache(kind, windows=None):
+    def make():
+        cache = numkv.PagedKVCache(
+            2, HEADS, DIM, num_blocks=64, block_size=BLOCK, kind=kind, windows=windows
+        )
+        for tokens, named in ((7, True), (5, False)):
+            ids = np.arange(tokens)
+            seq = cache.add(ids if named else None)
+            _grow(cache, seq, tokens, ids if named else None)
+        cache.fork(0)
+        return cache
+
+    return make
+
+
+def _grow(cache, seq, tokens, ids=None):
+    step = cache.reserve([seq], [tokens])
+    for layer in range(2):
+        step.append(layer, *rows(tokens, layer))
+    cache.commit(step, token_ids=ids)
+    return cache
+
+
+def _see_paged_cache(cache):
+    cache.check()
+    seqs = list(cache.sequences)
+    seen = [[seq, cache.length(seq), cache.cached_len(seq)] for seq in seqs]
+    seen += [cache.stats(), cache.num_free, cache._next, cache.blocks.ref_count(range(64))]
+    seen += [cache.blocks.pin_count(range(64)), cache.blocks.is_cached(range(64))]
+    for state in cache._sequences.values():
+        seen += [state.tables, state.tokens, state.registered, state.reserved, state.starts]
+    q = queries(max(1, len(seqs)))[: len(seqs)]
+    seen += [cache.decode_attention(layer, seqs, q, return_lse=True) for layer in range(2)]
+    return plain(seen)
+
+
+def _swapped(cache):
+    cache.swapped = cache.swap_out(0)
+
+
+def _reserved(cache):
+    """A step in which one layer is written."""
+    cache.step = cache.reserve([1, 2], [3, 2])
+    cache.step.append(0, *rows(5, 9))
+    return cache
+
+
+def _write_the_other(cache):
+    cache.step.append(1, *rows(5, 9))
+
+
+_PAGED_CACHE = {
+    "add": lambda c: c.add(),
+    "add a known prompt": lambda c: c.add(np.arange(9)),
+    "add with extra": lambda c: c.add(np.arange(9), extra={"adapter": 7}),
+    "fork": lambda c: c.fork(0),
+    "remove": lambda c: c.remove(2),
+    "truncate": lambda c: c.truncate(0, 6),
+    "compact": lambda c: c.compact(1, [0, 3, 4], _SHIFT),
+    "compact a shared sequence": lambda c: c.compact(2, [0, 3, 4, 5, 6], _SHIFT),
+    "pin": lambda c: c.pin(0),
+    "unpin": (lambda c: c.pin(0), lambda c: c.unpin(0)),
+    "reserve": lambda c: plain(c.reserve([0, 1], [3, 1]).num_tokens),
+    "swap_out": lambda c: plain(c.swap_out(0)),
+    "swap_in": (_swapped, lambda c: c.swap_in(c.swapped)),
+    "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
+    "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
+    "stats": lambda c: c.stats(),
+}
+_STEP = {
+    "append": lambda c: c.step.append(1, *rows(5, 9)),
+    "write": lambda c: c.step.write(1, projections(5), **FUSED),
+    "attention": lambda c: c.step.attention(0, queries(5), return_lse=True),
+    "attention_weights": lambda c: c.step.attention_weights(0, queries(5)),
+    "commit": (_write_the_other, lambda c: c.commit(c.step)),
+    "commit what was accepted": (_write_the_other, lambda c: c.commit(c.step, [1, 2])),
+    "commit with token ids": (_write_the_other, lambda c: c.commit(c.step, token_ids=range(5))),
+    "rollback": lambda c: c.rollback(c.step),
+}  # fmt: skip
+
+
+def _see_step(cache):
+    seen = [cache.step.open, list(cache.step.unwritten_layers), cache.num_free]
+    seen += [plain([s.length, s.tables, s.tokens]) for s in cache._sequences.values()]
+    if cache.step.open:
+        seen += [plain(cache.step.attention(0, queries(5), return_lse=True))]
+    cache.check()
+    return [seen, cache.blocks.ref_count(range(64)).tolist()]
+
+
+def _block_pool():
+    pool = numkv.PagedKVCache(1, 1, 2, num_blocks=20, block_size=BLOCK).blocks
+    taken = pool.allocate(6)
+    pool.register(taken[:3], _names(), np.arange(6))
+    pool.release(taken[:1])
+    pool.pin(taken[2:3])
+    return pool
+
+
+def _names(extra=None):
+    return block_digests(np.arange(6), BLOCK, extra=extra)
+
+
+def _see_block_pool(pool):
+    pool.check()
+    return plain(
+        [pool.num_free, pool.stats(), pool._state, pool._digests, pool._tokens, pool.miss_reason]
+    )
+
+
+_BLOCK_POOL = {
+    "allocate": lambda p: p.allocate(5),
+    "allocate what was released": lambda p: p.allocate(15),
+    "release": lambda p: p.release([1, 2]),
+    "acquire": lambda p: p.acquire([0, 1]),
+    "ref_count": lambda p: p.ref_count([0, 1]),
+    "pin_count": lambda p: p.pin_count([0, 2]),
+    "register": lambda p: p.register([3, 4, 5], _names({"a": 1}), np.arange(6)),
+    "lookup": lambda p: p.lookup(_names(), np.arange(6)),
+    "find": lambda p: p.find(_names(), np.arange(6)),
+    "find_each": lambda p: p.find_each(_names(), np.arange(6)),
+    "is_cached": lambda p: p.is_cached([0, 5]),
+    "forget": lambda p: p.forget([1]),
+    "forget all": (lambda p: p.unpin([2]), lambda p: p.forget()),
+    "pin": lambda p: p.pin([1]),
+    "unpin": lambda p: p.unpin([2]),
+    "stats": lambda p: p.stats(),
+}
+
+
+# ---------------------------------------------------------------- many sequences, in cells
+
+
+def _cells(make, kind="fp32", **options):
+    def begin():
+        cache = make()
+        cache.init(kind, 2, 16, 6, **options)
+        _step(cache, [0, 1, 2, 3, 0, 1], [0, 0, 0, 0, 1, 1])
+        _step(cache, [4, 2], [0, 1])
+        return cache
+
+    return begin
+
+
+def _layers(cache):
+    return range(3 if isinstance(cache, numkv.WrapperCache) else 2)
+
+
+def _step(cache, positions, sequences, seed=0):
+    cache.start_forward(numkv.Batch(positions, sequences))
+    for layer in _layers(cache):
+        cache.put(layer, *rows(len(positions), seed + layer))
+    return cache
+
+
+def _see_cells(cache):
+    parts = cache.caches if isinstance(cache, numkv.WrapperCache) else [cache]
+    seen = []
+    for part in parts:
+        part._cells.check()
+        seen += [part.num_free, part.num_cells, part.nbytes, repr(part)]
+        seen += [[seq, part.positions(seq)] for seq in part.sequences]
+    for layer in _layers(cache):
+        k, v, mask = cache.get(layer)
+        seen += [k, v, mask, cache.decode_attention(layer, queries(len(mask)), return_lse=True)]
+    return plain(seen)
+
+
+def _next_pass(cache):
+    cache.start_forward(numkv.Batch([5, 6, 3], [0, 0, 1]))
+
+
+_CELLS = {
+    "start_forward": lambda c: c.start_forward(numkv.Batch([5, 6, 3], [0, 0, 1])),
+    "start_forward of a new sequence": lambda c: c.start_forward(numkv.Batch([0, 1], [7, 7])),
+    "start_forward to reserve": lambda c: c.start_forward(numkv.Batch([5], [0]), reserve=True),
+    "put": lambda c: c.put(0, *rows(2, 8)),
+    "get": lambda c: c.get(0),
+    "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
+    "attention_weights": lambda c: c.attention_weights(0, queries(2)),
+    "remove the end": lambda c: c.remove(0, 3),
+    "remove": lambda c: c.remove(0, 1, 3),
+    "compact": lambda c: c.compact(1, [0, 2]),
+    "copy_prefix": lambda c: c.copy_prefix(0, 5, 4),
+    "can_resume": lambda c: c.can_resume(0, 5),
+    "put after start_forward": (_next_pass, lambda c: c.put(0, *rows(3, 8))),
+}
+_SET_CAUSAL = {"set_causal": lambda c: c.set_causal([1])}
+
+
+def _encoder():
+    cache = numkv.EncoderCache()
+    cache.init("int8", 1, 8, 4)
+    cache.start_forward(numkv.Batch([0, 1], [0, 0], [1]))
+    for layer in range(2):
+        cache.put(layer, *rows(5, layer))
+    return cache
+
+
+def _see_encoder(cache):
+    seen = [cache.encoder_cached, cache.nbytes, repr(cache)]
+    for layer in range(2):
+        seen += [cache.get(layer), cache.decode_attention(layer, queries(2), return_lse=True)]
+    return plain(seen)
+
+
+_ENCODER = {
+    "start_forward": lambda c: c.start_forward(numkv.Batch([2, 3], [0, 0], [0])),
+    "put": lambda c: c.put(0, *rows(5, 8)),
+    "put other sizes": lambda c: c.put(0, *rows(7, 8)),
+    "get": lambda c: c.get(0),
+    "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
+    "remove": lambda c: c.remove(0, 0),
+    "can_resume": lambda c: c.can_resume(0, 2),
+}
+
+
+# ---------------------------------------------------------------- compressed heads
+
+
+def _head(projections=None):
+    def make():
+        head = numkv.HeadCompressor(numkv.CompressorConfig(32, projections=projections))
+        head.extend(*(x[:, 0] for x in rows(15, dim=32)))
+        return head
+
+    return make
+
+
+def _heads():
+    heads = numkv.MultiHeadCompressor(HEADS, numkv.CompressorConfig(32), num_q_heads=Q_HEADS)
+    heads.extend(*rows(15, dim=32))
+    return heads
+
+
+def _see_compressor(it):
+    q = queries(1, getattr(it, "num_q_heads", 1), 32)[0]
+    q = q[0] if isinstance(it, numkv.HeadCompressor) else q
+    seen = [len(it), it.decode_keys(), it.decode_values()]
+    return plain([*seen, it.attention_scores(q), *([it.attend(q)] if len(it) else [])])
+
+
+def _one_head(n, seed=7):
+    return [x[:, 0] for x in rows(n, seed, dim=32)]
+
+
+_COMPRESSOR = {
+    "clear": lambda c: c.clear(),
+    "copy": lambda c: _see_compressor(c.copy()),
+    "evict_outside_window": lambda c: c.evict_outside_window(4),
+    "decode_keys": lambda c: [c.decode_keys(), c.decode_values()],
+}
+_HEAD = _COMPRESSOR | {
+    "push": lambda c: c.push(*(x[0] for x in _one_head(1))),
+    "extend": lambda c: c.extend(*_one_head(3)),
+    "extend, which grows": lambda c: c.extend(*_one_head(100)),
+    "attention_scores": lambda c: c.attention_scores(queries(1, 1, 32)[0, 0]),
+    "attend": lambda c: c.attend(queries(1, 1, 32)[0, 0]),
+}
+_HEADS = _COMPRESSOR | {
+    "push_token": lambda c: c.push_token(*(x[0] for x in rows(1, 7, dim=32))),
+    "extend": lambda c: c.extend(*rows(3, 7, dim=32)),
+    "extend, which grows": lambda c: c.extend(*rows(100, 7, dim=32)),
+    "attention_scores": lambda c: c.attention_scores(queries(1, Q_HEADS, 32)[0]),
+    "attend": lambda c: c.attend(queries(1, Q_HEADS, 32)[0]),
+}
+
+
+# ---------------------------------------------------------------- functions, and the rest
+
+
+class Arrays:
+    """What a function is given."""
+
+    def __init__(self, kind="fp32"):
+        layer = numkv.PagedLayer(8, BLOCK, HEADS, DIM, kind=kind)
+        layer.append(*rows(13))
+        self.k, self.v, self.table = layer.k, layer.v, layer.block_table[None].copy()
+        self.scales = {}
+        if numkv.kind(kind).has_scales:
+            self.scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        self.cache = [np.ascontiguousarray(x.transpose(1, 0, 2))[None] for x in rows(13, 3)]
+        self.out = np.full((1, Q_HEADS, DIM), 5, F32)
+
+
+def _see_arrays(it):
+    return plain([it.k, it.v, list(it.scales.values()), it.cache, it.out])
+
+
+_PAGED = {
+    "paged_append": lambda a: numkv.paged_append(
+        *rows(3, 7), a.k, a.v, [0, 14, -1], **a.scales
+    ),
+    "paged_write": lambda a: numkv.paged_write(
+        projections(3), a.k, a.v, [0, 14, -1], positions=[1, 2, 3], **FUSED, **a.scales
+    ),
+    "paged_decode_attention": lambda a: numkv.paged_decode_attention(
+        queries(1), a.k, a.v, a.table, [13], return_lse=True, out=a.out, **a.scales
+    ),
+    "paged_prefill_attention": lambda a: numkv.paged_prefill_attention(
+        queries(5), a.k, a.v, a.table, [13], [0, 5], **a.scales
+    ),
+}  # fmt: skip
+_CONTIGUOUS = {
+    "decode_attention": lambda a: numkv.decode_attention(queries(1), *a.cache, [13], out=a.out),
+    "decode_attention in bf16": lambda a: numkv.decode_attention(
+        queries(1).astype(numkv.kind("bf16").dtype), *a.cache, [13], window_left=5, logits_soft_cap=3.0
+    ),
+    "prefill_attention": lambda a: numkv.prefill_attention(
+        queries(5), *a.cache, [13], [0, 5], sinks=np.ones(Q_HEADS, F32)
+    ),
+    "attention_weights": lambda a: numkv.attention_weights(queries(1), a.cache[0], [13]),
+    "merge_states": lambda a: numkv.merge_states(
+        *[queries(2), queries(2)[:, :, 0].copy()] * 2
+    ),
+    "append": lambda a: numkv.append(
+        *(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3])
+    ),
+    "AppendPlan.run": lambda a: _plan().run(
+        numkv.AppendArgs(*(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3]))
+    ),
+}  # fmt: skip
+
+
+def _plan():
+    return numkv.AppendPlan.select(numkv.AppendDescriptor(1, HEADS, 2, 13, DIM, DIM, "fp32"))
+
+
+def _tally():
+    tally = numkv.AttentionTally(HEADS)
+    tally.add(np.ones((HEADS, 9), F32))
+    return tally
+
+
+_TALLY = {
+    "add": lambda t: t.add(np.full((HEADS, 9), 0.5, F32)),
+    "add, which grows": lambda t: t.add(np.full((HEADS, 50), 0.5, F32)),
+    "compact": lambda t: t.compact([0, 4, 5]),
+    "truncate": lambda t: t.truncate(3),
+}
+
+RESIDUAL = {"residual_window": 3, "num_sink_tokens": 1}
+WRAPPED = [0, 1, 0]
+
+#: By name: what is tried.
+SUBJECTS = {
+    "KVCache fp32": Subject(_kv_cache("fp32"), _see_kv_cache, _KV_CACHE),
+    "KVCache int8": Subject(_kv_cache("int8"), _see_kv_cache, _KV_CACHE),
+    "KVCache int8, residual": Subject(_kv_cache("int8", **RESIDUAL), _see_kv_cache, _KV_CACHE),
+    "KVCache fp32, rotated": Subject(_kv_cache("fp32", rotate=True), _see_kv_cache, _KV_CACHE),
+    "ContiguousLayer fp32": Subject(_contiguous_layer("fp32"), _see_layer, _LAYER),
+    "ContiguousLayer int8": Subject(_contiguous_layer("int8"), _see_layer, _LAYER),
+    "ContiguousLayer int8, residual": Subject(_contiguous_layer("int8", **RESIDUAL), _see_layer, _LAYER),
+    "PagedLayer fp32": Subject(_paged_layer("fp32"), _see_layer, _PAGED_LAYER | _LONGER),
+    "PagedLayer int8": Subject(_paged_layer("int8"), _see_layer, _PAGED_LAYER | _LONGER),
+    "PagedLayer int8, residual": Subject(_paged_layer("int8", **RESIDUAL), _see_layer, _PAGED_LAYER),
+    "PagedKVCache fp32": Subject(_paged_cache("fp32"), _see_paged_cache, _PAGED_CACHE),
+    "PagedKVCache int8, windows": Subject(_paged_cache("int8", [-1, 3]), _see_paged_cache, _PAGED_CACHE),
+    "Step fp32": Subject(lambda: _reserved(_paged_cache("fp32")()), _see_step, _STEP),
+    "Step int8": Subject(lambda: _reserved(_paged_cache("int8", [-1, 3])()), _see_step, _STEP),
+    "BlockPool": Subject(_block_pool, _see_block_pool, _BLOCK_POOL),
+    "CausalCache": Subject(_cells(lambda: numkv.CausalCache(shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
+    "CausalCache int8": Subject(_cells(lambda: numkv.CausalCache(shift=_SHIFT), "int8"), _see_cells, _CELLS | _SET_CAUSAL),
+    "SlidingWindowCache": Subject(_cells(lambda: numkv.SlidingWindowCache(3, shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
+    "ChunkedCache": Subject(_cells(lambda: numkv.ChunkedCache(4, shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
+    "WrapperCache": Subject(
+        _cells(lambda: numkv.WrapperCache(numkv.SlidingWindowCache(3, shift=_SHIFT), numkv.CausalCache(shift=_SHIFT), layer_types=WRAPPED)),
+        _see_cells, _CELLS,
+    ),
+    "EncoderCache": Subject(_encoder, _see_encoder, _ENCODER),
+    "HeadCompressor": Subject(_head(), _see_compressor, _HEAD),
+    "HeadCompressor with a sketch": Subject(_head(32), _see_compressor, _HEAD),
+    "MultiHeadCompressor": Subject(_heads, _see_compressor, _HEADS),
+    "AttentionTally": Subject(_tally, lambda t: plain([len(t), t.weights]), _TALLY),
+    "functions over blocks": Subject(Arrays, _see_arrays, _PAGED),
+    "functions over int8 blocks": Subject(lambda: Arrays("int8"), _see_arrays, _PAGED),
+    "functions over caches": Subject(Arrays, _see_arrays, _CONTIGUOUS),
+}  # fmt: skip
