@@ -89,9 +89,7 @@ def _set_handler():
     """NumPy's ``PyDataMem_SetHandler``, from its table of functions."""
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    table = ctypes.cast(
-        get(_multiarray_umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p)
-    )
+    table = ctypes.cast(get(_multiarray_umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
     return ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[304])
 
 

@@ -5,12 +5,14 @@ a call stands before it in a pair: only the call itself has to leave everything 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import numkv
+from numkv.blocks import BlockPool
 from numkv.blocks.prefix import block_digests
 
 F32 = np.float32
@@ -26,6 +28,8 @@ class Subject:
     make: Callable[[], Any]
     see: Callable[[Any], Any]
     calls: dict[str, Any]
+    #: The class, whose public methods shall all be called; None for functions.
+    of: type | None
 
     def split(self, call):
         """What comes before a call, and the call."""
@@ -109,8 +113,6 @@ _KV_CACHE = {
     "append, which grows": lambda c: c.append(1, *rows(200, 7)),
     "advance": (_append_to_the_other, lambda c: c.advance(2)),
     "truncate": lambda c: c.truncate(4),
-    "clear": lambda c: c.clear(),
-    "copy": lambda c: _see_kv_cache(c.copy()),
     "compact": (_level, lambda c: c.compact([0, 2, 5, 12], _SHIFT)),
     "compact without a shift": (_level, lambda c: c.compact([0, 1, 2, 9])),
     "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
@@ -142,7 +144,9 @@ def _paged_layer(kind, **options):
 
 def _see_layer(layer):
     seen = [layer.seq_len, list(layer.block_indices), list(layer.quantised_tokens)]
-    seen += [layer.decode_attention(queries(min(n, layer.seq_len)), return_lse=True) for n in (1, 3)]
+    seen += [
+        layer.decode_attention(queries(min(n, layer.seq_len)), return_lse=True) for n in (1, 3)
+    ]
     seen += [layer.attention_weights(queries(1))] if layer.seq_len else []
     if layer.is_paged:
         pool, other = layer.pool_and_other
@@ -213,8 +217,9 @@ def _swapped(cache):
     cache.swapped = cache.swap_out(0)
 
 
-def _reserved(cache):
-    """A step in which one layer is written."""
+def _with_step(make):
+    """A cache with a step in which one layer is written."""
+    cache = make()
     cache.step = cache.reserve([1, 2], [3, 2])
     cache.step.append(0, *rows(5, 9))
     return cache
@@ -420,8 +425,6 @@ def _one_head(n, seed=7):
 
 
 _COMPRESSOR = {
-    "clear": lambda c: c.clear(),
-    "copy": lambda c: _see_compressor(c.copy()),
     "evict_outside_window": lambda c: c.evict_outside_window(4),
     "decode_keys": lambda c: [c.decode_keys(), c.decode_values()],
 }
@@ -514,40 +517,118 @@ _TALLY = {
     "truncate": lambda t: t.truncate(3),
 }
 
-RESIDUAL = {"residual_window": 3, "num_sink_tokens": 1}
-WRAPPED = [0, 1, 0]
+
+def _scaled(make):
+    """An empty object of a kind whose heads have scales."""
+
+    def begin():
+        it = make()
+        it.set_scales(*([0] if isinstance(it, numkv.KVCache) else []), k=0.5)
+        return it
+
+    return begin
+
+
+def _see_scales(it):
+    if isinstance(it, numkv.KVCache):
+        return plain([x(i) for i in range(2) for x in (it.k_scales, it.v_scales)])
+    it = numkv.PagedLayer(1, BLOCK, HEADS, DIM, pool=it) if isinstance(it, numkv.PagedPool) else it
+    return plain([it.k_scale, it.v_scale])
+
+
+_SCALES = {"set_scales": lambda it: it.set_scales(np.full(HEADS, 2, F32), 3.0)}
+_SCALES_OF_A_LAYER = {"set_scales": lambda it: it.set_scales(0, np.full(HEADS, 2, F32), 3.0)}
+
+#: What is tried of every class that has such a method.
+_EVERYWHERE = {
+    "copy": lambda subject, it: subject.see(it.copy()),
+    "clear": lambda subject, it: it.clear(),
+    "check": lambda subject, it: it.check(),
+    "reserve": lambda subject, it: it.reserve(40),
+}
+#: Methods that need no memory, or are an object's life and not its use.
+LEFT_OUT = {
+    "init": "makes the object",
+    "close": "gives memory back",
+    "set_config": "keeps its argument",
+    "set_layer_type": "keeps its argument",
+    "set_scales": "of kinds whose heads have scales: tried on other objects",
+    "layer_jit": "a view",
+    "k_codes": "a view",
+    "v_codes": "a view",
+    "k_scales": "a view",
+    "v_scales": "a view",
+    "v": "as k is",
+    "decode_values": "tried with decode_keys",
+    "quantised_tokens": "a range",
+    "window_of": "a number",
+    "length": "a number",
+    "cached_len": "a number",
+    "count_lookup": "numbers",
+    "check": "reads alone",
+}
+
+_RESIDUAL = {"residual_window": 3, "num_sink_tokens": 1}
+
+
+def _wrapper():
+    children = numkv.SlidingWindowCache(3, shift=_SHIFT), numkv.CausalCache(shift=_SHIFT)
+    return numkv.WrapperCache(*children, layer_types=[0, 1, 0])
+
+
+def _subjects():
+    found = {}
+
+    def add(name, of, make, see, calls):
+        subject = Subject(make, see, dict(calls), of)
+        if of is not None:
+            for method, call in _EVERYWHERE.items():
+                if hasattr(of, method) and method not in calls and of is not numkv.Step:
+                    subject.calls[method] = functools.partial(call, subject)
+        found[f"{of.__name__} {name}".strip() if of else name] = subject
+
+    of = numkv.KVCache
+    for name, kind, options in (
+        ("fp32", "fp32", {}), ("int8", "int8", {}), ("int8, residual", "int8", _RESIDUAL),
+        ("fp32, rotated", "fp32", {"rotate": True}),
+    ):  # fmt: skip
+        add(name, of, _kv_cache(kind, **options), _see_kv_cache, _KV_CACHE)
+    for name, kind, options in (
+        ("fp32", "fp32", {}), ("int8", "int8", {}), ("int8, residual", "int8", _RESIDUAL),
+    ):  # fmt: skip
+        longer = {} if options else _LONGER
+        make, paged = _contiguous_layer(kind, **options), _paged_layer(kind, **options)
+        add(name, numkv.ContiguousLayer, make, _see_layer, _LAYER)
+        add(name, numkv.PagedLayer, paged, _see_layer, _PAGED_LAYER | longer)
+    for name, kind, windows in (("fp32", "fp32", None), ("int8, windows", "int8", [-1, 3])):
+        make = _paged_cache(kind, windows)
+        add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
+        add(name, numkv.Step, functools.partial(_with_step, make), _see_step, _STEP)
+    add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
+    for name, of, options, kind in (
+        ("", numkv.CausalCache, (), "fp32"), ("int8", numkv.CausalCache, (), "int8"),
+        ("", numkv.SlidingWindowCache, (3,), "fp32"), ("", numkv.ChunkedCache, (4,), "fp32"),
+    ):  # fmt: skip
+        make = _cells(functools.partial(of, *options, shift=_SHIFT), kind)
+        add(name, of, make, _see_cells, _CELLS | _SET_CAUSAL)
+    add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, _CELLS)
+    add("", numkv.EncoderCache, _encoder, _see_encoder, _ENCODER)
+    add("", numkv.HeadCompressor, _head(), _see_compressor, _HEAD)
+    add("with a sketch", numkv.HeadCompressor, _head(32), _see_compressor, _HEAD)
+    add("", numkv.MultiHeadCompressor, _heads, _see_compressor, _HEADS)
+    add("", numkv.AttentionTally, _tally, lambda t: plain([len(t), t.weights]), _TALLY)
+    add("functions over blocks", None, Arrays, _see_arrays, _PAGED)
+    add("functions over int8 blocks", None, lambda: Arrays("int8"), _see_arrays, _PAGED)
+    add("functions over caches", None, Arrays, _see_arrays, _CONTIGUOUS)
+    for of, sizes, calls in (
+        (numkv.KVCache, (2, HEADS, DIM), _SCALES_OF_A_LAYER),
+        (numkv.ContiguousLayer, (8, HEADS, DIM), _SCALES),
+        (numkv.PagedPool, (8, BLOCK, HEADS, DIM), _SCALES),
+    ):
+        make = _scaled(functools.partial(of, *sizes, kind="fp8_e4m3"))
+        found[f"{of.__name__} fp8, empty"] = Subject(make, _see_scales, calls, None)
+    return found
+
 
 #: By name: what is tried.
-SUBJECTS = {
-    "KVCache fp32": Subject(_kv_cache("fp32"), _see_kv_cache, _KV_CACHE),
-    "KVCache int8": Subject(_kv_cache("int8"), _see_kv_cache, _KV_CACHE),
-    "KVCache int8, residual": Subject(_kv_cache("int8", **RESIDUAL), _see_kv_cache, _KV_CACHE),
-    "KVCache fp32, rotated": Subject(_kv_cache("fp32", rotate=True), _see_kv_cache, _KV_CACHE),
-    "ContiguousLayer fp32": Subject(_contiguous_layer("fp32"), _see_layer, _LAYER),
-    "ContiguousLayer int8": Subject(_contiguous_layer("int8"), _see_layer, _LAYER),
-    "ContiguousLayer int8, residual": Subject(_contiguous_layer("int8", **RESIDUAL), _see_layer, _LAYER),
-    "PagedLayer fp32": Subject(_paged_layer("fp32"), _see_layer, _PAGED_LAYER | _LONGER),
-    "PagedLayer int8": Subject(_paged_layer("int8"), _see_layer, _PAGED_LAYER | _LONGER),
-    "PagedLayer int8, residual": Subject(_paged_layer("int8", **RESIDUAL), _see_layer, _PAGED_LAYER),
-    "PagedKVCache fp32": Subject(_paged_cache("fp32"), _see_paged_cache, _PAGED_CACHE),
-    "PagedKVCache int8, windows": Subject(_paged_cache("int8", [-1, 3]), _see_paged_cache, _PAGED_CACHE),
-    "Step fp32": Subject(lambda: _reserved(_paged_cache("fp32")()), _see_step, _STEP),
-    "Step int8": Subject(lambda: _reserved(_paged_cache("int8", [-1, 3])()), _see_step, _STEP),
-    "BlockPool": Subject(_block_pool, _see_block_pool, _BLOCK_POOL),
-    "CausalCache": Subject(_cells(lambda: numkv.CausalCache(shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
-    "CausalCache int8": Subject(_cells(lambda: numkv.CausalCache(shift=_SHIFT), "int8"), _see_cells, _CELLS | _SET_CAUSAL),
-    "SlidingWindowCache": Subject(_cells(lambda: numkv.SlidingWindowCache(3, shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
-    "ChunkedCache": Subject(_cells(lambda: numkv.ChunkedCache(4, shift=_SHIFT)), _see_cells, _CELLS | _SET_CAUSAL),
-    "WrapperCache": Subject(
-        _cells(lambda: numkv.WrapperCache(numkv.SlidingWindowCache(3, shift=_SHIFT), numkv.CausalCache(shift=_SHIFT), layer_types=WRAPPED)),
-        _see_cells, _CELLS,
-    ),
-    "EncoderCache": Subject(_encoder, _see_encoder, _ENCODER),
-    "HeadCompressor": Subject(_head(), _see_compressor, _HEAD),
-    "HeadCompressor with a sketch": Subject(_head(32), _see_compressor, _HEAD),
-    "MultiHeadCompressor": Subject(_heads, _see_compressor, _HEADS),
-    "AttentionTally": Subject(_tally, lambda t: plain([len(t), t.weights]), _TALLY),
-    "functions over blocks": Subject(Arrays, _see_arrays, _PAGED),
-    "functions over int8 blocks": Subject(lambda: Arrays("int8"), _see_arrays, _PAGED),
-    "functions over caches": Subject(Arrays, _see_arrays, _CONTIGUOUS),
-}  # fmt: skip
+SUBJECTS = _subjects()

@@ -236,15 +236,20 @@ def _read(path: Path) -> bytes:
     if data[len(_MAGIC) : start] != stamp:
         raise FileNotFoundError
     content = data[start + _DIGEST :]
-    if hashlib.sha256(data[:start] + content).digest() != data[start : start + _DIGEST]:
+    if _checksum(data[:start], path, content) != data[start : start + _DIGEST]:
         raise _Damaged("its checksum is wrong")
     return content
+
+
+def _checksum(head: bytes, path: Path, content: bytes) -> bytes:
+    """What a file holds and what it is called: another kernel's file under this name is damage, too."""
+    return hashlib.sha256(b"\0".join((head, path.name.encode(), content))).digest()
 
 
 def _write(path: Path, content: bytes) -> None:
     """Put a file in its place, whole or not at all."""
     head = _MAGIC + source_digest().encode()
-    checksum = hashlib.sha256(head + content).digest()
+    checksum = _checksum(head, path, content)
     for left in path.parent.glob(f"{path.name}.*.tmp"):  # by a process that was killed
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _HOUR:

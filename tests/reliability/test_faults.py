@@ -5,10 +5,12 @@ object must be as before the call; it can be used; and the same call, with memor
 """
 
 import gc
+import inspect
 
+import numpy as np
 import pytest
 from failing_memory import failing
-from fault_subjects import SUBJECTS, plain
+from fault_subjects import LEFT_OUT, SUBJECTS, plain
 
 from numkv.kernels import scratch
 
@@ -75,9 +77,29 @@ def test_nothing_changes_where_memory_runs_out(name, call, lent):
     gc.collect(0)
 
 
-def test_the_allocator_fails_where_it_is_told_to():
-    import numpy as np
+def test_every_method_is_tried():
+    """A call is named after its method; what is left out has a reason."""
+    tried = {}
+    for subject in SUBJECTS.values():
+        names = {call.split(",")[0].split()[0] for call in subject.calls}
+        tried.setdefault(subject.of, set()).update(names)
+    missing = {
+        of.__name__: left
+        for of, names in tried.items()
+        if of is not None and (left := methods_of(of) - names - LEFT_OUT.keys())
+    }
+    assert not missing
 
+
+def methods_of(of):
+    return {
+        name
+        for name in dir(of)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(of, name))
+    }
+
+
+def test_the_allocator_fails_where_it_is_told_to():
     with failing() as memory:
         np.zeros(3) + 1
     asked = memory.asked

@@ -17,7 +17,7 @@ from numkv import targets
 HEADS, DIM, BLOCK, GROUP = 2, 64, 16, 2
 TOKENS = 150
 F32 = np.float32
-#: Elements before the first block that is used. 2**31 ends 32-bit signed indices, 2**32 unsigned ones, 2**33 both of bytes.
+#: Elements before the first block that is used: past what 32 bits count, of elements and of bytes.
 FAR = [2**31, 2**33]
 KINDS = ["fp32", "fp16", "int8", "int4"]
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap names from 3.13 on
@@ -60,7 +60,10 @@ def everything(kind, blocks, table, make):
     qkv = rng.standard_normal((8, (GROUP + 2) * HEADS * DIM), dtype=F32)
     angles = rng.standard_normal((8, DIM // 2)).astype(F32)
     q = rng.standard_normal((9, GROUP * HEADS, DIM), dtype=F32)
-    slots = table[np.arange(TOKENS + 8) // BLOCK].astype(np.int64) * BLOCK + np.arange(TOKENS + 8) % BLOCK
+    slots = (
+        table[np.arange(TOKENS + 8) // BLOCK].astype(np.int64) * BLOCK
+        + np.arange(TOKENS + 8) % BLOCK
+    )
     numkv.paged_append(rows[0], rows[1], k_pool, v_pool, slots[:TOKENS], **scales)
     found = {}
     found["write"] = numkv.paged_write(
@@ -81,7 +84,7 @@ def everything(kind, blocks, table, make):
     weights = np.zeros((1, HEADS, n), F32)
     no_scale = numkv.PagedPool(1, BLOCK, HEADS, DIM, kind=kind).pool.scales("k")
     target.ops.attention_weights(
-        q[:1], "fp32", k_words, kind, scales.get("k_scale", no_scale), blocks_of, np.array([n]),
+        q[:1], "fp32", k_words, kind, target.words(scales.get("k_scale", no_scale)), blocks_of, np.array([n]),
         np.array([0, 1]), np.empty((0, 2), np.int64), False, found["lse"], 0.125, 0.0, -1, weights,
     )  # fmt: skip
     found["mass"] = weights
@@ -123,7 +126,9 @@ def test_a_contiguous_cache_with_a_far_sequence(kind):
     (k, v), scales = pools(kind, 1, np.zeros)
     big = [sparse((sequences, HEADS, capacity, x.shape[3]), x.dtype) for x in (k, v)]
     big_scales = {name: sparse((sequences, HEADS, capacity), x.dtype) for name, x in scales.items()}
-    for x, own in zip([*big, *big_scales.values()], [layer.k, layer.v, layer.k_scale, layer.v_scale], strict=False):
+    for x, own in zip(
+        [*big, *big_scales.values()], [layer.k, layer.v, layer.k_scale, layer.v_scale], strict=False
+    ):
         x[-1, :, :TOKENS] = own[0]
     q = rng.standard_normal((sequences, GROUP * HEADS, DIM), dtype=F32)
     lens = [0] * (sequences - 1) + [TOKENS]

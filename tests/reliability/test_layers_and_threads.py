@@ -1,7 +1,7 @@
 """One hash on every threading layer and every number of threads: attention, mass, append, write and merge.
 
-A layer is chosen once in a process, so each has one of its own, with more threads than this machine has cores. Sizes are
-those where work is shared out and where sequences are split.
+A layer is chosen once in a process, so each has one of its own, with more threads than this machine has cores. Sizes
+are those where work is shared out and where sequences are split.
 """
 
 import json

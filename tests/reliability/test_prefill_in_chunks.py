@@ -48,7 +48,9 @@ class Prompt:
             lens = self.to(np.array([self.before + end], np.int32))
             starts = self.to(np.array([0, end - begin], np.int32))
             found.append(
-                numkv.prefill_attention(q, *self.cache, lens, starts, return_lse=True, **self.options)
+                numkv.prefill_attention(
+                    q, *self.cache, lens, starts, return_lse=True, **self.options
+                )
             )
         return [np.concatenate([self.host(x) for x in parts]) for parts in zip(*found, strict=True)]
 
@@ -74,7 +76,9 @@ every_case = pytest.mark.parametrize(
 def test_whole_chunks_give_the_same_bits(target, to, host, rng, kind, group, before, options):
     block = query_block(target, kind, group)
     multiples = [2, 3] if target == "cuda" else [2, 3, 5]
-    tokens = (3 if target == "cuda" else 11) * block + block + block // 2 + 1  # the last chunk: more than a block
+    tokens = (
+        (3 if target == "cuda" else 11) * block + block + block // 2 + 1
+    )  # the last chunk: more than a block
     if target == "cpu":  # past where short chunks are split
         before += 1100
     prompt = Prompt(rng, to, host, target, kind, group, before, tokens, **options)
@@ -97,7 +101,9 @@ def test_other_chunks_are_close(target, to, host, rng, kind, group, before, opti
     for size in sizes:
         got, got_lse = prompt.attend(ends_of(size, tokens))
         assert tolerances.row_errors(got, out).max() <= APART[kind]
-        tolerances.assert_lse_close(got_lse, lse, tolerances.INTEGERS if kind in tolerances.QUANTISED else 1e-5)
+        tolerances.assert_lse_close(
+            got_lse, lse, tolerances.INTEGERS if kind in tolerances.QUANTISED else 1e-5
+        )
     if kind == "fp32" and target == "cpu":
         k, v = prompt.rows.transpose(0, 2, 1, 3)[:, None]
         want, _ = naive.attention(prompt.q, k, v, [before + tokens], [0, tokens], **options)
