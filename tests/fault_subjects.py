@@ -213,12 +213,18 @@ def _see_paged_cache(cache):
     return plain(seen)
 
 
+def _step_of_both(cache):
+    cache.step = cache.reserve([0, 1], [1, 2])
+    for layer in range(2):
+        cache.step.append(layer, *rows(3, 9))
+
+
 def _swapped(cache):
     cache.swapped = cache.swap_out(0)
 
 
 def _with_step(make):
-    """A cache with a step in which one layer is written."""
+    """A cache with a step in which one layer of two is written, of sequences that share blocks."""
     cache = make()
     cache.step = cache.reserve([1, 2], [3, 2])
     cache.step.append(0, *rows(5, 9))
@@ -246,6 +252,8 @@ _PAGED_CACHE = {
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
     "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
     "stats": lambda c: c.stats(),
+    "commit": (_step_of_both, lambda c: c.commit(c.step)),
+    "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
 _STEP = {
     "append": lambda c: c.step.append(1, *rows(5, 9)),
@@ -363,6 +371,7 @@ _CELLS = {
     "compact": lambda c: c.compact(1, [0, 2]),
     "copy_prefix": lambda c: c.copy_prefix(0, 5, 4),
     "can_resume": lambda c: c.can_resume(0, 5),
+    "positions": lambda c: c.positions(0),
     "put after start_forward": (_next_pass, lambda c: c.put(0, *rows(3, 8))),
 }
 _SET_CAUSAL = {"set_causal": lambda c: c.set_causal([1])}
@@ -384,7 +393,22 @@ def _see_encoder(cache):
     return plain(seen)
 
 
+def _refused(call):
+    """A call that the class refuses, whatever memory there is."""
+
+    def refused(it):
+        try:
+            call(it)
+        except numkv.NotSupported:
+            return "refused"
+
+    return refused
+
+
 _ENCODER = {
+    "attention_weights": _refused(lambda c: c.attention_weights(0, queries(2))),
+    "copy_prefix": _refused(lambda c: c.copy_prefix(0, 1, 1)),
+    "compact": lambda c: c.compact(0, [0]),
     "start_forward": lambda c: c.start_forward(numkv.Batch([2, 3], [0, 0], [0])),
     "put": lambda c: c.put(0, *rows(5, 8)),
     "put other sizes": lambda c: c.put(0, *rows(7, 8)),
@@ -544,7 +568,7 @@ _EVERYWHERE = {
     "copy": lambda subject, it: subject.see(it.copy()),
     "clear": lambda subject, it: it.clear(),
     "check": lambda subject, it: it.check(),
-    "reserve": lambda subject, it: it.reserve(40),
+    "reserve": lambda subject, it: it.reserve(8),
 }
 #: Methods that need no memory, or are an object's life and not its use.
 LEFT_OUT = {
@@ -611,7 +635,8 @@ def _subjects():
     ):  # fmt: skip
         make = _cells(functools.partial(of, *options, shift=_SHIFT), kind)
         add(name, of, make, _see_cells, _CELLS | _SET_CAUSAL)
-    add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, _CELLS)
+    of_all = {name: call for name, call in _CELLS.items() if name != "positions"}
+    add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, of_all)
     add("", numkv.EncoderCache, _encoder, _see_encoder, _ENCODER)
     add("", numkv.HeadCompressor, _head(), _see_compressor, _HEAD)
     add("with a sketch", numkv.HeadCompressor, _head(32), _see_compressor, _HEAD)
