@@ -6,7 +6,10 @@ compile for longer than a mutant may take is a part, chosen as by ``-k``.
 
 __all__ = ["EQUIVALENT", "tests_of"]
 
-_POOL = "objects/test_block_pool objects/test_block_pool_errors objects/test_block_pool_states"
+_POOL = (
+    "objects/test_block_counters objects/test_block_pool objects/test_block_pool_errors "
+    "objects/test_block_pool_states"
+)
 _PAGED = (
     "objects/test_paged_cache objects/test_paged_cache_states objects/test_paged_sharing "
     "objects/test_paged_prefix"
@@ -17,6 +20,8 @@ _CELLS = (
 )
 _ATTENTION = "kernels/test_attention kernels/test_attention_ranges kernels/test_attention_paged"
 _FP32 = "fp32 and not fp64 and not fp16 and not bf16 and not int"
+#: Of tests that have other names than of kinds, too.
+_NARROW = "not fp64 and not fp16 and not bf16 and not fp8 and not int8 and not int4"
 
 #: By path within numkv, the longest that fits: files of tests, and which of their tests.
 _TESTS = {
@@ -37,7 +42,8 @@ _TESTS = {
     "kernels/small_calls": ("objects/test_fast_path", ""),
     "kernels/dispatch": ("kernels/test_copy kernels/test_finite", ""),
     "kernels/validate": (
-        "objects/test_bad_paged objects/test_bad_input objects/test_tables kernels/test_shared_slots",
+        "kernels/test_validate objects/test_bad_paged objects/test_bad_input objects/test_tables "
+        "kernels/test_shared_slots",
         "",
     ),
     "kernels/cpu/append": ("kernels/test_append kernels/test_append_int8", "fp32"),
@@ -48,20 +54,26 @@ _TESTS = {
     "kernels/cpu/shift": ("kernels/test_shift", "fp32 and not fp64"),
     "kernels/cpu/convert": ("kernels/test_fp8_storage objects/test_int8", ""),
     "kernels/cpu/finite": ("kernels/test_finite", ""),
-    "kernels/cpu/hadamard": ("kernels/test_hadamard", "fp32"),
+    "kernels/cpu/hadamard": ("kernels/test_hadamard", _NARROW),
     "kernels/cpu/threads": ("kernels/test_threads test_fork", ""),
     "kernels/cpu/compress": ("kernels/test_compress", ""),
     "kernels/cpu/memory": ("objects/test_contiguous_layer", _FP32),
     "kernels/cpu/scales": ("kernels/test_append_int8", ""),
     "kernels/cpu/inline": ("kernels/test_merge", ""),
-    "kernels/cpu/attention": (_ATTENTION, _FP32),
-    "kernels/cpu/attention/integers": ("kernels/test_attention_integers", ""),
+    "kernels/cpu/attention": (_ATTENTION, _NARROW),
+    "kernels/cpu/attention/integers": (
+        "kernels/test_attention_integers kernels/test_attention_int4",
+        "not fp64 and not fp16 and not bf16",
+    ),
     "kernels/cpu/attention/vector": ("kernels/test_attention_int8", ""),
-    "kernels/cpu/attention/scales": ("kernels/test_attention_int8", ""),
+    "kernels/cpu/attention/scales": (
+        "kernels/test_attention_int8 kernels/test_attention_int4",
+        "not fp64 and not fp16 and not bf16",
+    ),
     "kernels/cpu/attention/amx": ("kernels/test_attention_amx", ""),
     "kernels/cpu/attention/offsets": (
-        "kernels/test_attention_offsets kernels/test_attention_paged",
-        _FP32,
+        "kernels/test_attention_offsets kernels/test_attention_paged kernels/test_attention_ranges",
+        _NARROW,
     ),
     "blocks": (_POOL, ""),
     "blocks/prefix": (f"{_POOL} objects/test_prefix", ""),
@@ -74,6 +86,8 @@ _TESTS = {
     "storage/hadamard": ("objects/test_hadamard", ""),
     "storage/jit_views": ("objects/test_jit_views", ""),
     "storage/tables": ("objects/test_tables objects/test_kv_cache", ""),
+    "storage/buffer": ("objects/test_kv_cache objects/test_rotate_moves", ""),
+    "storage/pool": ("objects/test_kv_cache objects/test_int8", ""),
     "storage": ("objects/test_contiguous_layer objects/test_kv_cache", ""),
 }
 
