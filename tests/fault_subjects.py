@@ -200,11 +200,19 @@ def _grow(cache, seq, tokens, ids=None):
     return cache
 
 
+def _stats(cache):
+    """Statistics, without those of blocks that were taken, be it that they were given back."""
+    found = cache.stats()
+    return dataclasses.replace(
+        found, pool=dataclasses.replace(found.pool, peak_used=0, allocations=0)
+    )
+
+
 def _see_paged_cache(cache):
     cache.check()
     seqs = list(cache.sequences)
     seen = [[seq, cache.length(seq), cache.cached_len(seq)] for seq in seqs]
-    seen += [cache.stats(), cache.num_free, cache._next, cache.blocks.ref_count(range(64))]
+    seen += [_stats(cache), cache.num_free, cache._next, cache.blocks.ref_count(range(64))]
     seen += [cache.blocks.pin_count(range(64)), cache.blocks.is_cached(range(64))]
     for state in cache._sequences.values():
         seen += [state.tables, state.tokens, state.registered, state.reserved, state.starts]
@@ -349,7 +357,11 @@ def _see_cells(cache):
         seen += [part.num_free, part.num_cells, part.nbytes, repr(part)]
         seen += [[seq, part.positions(seq)] for seq in part.sequences]
     for layer in _layers(cache):
-        k, v, mask = cache.get(layer)
+        try:
+            k, v, mask = cache.get(layer)
+        except numkv.NumkvError as error:  # there is no pass
+            seen.append(str(error))
+            continue
         seen += [k, v, mask, cache.decode_attention(layer, queries(len(mask)), return_lse=True)]
     return plain(seen)
 
