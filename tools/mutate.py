@@ -291,7 +291,7 @@ class Workplace:
         code = process.returncode
         if hangs:
             outcome = "hangs"
-        elif code in (-signal.SIGXCPU, -signal.SIGKILL) and spent >= seconds - 1:
+        elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and spent >= seconds):
             outcome = "too slow"
         elif code == 0:
             outcome = "survived"
@@ -333,9 +333,9 @@ def check_unchanged(place, file, log):
     return known["unchanged"] == "survived"
 
 
-def run(mutants, log, count):
-    """Judge so many mutants that the log does not know."""
-    done = {key for key, line in judged(log).items() if "outcome" in line}
+def run(mutants, log, count, again=frozenset()):
+    """Judge so many mutants that the log does not know, or that are to be judged `again`."""
+    done = {key for key, line in judged(log).items() if "outcome" in line} - again
     with tempfile.TemporaryDirectory(prefix="numkv-mutants-") as folder:
         place = Workplace(Path(folder))
         for mutant in mutants:
@@ -416,19 +416,14 @@ def main():
     arguments = parser.parse_args()
     if not arguments.report:
         mutants = choose(arguments.files or files(), arguments.seed)
+        again = set()
         if arguments.again:
-            lines = judged(arguments.log)
-            survived = {key for key, line in lines.items() if line.get("outcome") == "survived"}
-            mutants = [
-                m
-                for file in files()
-                for m in mutants_of(file)
-                if m.key in survived - EQUIVALENT.keys()
-            ]
-            rest = [line for key, line in lines.items() if key not in {m.key for m in mutants}]
-            arguments.log.write_text("".join(json.dumps(line) + "\n" for line in rest))
+            lines = judged(arguments.log).items()
+            again = {key for key, line in lines if line.get("outcome") == "survived"}
+            again -= EQUIVALENT.keys()
+            mutants = [mutant for mutant in mutants if mutant.key in again]
             arguments.count = len(mutants)
-        run(mutants, arguments.log, arguments.count)
+        run(mutants, arguments.log, arguments.count, again)
     return report(arguments.log)
 
 
