@@ -6,76 +6,32 @@ a call stands before it in a pair: only the call itself has to leave everything 
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
+from fault_base import (
+    BLOCK,
+    DIM,
+    F32,
+    FUSED,
+    HEADS,
+    Q_HEADS,
+    TABLES,
+    Subject,
+    plain,
+    projections,
+    queries,
+    rows,
+)
+from fault_functions import CONTIGUOUS, PAGED, Arrays, see_arrays
 
 import numkv
 from numkv.blocks import BlockPool
 from numkv.blocks.prefix import block_digests
 
-F32 = np.float32
-HEADS, Q_HEADS, DIM, BLOCK = 2, 4, 8, 2
-_TABLES = [np.cos(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32)]
-_TABLES.append(np.sin(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32))
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """One object, what is seen of it, and its calls."""
-
-    make: Callable[[], Any]
-    see: Callable[[Any], Any]
-    calls: dict[str, Any]
-    #: The class, whose public methods shall all be called; None for functions.
-    of: type | None
-
-    def split(self, call):
-        """What comes before a call, and the call."""
-        found = self.calls[call]
-        return found if isinstance(found, tuple) else (lambda it: None, found)
-
-
-def rows(n, seed=0, heads=HEADS, dim=DIM):
-    """K and V of so many tokens."""
-    found = np.random.default_rng([n, seed]).standard_normal((2, n, heads, dim), F32)
-    return found[0], found[1]
-
-
-def queries(n, heads=Q_HEADS, dim=DIM):
-    return np.random.default_rng(n).standard_normal((n, heads, dim), F32)
-
-
-def projections(n):
-    return np.random.default_rng(n).standard_normal((n, (Q_HEADS + 2 * HEADS) * DIM), F32)
-
-
-FUSED = {
-    "num_q_heads": Q_HEADS, "cos": _TABLES[0], "sin": _TABLES[1], "qk_mode": 3,
-    "q_norm_weight": np.full(DIM, 2, F32), "k_norm_weight": np.full(DIM, 3, F32),
-}  # fmt: skip
-
-
-def plain(x):
-    """A value that can be compared: arrays as bytes."""
-    if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.str, x.shape, np.ascontiguousarray(x).tobytes()
-    if isinstance(x, list | tuple):
-        return [plain(each) for each in x]
-    if isinstance(x, dict):
-        return {key: plain(value) for key, value in x.items()}
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return repr([(f.name, plain(getattr(x, f.name))) for f in dataclasses.fields(x)])
-    if x is None or isinstance(x, int | float | str | bool | bytes | range):
-        return x
-    return type(x).__name__  # another cache, say
-
-
 # ---------------------------------------------------------------- caches of one sequence
 
 
-_SHIFT = numkv.rope_shift(*_TABLES)
+_SHIFT = numkv.rope_shift(*TABLES)
 
 
 def _kv_cache(kind, **options):
@@ -483,63 +439,6 @@ _HEADS = _COMPRESSOR | {
 # ---------------------------------------------------------------- functions, and the rest
 
 
-class Arrays:
-    """What a function is given."""
-
-    def __init__(self, kind="fp32"):
-        layer = numkv.PagedLayer(8, BLOCK, HEADS, DIM, kind=kind)
-        layer.append(*rows(13))
-        self.k, self.v, self.table = layer.k, layer.v, layer.block_table[None].copy()
-        self.scales = {}
-        if numkv.kind(kind).has_scales:
-            self.scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        self.cache = [np.ascontiguousarray(x.transpose(1, 0, 2))[None] for x in rows(13, 3)]
-        self.out = np.full((1, Q_HEADS, DIM), 5, F32)
-
-
-def _see_arrays(it):
-    return plain([it.k, it.v, list(it.scales.values()), it.cache, it.out])
-
-
-_PAGED = {
-    "paged_append": lambda a: numkv.paged_append(
-        *rows(3, 7), a.k, a.v, [0, 14, -1], **a.scales
-    ),
-    "paged_write": lambda a: numkv.paged_write(
-        projections(3), a.k, a.v, [0, 14, -1], positions=[1, 2, 3], **FUSED, **a.scales
-    ),
-    "paged_decode_attention": lambda a: numkv.paged_decode_attention(
-        queries(1), a.k, a.v, a.table, [13], return_lse=True, out=a.out, **a.scales
-    ),
-    "paged_prefill_attention": lambda a: numkv.paged_prefill_attention(
-        queries(5), a.k, a.v, a.table, [13], [0, 5], **a.scales
-    ),
-}  # fmt: skip
-_CONTIGUOUS = {
-    "decode_attention": lambda a: numkv.decode_attention(queries(1), *a.cache, [13], out=a.out),
-    "decode_attention in bf16": lambda a: numkv.decode_attention(
-        queries(1).astype(numkv.kind("bf16").dtype), *a.cache, [13], window_left=5, logits_soft_cap=3.0
-    ),
-    "prefill_attention": lambda a: numkv.prefill_attention(
-        queries(5), *a.cache, [13], [0, 5], sinks=np.ones(Q_HEADS, F32)
-    ),
-    "attention_weights": lambda a: numkv.attention_weights(queries(1), a.cache[0], [13]),
-    "merge_states": lambda a: numkv.merge_states(
-        *[queries(2), queries(2)[:, :, 0].copy()] * 2
-    ),
-    "append": lambda a: numkv.append(
-        *(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3])
-    ),
-    "AppendPlan.run": lambda a: _plan().run(
-        numkv.AppendArgs(*(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3]))
-    ),
-}  # fmt: skip
-
-
-def _plan():
-    return numkv.AppendPlan.select(numkv.AppendDescriptor(1, HEADS, 2, 13, DIM, DIM, "fp32"))
-
-
 def _tally():
     tally = numkv.AttentionTally(HEADS)
     tally.add(np.ones((HEADS, 9), F32))
@@ -654,9 +553,9 @@ def _subjects():
     add("with a sketch", numkv.HeadCompressor, _head(32), _see_compressor, _HEAD)
     add("", numkv.MultiHeadCompressor, _heads, _see_compressor, _HEADS)
     add("", numkv.AttentionTally, _tally, lambda t: plain([len(t), t.weights]), _TALLY)
-    add("functions over blocks", None, Arrays, _see_arrays, _PAGED)
-    add("functions over int8 blocks", None, lambda: Arrays("int8"), _see_arrays, _PAGED)
-    add("functions over caches", None, Arrays, _see_arrays, _CONTIGUOUS)
+    add("functions over blocks", None, Arrays, see_arrays, PAGED)
+    add("functions over int8 blocks", None, lambda: Arrays("int8"), see_arrays, PAGED)
+    add("functions over caches", None, Arrays, see_arrays, CONTIGUOUS)
     for of, sizes, calls in (
         (numkv.KVCache, (2, HEADS, DIM), _SCALES_OF_A_LAYER),
         (numkv.ContiguousLayer, (8, HEADS, DIM), _SCALES),
