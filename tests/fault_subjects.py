@@ -168,13 +168,23 @@ def _see_paged_cache(cache):
     cache.check()
     seqs = list(cache.sequences)
     seen = [[seq, cache.length(seq), cache.cached_len(seq)] for seq in seqs]
-    seen += [_stats(cache), cache.num_free, cache._next, cache.blocks.ref_count(range(64))]
-    seen += [cache.blocks.pin_count(range(64)), cache.blocks.is_cached(range(64))]
+    seen += [_stats(cache), cache.num_free, cache._next, _books(cache)]
     for state in cache._sequences.values():
-        seen += [state.tables, state.tokens, state.registered, state.reserved, state.starts]
+        seen += [state.tokens, state.registered, state.reserved, state.starts]
     q = queries(max(1, len(seqs)))[: len(seqs)]
     seen += [cache.decode_attention(layer, seqs, q, return_lse=True) for layer in range(2)]
     return plain(seen)
+
+
+def _books(cache):
+    """Tables and what is counted of their blocks, which are numbered as they come: any free one is as good."""
+    tables = [table.tolist() for state in cache._sequences.values() for table in state.tables]
+    used = [block for block in dict.fromkeys(b for table in tables for b in table) if block >= 0]
+    number = {block: i for i, block in enumerate(used)}
+    pool, rest = cache.blocks, [b for b in range(64) if b not in number]
+    counts = [(pool.ref_count(x), pool.pin_count(x), pool.is_cached(x)) for x in (used, rest)]
+    counts[1] = [np.sort(x) for x in counts[1]]
+    return [[number.get(b, -1) for b in table] for table in tables], counts
 
 
 def _step_of_both(cache):
@@ -232,12 +242,12 @@ _STEP = {
 
 
 def _see_step(cache):
-    seen = [cache.step.open, list(cache.step.unwritten_layers), cache.num_free]
-    seen += [plain([s.length, s.tables, s.tokens]) for s in cache._sequences.values()]
+    seen = [cache.step.open, list(cache.step.unwritten_layers), cache.num_free, _books(cache)]
+    seen += [[s.length, s.tokens, s.registered] for s in cache._sequences.values()]
     if cache.step.open:
-        seen += [plain(cache.step.attention(0, queries(5), return_lse=True))]
+        seen.append(cache.step.attention(0, queries(5), return_lse=True))
     cache.check()
-    return [seen, cache.blocks.ref_count(range(64)).tolist()]
+    return plain(seen)
 
 
 def _block_pool():
