@@ -23,7 +23,7 @@ COMMANDS = commands_in(PAGE)
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 12
+    assert len(COMMANDS) >= 10
     assert len(set(COMMANDS)) == len(COMMANDS)
     assert commands_in(f"| a | `python x.py` |\n| {OPEN} | `python y.py` |\n`python z.py`") == [
         "python x.py"
