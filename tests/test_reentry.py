@@ -147,7 +147,9 @@ def test_scratch_memory_is_lent_to_one_call_at_a_time():
     first = workspaces.borrow()
     second = workspaces.borrow()
     assert first is not second
+    assert first.nbytes == 0
     kept = first.take("float32", 100)
+    assert first.nbytes == 400
     assert first.take("float32", 50) is kept
     assert first.take("int64", 50) is not kept
     assert first.shaped("float32", (5, 20)).base is kept

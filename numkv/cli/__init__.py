@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import accuracy, evaluate, generate, info, plan, stream, warmup
+from numkv.cli import accuracy, cache, evaluate, generate, info, plan, stream, warmup
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit code: 0, 2 for an error of the user, 130 when interrupted.
     """
-    _print_any_character()
+    _print_anywhere()
     try:
         arguments = _parser().parse_args(argv)
         run: Callable[[argparse.Namespace], None] = arguments.run
@@ -88,8 +88,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _print_any_character() -> None:
-    """Let a terminal that cannot show a character show a question mark."""
+def _print_anywhere() -> None:
+    """Let what is printed to a closed stream go nowhere, and a terminal show a question mark for what it cannot."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for as long as the process runs)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for output in (sys.stdout, sys.stderr):
         reconfigure = getattr(output, "reconfigure", None)
         if reconfigure is not None:
@@ -243,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_accuracy(commands)
     _add_stream(commands)
     _add_warmup(commands)
+    _add_cache(commands)
     return parser
 
 
@@ -423,3 +428,24 @@ def _add_warmup(commands: Any) -> None:
         help="also kernels of quantised caches that keep some tokens in full precision",
     )
     parser.set_defaults(run=warmup.run)
+
+
+def _add_cache(commands: Any) -> None:
+    parser = commands.add_parser(
+        "cache",
+        help="where compiled kernels lie on disk, how many bytes they take, and how to clear them away",
+        description="Name the folders of compiled kernels, with the number of files and of bytes. Kernels are machine "
+        "code that numkv runs: it says so where others can write there. What is cleared is compiled again when it "
+        "is needed.",
+    )
+    parser.add_argument(
+        "--clear",
+        action="store_true",
+        help="remove the files of kernels, those of other versions too, and nothing else",
+    )
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="with --clear: only those that were made of other sources than these",
+    )
+    parser.set_defaults(run=cache.run)

@@ -15,12 +15,13 @@ import numpy as np
 
 import numkv
 from numkv import targets
+from numkv.cli.cache import warnings_of
 from numkv.cli.output import format_bytes
 from numkv.errors import NotSupported
 from numkv.kernels.cpu.attention.driver import make_attention
 from numkv.kernels.cpu.threads import num_threads
 from numkv.kernels.cpu.vectors import features
-from numkv.kernels.disk_cache import SUFFIX, folder_of
+from numkv.kernels.disk_cache import folder_of, kernel_files, places
 from numkv.kinds import kinds
 
 __all__ = ["run"]
@@ -66,6 +67,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "targets", _targets()
     yield "kinds", " ".join(kind.name for kind in kinds())
     yield "kernel cache", _kernel_cache()
+    for line in warnings_of([folder for folder in places() if folder.is_dir()]):
+        yield "warning", line
     settings = [
         f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NUMBA_", "NUMKV_"))
     ]
@@ -135,6 +138,8 @@ def _kernel_cache() -> str:
         folder = folder_of(make_attention)
     except RuntimeError as error:
         return f"none ({error})"
-    kernels = list(folder.glob(f"*{SUFFIX}"))
+    kernels = [path for place in places() for path in kernel_files(place)]
     size = sum(path.stat().st_size for path in kernels)
-    return f"{folder} ({len(kernels)} kernels, {format_bytes(size)})"
+    return (
+        f"{folder} and beside it ({len(kernels)} kernels, {format_bytes(size)}; see `numkv cache`)"
+    )

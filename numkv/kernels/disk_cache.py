@@ -23,6 +23,8 @@ import functools
 import hashlib
 import os
 import pickle
+import re
+import stat
 import sys
 import tempfile
 import time
@@ -34,15 +36,25 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import config
-from numba.core.caching import CompileResultCacheImpl, _Cache
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+    _Cache,
+)
 from numba.core.serialize import dumps
 
-__all__ = ["SUFFIX", "KernelCache", "folder_of", "source_digest", "warn_no_cache"]
+__all__ = [
+    "SUFFIX", "KernelCache", "folder_of", "is_stale", "kernel_files", "places", "source_digest", "warn_no_cache",
+]  # fmt: skip
 
 #: Ending of the files' names.
 SUFFIX = ".kernel"
 
 _MAGIC = b"numkv kernel 1\n"
+# A file's name, and that of one that is being written.
+_NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+\.tmp)?")
 #: Folders of the package that hold kernels and what they are made of.
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
@@ -79,6 +91,44 @@ def _warn(message: str) -> None:
 def folder_of(function: Callable[..., Any]) -> Path:
     """Where kernels of the module that defines `function` lie; ``RuntimeError`` if there is no such place."""
     return Path(CompileResultCacheImpl(function).locator.get_cache_path())
+
+
+def places() -> list[Path]:
+    """Every folder where kernels of this package may lie, whether it is there or not.
+
+    Numba takes the first one that it can write: in ``NUMBA_CACHE_DIR`` if that is set, beside the sources, among
+    the user's files. Those that it took before the setting changed are places, too.
+    """
+    found = []
+    locators = [InTreeCacheLocator, UserWideCacheLocator]
+    if config.CACHE_DIR:
+        locators.insert(0, UserProvidedCacheLocator)
+    sources = {path.parent for folder in _SOURCES for path in (_PACKAGE / folder).rglob("*.py")}
+    for locator in locators:
+        for folder in sorted(sources):
+            found.append(Path(locator(places, str(folder / "file.py")).get_cache_path()))
+    return found
+
+
+def kernel_files(folder: Path) -> list[Path]:
+    """Files of kernels in a folder, by their names: of whatever version, half written ones too, nothing else."""
+    with contextlib.suppress(OSError):
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if _NAME.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+        )
+    return []
+
+
+def is_stale(path: Path) -> bool:
+    """Whether a file was made of other sources than today's, or is none that can be read."""
+    stamp = _MAGIC + source_digest().encode()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(stamp)) != stamp
+    except OSError:
+        return True
 
 
 class _Damaged(Exception):
@@ -186,15 +236,20 @@ def _read(path: Path) -> bytes:
     if data[len(_MAGIC) : start] != stamp:
         raise FileNotFoundError
     content = data[start + _DIGEST :]
-    if hashlib.sha256(data[:start] + content).digest() != data[start : start + _DIGEST]:
+    if _checksum(data[:start], path, content) != data[start : start + _DIGEST]:
         raise _Damaged("its checksum is wrong")
     return content
+
+
+def _checksum(head: bytes, path: Path, content: bytes) -> bytes:
+    """What a file holds and what it is called: another kernel's file under this name is damage, too."""
+    return hashlib.sha256(b"\0".join((head, path.name.encode(), content))).digest()
 
 
 def _write(path: Path, content: bytes) -> None:
     """Put a file in its place, whole or not at all."""
     head = _MAGIC + source_digest().encode()
-    checksum = hashlib.sha256(head + content).digest()
+    checksum = _checksum(head, path, content)
     for left in path.parent.glob(f"{path.name}.*.tmp"):  # by a process that was killed
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _HOUR:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -10,10 +12,11 @@ import pytest
 from demo_models import SIZES, cells, run, write_checkpoint
 
 import numkv
-from numkv.cli import generate, main, screen
+from numkv.cli import cache, generate, info, main, screen
 from numkv.cli.output import Progress, format_bytes, table
 from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
+from numkv.kernels import disk_cache
 
 # ---------------------------------------------------------------- generating
 
@@ -248,7 +251,7 @@ def test_eval_of_held_out_modules(tiny, capsys, monkeypatch):
     assert "expected some of a, b; got c" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["info"], ["plan"], ["eval"], ["accuracy"]])
+@pytest.mark.parametrize("command", [[], ["info"], ["plan"], ["eval"], ["accuracy"], ["cache"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])
@@ -265,6 +268,168 @@ def test_python_m_numkv():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "numkv: plan needs --config, or --layers, --kv-heads and --head-dim\n"
+
+
+# ---------------------------------------------------------------- the cache of kernels
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """Folders where kernels may lie, one of them with kernels of these sources, of others, and half written ones."""
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for module in (cache, info):
+        monkeypatch.setattr(module, "places", lambda: folders)
+    folders[1].mkdir()
+    head = disk_cache._MAGIC + disk_cache.source_digest().encode()
+    name = "make_append-" + "0123456789abcdef" * 2
+    contents = {
+        f"{name}.kernel": head + b"x" * 400,
+        f"{name[:-1]}0.kernel": head[:-1] + b"-" + b"y" * 100,
+        f"{name[:-1]}1.kernel": b"",
+        f"{name}.kernel.abc12.tmp": b"half",
+    }
+    others = ["notes.kernel", f"{name}.kernel.bak", f"{name}.nbi", "module.cpython-311.pyc"]
+    for path, content in contents.items():
+        (folders[1] / path).write_bytes(content)
+    for path in others:
+        (folders[1] / path).write_text("not a kernel")
+    (folders[1] / f"{name[:-1]}2.kernel").mkdir()
+    (folders[1] / f"{name[:-1]}3.kernel").symlink_to(folders[1] / others[0])
+    return folders[1], set(contents), {*others, f"{name[:-1]}2.kernel", f"{name[:-1]}3.kernel"}
+
+
+def left(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_cache_says_what_there_is(kernels, capsys):
+    folder, names, _ = kernels
+    before = left(folder)
+    output = run(capsys, "cache")
+    size = sum((folder / name).lstat().st_size for name in names)
+    assert cells(output, str(folder)) == [str(folder), "4", *format_bytes(size).split(), "3"]
+    assert cells(output, "all") == ["all", "4", *format_bytes(size).split(), "3"]
+    assert "belong to other versions" in output
+    assert left(folder) == before
+    assert f"4 kernels, {format_bytes(size)}" in run(capsys, "info")
+
+
+def test_clear_removes_kernels_and_nothing_else(kernels, capsys):
+    folder, names, others = kernels
+    size = format_bytes(sum((folder / name).stat().st_size for name in names))
+    output = run(capsys, "cache", "--clear")
+    assert output == f"{folder}: 4 kernels removed, {size}\n4 kernels removed, {size}\n"
+    assert left(folder) == others
+    assert run(capsys, "cache", "--clear") == "0 kernels removed, 0 B\n"
+    assert run(capsys, "cache").startswith("no kernels on disk")
+
+
+def test_clear_of_stale_kernels_leaves_todays(kernels, capsys):
+    folder, names, others = kernels
+    output = run(capsys, "cache", "--clear", "--stale")
+    assert "3 kernels removed" in output
+    (kept,) = left(folder) - others
+    assert kept in names
+    assert not disk_cache.is_stale(folder / kept)
+    assert main(["cache", "--stale"]) == 2
+    assert capsys.readouterr().err.startswith("numkv: --stale goes with --clear")
+
+
+def test_clear_goes_on_where_a_file_cannot_be_removed(kernels, capsys, monkeypatch):
+    folder, names, others = kernels
+    unlink = type(folder).unlink
+    stuck = min(names)
+
+    def fails(path, missing_ok=False):
+        if path.name == stuck:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(type(folder), "unlink", fails)
+    assert main(["cache", "--clear"]) == 2
+    captured = capsys.readouterr()
+    assert "3 kernels removed" in captured.out
+    assert captured.err.startswith("numkv: 1 kernels cannot be removed; the first: ")
+    assert stuck in captured.err
+    assert left(folder) == others | {stuck}
+
+
+def test_a_folder_that_others_can_write_is_told(kernels, capsys):
+    folder = kernels[0]
+    for open_to, mode, words in (
+        (folder, 0o777, "is writable by everyone"),
+        (folder.parent, 0o777, f"{folder.parent} is writable by everyone"),
+        (folder.parent, 0o1777, None),
+    ):
+        before = open_to.stat().st_mode & 0o7777
+        open_to.chmod(mode)
+        try:
+            for command in ("cache", "info"):
+                output = run(capsys, command)
+                assert (words or "can run code in processes") in output or words is None
+                assert (words is None) != ("can run code in processes that load kernels" in output)
+        finally:
+            open_to.chmod(before)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="gives a folder away, as root"
+)
+def test_a_folder_of_another_user_is_told(kernels, capsys):
+    folder = kernels[0]
+    os.chown(folder, 65534, 65534)
+    assert f"{folder} belongs to another user" in run(capsys, "cache")
+    os.chown(folder, 0, 12345)
+    folder.chmod(0o775)
+    assert "is writable by a group (12345)" in run(capsys, "cache")
+    folder.chmod(0o755)
+    assert "warning" not in run(capsys, "cache")
+
+
+def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
+    """Kernels in NUMBA_CACHE_DIR are found there, and cleared; a folder that does not exist is not made."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "NUMKV_PROGRESS": "0"}
+
+    def command(*words):
+        return subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, env=environment, check=True
+        ).stdout
+
+    command("-m", "numkv", "cache")
+    assert not (tmp_path / "kernels").exists()
+    command(
+        "-c",
+        "import numkv, numpy as np; x = np.ones((1, 1, 8), 'f4'); numkv.KVCache(1, 1, 8).append(0, x, x)",
+    )
+    made = list((tmp_path / "kernels").rglob("*.kernel"))
+    assert made
+    assert cells(command("-m", "numkv", "cache"), str(made[0].parent))[0] == str(made[0].parent)
+    # Those beside the sources are not this test's: only what is in its own folder is cleared here.
+    script = (
+        "from pathlib import Path; from numkv.cli import cache, main; places = cache.places; "
+        f"cache.places = lambda: [p for p in places() if p.is_relative_to({str(tmp_path)!r})]; "
+        "main(['cache', '--clear'])"
+    )
+    assert f"{len(made)} kernels removed" in command("-c", script)
+    assert not list((tmp_path / "kernels").rglob("*.kernel"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "status", "printed"),
+    [
+        (["plan", "--layers", "1", "--kv-heads", "1", "--head-dim", "8"], ">&-", 0, ""),
+        (["cache"], ">&- 2>&-", 0, ""),
+        (["--nonsense"], ">&-", 2, "numkv: unrecognized arguments: --nonsense (see numkv --help)\n"),
+        (["--nonsense"], "2>&-", 2, ""),
+        (["--nonsense"], "<&- >&- 2>&-", 2, ""),
+    ],
+)  # fmt: skip
+def test_closed_streams(arguments, closed, status, printed):
+    """What cannot be printed is lost, and nothing else: no traceback, the same status."""
+    command = f"{shlex.join([sys.executable, '-m', 'numkv', *arguments])} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", printed)
 
 
 # ---------------------------------------------------------------- errors

@@ -153,3 +153,12 @@ def test_bad_outputs(target, to, host):
         fixed.setflags(write=False)
         with pytest.raises(numkv.NotSupported, match="read-only"):
             Rotation(8).backward(where, turned, np.float32, fixed)
+
+
+@pytest.mark.parametrize("head_dim", [1, 63, 64, 65, 130, 200])
+def test_every_element_has_a_sign(head_dim):
+    """Of dims that are no multiple of a word's bits too; the first ones do not depend on how many there are."""
+    signs = Rotation(head_dim).signs
+    assert signs.shape == (head_dim,)
+    assert set(signs.tolist()) <= {-1.0, 1.0}
+    assert np.array_equal(signs, Rotation(256).signs[:head_dim])

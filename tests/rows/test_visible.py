@@ -95,3 +95,10 @@ def test_who_sees_a_token(functions):
 
 def test_the_window(functions):
     assert [functions["oldest_visible"](5, n) for n in (-1, 0, 2, 5, 9)] == [0, 5, 3, 0, 0]
+
+
+def test_one_query_with_a_range_goes_by_it(functions):
+    """A list of one range is a list: the window and causality say nothing then."""
+    ranges = np.array([[2, 4]], np.int64)
+    seen = [t for t in range(LENGTH) if functions["is_visible"](ranges, 0, 6, -1, t)]
+    assert seen == [2, 3]

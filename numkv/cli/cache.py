@@ -1,0 +1,171 @@
+"""``numkv cache``: the folders of compiled kernels, what lies in them, and how to clear them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from numkv.cli.output import UsageError, format_bytes, table
+from numkv.kernels.disk_cache import is_stale, kernel_files, places
+
+__all__ = ["run", "warnings_of"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what there is, or remove it and say what was removed.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options ``clear`` and ``stale``.
+
+    Raises
+    ------
+    UsageError
+        For ``--stale`` without ``--clear``, or if a file cannot be removed.
+    """
+    if arguments.stale and not arguments.clear:
+        raise UsageError("--stale goes with --clear; `numkv cache` counts such files")
+    folders = {folder: files for folder in places() if (files := kernel_files(folder))}
+    if arguments.clear:
+        _clear(folders, only_stale=arguments.stale)
+    else:
+        _show(folders)
+
+
+def _show(folders: dict[Path, list[Path]]) -> None:
+    if not folders:
+        print(
+            "no kernels on disk: neither in NUMBA_CACHE_DIR, nor beside the sources, nor among the user's files"
+        )
+        return
+    rows = []
+    for folder, files in folders.items():
+        stale = [path for path in files if is_stale(path)]
+        rows.append([str(folder), str(len(files)), format_bytes(_size(files)), str(len(stale))])
+    every = [path for files in folders.values() for path in files]
+    stale = [path for path in every if is_stale(path)]
+    rows.append(["all", str(len(every)), format_bytes(_size(every)), str(len(stale))])
+    print(table(["folder", "kernels", "size", "of other sources"], rows))
+    if stale:
+        print(
+            f"\nFiles of other sources ({format_bytes(_size(stale))}) belong to other versions of numkv, or to an edit "
+            "of this one; `numkv cache --clear --stale` removes them."
+        )
+    for line in warnings_of(folders):
+        print(f"warning: {line}")
+
+
+def _clear(folders: dict[Path, list[Path]], *, only_stale: bool) -> None:
+    """Remove files, going on where one cannot be removed."""
+    errors = []
+    count = total = 0
+    for folder, files in folders.items():
+        gone = size = 0
+        for path in files:
+            if only_stale and not is_stale(path):
+                continue
+            try:
+                bytes_of = path.lstat().st_size
+                path.unlink()
+            except FileNotFoundError:  # another process was first
+                continue
+            except OSError as error:
+                errors.append(error)
+                continue
+            gone, size = gone + 1, size + bytes_of
+        if gone:
+            print(f"{folder}: {gone} kernels removed, {format_bytes(size)}")
+        count, total = count + gone, total + size
+    print(f"{count} kernels removed, {format_bytes(total)}")
+    if errors:
+        raise UsageError(f"{len(errors)} kernels cannot be removed; the first: {errors[0]}")
+
+
+def _size(files: Iterable[Path]) -> int:
+    total = 0
+    for path in files:
+        try:
+            total += path.lstat().st_size
+        except FileNotFoundError:  # just replaced or removed
+            continue
+    return total
+
+
+def warnings_of(folders: Iterable[Path]) -> list[str]:
+    """What is said about folders in which others could put machine code.
+
+    Parameters
+    ----------
+    folders : iterable of Path
+        Folders that exist.
+
+    Returns
+    -------
+    list of str
+        A line for each folder that another user can write, or that lies in one where he can exchange it.
+    """
+    found = []
+    for folder in folders:
+        for place in (folder, *folder.resolve().parents):
+            reason = _open_to_others(place, below=place != folder)
+            if reason is not None:
+                found.append(
+                    f"{place} {reason}: whoever writes there can run code in processes that load kernels"
+                )
+                break
+    return list(dict.fromkeys(found))
+
+
+def _open_to_others(folder: Path, *, below: bool) -> str | None:
+    """Why users other than this one and root can change what is in a folder; None if they cannot.
+
+    In a sticky folder, such as /tmp, they cannot exchange what lies ``below``, which belongs to another.
+    """
+    if not hasattr(os, "geteuid"):  # Windows has other rules
+        return None
+    try:
+        state = folder.stat()
+    except OSError:
+        return None
+    if state.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user ({_user(state.st_uid)})"
+    if below and state.st_mode & stat.S_ISVTX:
+        return None
+    if state.st_mode & stat.S_IWOTH:
+        return "is writable by everyone"
+    if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_uid, state.st_gid):
+        return f"is writable by a group ({_group(state.st_gid)})"
+    return None
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _is_private_group(uid: int, gid: int) -> bool:
+    """Whether a group has the name of the user and no other members, as many systems make one for each user."""
+    import grp
+
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == _user(uid) and not set(group.gr_mem) - {group.gr_name}

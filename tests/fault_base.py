@@ -1,0 +1,63 @@
+"""What the table in `fault_subjects.py` is made of: a subject, rows, and values that can be compared."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+F32 = np.float32
+HEADS, Q_HEADS, DIM, BLOCK = 2, 4, 8, 2
+TABLES = [np.cos(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32)]
+TABLES.append(np.sin(np.arange(64)[:, None] * [1.0, 0.3, 0.1, 0.01]).astype(F32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """One object, what is seen of it, and its calls."""
+
+    make: Callable[[], Any]
+    see: Callable[[Any], Any]
+    calls: dict[str, Any]
+    #: The class, whose public methods shall all be called; None for functions.
+    of: type | None
+
+    def split(self, call):
+        """What comes before a call, and the call."""
+        found = self.calls[call]
+        return found if isinstance(found, tuple) else (lambda it: None, found)
+
+
+def rows(n, seed=0, heads=HEADS, dim=DIM):
+    """K and V of so many tokens."""
+    found = np.random.default_rng([n, seed]).standard_normal((2, n, heads, dim), F32)
+    return found[0], found[1]
+
+
+def queries(n, heads=Q_HEADS, dim=DIM):
+    return np.random.default_rng(n).standard_normal((n, heads, dim), F32)
+
+
+def projections(n):
+    return np.random.default_rng(n).standard_normal((n, (Q_HEADS + 2 * HEADS) * DIM), F32)
+
+
+FUSED = {
+    "num_q_heads": Q_HEADS, "cos": TABLES[0], "sin": TABLES[1], "qk_mode": 3,
+    "q_norm_weight": np.full(DIM, 2, F32), "k_norm_weight": np.full(DIM, 3, F32),
+}  # fmt: skip
+
+
+def plain(x):
+    """A value that can be compared: arrays as bytes."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.str, x.shape, np.ascontiguousarray(x).tobytes()
+    if isinstance(x, list | tuple):
+        return [plain(each) for each in x]
+    if isinstance(x, dict):
+        return {key: plain(value) for key, value in x.items()}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return repr([(f.name, plain(getattr(x, f.name))) for f in dataclasses.fields(x)])
+    if x is None or isinstance(x, int | float | str | bool | bytes | range):
+        return x
+    return type(x).__name__  # another cache, say

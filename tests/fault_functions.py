@@ -1,0 +1,63 @@
+"""Public functions with arrays of their own, for the table in `fault_subjects.py`."""
+
+import numpy as np
+from fault_base import BLOCK, DIM, F32, FUSED, HEADS, Q_HEADS, plain, projections, queries, rows
+
+import numkv
+
+
+class Arrays:
+    """What a function is given."""
+
+    def __init__(self, kind="fp32"):
+        layer = numkv.PagedLayer(8, BLOCK, HEADS, DIM, kind=kind)
+        layer.append(*rows(13))
+        self.k, self.v, self.table = layer.k, layer.v, layer.block_table[None].copy()
+        self.scales = {}
+        if numkv.kind(kind).has_scales:
+            self.scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        self.cache = [np.ascontiguousarray(x.transpose(1, 0, 2))[None] for x in rows(13, 3)]
+        self.out = np.full((1, Q_HEADS, DIM), 5, F32)
+
+
+def see_arrays(it):
+    return plain([it.k, it.v, list(it.scales.values()), it.cache, it.out])
+
+
+PAGED = {
+    "paged_append": lambda a: numkv.paged_append(
+        *rows(3, 7), a.k, a.v, [0, 14, -1], **a.scales
+    ),
+    "paged_write": lambda a: numkv.paged_write(
+        projections(3), a.k, a.v, [0, 14, -1], positions=[1, 2, 3], **FUSED, **a.scales
+    ),
+    "paged_decode_attention": lambda a: numkv.paged_decode_attention(
+        queries(1), a.k, a.v, a.table, [13], return_lse=True, out=a.out, **a.scales
+    ),
+    "paged_prefill_attention": lambda a: numkv.paged_prefill_attention(
+        queries(5), a.k, a.v, a.table, [13], [0, 5], **a.scales
+    ),
+}  # fmt: skip
+CONTIGUOUS = {
+    "decode_attention": lambda a: numkv.decode_attention(queries(1), *a.cache, [13], out=a.out),
+    "decode_attention in bf16": lambda a: numkv.decode_attention(
+        queries(1).astype(numkv.kind("bf16").dtype), *a.cache, [13], window_left=5, logits_soft_cap=3.0
+    ),
+    "prefill_attention": lambda a: numkv.prefill_attention(
+        queries(5), *a.cache, [13], [0, 5], sinks=np.ones(Q_HEADS, F32)
+    ),
+    "attention_weights": lambda a: numkv.attention_weights(queries(1), a.cache[0], [13]),
+    "merge_states": lambda a: numkv.merge_states(
+        *[queries(2), queries(2)[:, :, 0].copy()] * 2
+    ),
+    "append": lambda a: numkv.append(
+        *(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3])
+    ),
+    "AppendPlan.run": lambda a: _plan().run(
+        numkv.AppendArgs(*(x[:, :, :2].copy() for x in a.cache), *a.cache, np.array([3]))
+    ),
+}  # fmt: skip
+
+
+def _plan():
+    return numkv.AppendPlan.select(numkv.AppendDescriptor(1, HEADS, 2, 13, DIM, DIM, "fp32"))

@@ -1,0 +1,112 @@
+"""Memory that runs out at every place where it can: a method fails, and the object is what it was, to the last bit.
+
+Of each method the first allocation fails, then the second, and so on until it needs no more. What can be seen of the
+object must be as before the call; it can be used; and the same call, with memory, does what it does to another object.
+"""
+
+import gc
+import inspect
+
+import numpy as np
+import pytest
+from failing_memory import failing
+from fault_subjects import LEFT_OUT, SUBJECTS, plain
+
+from numkv.kernels import scratch
+
+CASES = [(name, call) for name, subject in SUBJECTS.items() for call in subject.calls]
+#: More allocations than any method makes.
+MOST = 400
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """How many workspaces are lent out; none are kept, so that calls have to make theirs."""
+    count = [0]
+    borrow, give_back = scratch.Workspaces.borrow, scratch.Workspaces.give_back
+
+    def lend(self):
+        self._free.clear()
+        workspace = borrow(self)
+        count[0] += 1
+        return workspace
+
+    def take_back(self, workspace):
+        count[0] -= 1
+        give_back(self, workspace)
+
+    monkeypatch.setattr(scratch.Workspaces, "borrow", lend)
+    monkeypatch.setattr(scratch.Workspaces, "give_back", take_back)
+    return count
+
+
+@pytest.mark.parametrize(("name", "call"), CASES, ids=[f"{n}: {c}" for n, c in CASES])
+def test_nothing_changes_where_memory_runs_out(name, call, lent):
+    subject = SUBJECTS[name]
+    prepare, do = subject.split(call)
+
+    def make():
+        found = subject.make()
+        prepare(found)
+        return found
+
+    good = make()
+    before = subject.see(good)
+    result = plain(do(good))
+    after = subject.see(good)
+    for at in range(1, MOST):
+        found = make()
+        assert subject.see(found) == before
+        failed = None
+        try:
+            with failing(at) as memory:
+                do(found)
+        except MemoryError as error:
+            failed = type(error)
+        if not memory.failed:
+            assert failed is None
+            break
+        assert lent[0] == 0, f"allocation {at}: scratch memory was not given back"
+        if failed is not None:
+            assert subject.see(found) == before, f"allocation {at}: the object has changed"
+            assert plain(do(found)) == result, f"allocation {at}: another result the second time"
+        assert subject.see(found) == after, f"allocation {at}: another state in the end"
+        del found
+    else:
+        pytest.fail(f"more than {MOST} allocations")
+    gc.collect(0)
+
+
+def test_every_method_is_tried():
+    """A call is named after its method; what is left out has a reason."""
+    tried = {}
+    for subject in SUBJECTS.values():
+        names = {call.split(",")[0].split()[0] for call in subject.calls}
+        tried.setdefault(subject.of, set()).update(names)
+    missing = {
+        of.__name__: left
+        for of, names in tried.items()
+        if of is not None and (left := methods_of(of) - names - LEFT_OUT.keys())
+    }
+    assert not missing
+
+
+def methods_of(of):
+    return {
+        name
+        for name in dir(of)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(of, name))
+    }
+
+
+def test_the_allocator_fails_where_it_is_told_to():
+    with failing() as memory:
+        np.zeros(3) + 1
+    asked = memory.asked
+    assert asked >= 2
+    for at in range(1, asked + 1):
+        with failing(at) as memory:
+            with pytest.raises(MemoryError):
+                np.zeros(3) + 1
+            assert memory.failed
+            np.zeros(3)  # only once

@@ -1,0 +1,120 @@
+"""Which tests bear the name of a file that `mutate.py` changes, and which survivors no test can catch.
+
+Tests of the CPU target alone: they run a changed file as compiled code, and need not wait for the simulator. What would
+compile for longer than a mutant may take is a part, chosen as by ``-k``.
+"""
+
+__all__ = ["EQUIVALENT", "tests_of"]
+
+_POOL = (
+    "objects/test_block_counters objects/test_block_pool objects/test_block_pool_errors "
+    "objects/test_block_pool_states"
+)
+_PAGED = (
+    "objects/test_paged_cache objects/test_paged_cache_states objects/test_paged_sharing "
+    "objects/test_paged_prefix"
+)
+_CELLS = (
+    "objects/test_multi_sequence objects/test_multi_sequence_errors objects/test_multi_sequence_removal "
+    "objects/test_multi_sequence_states"
+)
+_ATTENTION = "kernels/test_attention kernels/test_attention_ranges kernels/test_attention_paged"
+_FP32 = "fp32 and not fp64 and not fp16 and not bf16 and not int"
+#: Of tests that have other names than of kinds, too.
+_NARROW = "not fp64 and not fp16 and not bf16 and not fp8 and not int8 and not int4"
+
+#: By path within numkv, the longest that fits: files of tests, and which of their tests.
+_TESTS = {
+    "rows/address": ("rows/test_address", ""),
+    "rows/codec": ("rows/test_codec", ""),
+    "rows/codes": ("rows/test_codes", ""),
+    "rows/convert": ("rows/test_convert rows/test_fp8", ""),
+    "rows/hadamard": ("rows/test_hadamard", ""),
+    "rows/int4": ("rows/test_int4", ""),
+    "rows/quantize": ("rows/test_quantize", ""),
+    "rows/rmsnorm": ("rows/test_rmsnorm", ""),
+    "rows/rope": ("rows/test_rope", ""),
+    "rows/softmax": ("rows/test_softmax", ""),
+    "rows/visible": ("rows/test_visible", ""),
+    "kernels/disk_cache": ("test_disk_cache", ""),
+    "kernels/builder": ("test_disk_cache test_progress", ""),
+    "kernels/scratch": ("test_reentry", "scratch"),
+    "kernels/small_calls": ("objects/test_fast_path", ""),
+    "kernels/dispatch": ("kernels/test_copy kernels/test_finite", ""),
+    "kernels/validate": (
+        "kernels/test_validate objects/test_bad_paged objects/test_bad_input objects/test_tables "
+        "kernels/test_shared_slots",
+        "",
+    ),
+    "kernels/cpu/append": ("kernels/test_append kernels/test_append_int8", "fp32"),
+    "kernels/cpu/write": ("kernels/test_write", "fp32 and not fp64 and not int4"),
+    "kernels/cpu/copy": ("kernels/test_copy", ""),
+    "kernels/cpu/merge": ("kernels/test_merge", ""),
+    "kernels/cpu/mass": ("kernels/test_mass", "fp32 and not fp64"),
+    "kernels/cpu/shift": ("kernels/test_shift", "fp32 and not fp64"),
+    "kernels/cpu/convert": ("kernels/test_fp8_storage objects/test_int8", ""),
+    "kernels/cpu/finite": ("kernels/test_finite", ""),
+    "kernels/cpu/hadamard": ("kernels/test_hadamard", _NARROW),
+    "kernels/cpu/threads": ("kernels/test_threads test_fork", ""),
+    "kernels/cpu/compress": ("kernels/test_compress", ""),
+    "kernels/cpu/memory": ("objects/test_contiguous_layer", _FP32),
+    "kernels/cpu/scales": ("kernels/test_append_int8", ""),
+    "kernels/cpu/inline": ("kernels/test_merge", ""),
+    "kernels/cpu/attention": (_ATTENTION, _FP32),
+    "kernels/cpu/attention/integers": (
+        "kernels/test_attention_integers kernels/test_attention_int4",
+        "not fp64 and not fp16 and not bf16",
+    ),
+    "kernels/cpu/attention/vector": ("kernels/test_attention_int8", ""),
+    "kernels/cpu/attention/scales": (
+        "kernels/test_attention_int8 kernels/test_attention_int4",
+        "not fp64 and not fp16 and not bf16",
+    ),
+    "kernels/cpu/attention/amx": ("kernels/test_attention_amx", ""),
+    "kernels/cpu/attention/offsets": (
+        "kernels/test_attention_offsets kernels/test_attention_ranges",
+        _NARROW,
+    ),
+    "blocks": (_POOL, ""),
+    "blocks/prefix": (f"{_POOL} objects/test_prefix", ""),
+    "blocks/tables": ("objects/test_tables objects/test_block_pool objects/test_paged_layer", ""),
+    "cells": (_CELLS, ""),
+    "caches/paged": (_PAGED, ""),
+    "caches/paged/compact": ("objects/test_paged_compaction", ""),
+    "caches/paged/files": ("objects/test_files", ""),
+    "caches/paged/swap": (
+        "objects/test_paged_swap objects/test_paged_cache objects/test_files",
+        "",
+    ),
+    "storage/hadamard": ("objects/test_hadamard", ""),
+    "storage/jit_views": ("objects/test_jit_views", ""),
+    "storage/tables": ("objects/test_tables objects/test_kv_cache", ""),
+    "storage/buffer": ("objects/test_kv_cache objects/test_rotate_moves", ""),
+    "storage/pool": ("objects/test_kv_cache objects/test_int8", ""),
+    "storage": ("objects/test_contiguous_layer objects/test_kv_cache", ""),
+}
+
+#: Survivors that behave as the original does, by key, and why.
+EQUIVALENT: dict[str, str] = {
+    "dc75126d728f9522": "NumPy's memory begins at multiples of 16: one byte less is enough, too",
+    "3c1cba1959214daf": "how many threads work: speed alone",
+    "d3dbc250b3093add": "rows without NaN are looked through twice: speed alone",
+    "a5e71338dabc28a0": "infinity becomes infinity in the next branch, too",
+    "d0443a50220e9276": "errors are compared with each other alone: 1 more in each of them changes nothing",
+    "a44dbf7490c49e95": "the last of equals, not the first: of 4,000 groups drawn to tie none has two words",
+    "779da1e0d5e27bcf": "callers ask whether the number is negative",
+    "39e32fef9bc14bd0": "room for more rows than there are; with a matrix unit, which this machine lacks, for fewer",
+    "9067379a381a2cbe": "needs a matrix unit, which this machine lacks",
+    "a02a9e1aa0f8fada": "a structure of CUDA's, which tests of the CPU do not make",
+}
+
+
+def tests_of(file):
+    """Arguments of pytest; none if no test bears the file's name."""
+    name = file.removeprefix("numkv/").removesuffix(".py").removesuffix("/__init__")
+    fitting = [path for path in _TESTS if f"{name}/".startswith(f"{path}/")]
+    if not fitting:
+        return []
+    names, words = _TESTS[max(fitting, key=len)]
+    chosen = f"({words}) and not cuda" if words else "not cuda"
+    return [*(f"tests/{name}.py" for name in names.split()), "-k", chosen]
