@@ -81,7 +81,6 @@ _TESTS = {
     "cells": (_CELLS, ""),
     "caches/paged": (_PAGED, ""),
     "caches/paged/compact": ("objects/test_paged_compaction", ""),
-    "caches/paged/files": ("objects/test_files", ""),
     "caches/paged/swap": (
         "objects/test_paged_swap objects/test_paged_cache objects/test_files",
         "",

@@ -40,7 +40,7 @@ BAD = {
 CASES = [(name, value) for name, values in BAD.items() for value in values]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda x: repr(x)[:20])
+@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda x: repr(x)[:15])
 def test_options_that_are_no_such_numbers(rng, name, value):
     with pytest.raises(NAMED, match=f"`{name}`: expected"):
         decode(rng, np.asarray, **{name: value})
@@ -188,7 +188,7 @@ BAD_WRITES = {
 
 @pytest.mark.parametrize(
     ("name", "value"), [(n, v) for n, values in BAD_WRITES.items() for v in values],
-    ids=lambda x: repr(x)[:20],
+    ids=lambda x: repr(x)[:15],
 )  # fmt: skip
 def test_numbers_of_the_fused_write(name, value):
     with pytest.raises(NAMED, match=f"`{name}`: expected"):
@@ -274,7 +274,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=lambda x: repr(x)[:20])
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda x: repr(x)[:15])
 def test_kinds_and_targets_by_other_names(name):
     with pytest.raises(UnsupportedDType, match=r"^`kind`: expected one of") as caught:
         numkv.kind(name)
@@ -284,7 +284,7 @@ def test_kinds_and_targets_by_other_names(name):
     assert len(str(said.value)) < 300
 
 
-@pytest.mark.parametrize("n", [*NO_INTEGERS, -1, 2**63], ids=lambda x: repr(x)[:20])
+@pytest.mark.parametrize("n", [*NO_INTEGERS, -1, 2**63], ids=lambda x: repr(x)[:15])
 def test_sizes_that_kinds_are_asked_for(n):
     kind = numkv.kind("int4")
     for call, name in (
@@ -327,7 +327,7 @@ def test_extents_of_plans(name):
 
 
 @pytest.mark.parametrize(
-    "dtype", [None, 3, "f4,f4", ">f4", "int8", "O", {"names": ["a"]}, (np.void, 10**30), object(), "M8[s]"], ids=repr
+    "dtype", [None, 3, "f4,f4", ">f4", "int8", "O", {"names": ["a"]}, (np.void, 10**30), object(), "M8[s]"], ids=lambda x: repr(x)[:15]
 )  # fmt: skip
 def test_dtypes_of_plans(dtype):
     with pytest.raises(UnsupportedDType, match=r"^`dtype`: expected fp64, fp32, fp16 or bf16, got"):

@@ -12,8 +12,8 @@ import tolerances
 from messages import about
 
 import numkv
-from numkv.caches.paged.files import load_sequences, save_sequences
 from numkv.caches.paged.prefix_match import block_names
+from numkv.files import load_sequences, save_sequences
 from numkv.storage.hadamard import Rotation
 
 F32 = np.float32

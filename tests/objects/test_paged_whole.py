@@ -52,7 +52,13 @@ def test_a_copy_shares_nothing(target, to, host, how):
     pinned = cache.pin(gone)
     cache.remove(gone)
     if how == "pickle" and target == "cuda":
-        refused(cache, numkv.NotSupported, "cannot be pickled; swap its", COPIES[how], cache)
+        refused(
+            cache,
+            numkv.NotSupported,
+            "cannot be pickled, only one on the CPU; swap its",
+            COPIES[how],
+            cache,
+        )
         return
     told = []
     cache.blocks.on_event = told.append
