@@ -54,6 +54,7 @@ def pytest_addoption(parser) -> None:
         "--nightly", action="store_true",
         help="run the tests marked so too, and have hypothesis draw many examples, others in each run",
     )  # fmt: skip
+    parser.addoption("--slow", action="store_true", help="run the tests marked so, too")
 
 
 def pytest_configure(config) -> None:
@@ -68,8 +69,8 @@ def pytest_configure(config) -> None:
 # Files whose tests take long, the longest first, so that at the end both workers have something to do.
 LONGEST = [
     "kernels/test_attention_int4", "kernels/test_attention", "test_cache_on_disk", "demo/test_network",
-    "kernels/test_vector_widths", "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
-    "kernels/test_append", "kernels/test_write", "objects/test_warmup", "kernels/test_attention_ranges",
+    "objects/test_jit_views", "kernels/test_compress", "objects/test_mass",
+    "kernels/test_append", "kernels/test_write", "kernels/test_attention_ranges",
     "test_generated_code", "kernels/test_attention_integers", "objects/test_block_pool_states",
     "objects/test_multi_sequence_states",
 ]  # fmt: skip
@@ -92,9 +93,15 @@ def pytest_cmdline_main(config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items) -> None:
     """Leave out what only nightly runs compile; where there are workers, begin with what takes long."""
-    if not config.getoption("nightly"):
-        config.hook.pytest_deselected(items=[item for item in items if is_nightly(item)])
-        items[:] = [item for item in items if not is_nightly(item)]
+    nightly = config.getoption("nightly")
+    left_out = [
+        item
+        for item in items
+        if not nightly and (is_nightly(item) or (is_slow(item) and not config.getoption("slow")))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
     if hasattr(config, "workerinput"):
         order = {name: i for i, name in enumerate(LONGEST)}
         sizes = Counter(item.path for item in items)
@@ -111,6 +118,11 @@ def is_nightly(item) -> bool:
     """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing."""
     target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
+
+
+def is_slow(item) -> bool:
+    """Whether a test is left to CI and nightly runs."""
+    return item.get_closest_marker("slow") is not None
 
 
 # ---------------------------------------------------------------- fixtures

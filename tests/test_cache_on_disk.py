@@ -87,6 +87,7 @@ def edited(path: Path, old: str, new: str):
     path.write_text(source.replace(old, new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["kernels/cpu/append.py", "kernels/cpu/vectors/vectors.py", "rows/rope.py"]
 )

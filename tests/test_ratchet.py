@@ -80,6 +80,7 @@ def test_the_list_has_nothing_that_has_become_small(limit):
     assert not LISTED[limit].keys() - sizes()[limit].keys()
 
 
+@pytest.mark.slow
 def test_repeated_code_does_not_grow():
     assert repeated_lines() <= LISTED["repeated lines"]
 

@@ -21,6 +21,7 @@ def processes(tmp_path_factory):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", other_cpus.LANES)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 CPUs")
 def test_other_cpus(processes, cpu):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 import numkv
 from numkv.cli import main
@@ -22,6 +23,7 @@ print(cache_stats())
 """
 
 
+@pytest.mark.slow
 def test_what_is_warm_is_not_compiled_again(tmp_path):
     """Other sizes than those of the warm-up, in another process."""
     env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
