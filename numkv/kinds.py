@@ -225,6 +225,10 @@ class Kind:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """A pickle and a copy give the kind of the table itself: kinds are compared by identity."""
+        return kind, (self.name,)
+
 
 def _float(name: str, dtype: Any, word: Any = None, **more: Any) -> Kind:
     dtype = np.dtype(dtype)

@@ -1,5 +1,11 @@
 """Public functions with arrays of their own, for the table in `fault_subjects.py`."""
 
+import functools
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
 import numpy as np
 from fault_base import BLOCK, DIM, F32, FUSED, HEADS, Q_HEADS, plain, projections, queries, rows
 
@@ -61,3 +67,45 @@ CONTIGUOUS = {
 
 def _plan():
     return numkv.AppendPlan.select(numkv.AppendDescriptor(1, HEADS, 2, 13, DIM, DIM, "fp32"))
+
+
+#: A folder where no disk is waited for.
+_IN_MEMORY = Path("/dev/shm")
+
+
+class Folder:
+    """Two caches, one of them in a file too."""
+
+    def __init__(self):
+        self.path = Path(tempfile.mkdtemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None))
+        weakref.finalize(self, shutil.rmtree, self.path)
+        self.caches = [numkv.KVCache(1, HEADS, DIM, kind="int8") for _ in range(2)]
+        for n, cache in zip((3, 5), self.caches, strict=True):
+            cache.append(0, *rows(n))
+            cache.advance(n)
+        numkv.save(self.path / "a", self.caches[0])
+
+
+def see_folder(it):
+    files = [(path.name, path.read_bytes()) for path in sorted(it.path.iterdir())]
+    return plain([files, [_rows_of(cache) for cache in it.caches]])
+
+
+def _rows_of(cache):
+    return plain([len(cache), cache.k(0), cache.v(0)])
+
+
+def _load(it):
+    try:
+        return functools.partial(_rows_of, numkv.load(it.path / "a"))
+    except numkv.NumkvError as error:  # which says what it is that memory was too little for
+        if "there is not enough memory" not in str(error):
+            raise
+        raise MemoryError from error
+
+
+FILES = {
+    "save": lambda it: numkv.save(it.path / "b", it.caches[1]),
+    "save over another": lambda it: numkv.save(it.path / "a", it.caches[1]),
+    "load": _load,
+}

@@ -20,9 +20,10 @@ from fault_base import (
     plain,
     projections,
     queries,
+    refused,
     rows,
 )
-from fault_functions import CONTIGUOUS, PAGED, Arrays, see_arrays
+from fault_functions import CONTIGUOUS, FILES, PAGED, Arrays, Folder, see_arrays, see_folder
 
 import numkv
 from numkv.blocks import BlockPool
@@ -74,6 +75,7 @@ _KV_CACHE = {
     "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
     "attention_weights": lambda c: c.attention_weights(0, queries(2)),
     "k": lambda c: [c.k(0), c.v(1)],
+    "arrays": refused(lambda c: c.arrays(1)),  # with full-precision tokens
 }
 
 
@@ -106,7 +108,7 @@ def _see_layer(layer):
     seen += [layer.attention_weights(queries(1))] if layer.seq_len else []
     if layer.is_paged:
         pool, other = layer.pool_and_other
-        seen += [pool.num_free, pool.stats(), list(other.block_indices)]
+        seen += [pool.num_free, _numbers(pool.stats()), list(other.block_indices)]
         seen += [other.decode_attention(queries(1))]
         pool.check()
     return plain(seen)
@@ -126,6 +128,7 @@ _LAYER = {
 }
 _PAGED_LAYER = _LAYER | {
     "free": lambda c: c.free(),
+    "take_blocks": lambda c: c.take_blocks([20, 17]),
 }
 _LONGER = {"seq_len, larger": lambda c: setattr(c, "seq_len", 20)}
 
@@ -159,9 +162,12 @@ def _grow(cache, seq, tokens, ids=None):
 def _stats(cache):
     """Statistics, without those of blocks that were taken, be it that they were given back."""
     found = cache.stats()
-    return dataclasses.replace(
-        found, pool=dataclasses.replace(found.pool, peak_used=0, allocations=0)
-    )
+    return dataclasses.replace(found, pool=_numbers(found.pool))
+
+
+def _numbers(stats):
+    """Statistics of a pool, without those of blocks that were taken."""
+    return dataclasses.replace(stats, peak_used=0, allocations=0)
 
 
 def _see_paged_cache(cache):
@@ -226,6 +232,8 @@ _PAGED_CACHE = {
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
     "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
     "stats": lambda c: c.stats(),
+    "arrays": lambda c: c.arrays(1),
+    "block_table": lambda c: c.block_table(1, 0),
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
@@ -234,6 +242,8 @@ _STEP = {
     "write": lambda c: c.step.write(1, projections(5), **FUSED),
     "attention": lambda c: c.step.attention(0, queries(5), return_lse=True),
     "attention_weights": lambda c: c.step.attention_weights(0, queries(5)),
+    "arrays": lambda c: c.step.arrays(0),
+    "mark_written": lambda c: c.step.mark_written(1),
     "commit": (_write_the_other, lambda c: c.commit(c.step)),
     "commit what was accepted": (_write_the_other, lambda c: c.commit(c.step, [1, 2])),
     "commit with token ids": (_write_the_other, lambda c: c.commit(c.step, token_ids=range(5))),
@@ -272,6 +282,7 @@ def _see_block_pool(pool):
 
 _BLOCK_POOL = {
     "allocate": lambda p: p.allocate(5),
+    "allocate_ids": lambda p: p.allocate_ids([0, 7, 19]),
     "allocate what was released": lambda p: p.allocate(15),
     "release": lambda p: p.release([1, 2]),
     "acquire": lambda p: p.acquire([0, 1]),
@@ -350,6 +361,7 @@ _CELLS = {
     "copy_prefix": lambda c: c.copy_prefix(0, 5, 4),
     "can_resume": lambda c: c.can_resume(0, 5),
     "positions": lambda c: c.positions(0),
+    "arrays": lambda c: c.arrays(0),
     "put after start_forward": (_next_pass, lambda c: c.put(0, *rows(3, 8))),
 }
 _SET_CAUSAL = {"set_causal": lambda c: c.set_causal([1])}
@@ -366,26 +378,14 @@ def _encoder():
 
 def _see_encoder(cache):
     seen = [cache.encoder_cached, cache.nbytes, repr(cache)]
-    for layer in range(2):
+    for layer in range(2) if cache.encoder_cached else ():
         seen += [cache.get(layer), cache.decode_attention(layer, queries(2), return_lse=True)]
     return plain(seen)
 
 
-def _refused(call):
-    """A call that the class refuses, whatever memory there is."""
-
-    def refused(it):
-        try:
-            call(it)
-        except numkv.NotSupported:
-            return "refused"
-
-    return refused
-
-
 _ENCODER = {
-    "attention_weights": _refused(lambda c: c.attention_weights(0, queries(2))),
-    "copy_prefix": _refused(lambda c: c.copy_prefix(0, 1, 1)),
+    "attention_weights": refused(lambda c: c.attention_weights(0, queries(2))),
+    "copy_prefix": refused(lambda c: c.copy_prefix(0, 1, 1)),
     "compact": lambda c: c.compact(0, [0]),
     "start_forward": lambda c: c.start_forward(numkv.Batch([2, 3], [0, 0], [0])),
     "put": lambda c: c.put(0, *rows(5, 8)),
@@ -393,6 +393,8 @@ _ENCODER = {
     "get": lambda c: c.get(0),
     "decode_attention": lambda c: c.decode_attention(0, queries(2), return_lse=True),
     "remove": lambda c: c.remove(0, 0),
+    "positions": lambda c: c.positions(0),
+    "arrays": lambda c: c.arrays(1),
     "can_resume": lambda c: c.can_resume(0, 2),
 }
 
@@ -486,9 +488,8 @@ _SCALES_OF_A_LAYER = {"set_scales": lambda it: it.set_scales(0, np.full(HEADS, 2
 
 #: What is tried of every class that has such a method.
 _EVERYWHERE = {
-    "copy": lambda subject, it: subject.see(it.copy()),
+    "copy": lambda subject, it: functools.partial(subject.see, it.copy()),
     "clear": lambda subject, it: it.clear(),
-    "check": lambda subject, it: it.check(),
     "reserve": lambda subject, it: it.reserve(8),
 }
 #: Methods that need no memory, or are an object's life and not its use.
@@ -556,8 +557,7 @@ def _subjects():
     ):  # fmt: skip
         make = _cells(functools.partial(of, *options, shift=_SHIFT), kind)
         add(name, of, make, _see_cells, _CELLS | _SET_CAUSAL)
-    of_all = {name: call for name, call in _CELLS.items() if name != "positions"}
-    add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, of_all)
+    add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, _CELLS)
     add("", numkv.EncoderCache, _encoder, _see_encoder, _ENCODER)
     add("", numkv.HeadCompressor, _head(), _see_compressor, _HEAD)
     add("with a sketch", numkv.HeadCompressor, _head(32), _see_compressor, _HEAD)
@@ -565,6 +565,7 @@ def _subjects():
     add("", numkv.AttentionTally, _tally, lambda t: plain([len(t), t.weights]), _TALLY)
     add("functions over blocks", None, Arrays, see_arrays, PAGED)
     add("functions over int8 blocks", None, lambda: Arrays("int8"), see_arrays, PAGED)
+    add("files", None, Folder, see_folder, FILES)
     add("functions over caches", None, Arrays, see_arrays, CONTIGUOUS)
     for of, sizes, calls in (
         (numkv.KVCache, (2, HEADS, DIM), _SCALES_OF_A_LAYER),

@@ -14,7 +14,7 @@ from fuzz.play import Arg, Defect, Row, Scene, play
 @pytest.fixture(scope="module")
 def minutes(request):
     """How long it plays: in a nightly run as long as the rest of it takes."""
-    return 30.0 if request.config.getoption("nightly") else 0.2
+    return 30.0 if request.config.getoption("nightly") else 0.12
 
 
 def test_a_fresh_seed_finds_nothing(minutes, capsys):

@@ -97,7 +97,7 @@ def test_families_are_known():
 
 
 #: Of scenes with many rows, how many of all variants are tried in a run; another part of them in each.
-SHARE = {"Cells": 0.15, "Layers": 0.4, "Paged": 0.4, "Attention": 0.5}
+SHARE = {"Cells": 0.15, "Layers": 0.4, "Paged": 0.4, "Attention": 0.3}
 
 
 def scene_for(row, scene_class, rng):

@@ -20,20 +20,20 @@ def test_a_fused_write_looks_at_what_is_quantised(target, to, host, kinds, rotat
     layer = numkv.ContiguousLayer(
         9, 2, 4, k_kind=kinds[0], v_kind=kinds[1], target=target, rotate=rotate
     )
-    of = [None] * 3 + [kinds[0]] * 2 + [kinds[1]] * 2  # by head of 4 columns
-    for column in (0, 11, 12, 19, 20, 27):
+    of = [None] * 4 + [kinds[0]] * 2 + [kinds[1]] * 2  # by head of 4 columns
+    for column in (0, 15, 16, 23, 24, 31):
         kind = of[column // 4]
-        qkv, before = np.ones((3, 7 * 4), F32), layer.seq_len
+        qkv, before = np.ones((3, 8 * 4), F32), layer.seq_len
         qkv[1, column] = np.nan
         if kind == "int8":
             with pytest.raises(numkv.NonFiniteInput, match=about("qkv")) as caught:
-                layer.write(to(qkv), num_q_heads=3, qk_mode=0)
+                layer.write(to(qkv), num_q_heads=4, qk_mode=0)
             assert caught.value.index == (1, column)
             assert "storage in int8" in str(caught.value)
             assert layer.seq_len == before
         else:
-            q = host(layer.write(to(qkv), num_q_heads=3, qk_mode=0))
-            assert np.array_equal(np.isnan(q.ravel()), np.isnan(qkv[:, :12].ravel()))
+            q = host(layer.write(to(qkv), num_q_heads=4, qk_mode=0))
+            assert np.array_equal(np.isnan(q.ravel()), np.isnan(qkv[:, :16].ravel()))
             layer.truncate(before)
 
 

@@ -327,8 +327,10 @@ def test_extents_of_plans(name):
 
 
 @pytest.mark.parametrize(
-    "dtype", [None, 3, "f4,f4", ">f4", "int8", "O", {"names": ["a"]}, (np.void, 10**30), object(), "M8[s]"], ids=lambda x: repr(x)[:15]
-)  # fmt: skip
+    "dtype",
+    [None, 3, "f4,f4", ">f4", "int8", "O", {"names": ["a"]}, (np.void, 10**30), object(), "M8[s]"],
+    ids=lambda x: repr(x)[:15],
+)
 def test_dtypes_of_plans(dtype):
     with pytest.raises(UnsupportedDType, match=r"^`dtype`: expected fp64, fp32, fp16 or bf16, got"):
         numkv.AppendPlan.select(describe(dtype=dtype))
