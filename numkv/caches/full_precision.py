@@ -214,9 +214,12 @@ class FullPrecisionWindow:
         return k, v
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised."""
-        np.minimum(self._sinks, length, out=self._sinks)
-        np.maximum(self._sinks, np.minimum(self._end, length), out=self._end)
+        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised.
+
+        It needs no memory, so that it does not fail in the middle of a change.
+        """
+        for layer in range(len(self._sinks)):
+            self._sinks[layer], self._end[layer] = self.quantised(layer, length)
 
     # -- compaction
 
@@ -273,8 +276,10 @@ class FullPrecisionWindow:
                 if offset:
                     moves.append(shift.plan(pool, target.index(to[part], np.int64), offset))
 
+        end = sinks + coded
+
         def commit() -> None:
-            self._pool, self._sinks, self._end = pool, sinks, sinks + coded
+            self._pool, self._sinks, self._end = pool, sinks, end
 
         return [*moves, commit]
 
