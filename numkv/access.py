@@ -22,7 +22,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
 
-__all__ = ["Access", "HasAccess", "busy", "drops", "reads", "writes"]
+__all__ = ["Access", "HasAccess", "busy", "drops", "overtaken", "reads", "writes"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -69,7 +69,8 @@ def busy(obj: object, name: str) -> NumkvError:
     )
 
 
-def _overtaken(obj: object, name: str) -> NumkvError:
+def overtaken(obj: object, name: str) -> NumkvError:
+    """The error of a reader whose rows were moved or dropped meanwhile."""
     return NumkvError(
         f"{name}: rows of this {type(obj).__name__} were moved or dropped while they were read, so there is no "
         "result; let nobody truncate, compact, clear or remove while others read"
@@ -129,10 +130,10 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         access = self._access
         before = access.dropped
         if before & 1:
-            raise _overtaken(self, name)
+            raise overtaken(self, name)
         result = method(self, *args, **kwargs)
         if access.dropped != before:
-            raise _overtaken(self, name)
+            raise overtaken(self, name)
         return result
 
     return checked

@@ -243,7 +243,7 @@ def _as_host_array(name: str, x: Any) -> HostArray:
         ) from error
 
 
-def check_kept(name: str, x: Any, size: int, ndim: int = 1) -> NDArray[np.int64]:
+def check_kept(name: str, x: Any, size: int, ndim: int | None = 1) -> NDArray[np.int64]:
     """Take an argument that says which tokens are kept, on the host: indices that rise, below `size`.
 
     Parameters
@@ -254,18 +254,20 @@ def check_kept(name: str, x: Any, size: int, ndim: int = 1) -> NDArray[np.int64]
         The argument.
     size : int
         How many tokens there are.
-    ndim : int
-        1, or 2 for a row of them for each layer.
+    ndim : int or None
+        1, or None where there may be a row of them for each layer too.
     """
     given = _as_host_array(name, x)
+    if ndim is None:
+        ndim = 2 if given.ndim == 2 else 1
     if given.ndim != ndim:
-        shape = ("n",) if ndim == 1 else ("num_layers", "n")
         raise DimensionMismatch(
-            _message(name, f"integers {_describe(shape)}", given, "pass the indices of the tokens"),
-            expected=shape,
+            _message(name, "integers (n,)", given, "pass the indices of the tokens"),
+            expected=("n",),
             actual=given.shape,
         )
-    if given.dtype.kind not in "iu" and given.size:
+    # An empty list has no dtype of its own.
+    if given.dtype.kind not in "iu" and (given.size or given.dtype.kind != "f"):
         raise UnsupportedDType(
             f"`{name}`: expected integers, got {given.dtype}; pass the indices of the tokens to keep, "
             "of a mask numpy.flatnonzero(mask)"

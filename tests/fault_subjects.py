@@ -101,17 +101,29 @@ def _paged_layer(kind, **options):
 
 
 def _see_layer(layer):
-    seen = [layer.seq_len, list(layer.block_indices), list(layer.quantised_tokens)]
+    # Which blocks it has does not matter: any free one is as good.
+    seen = [layer.seq_len, len(layer.block_indices), list(layer.quantised_tokens)]
     seen += [
         layer.decode_attention(queries(min(n, layer.seq_len)), return_lse=True) for n in (1, 3)
     ]
     seen += [layer.attention_weights(queries(1))] if layer.seq_len else []
     if layer.is_paged:
         pool, other = layer.pool_and_other
-        seen += [pool.num_free, _numbers(pool.stats()), list(other.block_indices)]
+        seen += [pool.num_free, _of_now(pool.stats()), len(other.block_indices)]
         seen += [other.decode_attention(queries(1))]
         pool.check()
+    seen += [_see_layer(layer.copied)] if hasattr(layer, "copied") else []
     return plain(seen)
+
+
+def _of_now(stats):
+    """Statistics of blocks, without those that were taken, be it that they were given back."""
+    return dataclasses.replace(stats, peak_used=0, allocations=0)
+
+
+def _copy_layer(layer):
+    """Keep the copy: its blocks are those of the same pool."""
+    layer.copied = layer.copy()
 
 
 _LAYER = {
@@ -129,6 +141,7 @@ _LAYER = {
 _PAGED_LAYER = _LAYER | {
     "free": lambda c: c.free(),
     "take_blocks": lambda c: c.take_blocks([20, 17]),
+    "copy": _copy_layer,
 }
 _LONGER = {"seq_len, larger": lambda c: setattr(c, "seq_len", 20)}
 
@@ -160,14 +173,8 @@ def _grow(cache, seq, tokens, ids=None):
 
 
 def _stats(cache):
-    """Statistics, without those of blocks that were taken, be it that they were given back."""
     found = cache.stats()
-    return dataclasses.replace(found, pool=_numbers(found.pool))
-
-
-def _numbers(stats):
-    """Statistics of a pool, without those of blocks that were taken."""
-    return dataclasses.replace(stats, peak_used=0, allocations=0)
+    return dataclasses.replace(found, pool=_of_now(found.pool))
 
 
 def _see_paged_cache(cache):

@@ -13,7 +13,12 @@ import numkv
 from numkv import device
 from numkv.kinds import kinds
 
-NAMES = [kind.name for kind in kinds()]
+#: Each is compiled anew; these are like others.
+NIGHTLY = ("fp64", "bf16", "fp8_e5m2")
+NAMES = [
+    pytest.param(kind.name, marks=pytest.mark.nightly) if kind.name in NIGHTLY else kind.name
+    for kind in kinds()
+]
 BLOCKS, HEADS, SIZE, DIM = 3, 2, 4, 40  # INT4: a whole group, and a shorter one
 SCALES = np.array([0.5, 0.25], np.float32)  # of fp8, for each head
 

@@ -106,6 +106,7 @@ class ContiguousLayer(Layer):
         new._pool = self._pool.like(1).with_own_scales()
         slots = np.arange(length)
         self._pool.copy_tokens(slots, new._pool, slots)
+        new._derive()
 
     def _check_books(self) -> None:
         blocks, _, size = (int(n) for n in self._pool.k.shape[:3])

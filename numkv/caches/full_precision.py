@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from numkv.attention.attend import attend
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
-from numkv.checks import check_array, check_size, check_writable
+from numkv.checks import check_apart, check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
@@ -214,9 +214,12 @@ class FullPrecisionWindow:
         return k, v
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised."""
-        np.minimum(self._sinks, length, out=self._sinks)
-        np.maximum(self._sinks, np.minimum(self._end, length), out=self._end)
+        """Drop the tokens of all layers from position `length` on; quantised ones before it stay quantised.
+
+        It needs no memory, so that it does not fail in the middle of a change.
+        """
+        for layer in range(len(self._sinks)):
+            self._sinks[layer], self._end[layer] = self.quantised(layer, length)
 
     # -- compaction
 
@@ -273,8 +276,10 @@ class FullPrecisionWindow:
                 if offset:
                     moves.append(shift.plan(pool, target.index(to[part], np.int64), offset))
 
+        end = sinks + coded
+
         def commit() -> None:
-            self._pool, self._sinks, self._end = pool, sinks, sinks + coded
+            self._pool, self._sinks, self._end = pool, sinks, end
 
         return [*moves, commit]
 
@@ -360,6 +365,12 @@ class FullPrecisionWindow:
         lens = target.index(np.array([length]), np.int64)
         starts = target.index(np.array([0, tokens]), np.int64)
         window_left, out = options.window_left, options.out
+        shape = (tokens, int(q.shape[1]), pool.head_dim_v)
+        if out is not None:  # here, as each part looks at its own pool only
+            out = check_array(target, "out", out, (q.dtype,), shape)
+            check_writable("out", out)
+            for of in (pool, self._pool):
+                check_apart(target, {"out": out}, of.written("k", "v"))
         options = options._replace(window_left=-1)
         if not tokens or not length:
             return attend(pool, block_table, q, lens, starts, options)
@@ -387,12 +398,8 @@ class FullPrecisionWindow:
             return of_codes(q, options)
         q_kind = kind_of_dtype(q.dtype)
         assert q_kind is not None
-        shape = (tokens, int(q.shape[1]), pool.head_dim_v)
         if out is None:
             out = target.empty(shape, q.dtype)
-        else:
-            out = check_array(target, "out", out, (q.dtype,), shape)
-            check_writable("out", out)
         exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
         wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
         parts = options._replace(return_lse=True, out=None)

@@ -438,7 +438,8 @@ class KVCache(StoredRows):
 
     def _cut(self, length: int) -> None:
         self._length[0] = length
-        np.clip(self._lengths, 0, length, out=self._lengths)
+        for layer, rows in enumerate(self._lengths.tolist()):  # NumPy's `clip` needs memory
+            self._lengths[layer] = min(max(rows, 0), length)
         if self._full_precision is not None:
             self._full_precision.truncate(length)
 
@@ -480,7 +481,7 @@ class KVCache(StoredRows):
                 f"compact: expected no rows beyond the {length} advanced past, got "
                 f"{rows[layer]} in layer {layer}; advance, or truncate({length})"
             )
-        kept = check_kept("keep", keep, length, ndim=2 if np.ndim(keep) == 2 else 1)
+        kept = check_kept("keep", keep, length, ndim=None)
         n = kept.shape[-1]
         if kept.ndim == 2 and len(kept) != layers:
             raise DimensionMismatch(
@@ -510,6 +511,7 @@ class KVCache(StoredRows):
         new._length, new._lengths = np.array([length], np.int64), rows
         new._pool = _moved(old, int(old.k.shape[2]), bool(rows.any()))
         new._room, new._generation = int(old.k.shape[2]), 0
+        new._derive()
 
     def _check_books(self) -> None:
         length, rows = len(self), self._rows()

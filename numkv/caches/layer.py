@@ -203,9 +203,6 @@ class Layer(SingleSequence):
     def _take_room(self, length: int) -> None:
         """Get memory for `length` tokens, which the capacity allows; `CacheFull` if there is none."""
 
-    def _give_back(self, length: int) -> None:
-        """Give back memory that only tokens from position `length` on are in; an error changes nothing."""
-
     @writes
     def reserve(self, n: int) -> None:
         """Have memory for more tokens, without appending them.
@@ -400,15 +397,20 @@ class Layer(SingleSequence):
         p.check_positions(first)
         if check_flag("check_finite", check_finite, True):
             p.check_finite(pool)
+        room = self._room
         self._take_room(start + tokens)
-        if self._full_precision is None:
-            host = self._target.values_on_host
-            p.write(pool, self._ids if host else self._block_table(0)[0], start, first)
-            self._lengths[0] = start + tokens
-        else:  # by way of unrounded floats, which then go the way of `append`
-            staging = self._full_precision.staging(tokens)
-            p.write(staging, one_block_each(self._target.name, 1)[0], 0, first)
-            self._store(0, *self._full_precision.staged(staging, tokens), start)
+        try:
+            if self._full_precision is None:
+                host = self._target.values_on_host
+                p.write(pool, self._ids if host else self._block_table(0)[0], start, first)
+                self._lengths[0] = start + tokens
+            else:  # by way of unrounded floats, which then go the way of `append`
+                staging = self._full_precision.staging(tokens)
+                p.write(staging, one_block_each(self._target.name, 1)[0], 0, first)
+                self._store(0, *self._full_precision.staged(staging, tokens), start)
+        except BaseException:
+            self._unmake_room(0, start, room)
+            raise
         return p.q_out
 
     @drops
@@ -428,7 +430,7 @@ class Layer(SingleSequence):
         self._truncate(check_index("length", length, self._stored(0), inclusive=True))
 
     def _truncate(self, length: int) -> None:
-        self._give_back(length)
+        self._give_back(length, self._shorter(length))
         self._cut(length)
 
     @drops
@@ -461,11 +463,13 @@ class Layer(SingleSequence):
         Nothing has changed after an error. The next token's position is ``seq_len`` with a shift, and one after the
         last token's without.
         """
-        self._compact(check_kept("keep", keep, self._stored(0))[None], shift)
-        with contextlib.suppress(
-            NumkvError
-        ):  # blocks whose pool is busy stay the layer's, for tokens to come
-            self._give_back(self._stored(0))
+        kept = check_kept("keep", keep, self._stored(0))[None]
+        length = kept.shape[1]
+        shorter = self._shorter(length)
+        self._compact(kept, shift)
+        # Blocks whose pool is busy stay the layer's, for tokens to come.
+        with contextlib.suppress(NumkvError):
+            self._give_back(length, shorter)
 
     def _slots(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         return slots_of(self._ids, tokens, max(1, int(self._pool.k.shape[2])))

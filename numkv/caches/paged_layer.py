@@ -7,7 +7,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import drops, writes
+from numkv.access import drops, overtaken, writes
+from numkv.blocks.prefix import host_array
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
 from numkv.checks import check_size
@@ -160,14 +161,22 @@ class PagedLayer(Layer):
         self._version += 1
         self._owned, self._room = end, end * self.block_size
 
-    def _give_back(self, length: int) -> None:
-        keep, before = -(-length // self.block_size), int(self._lengths[0])
+    def _shorter(self, length: int) -> NDArray[np.int32] | None:
+        """The table without blocks that only tokens from position `length` on are in; None if it stays as it is."""
+        keep = -(-length // self.block_size)
         if keep >= self._owned:
-            return
-        now = vars(self)
-        changed = {name: now[name] for name in ("_ids", "_tables", "_owned", "_room")}
-        released, ids = self._ids[keep : self._owned], self._ids.copy()
+            return None
+        ids = self._ids.copy()
         ids[keep:] = -1
+        return ids
+
+    def _give_back(self, length: int, shorter: NDArray[np.int32] | None) -> None:
+        if shorter is None:
+            return
+        keep, before = -(-length // self.block_size), int(self._lengths[0])
+        now, ids = vars(self), shorter
+        changed = {name: now[name] for name in ("_ids", "_tables", "_owned", "_room")}
+        released = self._ids[keep : self._owned]
         self._lengths[0] = min(before, length)
         now.update(_ids=ids, _tables=[ids], _owned=keep, _room=keep * self.block_size)
         try:
@@ -176,7 +185,7 @@ class PagedLayer(Layer):
             now.update(changed)
             self._lengths[0] = before
             raise
-        self._table[keep:] = -1
+        self._table[keep:] = ids[keep:]
         self._version += 1
 
     @writes
@@ -202,14 +211,14 @@ class PagedLayer(Layer):
         DimensionMismatch, UnsupportedDType
             If `ids` is no row of integers.
         """
-        wanted = np.asarray(ids)
+        wanted = host_array("ids", ids)
         room = len(self._ids) - self._owned
         if wanted.ndim == 1 and len(wanted) > room:
             raise CacheFull(
                 f"`ids`: expected at most {room} blocks, as the table has {len(self._ids)} entries and "
                 f"{self._owned} blocks, got {len(wanted)}; make the layer larger"
             )
-        self._own(self.pool.blocks.allocate_ids(ids))
+        self._own(self.pool.blocks.allocate_ids(wanted))
 
     @drops
     def free(self) -> None:
@@ -229,7 +238,7 @@ class PagedLayer(Layer):
         return bool((self._table[:owned] == self._ids[:owned]).all())
 
     def _copy_to(self, new: Self) -> None:
-        length, size = self._stored(0), self.block_size
+        dropped, length, size = self._access.dropped, self._stored(0), self.block_size
         tokens, table = np.arange(length), self._ids
         need = -(-length // size)
         if self._has_own_pool:
@@ -241,6 +250,9 @@ class PagedLayer(Layer):
             new._pool, new._owned, new._room = new.pool.pool, need, need * size
             source, to = (slots_of(ids, tokens, size) for ids in (table, new._ids))
             self._pool.copy_tokens(source, new._pool, to)
+            new._derive()
+            if self._access.dropped != dropped:
+                raise overtaken(self, "copy")
         except BaseException:
             new.pool.blocks.release(taken)
             raise

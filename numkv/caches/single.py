@@ -109,11 +109,18 @@ class SingleSequence:
         raise NotImplementedError
 
     def _cut(self, length: int) -> None:
-        """Drop the tokens from position `length` on, and keep the memory; it does not fail."""
+        """Drop the tokens from position `length` on, and keep the memory; it needs none, and does not fail."""
         raise NotImplementedError
 
+    def _shorter(self, length: int) -> Any:
+        """Prepare to give back memory that only tokens from position `length` on are in; None if there is none."""
+        return None
+
+    def _give_back(self, length: int, shorter: Any) -> None:
+        """Give back what `_shorter` has prepared; it needs no memory, and an error changes nothing."""
+
     def _copy_to(self, new: Self) -> None:
-        """Give a copy, which has all other attributes, lengths and memory of its own."""
+        """Give a copy, which has all other attributes, lengths and memory of its own, and derive what follows."""
         raise NotImplementedError
 
     def _check_books(self) -> None:
@@ -263,10 +270,9 @@ class SingleSequence:
         new = object.__new__(type(self))
         new.__dict__.update(self._state())
         new._access = Access()
-        self._copy_to(new)
         if self._full_precision is not None:
             new._full_precision = self._full_precision.copy()
-        new._derive()
+        self._copy_to(new)
         return new
 
     __copy__ = copy
@@ -346,9 +352,18 @@ class SingleSequence:
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
         k, v = self._pools[layer].check_rows(k, v, check_finite=check_finite)
-        tokens, start = int(k.shape[0]), self._stored(layer)
+        tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
-        self._store(layer, k, v, start)
+        try:
+            self._store(layer, k, v, start)
+        except BaseException:
+            self._unmake_room(layer, start, room)
+            raise
+
+    def _unmake_room(self, layer: int, start: int, room: int) -> None:
+        """Give back memory that was got for tokens from position `start` on, which are not stored after all."""
+        if int(self._lengths[layer]) == start:
+            self._give_back(room, self._shorter(room))
 
     def _store(self, layer: int, k: Array, v: Array, start: int) -> None:
         """Write checked rows, for which there is room, and count them."""
@@ -369,17 +384,41 @@ class SingleSequence:
             moved &= self._full_precision.is_quantised(kept)
         source, to, distance = self._slots(kept), self._slots(new), new - kept
         if shift is None or self.kind.scales_per != "head":
-            moves = plan_moves(self._pool, shift, source[moved], to[moved], distance[moved])
+            moves = self._moves(self._pool, shift, source[moved], to[moved], distance[moved])
         else:  # keys are shifted by way of their values, for which each layer has its own scales
             moves = []
             for layer, pool in enumerate(self._pools):
                 m = moved[layer]
-                moves += plan_moves(pool, shift, source[layer, m], to[layer, m], distance[layer, m])
+                moves += self._moves(
+                    pool, shift, source[layer, m], to[layer, m], distance[layer, m]
+                )
         if self._full_precision is not None:
             moves += self._full_precision.plan_moves(kept, shift)
         for move in moves:
             move()
         self._cut(kept.shape[1])
+
+    def _moves(
+        self, pool: Pool, shift: RopeShift | None, source: NDArray[np.int64], to: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+    ) -> list[Callable[[], object]]:  # fmt: skip
+        """Check that tokens can move, and return the moves, which need no memory; see `plan_moves`."""
+        moves = plan_moves(pool, shift, source, to, offsets)
+        if shift is None or not pool.rotate or not len(source):
+            return moves
+        # To shift rotated keys takes memory, which may not be there when rows are moving already: it is done aside.
+        numbers = np.arange(len(source))
+        aside = pool.like(-(-len(source) // int(pool.k.shape[2])))
+        here, there, staged = (self._target.index(x, np.int64) for x in (source, to, numbers))
+        pool.k_buffer.copy_tokens(here, aside.k_buffer, staged)
+        for move in plan_moves(aside, shift, numbers, numbers, offsets):
+            move()
+
+        def put() -> None:
+            pool.v_buffer.copy_tokens(here, pool.v_buffer, there)
+            aside.k_buffer.copy_tokens(staged, pool.k_buffer, there)
+
+        return [put]
 
     def _set_scales(self, layer: int, k: Any, v: Any) -> None:
         """Set the scales of a layer's kv heads, if it is empty."""

@@ -164,6 +164,7 @@ class RopeShift:
             How many positions further they are to stand.
         """
         self._check(offset, pool.head_dim)
+        self._tables_on(pool.target)  # what is returned needs no more memory, but for rotated keys
         if pool.rotate:
             return functools.partial(self._turn_rotated, pool, slots, offset)
         return functools.partial(
@@ -187,10 +188,13 @@ class RopeShift:
     def _turn(
         self, target: Target, k: Array, kind: str, scale: Array, slots: Array, offset: int
     ) -> None:
+        cos, sin = self._tables_on(target)
+        target.ops.shift_rows(k, kind, scale, slots, offset, cos, sin, self._interleaved)
+
+    def _tables_on(self, target: Target) -> tuple[Array, ...]:
         if target.name not in self._on_target:
             self._on_target[target.name] = tuple(target.asarray(x) for x in self._tables)
-        cos, sin = self._on_target[target.name]
-        target.ops.shift_rows(k, kind, scale, slots, offset, cos, sin, self._interleaved)
+        return self._on_target[target.name]
 
     def _turn_rotated(self, pool: Pool, slots: Array, offset: int) -> None:
         """Turn keys that are stored in another basis, which are brought back from it, some at a time."""

@@ -212,7 +212,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
             _read(cache, sizes, prefix, file)
         except BaseException:
             if isinstance(cache, PagedLayer):
-                cache._give_back(0)
+                cache._give_back(0, cache._shorter(0))
             raise
         return cache
 

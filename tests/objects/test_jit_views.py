@@ -13,6 +13,8 @@ from own_code import as_stored
 import numkv
 
 KINDS = [*naive.DTYPES, *naive.CODES]
+#: Those that are tried beside another one too: each layer of one kind is compiled anew.
+IN_PAIRS = ["bf16", "fp32", "int4"]
 
 
 @njit
@@ -40,7 +42,14 @@ def slots(cache, positions):
 
 
 @pytest.mark.parametrize(
-    "kinds", [(k, k) for k in KINDS] + [("bf16", "int8"), ("int4", "fp32")], ids="-".join
+    "kinds",
+    [
+        *((k, k) for k in KINDS if k not in IN_PAIRS),
+        *(pytest.param((k, k), marks=pytest.mark.nightly) for k in IN_PAIRS),
+        ("bf16", "int8"),
+        ("int4", "fp32"),
+    ],
+    ids="-".join,
 )
 def test_own_code_appends_and_reads(rng, kinds):
     """Rows appended in nopython mode are the layer's rows, and are read back as float32."""
@@ -140,7 +149,9 @@ def load(cache, layer, position, out):
     cache.load_v(layer, position, 0, out[1])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("bf16", "int4"))]
+)
 def test_a_cache_of_all_layers(rng, kind):
     cache = numkv.KVCache(2, 1, 4, kind=kind, max_seq_len=2)
     k, v = rng.standard_normal((2, 1, 4), np.float32)

@@ -81,6 +81,8 @@ def decode_loop(kind):
 
 
 TOKENS = 1000
+#: Kinds that the same loop is compiled for again.
+LIKE_IT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp16", "int4")]
 
 
 def tokens_of(layers, q_heads=2):
@@ -99,7 +101,7 @@ def assert_attends(kind, mine, its, k, v, q):
         tolerances.assert_rows_close(mine[t : t + 1], want, bound)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_paged_layer(kind):
     """Blocks in an order of their own, from a pool that another layer uses too."""
     pool = numkv.PagedPool(80, 16, 1, DIM, kind=kind)
@@ -134,7 +136,7 @@ def test_a_decode_loop_over_a_paged_layer(kind):
     other.check()
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *LIKE_IT])
 def test_a_decode_loop_over_a_cache(kind):
     cache, steps = (numkv.KVCache(2, 1, DIM, kind=kind) for _ in "ab")
     k, v, q = tokens_of(2)
