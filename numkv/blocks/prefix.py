@@ -78,7 +78,9 @@ def host_array(name: str, x: Any) -> NDArray[Any]:
         )
     try:
         made = np.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # what the object itself raises too
         raise TypeError(
             f"`{name}`: expected an array or a list of integers, got {type(x).__name__}: {error}"
         ) from error
