@@ -226,6 +226,8 @@ _PAGED_CACHE = {
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
     "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
     "stats": lambda c: c.stats(),
+    "arrays": lambda c: list(c.arrays(1)),
+    "block_table": lambda c: c.block_table(1, 1),
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
@@ -234,6 +236,8 @@ _STEP = {
     "write": lambda c: c.step.write(1, projections(5), **FUSED),
     "attention": lambda c: c.step.attention(0, queries(5), return_lse=True),
     "attention_weights": lambda c: c.step.attention_weights(0, queries(5)),
+    "arrays": lambda c: list(c.step.arrays(1)),
+    "mark_written": lambda c: c.step.mark_written(1),
     "commit": (_write_the_other, lambda c: c.commit(c.step)),
     "commit what was accepted": (_write_the_other, lambda c: c.commit(c.step, [1, 2])),
     "commit with token ids": (_write_the_other, lambda c: c.commit(c.step, token_ids=range(5))),
@@ -273,6 +277,7 @@ def _see_block_pool(pool):
 _BLOCK_POOL = {
     "allocate": lambda p: p.allocate(5),
     "allocate what was released": lambda p: p.allocate(15),
+    "allocate_ids": lambda p: p.allocate_ids([0, 9]),
     "release": lambda p: p.release([1, 2]),
     "acquire": lambda p: p.acquire([0, 1]),
     "ref_count": lambda p: p.ref_count([0, 1]),
@@ -486,7 +491,7 @@ _SCALES_OF_A_LAYER = {"set_scales": lambda it: it.set_scales(0, np.full(HEADS, 2
 
 #: What is tried of every class that has such a method.
 _EVERYWHERE = {
-    "copy": lambda subject, it: subject.see(it.copy()),
+    "copy": lambda subject, it: functools.partial(subject.see, it.copy()),
     "clear": lambda subject, it: it.clear(),
     "check": lambda subject, it: it.check(),
     "reserve": lambda subject, it: it.reserve(8),
