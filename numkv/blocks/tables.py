@@ -218,7 +218,5 @@ def slot_mapping(
     sequence = np.repeat(np.arange(len(lens)), new)
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(new) - new, new)
     position = (lens - new)[sequence] + within
-    slots: NDArray[np.int64] = (
-        table[sequence, position // size] * size + position % size
-    )
+    slots: NDArray[np.int64] = table[sequence, position // size] * size + position % size
     return slots
