@@ -75,6 +75,8 @@ def plain(x):
         return {key: plain(value) for key, value in x.items()}
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return repr([(f.name, plain(getattr(x, f.name))) for f in dataclasses.fields(x)])
+    if isinstance(x, functools.partial):  # what a look at the result gives, once there is memory
+        return plain(x())
     if x is None or isinstance(x, int | float | str | bool | bytes | range):
         return x
     return type(x).__name__  # another cache, say

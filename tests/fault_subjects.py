@@ -239,8 +239,8 @@ _PAGED_CACHE = {
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),
     "attention_weights": lambda c: c.attention_weights(0, 1, queries(2)),
     "stats": lambda c: c.stats(),
-    "arrays": lambda c: c.arrays(1),
-    "block_table": lambda c: c.block_table(1, 0),
+    "arrays": lambda c: list(c.arrays(1)),
+    "block_table": lambda c: c.block_table(1, 1),
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
@@ -249,7 +249,7 @@ _STEP = {
     "write": lambda c: c.step.write(1, projections(5), **FUSED),
     "attention": lambda c: c.step.attention(0, queries(5), return_lse=True),
     "attention_weights": lambda c: c.step.attention_weights(0, queries(5)),
-    "arrays": lambda c: c.step.arrays(0),
+    "arrays": lambda c: list(c.step.arrays(1)),
     "mark_written": lambda c: c.step.mark_written(1),
     "commit": (_write_the_other, lambda c: c.commit(c.step)),
     "commit what was accepted": (_write_the_other, lambda c: c.commit(c.step, [1, 2])),
@@ -289,8 +289,8 @@ def _see_block_pool(pool):
 
 _BLOCK_POOL = {
     "allocate": lambda p: p.allocate(5),
-    "allocate_ids": lambda p: p.allocate_ids([0, 7, 19]),
     "allocate what was released": lambda p: p.allocate(15),
+    "allocate_ids": lambda p: p.allocate_ids([0, 9]),
     "release": lambda p: p.release([1, 2]),
     "acquire": lambda p: p.acquire([0, 1]),
     "ref_count": lambda p: p.ref_count([0, 1]),

@@ -13,12 +13,22 @@ import numpy as np
 from numkv.blocks import arrays, compiled
 from numkv.blocks.arguments import block_ids, block_names, id_in_range
 from numkv.blocks.books import Books
-from numkv.blocks.records import BlocksRemoved, BlocksStored, Ids, MissReason, PoolStats
+from numkv.blocks.records import (
+    MISS_REASONS,
+    BlocksRemoved,
+    BlocksStored,
+    Ids,
+    MissReason,
+    PoolStats,
+)
 from numkv.blocks.turns import changes, looks
-from numkv.checks import check_size
+from numkv.checks import check_index, check_size
 from numkv.errors import CacheFull, NumkvError
 
 __all__ = ["BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats"]
+
+#: Blocks that one lookup asks for at most: sums of them are int64.
+_MOST_WANTED = 2**31 - 1
 
 
 class BlockPool(Books):
@@ -327,7 +337,23 @@ class BlockPool(Books):
 
     @looks
     def count_lookup(self, wanted: int, found: int, reason: int) -> None:
-        """Count a lookup by `find_each`: blocks wanted and found, and why there were no more."""
+        """Count a lookup by `find_each`.
+
+        Parameters
+        ----------
+        wanted, found : int
+            Blocks that were looked for, and how many of them were found.
+        reason : int
+            Why there were no more: the negative of what `find_each` gave for the first that is missing, else 0.
+
+        Raises
+        ------
+        DimensionMismatch, IndexError, TypeError
+            If one of them is no such number; nothing is counted.
+        """
+        wanted = check_size("wanted", wanted, 0, _MOST_WANTED)
+        found = check_index("found", found, wanted, inclusive=True)
+        reason = check_index("reason", reason, len(MISS_REASONS))
         self._counters[arrays.LOOKUPS] += 1
         self._counters[arrays.HITS] += found
         self._counters[arrays.MISSES] += wanted - found

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 
 __all__ = [
     "DIGEST_SIZE",
@@ -78,7 +78,9 @@ def host_array(name: str, x: Any) -> NDArray[Any]:
         )
     try:
         made = np.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (MemoryError, NumkvError):
+        raise
+    except Exception as error:  # what the object itself raises too
         raise TypeError(
             f"`{name}`: expected an array or a list of integers, got {type(x).__name__}: {error}"
         ) from error

@@ -49,9 +49,9 @@ def _check_fill(fill: Any) -> int:
 
 
 def _check_table(
-    block_table: Any, seq_lens: Any, block_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The table, the lengths, and how many blocks each sequence needs."""
+    block_table: Any, seq_lens: Any, block_size: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """The table, the lengths, and the number of tokens in a block."""
     cpu = targets.get("cpu")
     size = _check_block_size(block_size)
     table = check_integers(cpu, "block_table", block_table, ("num_seqs", "max_blocks"))
@@ -62,7 +62,7 @@ def _check_table(
             f"`seq_lens`: expected lengths in [0, {capacity}], what the block table has room for, "
             f"got [{lens.min()}, {lens.max()}]"
         )
-    return table.astype(np.int64), lens, -(-lens // size)
+    return table.astype(np.int64), lens, size
 
 
 def block_table_to_csr(block_table: Any, seq_lens: Any, block_size: int) -> tuple[Ints, Ints, Ints]:
@@ -100,10 +100,11 @@ def block_table_to_csr(block_table: Any, seq_lens: Any, block_size: int) -> tupl
     >>> indptr.tolist(), indices.tolist(), last.tolist()
     ([0, 2, 3], [7, 2, 5], [1, 3])
     """
-    table, lens, blocks = _check_table(block_table, seq_lens, block_size)
+    table, lens, size = _check_table(block_table, seq_lens, block_size)
+    blocks = -(-lens // size)
     indptr = np.concatenate([[0], np.cumsum(blocks)]).astype(np.int32)
     used = np.arange(table.shape[1]) < blocks[:, None]
-    last = lens - np.maximum(blocks - 1, 0) * block_size
+    last = lens - np.maximum(blocks - 1, 0) * size
     return indptr, table[used].astype(np.int32), last.astype(np.int32)
 
 
@@ -204,7 +205,7 @@ def slot_mapping(
     >>> slot_mapping([[7, 2], [5, -1]], [17, 3], 16, new_lens=[2, 1]).tolist()
     [127, 32, 82]
     """
-    table, lens, _ = _check_table(block_table, seq_lens, block_size)
+    table, lens, size = _check_table(block_table, seq_lens, block_size)
     if new_lens is None:
         new = np.ones_like(lens)
     else:
@@ -217,7 +218,5 @@ def slot_mapping(
     sequence = np.repeat(np.arange(len(lens)), new)
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(new) - new, new)
     position = (lens - new)[sequence] + within
-    slots: NDArray[np.int64] = (
-        table[sequence, position // block_size] * block_size + position % block_size
-    )
+    slots: NDArray[np.int64] = table[sequence, position // size] * size + position % size
     return slots

@@ -14,8 +14,10 @@ import numkv
 
 MOST = 1 << 24  # bytes that a crafted header may ask for here
 SOME = [
-    "KVCache int8 residual", "PagedLayer int8", "PagedKVCache windows", "PagedKVCache fp8", "CausalCache fp8",
-    "EncoderCache int8", "WrapperCache", "MultiHeadCompressor sketch", "sequences",
+    "KVCache int8 residual", "PagedKVCache windows", "CausalCache fp8", "sequences",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in (
+        "PagedLayer int8", "PagedKVCache fp8", "EncoderCache int8", "WrapperCache", "MultiHeadCompressor sketch",
+    )),
 ]  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path, rng):
     data, bad = saved.read_bytes(), tmp_path / "bad"
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    at = [*range(8), *rng.choice(np.arange(8, start), 100, replace=False).tolist()]
+    at = [*range(8), *rng.choice(np.arange(8, start), 40, replace=False).tolist()]
     for entry in header.values():
         begin, end = entry.get("data_offsets", (0, 0))
         at += [start + begin, start + (begin + end) // 2, start + end - 1] if end > begin else []
@@ -138,7 +140,9 @@ def test_tensors_of_another_shape_dtype_or_name_are_refused(saved, tmp_path):
     assert refused(bad)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
+@pytest.mark.parametrize(
+    "value", [np.nan, *(pytest.param(x, marks=pytest.mark.nightly) for x in (np.inf, -1.0))]
+)
 def test_scales_that_are_none_are_refused(saved, tmp_path, value):
     names = [x for x in File.read(saved).tensors if "scale" in x or "residual" in x]
     for name in names:

@@ -301,7 +301,7 @@ def test_attention_goes_on_while_a_cache_is_saved(tmp_path):
 
     thread = threading.Thread(target=attend)
     thread.start()
-    for _ in range(20):
+    for _ in range(5):
         numkv.save(tmp_path / "file", cache)
     done.set(), thread.join()
     assert not wrong

@@ -25,7 +25,14 @@ def filled(kind, windows=None, lens=(37, 5)):
 
 
 @pytest.mark.parametrize("windows", [None, [-1, 6]])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp16",
+        "int8",
+        *(pytest.param(k, marks=pytest.mark.nightly) for k in ("fp32", "bf16", "int4")),
+    ],
+)
 def test_a_round_trip_attends_alike(tmp_path, kind, windows):
     cache, seqs = filled(kind, windows)
     path = tmp_path / "cache.safetensors"

@@ -492,7 +492,7 @@ def _bad_values(*values):
 def _bad_list(x, d):
     """A list with something in it that is no integer, or one that no int64 holds."""
     y = x.reshape(-1).tolist() or [0]
-    bad = [10**30, 2**63, -(2**63) - 1, 2**64, 1.5, np.nan, None, "x", [1], 1j, object()]
+    bad = [10**30, 2**63, -(2**63) - 1, 2**64, 1.5, np.nan, None, "x", [1, None], 1j, object()]
     y[d.randrange(len(y))] = d.choice(bad)
     return Hostile(y, REFUSED)
 

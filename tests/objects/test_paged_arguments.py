@@ -63,12 +63,12 @@ BY_SEQ = {
 @pytest.mark.parametrize("method", BY_SEQ)
 def test_numbers_of_sequences(cache, method):
     call, before = BY_SEQ[method], state_of(cache)
+    name = "sequences" if method in ("reserve", "decode_attention") else "seq"
+    number = f"`{name}`: expected the number"
     for odd in NO_NUMBERS.values():
-        refused(cache, TypeError, "`seq`: expected the number", call, cache, odd)
+        refused(cache, TypeError, number, call, cache, odd)
     for odd in (True, False):
-        refused(
-            cache, TypeError, "`seq`: expected the number of a sequence, got bool", call, cache, odd
-        )
+        refused(cache, TypeError, f"{number} of a sequence, got bool", call, cache, odd)
     for huge in (*HUGE, 1, -1):
         with pytest.raises(IndexError, match="`seq`: expected one of the cache's"):
             call(cache, huge)

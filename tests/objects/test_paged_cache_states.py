@@ -453,5 +453,5 @@ class CudaModel(CacheModel):
 
 
 TestCache = machine(CacheModel)
-TestInt8Cache = machine(Int8Model)
-TestCudaCache = machine(CudaModel, share=0.4)
+TestInt8Cache = machine(Int8Model, share=0.6)
+TestCudaCache = machine(CudaModel, share=0.3)

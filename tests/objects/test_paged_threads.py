@@ -112,7 +112,7 @@ def test_threads_that_change_one_cache(to):
 
     def work(number):
         rng = np.random.default_rng(number)
-        for i in range(40):
+        for i in range(16):
             text = [number, *rng.integers(0, 3, rng.integers(1, 9)).tolist()]
             seq = persistent(cache.add, text)
             begin = cache.length(seq)

@@ -14,7 +14,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
-from numkv.checks import check_index
+from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
@@ -248,7 +248,7 @@ class Step:
                 f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
                 "make the tables longer"
             )
-        if check_finite:
+        if check_flag("check_finite", check_finite, True):
             p.check_finite(pool)
         p.scatter(pool, slots, self._positions)
         self._written[layer] = True

@@ -17,7 +17,7 @@ from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import group_layers
 from numkv.caches.paged.store import BlockStore, SequenceState, pool_with_own_scales
-from numkv.checks import check_index, check_size
+from numkv.checks import check_flag, check_index, check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
@@ -91,10 +91,11 @@ class StoredSequences:
             heads,
             check_size("block_size", block_size, 1),
         )
+        rotated = check_flag("rotate", rotate)
         groups = group_layers(windows_of)
         blocks = BlockPool(shape[0], shape[2])  # which bounds both numbers
         pools = [
-            Pool.allocate(place, shape, dim, dim_v, of_k, of_v, rotate) for _ in groups[0].layers
+            Pool.allocate(place, shape, dim, dim_v, of_k, of_v, rotated) for _ in groups[0].layers
         ]
         places = {
             layer: (slot, group)
@@ -258,7 +259,7 @@ class StoredSequences:
     # -- sequences by number
 
     @staticmethod
-    def _number(seq: Any) -> int:
+    def _number(seq: Any, name: str = "seq") -> int:
         """The number that an argument is, if it is one."""
         if type(seq) is int:
             return seq
@@ -266,22 +267,24 @@ class StoredSequences:
             if isinstance(seq, bool):
                 raise TypeError
             return operator.index(seq)
-        except TypeError:
+        except Exception:  # what an object's own `__index__` raises too
             raise TypeError(
-                f"`seq`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
+                f"`{name}`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
             ) from None
 
     def _numbers(self, sequences: Any, most: int) -> tuple[int, ...]:
         """The numbers in an iterable, one more than `most` at most: it may have no end."""
         if type(sequences) in (list, tuple) and len(sequences) <= most:
-            return tuple(seq if type(seq) is int else self._number(seq) for seq in sequences)
+            return tuple(
+                seq if type(seq) is int else self._number(seq, "sequences") for seq in sequences
+            )
         try:
             given = iter(sequences)
         except TypeError:
             raise TypeError(
                 f"`sequences`: expected numbers of sequences, got {type(sequences).__name__}; pass a list"
             ) from None
-        return tuple(self._number(seq) for seq in itertools.islice(given, most + 1))
+        return tuple(self._number(seq, "sequences") for seq in itertools.islice(given, most + 1))
 
     def _sequence(self, seq: Any) -> SequenceState:
         found = self._sequences.get(seq if type(seq) is int else self._number(seq))
