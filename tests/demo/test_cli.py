@@ -18,6 +18,8 @@ from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.kernels import disk_cache
 
+ROOT = os.path.dirname(os.path.dirname(numkv.__file__))
+
 # ---------------------------------------------------------------- generating
 
 
@@ -418,10 +420,11 @@ assert not kernels(), "not cleared"
 
 def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     """Kernels in NUMBA_CACHE_DIR are found there, and cleared; a folder that does not exist is not made."""
-    own = str(tmp_path / "kernels")
+    own, script = str(tmp_path / "kernels"), tmp_path / "script.py"
+    script.write_text(OWN_FOLDER)
     done = subprocess.run(
-        [sys.executable, "-c", OWN_FOLDER, own], capture_output=True, text=True, check=False,
-        env=os.environ | {"NUMBA_CACHE_DIR": own, "NUMKV_PROGRESS": "0"},
+        [sys.executable, str(script), own], capture_output=True, text=True, check=False,
+        env=os.environ | {"NUMBA_CACHE_DIR": own, "NUMKV_PROGRESS": "0", "PYTHONPATH": ROOT},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     before, printed = done.stdout.split("made ", 1)
