@@ -1,5 +1,8 @@
 """The registry of storage kinds: names, sizes, dtypes."""
 
+import copy
+import pickle
+
 import ml_dtypes
 import naive
 import numpy as np
@@ -50,6 +53,8 @@ def test_a_kind_is_its_own_name():
     for kind in kinds():
         assert numkv.kind(kind) is kind
         assert str(kind) == kind.name
+        assert pickle.loads(pickle.dumps(kind)) is kind
+        assert copy.deepcopy(kind) is kind
 
 
 def test_registry_is_what_the_table_says():

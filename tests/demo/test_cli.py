@@ -18,6 +18,8 @@ from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.kernels import disk_cache
 
+ROOT = os.path.dirname(os.path.dirname(numkv.__file__))
+
 # ---------------------------------------------------------------- generating
 
 
@@ -386,32 +388,52 @@ def test_a_folder_of_another_user_is_told(kernels, capsys):
     assert "warning" not in run(capsys, "cache")
 
 
+OWN_FOLDER = """
+import sys
+from pathlib import Path
+from numba import types
+from numkv.cli import cache, main
+from numkv.kernels import builder
+
+def make_add(amount):
+    def add(x):
+        return x + amount
+    return add
+
+def kernels():
+    return sorted(own.rglob("*.kernel"))
+
+own = Path(sys.argv[1])
+main(["cache"])
+assert not own.exists(), "made for nothing"
+assert builder.build(make_add, (types.int64,), args=(1,), label="add")(4) == 5
+made = kernels()
+print(f"made {len(made)} in {made[0].parent}")
+main(["cache"])
+# Those beside the sources are not this test's: only what is in its own folder is cleared here.
+places = cache.places
+cache.places = lambda: [place for place in places() if place.is_relative_to(own)]
+main(["cache", "--clear"])
+assert not kernels(), "not cleared"
+"""
+
+
 def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     """Kernels in NUMBA_CACHE_DIR are found there, and cleared; a folder that does not exist is not made."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels"), "NUMKV_PROGRESS": "0"}
-
-    def command(*words):
-        return subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, env=environment, check=True
-        ).stdout
-
-    command("-m", "numkv", "cache")
-    assert not (tmp_path / "kernels").exists()
-    command(
-        "-c",
-        "import numkv, numpy as np; x = np.ones((1, 1, 8), 'f4'); numkv.KVCache(1, 1, 8).append(0, x, x)",
-    )
-    made = list((tmp_path / "kernels").rglob("*.kernel"))
-    assert made
-    assert cells(command("-m", "numkv", "cache"), str(made[0].parent))[0] == str(made[0].parent)
-    # Those beside the sources are not this test's: only what is in its own folder is cleared here.
-    script = (
-        "from pathlib import Path; from numkv.cli import cache, main; places = cache.places; "
-        f"cache.places = lambda: [p for p in places() if p.is_relative_to({str(tmp_path)!r})]; "
-        "main(['cache', '--clear'])"
-    )
-    assert f"{len(made)} kernels removed" in command("-c", script)
-    assert not list((tmp_path / "kernels").rglob("*.kernel"))
+    own, script = str(tmp_path / "kernels"), tmp_path / "script.py"
+    script.write_text(OWN_FOLDER)
+    done = subprocess.run(
+        [sys.executable, str(script), own], capture_output=True, text=True, check=False,
+        env=os.environ | {"NUMBA_CACHE_DIR": own, "NUMKV_PROGRESS": "0", "PYTHONPATH": ROOT},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, printed = done.stdout.split("made ", 1)
+    first, after = printed.split("\n", 1)
+    number, place = first.split(" in ")
+    assert number == "1"
+    assert place not in before
+    assert cells(after, place)[0] == place
+    assert "1 kernel removed" in after
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
