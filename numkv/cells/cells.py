@@ -9,11 +9,12 @@ ordered by position, and a cell only counts its owners. Every rule is then about
 - copying a prefix copies the first part of the list, and adds an owner to each of its cells.
 
 New tokens go to the lowest free cells, wherever they are. Every change is planned and then committed: a plan changes
-nothing, and a commit cannot fail.
+nothing, and a commit cannot fail, as all the arrays that it needs were made by the plan.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from numkv.cells import compiled as kernels
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 
-__all__ = ["Cells", "Compaction", "Forward", "Removal", "Rows", "read_rows"]
+__all__ = ["Cells", "Compaction", "Copy", "Forward", "Removal", "Rows", "read_rows"]
 
 Ints = NDArray[np.int64]
 CellList = NDArray[np.int32]
@@ -55,6 +56,10 @@ class Forward(NamedTuple):
     """Cells that are evicted."""
     kept: list[tuple[_Sequence, int]]
     """Sequences that cells are evicted from, and where the rest of each list begins."""
+    runs: list[Ints]
+    """Cells of each run, by position."""
+    lists: dict[int, _Sequence]
+    """Lists of new sequences, and longer ones of sequences whose list has no room for the batch."""
 
 
 class Removal(NamedTuple):
@@ -64,6 +69,8 @@ class Removal(NamedTuple):
     first: int
     last: int
     """The cells ``[first, last)`` of the sequence's list are dropped."""
+    after: CellList
+    """The cells from `last` on, which come next to those before `first`."""
     moved: CellList
     """Cells whose position changes, by position."""
     offset: int
@@ -81,27 +88,34 @@ class Compaction(NamedTuple):
     """Kept cells whose position changes, and what is added to it."""
 
 
+class Copy(NamedTuple):
+    """A sequence that is to consist of cells of another; made by `Cells.plan_copy`."""
+
+    to: int
+    prefix: CellList
+
+
 class _Sequence:
     """The cells of one sequence: ``cells[begin:end]``, by position."""
 
     __slots__ = ("begin", "cells", "end")
 
-    def __init__(self, cells: CellList | None = None) -> None:
-        self.cells = np.empty(16, np.int32) if cells is None else cells
+    def __init__(self, cells: CellList) -> None:
+        self.cells = cells
         self.begin = 0
-        self.end = 0 if cells is None else len(cells)
+        self.end = len(cells)
+
+    @classmethod
+    def with_room(cls, owned: CellList, n: int) -> _Sequence:
+        """A list of the same cells, with room for `n` more after the last."""
+        new = cls(np.empty(max(16, 2 * (len(owned) + n)), np.int32))
+        new.end = len(owned)
+        new.cells[: len(owned)] = owned
+        return new
 
     @property
     def owned(self) -> CellList:
         return self.cells[self.begin : self.end]
-
-    def make_room(self, n: int) -> None:
-        """Make room for `n` more cells after the last."""
-        if self.end + n > len(self.cells):
-            owned = self.owned
-            self.cells = np.empty(2 * (len(owned) + n), np.int32)
-            self.cells[: len(owned)] = owned
-            self.begin, self.end = 0, len(owned)
 
 
 def _integers(name: str, x: Any) -> Ints:
@@ -129,14 +143,6 @@ def _integers(name: str, x: Any) -> Ints:
     if given.dtype.kind == "u" and given.size and given.max() > _LAST_INT64:
         raise IndexError(f"`{name}`: expected integers below 2**63, got {given.max()}")
     return np.array(given, np.int64)
-
-
-def _all_vacant(num_cells: int) -> NDArray[np.int32]:
-    """Free cells of each span when all are free."""
-    vacant = np.full(kernels.num_spans(num_cells), kernels.SPAN, np.int32)
-    if num_cells % kernels.SPAN:
-        vacant[-1] = num_cells % kernels.SPAN
-    return vacant
 
 
 def read_rows(positions: Any, sequences: Any) -> Rows:
@@ -204,7 +210,8 @@ class Cells:
         self.memory = memory
         self.positions = np.zeros(num_cells, np.int32)
         self.num_sequences = np.zeros(num_cells, np.int32)
-        self._vacant = _all_vacant(num_cells)
+        self._vacant = np.empty(kernels.num_spans(num_cells), np.int32)
+        self._all_vacant()
         self._sequences: dict[int, _Sequence] = {}
         # Sequences that got tokens since they were last searched for some to evict.
         self._fresh: set[int] = set()
@@ -280,7 +287,30 @@ class Cells:
                 f"expected {n} free cells for a batch of {n} tokens, got {found} of {self.num_cells}; "
                 "remove sequences, or init with more sequences or a larger capacity"
             )
-        return Forward(rows, cells, evicted, kept)
+        bounds = rows.starts.tolist()
+        runs = [cells[i:j] for i, j in itertools.pairwise(bounds)]
+        if not rows.ordered:
+            for run, new in enumerate(runs):
+                part = rows.positions[bounds[run] : bounds[run + 1]]
+                runs[run] = new[np.argsort(part, kind="stable")]
+        return Forward(rows, cells, evicted, kept, runs, self._longer_lists(rows, runs, kept))
+
+    def _longer_lists(
+        self, rows: Rows, runs: list[Ints], kept: list[tuple[_Sequence, int]]
+    ) -> dict[int, _Sequence]:
+        """Lists with room for new cells, of sequences that have no such list."""
+        counts: dict[int, int] = {}
+        for sequence, new in zip(rows.sequences, runs, strict=True):
+            counts[sequence] = counts.get(sequence, 0) + len(new)
+        lists, begins = {}, dict(kept)
+        for sequence, n in counts.items():
+            found = self._sequences.get(sequence)
+            if found is None:
+                lists[sequence] = _Sequence.with_room(_NO_CELLS, n)
+            elif found.end + n > len(found.cells):
+                owned = found.cells[begins.get(found, found.begin) : found.end]
+                lists[sequence] = _Sequence.with_room(owned, n)
+        return lists
 
     def _evictions(self, rows: Rows, memory: int) -> list[tuple[_Sequence, int]]:
         """Sequences with positions too old to be kept, and where the others begin in their lists."""
@@ -305,25 +335,19 @@ class Cells:
 
     def commit_forward(self, plan: Forward) -> None:
         """Carry out a `Forward`."""
-        rows, cells = plan.rows, plan.cells
         for found, begin in plan.kept:
             found.begin = begin
+        self._sequences.update(plan.lists)
         kernels.compiled("assign")(
-            self.positions, self.num_sequences, self._vacant, plan.evicted, cells, rows.positions
-        )
-        merge, bounds = kernels.compiled("merge"), rows.starts.tolist()
-        for run, sequence in enumerate(rows.sequences):
-            if sequence not in self._sequences:
-                self._sequences[sequence] = _Sequence()
+            self.positions, self.num_sequences, self._vacant, plan.evicted, plan.cells,
+            plan.rows.positions,
+        )  # fmt: skip
+        merge = kernels.compiled("merge")
+        for sequence, new in zip(plan.rows.sequences, plan.runs, strict=True):
             found = self._sequences[sequence]
-            part = slice(bounds[run], bounds[run + 1])
-            new = cells[part]
-            if not rows.ordered:
-                new = new[np.argsort(rows.positions[part], kind="stable")]
-            found.make_room(len(new))
             merge(self.positions, found.cells[found.begin :], found.end - found.begin, new)
             found.end += len(new)
-        self._fresh = set(rows.sequences)
+        self._fresh = set(plan.rows.sequences)
 
     # -- other changes
 
@@ -351,9 +375,10 @@ class Cells:
         owned = self.owned(sequence)
         first = self.before(owned, begin)
         if end is None:
-            return Removal(sequence, first, len(owned), _NO_CELLS, 0)
+            return Removal(sequence, first, len(owned), _NO_CELLS, _NO_CELLS, 0)
         last = self.before(owned, end)
-        moved = owned[last:] if end > begin else _NO_CELLS
+        after = owned[last:].copy()
+        moved = after if end > begin else _NO_CELLS
         if len(moved) and self.num_sequences[moved].max() > 1:
             cell = moved[self.num_sequences[moved] > 1][0]
             raise NotSupported(
@@ -361,7 +386,7 @@ class Cells:
                 f"{self.positions[cell] + begin - end}, and {self.num_sequences[cell] - 1} other "
                 "sequences share it; remove to the end, or remove them first"
             )
-        return Removal(sequence, first, last, moved, begin - end)
+        return Removal(sequence, first, last, after, moved, begin - end)
 
     def commit_removal(self, plan: Removal) -> None:
         """Carry out a `Removal`; a sequence without cells is forgotten."""
@@ -372,9 +397,8 @@ class Cells:
             kernels.compiled("move")(self.positions, plan.moved, plan.offset)
         owned = found.owned
         kernels.compiled("leave")(self.num_sequences, self._vacant, owned[plan.first : plan.last])
-        after = owned[plan.last :].copy()
         found.end -= plan.last - plan.first
-        found.owned[plan.first :] = after
+        found.owned[plan.first :] = plan.after
         if found.begin == found.end:
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
@@ -439,8 +463,8 @@ class Cells:
             del self._sequences[plan.sequence]
             self._fresh.discard(plan.sequence)
 
-    def copy_prefix(self, source: int, to: int, length: int) -> None:
-        """Make a sequence consist of the positions below `length` of another, and nothing else.
+    def plan_copy(self, source: int, to: int, length: int) -> Copy:
+        """Plan to make a sequence consist of the positions below `length` of another, and nothing else.
 
         Parameters
         ----------
@@ -448,22 +472,35 @@ class Cells:
             The sequences. If both are the same, the rest of it is dropped.
         length : int
             First position that is not copied.
+
+        Returns
+        -------
+        Copy
         """
         owned = self.owned(source)
-        prefix = owned[: self.before(owned, length)].copy()
-        kernels.compiled("join")(self.num_sequences, self._vacant, prefix)
-        kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(to))
-        self._sequences[to] = _Sequence(prefix)
-        self._fresh.add(to)
+        return Copy(to, owned[: self.before(owned, length)].copy())
+
+    def commit_copy(self, plan: Copy) -> None:
+        """Carry out a `Copy`."""
+        kernels.compiled("join")(self.num_sequences, self._vacant, plan.prefix)
+        kernels.compiled("leave")(self.num_sequences, self._vacant, self.owned(plan.to))
+        self._sequences[plan.to] = _Sequence(plan.prefix)
+        self._fresh.add(plan.to)
 
     # -- all of it
 
     def clear(self) -> None:
         """Free all cells, in place."""
-        self.num_sequences[:] = 0
-        self._vacant[:] = _all_vacant(self.num_cells)
+        self.num_sequences.fill(0)
+        self._all_vacant()
         self._sequences.clear()
         self._fresh.clear()
+
+    def _all_vacant(self) -> None:
+        """Count all cells as free."""
+        self._vacant.fill(kernels.SPAN)
+        if self.num_cells % kernels.SPAN:
+            self._vacant[-1] = self.num_cells % kernels.SPAN
 
     def copy(self) -> Cells:
         """Cells of their own that hold the same."""

@@ -298,6 +298,8 @@ def _bad_iterable(x, d):
 def _good_iterable(x, d):
     flat = list(x)
     make = d.choice([list, tuple, np.array, iter, dict.fromkeys, lambda y: (i for i in y)])
+    if make == dict.fromkeys:  # which has each key once
+        flat = list(make(flat))
     return Hostile(make(flat), list(flat))
 
 

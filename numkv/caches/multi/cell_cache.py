@@ -16,7 +16,7 @@ A layer's K and V are one block of as many tokens as there are cells, so a cell 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from numkv.caches.multi.checks import (
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
-from numkv.cells.cells import Cells, Compaction, Forward, Removal, Rows
+from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
@@ -44,6 +44,17 @@ from numkv.storage.pool import Pool, source_dtypes
 from numkv.targets.base import Array
 
 __all__ = ["CellCache"]
+
+
+class _Change(NamedTuple):
+    """What a removal, a compaction or a copy is to do, none of which fails."""
+
+    cells: Callable[[], None]
+    """Changes the cells."""
+    moves: list[Callable[[], object]]
+    """Move rows."""
+    after: ForwardPass | None
+    """The pass that goes on with what is left of its tokens."""
 
 
 class CellCache(LayeredCache):
@@ -238,8 +249,8 @@ class CellCache(LayeredCache):
         self._cells = Cells(0)
 
     def _clear(self) -> None:
-        self._pass = None
         self._cells.clear()
+        self._pass = None
         self._changed()
 
     def _forget(self) -> None:
@@ -271,53 +282,56 @@ class CellCache(LayeredCache):
 
     # -- changes
 
-    def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> Forward | Rows:
-        return rows if reserve else self._cells.plan_forward(rows)
+    def _plan_forward(
+        self, rows: Rows, items: tuple[int, ...], reserve: bool
+    ) -> tuple[Forward | None, ForwardPass]:
+        if reserve:
+            no_cells = np.full(len(rows.positions), -1, np.int64)
+            return None, ForwardPass(self._view, rows, no_cells, reserve=True)
+        plan = self._cells.plan_forward(rows)
+        return plan, ForwardPass(self._view, rows, plan.cells, reserve=False)
 
-    def _commit_forward(self, plan: Forward | Rows) -> None:
-        if isinstance(plan, Rows):
-            no_cells = np.full(len(plan.positions), -1, np.int64)
-            self._pass = ForwardPass(self._view, plan, no_cells, reserve=True)
-        else:
-            self._cells.commit_forward(plan)
-            self._pass = ForwardPass(self._view, plan.rows, plan.cells, reserve=False)
+    def _commit_forward(self, plan: tuple[Forward | None, ForwardPass]) -> None:
+        forward, self._pass = plan
+        if forward is not None:
+            self._cells.commit_forward(forward)
         self._changed()
 
-    def _commit_change(self, change: Callable[[], None], moves: list[Callable[[], object]]) -> None:
-        """Change cells, and move rows; the pass goes on with what is left of its tokens."""
-        after = None if self._pass is None else self._pass.before_change()
-        change()
-        for move in moves:
+    def _plan_change(self, cells: Callable[[], None], moves: list[Callable[[], object]]) -> _Change:
+        return _Change(cells, moves, None if self._pass is None else self._pass.before_change())
+
+    def _commit_change(self, plan: _Change) -> None:
+        plan.cells()
+        for move in plan.moves:
             move()
         # Last, so that what others compute meanwhile stays with the pass from before.
-        self._pass = after
+        self._pass = plan.after
         self._changed()
 
-    def _plan_remove(
-        self, seq: int, begin: int, end: int | None
-    ) -> tuple[Removal, list[Callable[[], object]]]:
+    def _plan_remove(self, seq: int, begin: int, end: int | None) -> _Change:
         removal = self._cells.plan_removal(seq, begin, end)
-        if not len(removal.moved):
-            return removal, []
+        moves: list[Callable[[], object]] = []
+        if len(removal.moved):
+            moves = self._plan_shift(removal, seq, end)
+        return self._plan_change(lambda: self._cells.commit_removal(removal), moves)
+
+    def _plan_shift(
+        self, removal: Removal, seq: int, end: int | None
+    ) -> list[Callable[[], object]]:
         if self._shift is None:
             raise NotSupported(
                 f"`end`: the {len(removal.moved)} tokens of sequence {seq} from position {end} on would have "
                 "to move, and this cache has no shift to turn their keys; remove to the end, or make "
                 "the cache with shift=numkv.rope_shift(cos, sin)"
             )
-        moves = plan_shift(
+        return plan_shift(
             self._shift, self._layers, removal.moved, removal.offset, max(1, self._max_batch)
         )
-        return removal, moves
 
-    def _commit_remove(self, plan: tuple[Removal, list[Callable[[], object]]]) -> None:
-        removal, moves = plan
-        self._commit_change(lambda: self._cells.commit_removal(removal), moves)
+    _commit_remove = _commit_change
 
-    def _plan_compact(
-        self, seq: int, keep: NDArray[np.int64]
-    ) -> tuple[Compaction, list[Callable[[], object]]]:
-        compaction = self._cells.plan_compaction(seq, keep)
+    def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> _Change:
+        compaction: Compaction = self._cells.plan_compaction(seq, keep)
         moves: list[Callable[[], object]] = []
         for moved, offset in compaction.moves:
             if self._shift is None:
@@ -327,17 +341,15 @@ class CellCache(LayeredCache):
                     "with shift=numkv.rope_shift(cos, sin)"
                 )
             moves += plan_shift(self._shift, self._layers, moved, offset, max(1, self._max_batch))
-        return compaction, moves
+        return self._plan_change(lambda: self._cells.commit_compaction(compaction), moves)
 
-    def _commit_compact(self, plan: tuple[Compaction, list[Callable[[], object]]]) -> None:
-        compaction, moves = plan
-        self._commit_change(lambda: self._cells.commit_compaction(compaction), moves)
+    _commit_compact = _commit_change
 
-    def _plan_copy(self, src: int, dst: int, length: int) -> tuple[int, int, int]:
-        return src, dst, length
+    def _plan_copy(self, src: int, dst: int, length: int) -> _Change:
+        copy: Copy = self._cells.plan_copy(src, dst, length)
+        return self._plan_change(lambda: self._cells.commit_copy(copy), [])
 
-    def _commit_copy(self, plan: tuple[int, int, int]) -> None:
-        self._commit_change(lambda: self._cells.copy_prefix(*plan), [])
+    _commit_copy = _commit_change
 
     def _can_resume(self, seq: int, pos: int) -> bool:
         return self._cells.can_resume(seq, pos, self._window)
