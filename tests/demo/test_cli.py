@@ -18,8 +18,6 @@ from numkv.cli.plan import parse_bytes
 from numkv.demo.tokenizer import ByteTokenizer
 from numkv.kernels import disk_cache
 
-ROOT = os.path.dirname(os.path.dirname(numkv.__file__))
-
 # ---------------------------------------------------------------- generating
 
 
@@ -391,14 +389,9 @@ def test_a_folder_of_another_user_is_told(kernels, capsys):
 OWN_FOLDER = """
 import sys
 from pathlib import Path
-from numba import types
+import numpy as np
 from numkv.cli import cache, main
-from numkv.kernels import builder
-
-def make_add(amount):
-    def add(x):
-        return x + amount
-    return add
+from numkv.kernels import validate
 
 def kernels():
     return sorted(own.rglob("*.kernel"))
@@ -406,7 +399,7 @@ def kernels():
 own = Path(sys.argv[1])
 main(["cache"])
 assert not own.exists(), "made for nothing"
-assert builder.build(make_add, (types.int64,), args=(1,), label="add")(4) == 5
+assert validate.check_lengths(np.array([1]), np.array([0, 1]), 1, 4, True)[0] == validate.FINE
 made = kernels()
 print(f"made {len(made)} in {made[0].parent}")
 main(["cache"])
@@ -420,20 +413,19 @@ assert not kernels(), "not cleared"
 
 def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     """Kernels in NUMBA_CACHE_DIR are found there, and cleared; a folder that does not exist is not made."""
-    own, script = str(tmp_path / "kernels"), tmp_path / "script.py"
-    script.write_text(OWN_FOLDER)
+    own = str(tmp_path / "kernels")
     done = subprocess.run(
-        [sys.executable, str(script), own], capture_output=True, text=True, check=False,
-        env=os.environ | {"NUMBA_CACHE_DIR": own, "NUMKV_PROGRESS": "0", "PYTHONPATH": ROOT},
+        [sys.executable, "-c", OWN_FOLDER, own], capture_output=True, text=True, check=False,
+        env=os.environ | {"NUMBA_CACHE_DIR": own, "NUMKV_PROGRESS": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     before, printed = done.stdout.split("made ", 1)
     first, after = printed.split("\n", 1)
     number, place = first.split(" in ")
-    assert number == "1"
+    assert int(number) > 0
     assert place not in before
     assert cells(after, place)[0] == place
-    assert "1 kernel removed" in after
+    assert f"{number} kernels removed" in after
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes streams as a shell does")
