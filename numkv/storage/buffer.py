@@ -276,7 +276,8 @@ def head_scales(name: str, scales: Any, heads: int) -> np.ndarray[Any, Any]:
         with np.errstate(over="ignore", under="ignore"):  # infinity and 0 are refused below
             found = np.full(heads, np.float64(number).astype(_FLOAT32))
     else:
-        found = check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,))
+        # A copy, as they may be a buffer's own, which are set meanwhile.
+        found = np.array(check_array(targets.get("cpu"), name, scales, (_FLOAT32,), (heads,)))
     if not (np.isfinite(found).all() and (found > 0).all()):
         raise ValueError(
             f"`{name}`: expected finite scales above 0, got {scales}; pass 1.0 for values as they are"

@@ -70,6 +70,41 @@ def test_v_may_have_another_width(target, to, host, rng, kind, dim, dim_v, token
         assert not rows.swapaxes(1, 2).reshape(4 * SIZE, -1)[others].any()
 
 
+@pytest.mark.parametrize("make", ["contiguous", "paged", "window"])
+@pytest.mark.parametrize(("kind", "dim", "dim_v"), [("fp32", 8, 4), ("int8", 6, 40)])
+def test_a_layer_whose_v_has_another_width(target, to, host, rng, make, kind, dim, dim_v):
+    """One token, then several: in a buffer, in blocks, and by way of full-precision tokens."""
+    options = {"kind": kind, "target": target, "head_dim_v": dim_v}
+    if make == "window":
+        kind = "int8"
+        options |= {"kind": kind, "residual_window": 2}
+    if make == "paged":
+        layer = numkv.PagedLayer(4, SIZE, HEADS, dim, **options)
+    else:
+        layer = numkv.ContiguousLayer(4 * SIZE, HEADS, dim, **options)
+    tables, weights = (
+        naive.rope_tables(12, dim),
+        1 + 0.1 * rng.standard_normal((2, dim)).astype(F32),
+    )
+    qkv = rng.standard_normal((8, (Q_HEADS + HEADS) * dim + HEADS * dim_v), F32)
+    got = [
+        layer.write(
+            to(qkv[part]), num_q_heads=Q_HEADS, qk_mode=1, cos=to(tables[0]), sin=to(tables[1]),
+            q_norm_weight=to(weights[0]), k_norm_weight=to(weights[1]),
+        )
+        for part in (slice(0, 1), slice(1, 8))
+    ]  # fmt: skip
+    want_q, want_k, want_v = expected(qkv, dim, dim_v, tables, range(8), weights)
+    np.testing.assert_allclose(np.concatenate([host(x) for x in got]), want_q, atol=2e-5)
+    assert layer.seq_len == 8
+    q = rng.standard_normal((1, Q_HEADS, dim), F32)
+    k, v = (x.swapaxes(0, 1)[None] for x in (want_k, want_v))
+    want, _ = naive.attention(q, k, v, [8])
+    assert want.shape == (1, Q_HEADS, dim_v)
+    bound = np.abs(want_v).max() / 20 if kind == "int8" else 2e-5  # keys are quantised too
+    assert np.abs(host(layer.decode_attention(to(q))) - want).max() <= bound
+
+
 @pytest.mark.parametrize("dim_v", [4, 8, 16])
 def test_the_place_of_what_is_not_finite(target, to, rng, dim_v):
     qkv = rng.standard_normal((2, 8 * (Q_HEADS + HEADS) + HEADS * dim_v), F32)
