@@ -111,7 +111,8 @@ class WholeCache(ReadableSequences):
         """What a pickle holds: a copy, so that it is of one moment."""
         if not self._target.values_on_host:
             raise NotSupported(
-                f"a cache on {self._target.name} cannot be pickled, only one on the CPU; swap its sequences out, and pickle these"
+                f"a cache on {self._target.name} cannot be pickled, only one on the CPU; swap its sequences out, "
+                "and pickle these"
             )
         store = self._copied()._store
         return {"store": store, "sequences": dict(self._sequences), "next": self._next}
