@@ -220,7 +220,7 @@ def plan_shift(
     ----------
     shift : Shift
         What turns them. A `RopeShift` does so in place; any other function gets copies, and what it returns is
-        stored beside the cache.
+        stored beside the cache. So does a `RopeShift` of rotated keys, as these take memory to turn.
     layers : mapping of int to Pool
         The layers: pools of one block.
     cells : int32 array (n,)
@@ -235,15 +235,16 @@ def plan_shift(
     list of callable
         What there is to do; none of it fails.
     """
-    if isinstance(shift, RopeShift):
-        moves = []
-        slots = None
-        for pool in layers.values():
-            if slots is None:
-                slots = pool.target.index(cells, np.int64)
-            moves.append(shift.plan(pool, slots, offset))
-        return moves
-    return [_turned(shift, layer, pool, cells, offset, step) for layer, pool in layers.items()]
+    moves: list[Callable[[], object]] = []
+    slots = None
+    for layer, pool in layers.items():
+        if not isinstance(shift, RopeShift) or pool.rotate:
+            moves.append(_turned(shift, layer, pool, cells, offset, step))
+            continue
+        if slots is None:
+            slots = pool.target.index(cells, np.int64)
+        moves.append(shift.plan(pool, slots, offset))
+    return moves
 
 
 def _turned(
@@ -267,8 +268,5 @@ def _turned(
         pool.k_buffer.check_finite("k", result)
         staging.scatter(result, target.index(np.arange(first, part.stop), np.int64))
 
-    def put_back() -> None:
-        numbers = target.index(np.arange(n), np.int64)
-        staging.copy_tokens(numbers, pool.k_buffer, slots)
-
-    return put_back
+    numbers = target.index(np.arange(n), np.int64)
+    return functools.partial(staging.copy_tokens, numbers, pool.k_buffer, slots)

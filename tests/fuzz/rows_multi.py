@@ -137,7 +137,8 @@ def _removed(scene, d, ours, theirs) -> None:
     for seq in getattr(scene.cache, "sequences", ()):
         if isinstance(seq, int):
             known = scene.cache.positions(seq)
-            scene.next[seq] = int(known[-1]) + 1 if len(known) else 0
+            # Among the last of all positions no valid batch would fit.
+            scene.next[seq] = min(int(known[-1]) + 1, 1000) if len(known) else 0
 
 
 def _keep_positions(d: Draw) -> np.ndarray:

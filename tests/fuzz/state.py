@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from numkv.cells.cells import _Sequence
 from numkv.kinds import Kind
 from numkv.targets import CpuTarget
 
@@ -89,6 +90,9 @@ def _walk(x: Any, parts: list[Any], seen: dict[int, int]) -> None:
             return
         seen[id(x)] = len(seen)
         parts.append(kind.__name__)
+        if kind is _Sequence:  # a list with room for more, which holds anything
+            _walk(x.owned, parts, seen)
+            return
         fields = getattr(x, "__dict__", None) or {}
         made_again = MADE_AGAIN_OF.get(kind.__name__, ())
         for name in sorted(fields):

@@ -307,10 +307,18 @@ def test_repr_says_what_it_is(case, cache):
         assert part in text
 
 
-@pytest.mark.parametrize("make", [lambda x: x.copy(), copy.copy, copy.deepcopy])
-def test_a_copy_is_equal_and_independent(case, cache, make):
+def test_the_copy_module_makes_copies(case, cache):
     before = seen(case, cache)
-    other = make(cache)
+    for make in (copy.copy, copy.deepcopy):
+        other = make(cache)
+        assert seen(case, other) == before
+        case.fill(other, case, salt=5)
+        assert seen(case, cache) == before
+
+
+def test_a_copy_is_equal_and_independent(case, cache):
+    before = seen(case, cache)
+    other = cache.copy()
     assert type(other) is type(cache)
     assert seen(case, other) == before
     other.check()
