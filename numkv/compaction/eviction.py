@@ -68,6 +68,7 @@ def first_and_recent(length: int, num_first: int, num_recent: int) -> Indices:
     length, first = check_size("length", length), check_size("num_first", num_first)
     recent = check_size("num_recent", num_recent)
     first = min(first, length)
+    check_bytes({"length": min(length, first + recent)}, 8)
     return np.concatenate([np.arange(first), np.arange(max(first, length - recent), length)])
 
 

@@ -396,3 +396,10 @@ def test_weights_that_are_none(weights):
     ):
         with pytest.raises(numkv.NumkvError, match="`weights`: expected"):
             call()
+
+
+def test_more_tokens_than_memory_holds():
+    for sizes in ((2**62, 2**62, 0), (2**62, 1, 2**61)):
+        with pytest.raises(numkv.DimensionMismatch, match="`length`"):
+            eviction.first_and_recent(*sizes)
+    assert eviction.first_and_recent(2**62, 1, 1).tolist() == [0, 2**62 - 1]
