@@ -301,7 +301,7 @@ def test_arrays_of_a_pool(target, host):
     pool = numkv.PagedPool(3, 2, HEADS, DIM, kind="bf16", target=target)
     a = pool.arrays
     assert a.k.dtype == np.uint16
-    assert (a.block_table.size, a.context_lens.size, a.slots.size) == (0, 0, 0)
+    assert (a.block_table.shape, a.context_lens.shape, a.slots.shape) == ((0, 0), (0,), (0,))
     assert pool.generation == 0
     assert a.k is pool.pool.k
 
