@@ -2,7 +2,7 @@
 
     python tools/mutate.py --count 120                 a random choice of mutants, spread over the files
     python tools/mutate.py --files numkv/rows/int4.py  all mutants of some files
-    python tools/mutate.py --again                     those that have survived so far, with today's tests
+    python tools/mutate.py --again                     those that no test has caught so far, with today's
     python tools/mutate.py --report                    what is known, and how the survivors differ
 
 A mutant turns a comparison round, adds 1 to a constant or takes it away, exchanges ``and`` and ``or``, ``+`` and
@@ -239,6 +239,8 @@ class Workplace:
 
     def __init__(self, folder):
         self.folder = folder
+        #: Tests whose kernels are compiled here, of files that none are made of.
+        self.warm: set[tuple[str, ...]] = set()
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT, capture_output=True, text=True, check=True,
@@ -320,10 +322,12 @@ def check_unchanged(place, file, log):
     """Whether the tests of a file pass in time when it is as it is; said once."""
     key = f"{file} {tests_of(file)}"
     known = judged(log).get(key)
+    source = (place.folder / "tree" / file).read_text()
+    tests = tuple(tests_of(file))
+    if not makes_kernels(file) and tests not in place.warm:  # each time: the folder is a new one
+        place.test(file, source, 10 * SECONDS)
+        place.warm.add(tests)
     if known is None:
-        source = (place.folder / "tree" / file).read_text()
-        if not makes_kernels(file):
-            place.test(file, source, 10 * SECONDS)
         outcome, spent, output = place.test(file, source, SECONDS)
         known = {"key": key, "file": file, "unchanged": outcome, "seconds": round(spent, 1)}
         keep(log, **known)
@@ -409,7 +413,11 @@ def main():
     parser.add_argument(
         "--log", type=Path, default=Path("mutants.jsonl"), help="results (default: %(default)s)"
     )
-    parser.add_argument("--again", action="store_true", help="judge the survivors again")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="judge the survivors again, and those that were too slow",
+    )
     parser.add_argument(
         "--report", action="store_true", help="print what is known, and judge nothing"
     )
@@ -419,7 +427,7 @@ def main():
         again = set()
         if arguments.again:
             lines = judged(arguments.log).items()
-            again = {key for key, line in lines if line.get("outcome") == "survived"}
+            again = {key for key, line in lines if line.get("outcome") in ("survived", "too slow")}
             again -= EQUIVALENT.keys()
             mutants = [mutant for mutant in mutants if mutant.key in again]
             arguments.count = len(mutants)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import naive
 import numpy as np
@@ -302,6 +303,17 @@ def test_copies_are_independent(target, to, host, rng, how):
     twin.advance()
     assert (len(twin), len(cache)) == (4, 1)
     assert host(cache.k(0))[:, 0, 0].astype(np.float32).tolist()[1] == 7
+
+
+def test_a_pickle_keeps_the_scales_of_every_layer():
+    cache = numkv.KVCache(3, 2, 4, kind="fp8_e4m3")
+    for layer, scale in enumerate((0.5, 2.0, 4.0)):
+        cache.set_scales(layer, k=np.array([scale, 1], np.float32), v=scale / 8)
+    other = pickle.loads(pickle.dumps(cache))
+    for layer, scale in enumerate((0.5, 2.0, 4.0)):
+        made = other.arrays(layer)
+        assert made.k_scale.tolist() == [scale, 1]
+        assert made.v_scale.tolist() == [scale / 8] * 2
 
 
 def test_repr_says_what_it_is(target):

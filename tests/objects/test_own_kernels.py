@@ -11,6 +11,7 @@ from own_code import as_stored
 
 import numkv
 from numkv import device
+from numkv.storage.own_kernels import Uploads
 
 F32 = np.float32
 HEADS, DIM = 2, 8
@@ -300,7 +301,7 @@ def test_arrays_of_a_pool(target, host):
     pool = numkv.PagedPool(3, 2, HEADS, DIM, kind="bf16", target=target)
     a = pool.arrays
     assert a.k.dtype == np.uint16
-    assert (a.block_table.size, a.context_lens.size, a.slots.size) == (0, 0, 0)
+    assert (a.block_table.shape, a.context_lens.shape, a.slots.shape) == ((0, 0), (0,), (0,))
     assert pool.generation == 0
     assert a.k is pool.pool.k
 
@@ -366,6 +367,32 @@ def test_full_precision_tokens_have_no_arrays(name):
     if name == "KVCache":
         with pytest.raises(numkv.NotSupported, match="lengths"):
             _ = cache.lengths
+
+
+class Elsewhere:
+    """A target that host memory is uploaded to."""
+
+    values_on_host = False
+
+    def index(self, numbers, dtype):
+        return np.array(numbers, dtype)
+
+
+def test_an_upload_serves_until_its_numbers_change():
+    uploads, table = Uploads(Elsewhere()), np.arange(6, dtype=np.int32).reshape(2, 3)
+    first = uploads.of("table", table)
+    assert np.array_equal(first, table)
+    assert not np.shares_memory(first, table)
+    assert uploads.of("table", table.copy()) is first
+    lens = uploads.of("lens", table)
+    assert lens is not first
+    table[1, 2] = 9
+    for changed in (table, table.reshape(3, 2)):  # the same bytes in another shape
+        found = uploads.of("table", changed)
+        assert found.shape == changed.shape
+        assert np.array_equal(found, changed)
+    assert first[1, 2] == 5
+    assert uploads.of("lens", np.arange(6, dtype=np.int32).reshape(2, 3)) is lens
 
 
 # ---------------------------------------------------------------- room for tokens to come

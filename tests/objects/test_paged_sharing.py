@@ -266,6 +266,17 @@ def test_check_finds_scales_that_are_not_finite(target, to, kind):
             cache.check()
 
 
+def test_a_block_of_one_sequence_is_written_in_place():
+    """Nobody else uses it: no copy is made, and no block needed for one."""
+    cache = make(1, num_blocks=1, block_size=4)
+    seq = cache.add()
+    for length in range(1, 5):
+        fill(cache, [seq], 1)
+        assert cache.length(seq) == length
+        assert cache.block_table(seq, 0).tolist() == [0]
+        cache.check()
+
+
 def test_little_is_left_unused(rng):
     """1,000 sequences of 200 tokens on average, in blocks of 16: less than 4% of the slots hold no token."""
     cache = numkv.PagedKVCache(1, 1, 1, num_blocks=20000, block_size=16, kind="int8")

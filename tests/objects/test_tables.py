@@ -8,6 +8,7 @@ from messages import about
 
 import numkv
 from numkv.blocks.tables import block_table_to_csr, csr_to_block_table, slot_mapping
+from numkv.storage import tables as same_tables
 
 TABLES = [  # block table, lengths, block size; indptr, indices, last page lengths
     ([[7, 2], [5, -1]], [17, 3], 16, [0, 2, 3], [7, 2, 5], [1, 3]),
@@ -132,3 +133,14 @@ def test_more_new_tokens_than_tokens(new):
         slot_mapping(TABLE, LENS, 16, new_lens=new)
     with pytest.raises(numkv.DimensionMismatch, match=about("new_lens")):
         slot_mapping(TABLE, LENS, 16, new_lens=[1])
+
+
+def test_tables_that_are_the_same_in_every_call(target, host):
+    """As long as they say they are: kernels would not notice more."""
+    for made, numbers in (
+        (same_tables.one_block_each(target, 3), [[0], [1], [2]]),
+        (same_tables.one_query_each(target, 3), [0, 1, 2, 3]),
+        (same_tables.one_sequence(target, 5), [0, 5]),
+        (same_tables.one_length(target, 5), [5]),
+    ):
+        assert host(made).tolist() == numbers

@@ -43,13 +43,13 @@ def causal_cases():
 
 
 def range_cases():
-    """Queries with ranges of their own, some of them empty or beyond the sequence; rows before theirs are others'."""
+    """Queries with ranges of their own, some of them empty or beyond the sequence; rows before them are others'."""
     rng = np.random.default_rng(0)
-    for count in (1, 2, 3) * 40:
-        ranges = rng.integers(-2, LENGTH + 3, (count + 2, 2))
-        ranges[:2] = 0, LENGTH
-        seen = [[t for t in range(LENGTH) if low <= t < high] for low, high in ranges[2:]]
-        yield (ranges, 2, count, 5, -1), seen
+    for count, before in list(itertools.product((1, 2, 3), (0, 2))) * 20:
+        ranges = rng.integers(-2, LENGTH + 3, (before + count, 2))
+        ranges[:before] = 0, LENGTH
+        seen = [[t for t in range(LENGTH) if low <= t < high] for low, high in ranges[before:]]
+        yield (ranges, before, count, 5, -1), seen
 
 
 CASES = [*causal_cases(), *range_cases()]
