@@ -1,5 +1,6 @@
 """Files of compiled kernels: what identifies a kernel, and what happens when a file is damaged or out of date."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -259,3 +260,33 @@ def test_labels_and_identities_are_one_to_one(monkeypatch):
             append._copy_rows.__wrapped__(bytes_)
             copy._copy_tokens.__wrapped__(bytes_)
     assert len(seen) == len(set(seen.values())) == 8
+
+
+NUMBERS = """
+import itertools
+import os
+from numba.core.bytecode import FunctionIdentity
+import numkv.kernels.builder
+def number():
+    return FunctionIdentity.from_function(number).unique_id
+print(number(), flush=True)
+if os.fork() == 0:
+    print(number(), flush=True)
+    os._exit(0)
+os.wait()
+print(number())
+"""
+
+
+def test_processes_number_functions_apart():
+    """Kernels that see equal types differ in their symbol by that number alone, and share a folder."""
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", NUMBERS], capture_output=True, text=True, check=True
+        )
+        found += map(int, done.stdout.split())
+    near = sorted(found)
+    apart = [b - a for a, b in itertools.pairwise(near)]
+    assert len(found) == 6
+    assert sum(gap > 10**6 for gap in apart) == 3  # two parents and their children

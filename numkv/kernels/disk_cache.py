@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import pickle
 import re
@@ -36,6 +37,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba.core import config
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import (
     CompileResultCacheImpl,
     InTreeCacheLocator,
@@ -62,6 +64,21 @@ _HOUR = 3600
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Settings of Numba that change the machine code.
 _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX", "DEBUGINFO_DEFAULT")  # fmt: skip
+
+
+def _number_functions_apart() -> None:
+    """Have Numba number functions from somewhere in 2^56 on, where no other process of ours does.
+
+    A symbol in machine code is a function's name, that number and the types of its arguments. Kernels for fp16 and bf16
+    differ in the number alone, as both see words. Counted from 1 in each process, a kernel that comes from disk could
+    bear the symbol of another one that this process has compiled, and the linker would take one for both.
+    """
+    FunctionIdentity._unique_ids = itertools.count(int.from_bytes(os.urandom(7), "little"))
+
+
+_number_functions_apart()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_number_functions_apart)
 
 
 @functools.cache
