@@ -385,7 +385,16 @@ def test_one_call_at_a_time_changes_a_tally():
 
 @pytest.mark.parametrize(
     "weights",
-    [["1"], [[1.0], [1.0, 2.0]], np.ma.array([1.0]), None, [1j], 3.0, [object()]],
+    [
+        ["1"],
+        [[1.0], [1.0, 2.0]],
+        np.empty(0, np.complex64),
+        np.ma.array([1.0]),
+        None,
+        [1j],
+        3.0,
+        [object()],
+    ],
     ids=lambda x: repr(x)[:8],
 )
 def test_weights_that_are_none(weights):

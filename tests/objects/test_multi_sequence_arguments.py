@@ -541,3 +541,12 @@ def test_a_shift_that_cannot_be_pickled():
     other.remove(0, 0, 1)
     assert other.positions(0).tolist() == [0]
     assert rope.positions(0).tolist() == [0, 1]
+
+
+def test_ragged_scales():
+    cache = numkv.CausalCache()
+    cache.init("fp8_e4m3", 1, 8, 4)
+    for name in "kv":
+        with pytest.raises(numkv.UnsupportedDType, match=f"`{name}`: expected"):
+            cache.set_scales(0, **{name: [[1.0], [1.0, 2.0]]})
+    cache.set_scales(0, 2.0, 0.5)
