@@ -289,12 +289,12 @@ def _check_same(
 ) -> None:  # fmt: skip
     """Refuse arguments that say something else than the pool."""
     given: dict[str, tuple[Any, Any]] = {
-        "block_size": (block_size, pool.block_size),
-        "num_kv_heads": (num_kv_heads, pool.num_kv_heads),
-        "head_dim": (head_dim, pool.head_dim),
+        "block_size": (check_size("block_size", block_size), pool.block_size),
+        "num_kv_heads": (check_size("num_kv_heads", num_kv_heads), pool.num_kv_heads),
+        "head_dim": (check_size("head_dim", head_dim), pool.head_dim),
     }
     if head_dim_v is not None:
-        given["head_dim_v"] = (head_dim_v, pool.head_dim_v)
+        given["head_dim_v"] = (check_size("head_dim_v", head_dim_v), pool.head_dim_v)
     if target is not None:
         given["target"] = (target, pool.target)
     if rotate is not None:
