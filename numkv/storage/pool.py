@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -224,15 +225,23 @@ class Pool:
         """All arrays in host memory."""
         return tuple(self.target.to_host(x) for x in self.arrays())
 
-    def with_own_scales(self) -> Pool:
-        """The same words, with copies of the scales that heads share: what is set there is this pool's alone."""
-        buffers = (
-            replace(x, scales=self.target.asarray(np.array(self.target.to_host(x.scales))))
-            if x.kind.scales_per == "head"
-            else x
-            for x in (self.k_buffer, self.v_buffer)
-        )
-        return Pool(*buffers)
+    def with_own_scales(self, like: Pool | None = None) -> Pool:
+        """The same words, with scales of heads of its own: what is set there is this pool's alone.
+
+        Parameters
+        ----------
+        like : Pool, optional
+            Whose scales are copied; without it those of this pool.
+
+        Returns
+        -------
+        Pool
+            This pool itself where heads have no scales.
+        """
+        sides = (self.k_buffer, self.v_buffer)
+        sources = sides if like is None else (like.k_buffer, like.v_buffer)
+        own = [_with_copied_scales(*both) for both in zip(sides, sources, strict=True)]
+        return self if all(map(operator.is_, own, sides)) else Pool(*own)
 
     def __reduce__(self) -> Any:
         if not self.target.values_on_host:
@@ -281,6 +290,13 @@ class Pool:
             self.k_buffer.check_finite("k", k)
             self.v_buffer.check_finite("v", v)
         return k, v
+
+
+def _with_copied_scales(side: Buffer, source: Buffer) -> Buffer:
+    if side.kind.scales_per != "head":
+        return side
+    scales = np.array(source.target.to_host(source.scales))
+    return replace(side, scales=side.target.asarray(scales))
 
 
 def _made_again(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup
-from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held", "pool_with_own_scales"]
+__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
@@ -195,7 +194,7 @@ class BlockStore:
         for layer, (slot, _) in self.places.items():
             old = self.layer_pools[layer]
             layer_pools[layer] = (
-                pools[slot] if old is self.pools[slot] else pool_with_own_scales(pools[slot], old)
+                pools[slot] if old is self.pools[slot] else pools[slot].with_own_scales(old)
             )
         return BlockStore(self.target, self.groups, pools, blocks, self.places, layer_pools)
 
@@ -204,35 +203,4 @@ def _copy_of_pool(pool: Pool, ids: Array) -> Pool:
     """A pool of its own memory with the same content in some blocks."""
     made = pool.like(int(pool.k.shape[0]))
     pool.copy_blocks(ids, made, ids)
-    return pool_with_own_scales(made, pool)
-
-
-def _own_array(side: Buffer) -> Any:
-    """A copy of scales of heads."""
-    return side.target.asarray(np.array(side.target.to_host(side.scales)))
-
-
-def pool_with_own_scales(pool: Pool, like: Pool | None = None) -> Pool:
-    """A pool over the same words with scales of heads of its own, for another layer; for other kinds the same pool.
-
-    Parameters
-    ----------
-    pool : Pool
-        Whose words.
-    like : Pool, optional
-        Whose scales; 1 without it.
-    """
-    sides = pool.k_buffer, pool.v_buffer
-    if not any(side.kind.scales_per == "head" for side in sides):
-        return pool
-    scales = (None, None) if like is None else (like.k_buffer, like.v_buffer)
-    return Pool(*map(_with_own_scales, sides, scales))
-
-
-def _with_own_scales(side: Buffer, like: Buffer | None) -> Buffer:
-    if side.kind.scales_per != "head":
-        return side
-    if like is not None:
-        return replace(side, scales=_own_array(like))
-    ones = np.ones(int(side.words.shape[1]), side.kind.scale_word)
-    return replace(side, scales=side.target.asarray(ones))
+    return made.with_own_scales(pool)

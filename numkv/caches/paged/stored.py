@@ -16,7 +16,7 @@ from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import group_layers
-from numkv.caches.paged.store import BlockStore, SequenceState, pool_with_own_scales
+from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.checks import check_flag, check_index, check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
@@ -103,7 +103,7 @@ class StoredSequences:
             for slot, layer in enumerate(members)
         }
         layer_pools = {
-            layer: pools[slot] if group == 0 else pool_with_own_scales(pools[slot])
+            layer: pools[slot] if group == 0 else pools[slot].with_own_scales()
             for layer, (slot, group) in places.items()
         }
         self._adopt(BlockStore(place, groups, pools, blocks, places, layer_pools), {}, 0)
