@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.arrays import AnyArray, Array, HostArray
-from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.numbers import (
     MOST_BYTES,
     check_bytes,
@@ -38,6 +38,7 @@ __all__ = [
     "check_number",
     "check_size",
     "check_writable",
+    "host_array",
     "is_number",
     "is_plain",
 ]
@@ -217,7 +218,7 @@ def check_integers(
 
 def _from_list(name: str, x: Any, dtype: np.dtype[Any]) -> HostArray:
     """A list as an array; of integers in `dtype`, of anything else in what NumPy makes of it."""
-    given = _as_host_array(name, x)
+    given = host_array(name, x)
     if not given.size:
         return given.astype(dtype)
     if given.dtype.kind not in "iu":
@@ -229,18 +230,33 @@ def _from_list(name: str, x: Any, dtype: np.dtype[Any]) -> HostArray:
     return given.astype(dtype)
 
 
-def _as_host_array(name: str, x: Any) -> HostArray:
-    """Whatever NumPy makes an array of, in host memory."""
+def host_array(name: str, x: Any) -> HostArray:
+    """Take an argument that anything may be, as long as NumPy makes an array in host memory of it.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    x : array-like
+        The argument. An empty list, which has no dtype of its own, is one of integers.
+    """
+    if type(x) is np.ndarray:
+        return x
     if isinstance(x, np.ma.MaskedArray):
         raise masked(name)
     try:
-        return np.asarray(x)
-    except MemoryError:
+        if getattr(x, "__cuda_ndarray__", False):
+            raise NotSupported(
+                f"`{name}`: expected an array in host memory, got one on the CUDA device; bring it to the host first"
+            )
+        made = np.asarray(x)
+    except (MemoryError, NumkvError):
         raise
-    except Exception as error:
+    except Exception as error:  # what the object itself raises too
         raise UnsupportedDType(
-            f"`{name}`: expected integers, got a {type(x).__name__} that is no array of them ({error})"
+            f"`{name}`: expected an array or a list of integers, got {type(x).__name__}: {error}"
         ) from error
+    return made.astype(np.int32) if made.size == 0 and not isinstance(x, np.ndarray) else made
 
 
 def check_kept(name: str, x: Any, size: int, ndim: int | None = 1) -> NDArray[np.int64]:
@@ -257,7 +273,7 @@ def check_kept(name: str, x: Any, size: int, ndim: int | None = 1) -> NDArray[np
     ndim : int or None
         1, or None where there may be a row of them for each layer too.
     """
-    given = _as_host_array(name, x)
+    given = host_array(name, x)
     if ndim is None:
         ndim = 2 if given.ndim == 2 else 1
     if given.ndim != ndim:

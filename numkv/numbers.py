@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,20 +17,30 @@ from numkv.errors import DimensionMismatch
 
 __all__ = [
     "MOST_BYTES",
+    "as_int",
     "check_bytes",
     "check_flag",
     "check_index",
     "check_number",
     "check_size",
     "is_number",
+    "memory_of_machine",
 ]
 
 #: The largest integer that kernels and index arrays can hold.
 _LARGEST = 2**63 - 1
 
 
-def _as_int(name: str, n: Any) -> int:
-    """An integer argument: whatever has ``__index__``, but for bools, which are no numbers here."""
+def as_int(name: str, n: Any) -> int:
+    """Take an integer argument: whatever has ``__index__``, but for bools, which are no numbers here.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    n : int
+        The argument.
+    """
     if type(n) is int:
         return n
     if type(n) is bool or isinstance(n, np.ma.MaskedArray):
@@ -52,7 +63,7 @@ def check_size(name: str, n: Any, least: int = 0, most: int = _LARGEST) -> int:
     least, most : int
         The smallest and the largest value it may have.
     """
-    size = _as_int(name, n)
+    size = as_int(name, n)
     if not least <= size <= most:
         bound = f"least {least}" if size < least else f"most {most}"
         raise DimensionMismatch(
@@ -77,7 +88,7 @@ def check_index(name: str, i: Any, size: int, *, inclusive: bool = False) -> int
     inclusive : bool
         Whether `size` itself is in range.
     """
-    index = _as_int(name, i)
+    index = as_int(name, i)
     if not 0 <= index < size + inclusive:
         closing = "]" if inclusive else ")"
         raise IndexError(f"`{name}`: expected an index in [0, {size}{closing}, got {_short(index)}")
@@ -163,6 +174,14 @@ def _short(n: Any) -> str:
 
 #: What an address can say: more bytes than that are refused before memory is asked for.
 MOST_BYTES = 2**47
+
+
+def memory_of_machine() -> int:
+    """Bytes of memory that the machine has; `MOST_BYTES` where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return MOST_BYTES
 
 
 def check_bytes(sizes: Mapping[str, int], itemsize: float = 1) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks.prefix import DIGEST_SIZE, host_array, token_ids
+from numkv.blocks.prefix import DIGEST_SIZE, token_ids
 from numkv.blocks.records import Ids
-from numkv.checks import check_size
+from numkv.checks import check_size, host_array
 from numkv.errors import DimensionMismatch, UnsupportedDType
+from numkv.numbers import memory_of_machine
 
 __all__ = ["block_ids", "block_names", "id_in_range", "pool_sizes"]
 
@@ -39,7 +39,7 @@ def pool_sizes(num_blocks: Any, block_size: Any) -> tuple[int, int]:
     """
     blocks = check_size("num_blocks", num_blocks)
     size = check_size("block_size", block_size, 1)
-    most = min(_MOST_BLOCKS, _memory() // _BOOKS_OF_BLOCK)
+    most = min(_MOST_BLOCKS, memory_of_machine() // _BOOKS_OF_BLOCK)
     if blocks > most:
         raise DimensionMismatch(
             f"`num_blocks`: expected at most {most}, whose ids are int32 and whose books fit into this machine's "
@@ -56,14 +56,6 @@ def pool_sizes(num_blocks: Any, block_size: Any) -> tuple[int, int]:
             actual=size,
         )
     return blocks, size
-
-
-def _memory() -> int:
-    """Bytes of memory that the machine has, or a number that no books reach."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return _MOST_BYTES
 
 
 def block_ids(ids: Any, num_blocks: int) -> Ids:

@@ -29,14 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.checks import check_size
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
+from numkv.checks import check_size, host_array
+from numkv.errors import DimensionMismatch, UnsupportedDType
 
 __all__ = [
     "DIGEST_SIZE",
     "FORMAT_VERSION",
     "block_digests",
-    "host_array",
     "plain_extra",
     "root_digest",
     "token_ids",
@@ -53,39 +52,8 @@ _NO_PARENT = bytes(DIGEST_SIZE)
 #: Bits of the largest integer, and bytes of the longest string, that may be an extra key.
 _MOST_BITS = 4096
 _MOST_BYTES = 2**32 - 1
-
-
-def host_array(name: str, x: Any) -> NDArray[Any]:
-    """Take an argument that anything may be, as long as NumPy makes an array in host memory of it.
-
-    Parameters
-    ----------
-    name : str
-        What errors call it.
-    x : array-like
-        The argument.
-    """
-    if type(x) is np.ndarray:
-        return x
-    if isinstance(x, np.ma.MaskedArray):
-        raise NotSupported(
-            f"`{name}`: expected an array without a mask, got a masked one; pass {name}.compressed() "
-            f"or {name}.data"
-        )
-    if getattr(x, "__cuda_ndarray__", False):
-        raise NotSupported(
-            f"`{name}`: expected an array in host memory, got one on the CUDA device; bring it to the host first"
-        )
-    try:
-        made = np.asarray(x)
-    except (MemoryError, NumkvError):
-        raise
-    except Exception as error:  # what the object itself raises too
-        raise TypeError(
-            f"`{name}`: expected an array or a list of integers, got {type(x).__name__}: {error}"
-        ) from error
-    # An empty list has no dtype of its own.
-    return made.astype(np.int32) if made.size == 0 and not isinstance(x, np.ndarray) else made
+#: Tokens in a block: names hold 32 bits of the number.
+_MOST_TOKENS = 2**32 - 1
 
 
 def token_ids(tokens: Any, name: str = "tokens") -> NDArray[np.int32]:
@@ -212,17 +180,6 @@ def _packed(extra: Mapping[str, int | str | bytes] | None) -> bytes:
     return b"".join(packed for _, packed in sorted(parts))
 
 
-def _check_block_size(block_size: Any) -> int:
-    size = check_size("block_size", block_size, 1)
-    if size >= 2**32:
-        raise DimensionMismatch(
-            f"`block_size`: expected less than 2**32 tokens, got {size}; names hold 32 bits of it",
-            expected=2**32 - 1,
-            actual=size,
-        )
-    return size
-
-
 def _link(parent: Any) -> bytes:
     """A parent digest as bytes."""
     if parent is None:
@@ -269,7 +226,7 @@ def root_digest(
     bytes
         32 of them.
     """
-    block_size = _check_block_size(block_size)
+    block_size = check_size("block_size", block_size, 1, _MOST_TOKENS)
     header = FORMAT_VERSION.to_bytes(4, "little") + block_size.to_bytes(4, "little")
     return sha256(_link(parent) + b"Knumkv" + header + _packed(extra)).digest()
 
@@ -314,7 +271,7 @@ def block_digests(
     >>> block_digests(range(40), 16).shape
     (2, 32)
     """
-    block_size = _check_block_size(block_size)
+    block_size = check_size("block_size", block_size, 1, _MOST_TOKENS)
     ids, extra = token_ids(tokens), plain_extra(extra)
     if ids.ndim != 1:
         raise DimensionMismatch(

@@ -11,7 +11,6 @@ All arrays are NumPy arrays on the host; entries of a block table past a sequenc
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -26,26 +25,8 @@ __all__ = ["block_table_to_csr", "csr_to_block_table", "slot_mapping"]
 Ints = NDArray[np.int32]
 
 
-def _check_block_size(block_size: Any) -> int:
-    """Take a number of tokens with which slots are int64, whatever block of int32 they are in."""
-    size = check_size("block_size", block_size, 1)
-    if size >= 2**31:
-        raise DimensionMismatch(
-            f"`block_size`: expected less than 2**31 tokens, got {size}; slots are int64",
-            expected=2**31 - 1,
-            actual=size,
-        )
-    return size
-
-
-def _check_fill(fill: Any) -> int:
-    try:
-        filler = operator.index(fill)
-    except TypeError:
-        raise TypeError(f"`fill`: expected an integer, got {type(fill).__name__}") from None
-    if not -(2**31) <= filler < 2**31:
-        raise ValueError(f"`fill`: expected an int32, got {filler}; block tables are int32")
-    return filler
+#: Tokens in a block with which slots are int64, whatever block of int32 they are in.
+_MOST_TOKENS = 2**31 - 1
 
 
 def _check_table(
@@ -53,7 +34,7 @@ def _check_table(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """The table, the lengths, and the number of tokens in a block."""
     cpu = targets.get("cpu")
-    size = _check_block_size(block_size)
+    size = check_size("block_size", block_size, 1, _MOST_TOKENS)
     table = check_integers(cpu, "block_table", block_table, ("num_seqs", "max_blocks"))
     lens = check_integers(cpu, "seq_lens", seq_lens, (table.shape[0],)).astype(np.int64)
     capacity = table.shape[1] * size
@@ -143,7 +124,8 @@ def csr_to_block_table(
         If an array has another dtype.
     """
     cpu = targets.get("cpu")
-    size, filler = _check_block_size(block_size), _check_fill(fill)
+    size = check_size("block_size", block_size, 1, _MOST_TOKENS)
+    filler = check_size("fill", fill, -(2**31), 2**31 - 1)
     last = check_integers(cpu, "kv_last_page_len", kv_last_page_len, ("num_seqs",)).astype(np.int64)
     indptr = check_integers(cpu, "kv_indptr", kv_indptr, (len(last) + 1,)).astype(np.int64)
     indices = check_integers(cpu, "kv_indices", kv_indices, ("num_blocks",))

@@ -105,13 +105,7 @@ class KVCache(StoredRows):
         num_sink_tokens: int = 0,
     ) -> None:
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
-        layers = check_size("num_layers", num_layers)
-        if layers > _MOST_LAYERS:
-            raise DimensionMismatch(
-                f"`num_layers`: expected at most {_MOST_LAYERS}, got {layers}",
-                expected=_MOST_LAYERS,
-                actual=layers,
-            )
+        layers = check_size("num_layers", num_layers, 0, _MOST_LAYERS)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)

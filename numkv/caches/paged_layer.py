@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.access import drops, overtaken, writes
-from numkv.blocks.prefix import host_array
 from numkv.caches.layer import Layer
 from numkv.caches.paged_pool import PagedPool
-from numkv.checks import check_size
+from numkv.checks import check_size, host_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kind

@@ -17,6 +17,7 @@ from numkv.files.container import Container, opened, write
 from numkv.files.fields import Damaged, Foreign, expect
 from numkv.files.held import held
 from numkv.files.plan import Options, Plan, Saved
+from numkv.numbers import memory_of_machine
 
 __all__ = ["load", "load_sequences", "save", "save_sequences"]
 
@@ -324,10 +325,7 @@ def _compare_marks(path: str, file: Container, mark: Any) -> None:
 
 def _check_bytes(max_nbytes: Any) -> int:
     if max_nbytes is None:
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):
-            return 2**48
+        return memory_of_machine()
     if isinstance(max_nbytes, bool) or not isinstance(max_nbytes, int) or max_nbytes < 0:
         raise TypeError(f"`max_nbytes`: expected an integer from 0 up, got {max_nbytes!r}")
     return max_nbytes

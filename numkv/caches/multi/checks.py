@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from numkv.checks import check_index
 from numkv.errors import DimensionMismatch
+from numkv.numbers import as_int
 
 __all__ = [
     "MOST_POSITIONS",
@@ -45,12 +45,7 @@ def check_position(name: str, i: Any) -> int:
 
 def check_integer(name: str, i: Any) -> int:
     """Take an integer of any sign, bools are none; one that no int64 holds becomes the next that it does."""
-    if type(i) is bool:
-        raise TypeError(f"`{name}`: expected an integer, got {i}")
-    try:
-        return max(-_MOST_IDS, min(_MOST_IDS, operator.index(i)))
-    except TypeError:
-        raise TypeError(f"`{name}`: expected an integer, got {type(i).__name__}") from None
+    return max(-_MOST_IDS, min(_MOST_IDS, as_int(name, i)))
 
 
 def _check_bounded(name: str, i: Any, what: str, most: int) -> int:

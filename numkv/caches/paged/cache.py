@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import writes
-from numkv.blocks.prefix import host_array, plain_extra, token_ids
+from numkv.blocks.prefix import plain_extra, token_ids
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.prefix_match import block_names, find_prefix, register, register_blocks
 from numkv.caches.paged.reservation import end_step, reserve_room
@@ -40,7 +40,7 @@ from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import PagedStats
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
 from numkv.caches.paged.whole import WholeCache
-from numkv.checks import check_index, check_integers, check_kept
+from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 
@@ -270,7 +270,7 @@ class PagedKVCache(WholeCache):
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
-        kept = check_kept("keep", host_array("keep", keep), state.length)
+        kept = check_kept("keep", keep, state.length)
         number = self._number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
         try:

@@ -73,13 +73,7 @@ class StoredSequences:
         windows: Sequence[int] | None = None,
         rotate: bool = False,
     ) -> None:
-        layers = check_size("num_layers", num_layers, 1)
-        if layers > _MOST_LAYERS:
-            raise DimensionMismatch(
-                f"`num_layers`: expected at most {_MOST_LAYERS}, got {layers}",
-                expected=_MOST_LAYERS,
-                actual=layers,
-            )
+        layers = check_size("num_layers", num_layers, 1, _MOST_LAYERS)
         windows_of = _windows(windows, layers)
         place = targets.get(target)
         of_k, of_v = kinds_of(kind, k_kind, v_kind)
