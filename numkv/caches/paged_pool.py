@@ -14,6 +14,7 @@ from numkv.checks import check_size
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag
+from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 
@@ -260,7 +261,7 @@ class PagedPool:
         for buffer in (self._pool.k_buffer, self._pool.v_buffer):
             if buffer.kind.scales_per == "head":
                 scales = buffer.target.to_host(buffer.scales)
-                if not (np.isfinite(scales) & (scales > 0)).all():
+                if not are_scales(buffer.kind, scales):
                     raise NumkvError(
                         f"check: expected finite scales above 0, got {scales.tolist()}"
                     )

@@ -22,6 +22,7 @@ from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
+from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
@@ -319,7 +320,7 @@ class SingleSequence:
                 continue
             scales = self._target.to_host(self._pool.buffer(which).scales).view(kind.scale_dtype)
             if kind.scales_per == "head":
-                if not (np.isfinite(scales) & (scales > 0)).all():
+                if not are_scales(kind, scales):
                     raise NumkvError(
                         f"check: expected finite scales of {which} above 0, got {scales.tolist()}"
                     )

@@ -225,6 +225,21 @@ class Pool:
         """All arrays in host memory."""
         return tuple(self.target.to_host(x) for x in self.arrays())
 
+    def copy(self, ids: Array | None = None) -> Pool:
+        """A pool of this one's kinds and shapes with the same content, in memory of its own.
+
+        Parameters
+        ----------
+        ids : int32 array (n,), optional
+            Blocks whose content is copied, on the target; without it all.
+        """
+        num_blocks = int(self.k.shape[0])
+        if ids is None:
+            ids = self.target.index(np.arange(num_blocks), np.int32)
+        made = self.like(num_blocks).with_own_scales()
+        self.copy_blocks(ids, made, ids)
+        return made
+
     def with_own_scales(self, like: Pool | None = None) -> Pool:
         """The same words, with scales of heads of its own: what is set there is this pool's alone.
 

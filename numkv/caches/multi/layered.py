@@ -17,7 +17,7 @@ from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.head_scales import HeadScales
 from numkv.errors import NumkvError
 from numkv.kinds import Kind
-from numkv.storage.buffer import Buffer
+from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -185,7 +185,7 @@ class LayeredCache(MultiSequenceCache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new._access, new._puts, new._given = access, {}, {}
-        new._layers = {layer: _copy_of(pool) for layer, pool in self._layers.items()}
+        new._layers = {layer: pool.copy() for layer, pool in self._layers.items()}
         new._head_scales = self._head_scales.copy()
         return new
 
@@ -227,9 +227,8 @@ def _check_scales(where: str, buffer: Buffer, stored: NDArray[np.int64]) -> None
     if not buffer.kind.is_scaled:
         return
     scales = buffer.target.to_host(buffer.typed_scales())
-    by_head = buffer.kind.scales_per == "head"
-    held = scales if by_head else scales[0][:, stored]
-    if not np.isfinite(held).all() or (by_head and not (held > 0).all()):
+    held = scales if buffer.kind.scales_per == "head" else scales[0][:, stored]
+    if not are_scales(buffer.kind, held):
         raise NumkvError(
             f"check: scales of {where} are not finite; rows with NaN or infinity were put unchecked"
         )
@@ -241,22 +240,6 @@ def _by_token(buffer: Buffer) -> Buffer:
     if not buffer.kind.has_scales:
         return replace(buffer, words=by_token(buffer.words))
     return replace(buffer, words=by_token(buffer.words), scales=by_token(buffer.scales))
-
-
-def _copy_of(pool: Pool) -> Pool:
-    """A pool of its own with the same content."""
-    target, num_blocks = pool.target, int(pool.k.shape[0])
-    ids = target.index(np.arange(num_blocks), np.int32)
-    new = pool.like(num_blocks)
-    pool.copy_blocks(ids, new, ids)
-    return Pool(
-        *(
-            replace(buffer, scales=target.asarray(np.array(target.to_host(buffer.scales))))
-            if buffer.kind.scales_per == "head"
-            else buffer
-            for buffer in (new.k_buffer, new.v_buffer)
-        )
-    )
 
 
 def check_picklable(what: str, x: object) -> None:

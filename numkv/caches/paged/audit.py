@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
-from numkv.storage.buffer import Buffer
+from numkv.storage.buffer import Buffer, are_scales
 
 __all__ = ["check_books", "check_scales"]
 
@@ -130,4 +130,4 @@ def _finite(side: Buffer, blocks: Ints, offsets: Ints) -> bool:
     scales = side.target.to_host(side.typed_scales())
     if side.kind.scales_per != "head":
         scales = scales[blocks, :, offsets]
-    return bool(np.isfinite(scales.astype(np.float32)).all())
+    return are_scales(side.kind, scales)

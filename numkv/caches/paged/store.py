@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Target
 
 __all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held"]
 
@@ -189,7 +189,7 @@ class BlockStore:
         ids = self.target.index(
             every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)], np.int32
         )
-        pools = [_copy_of_pool(pool, ids) for pool in self.pools]
+        pools = [pool.copy(ids) for pool in self.pools]
         layer_pools = {}
         for layer, (slot, _) in self.places.items():
             old = self.layer_pools[layer]
@@ -197,10 +197,3 @@ class BlockStore:
                 pools[slot] if old is self.pools[slot] else pools[slot].with_own_scales(old)
             )
         return BlockStore(self.target, self.groups, pools, blocks, self.places, layer_pools)
-
-
-def _copy_of_pool(pool: Pool, ids: Array) -> Pool:
-    """A pool of its own memory with the same content in some blocks."""
-    made = pool.like(int(pool.k.shape[0]))
-    pool.copy_blocks(ids, made, ids)
-    return made.with_own_scales(pool)
