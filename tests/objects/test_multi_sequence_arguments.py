@@ -1,6 +1,7 @@
 """Arguments of multi-sequence caches of odd types and sizes: taken as what they mean, or refused by name."""
 
 import itertools
+from fractions import Fraction
 
 import naive_cells
 import numpy as np
@@ -543,10 +544,11 @@ def test_a_shift_that_cannot_be_pickled():
     assert rope.positions(0).tolist() == [0, 1]
 
 
-def test_ragged_scales():
+@pytest.mark.parametrize("scales", [[[1.0], [1.0, 2.0]], Fraction(10**400)], ids=["ragged", "huge"])
+def test_scales_that_are_none(scales):
     cache = numkv.CausalCache()
     cache.init("fp8_e4m3", 1, 8, 4)
     for name in "kv":
         with pytest.raises(numkv.UnsupportedDType, match=f"`{name}`: expected"):
-            cache.set_scales(0, **{name: [[1.0], [1.0, 2.0]]})
+            cache.set_scales(0, **{name: scales})
     cache.set_scales(0, 2.0, 0.5)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv import targets
-from numkv.errors import UnsupportedDType
+from numkv.checks import host_array, is_number
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
@@ -49,11 +48,12 @@ class HeadScales:
             pool.set_scales(k, v)
         else:
             for name, scales in given.items():
-                heads, kind = max(1, _as_float32(name, scales).size), kinds[name == "v"]
+                kind = kinds[name == "v"]
+                heads = 1 if is_number(scales) else max(1, host_array(name, scales).size)
                 empty = (0, heads, 1)
                 buffer = Buffer.allocate(targets.get("cpu"), empty, kind.elements_per_word, kind)
                 buffer.check_scales(name, scales)
-        copies = {name: _as_float32(name, x) for name, x in given.items()}
+        copies = {name: np.array(x, np.float32) for name, x in given.items()}
         self._by_layer[layer] = self._by_layer.get(layer, {}) | copies
 
     def apply(self, layer: int, pool: Pool) -> None:
@@ -62,13 +62,3 @@ class HeadScales:
             buffer, given = pool.buffer(name), scales if scales.ndim else float(scales)
             found = buffer.check_scales(f"{name} of set_scales", given)
             buffer.scales[:] = buffer.target.asarray(found)
-
-
-def _as_float32(name: str, scales: Any) -> NDArray[np.float32]:
-    try:
-        return np.array(scales, np.float32)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedDType(
-            f"`{name}`: expected a number or float32 (num_kv_heads,), got a {type(scales).__name__} that is no "
-            f"array of them ({error})"
-        ) from error
