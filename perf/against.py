@@ -29,7 +29,7 @@ import numpy as np
 from perf import envs
 from perf.calls import CALLS as ONE_TOKEN
 from perf.load import MOST, Load, of_children
-from perf.peers import CALLS, LARGEST_ERROR, OURS, CannotRun, numkv_, threads
+from perf.peers import CALLS, INT8_BESIDE, LARGEST_ERROR, OURS, CannotRun, numkv_, threads
 from perf.report import table
 from perf.shapes import PREFILL, PREFILL_KINDS, SHAPES, Problems
 from perf.workers import ROOT, Died, Library, Missing, environment
@@ -130,7 +130,8 @@ def every_line():
     """All lines there are."""
     lines = []
     for letter, kind in itertools.product(SHAPES, LARGEST_ERROR):
-        lines += [Line(ATTENTION, letter, kind, form) for form in numkv_.decode(kind)]
+        forms = [form for form in numkv_.decode(kind) if form != INT8_BESIDE]
+        lines += [Line(ATTENTION, letter, kind, form) for form in forms]
     for letter, kind in itertools.product(PREFILL, PREFILL_KINDS):
         lines += [Line(ATTENTION, letter, kind, form) for form in numkv_.prefill(kind)]
     lines += [Line(CALLS, "", CALLS, name) for name in ONE_TOKEN]

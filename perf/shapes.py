@@ -11,13 +11,52 @@ MOST_LAYERS = 64
 
 
 class Shape(NamedTuple):
-    """How many of what; `length` tokens are in the cache."""
+    """How many of what; `length` tokens are in the cache, or for each sequence as many as `lengths` says.
+
+    Then `length` is how many there is room for. `v_dim` is the width of V's rows where it is not that of K's. Each
+    sequence's newest `queries` tokens attend, each to itself and all before it.
+    """
 
     batch: int
     q_heads: int
     kv_heads: int
     dim: int
     length: int
+    v_dim: int | None = None
+    queries: int = 1
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def dim_v(self):
+        return self.v_dim or self.dim
+
+    @property
+    def lens(self):
+        """The length of each sequence."""
+        return self.lengths or (self.length,) * self.batch
+
+    @property
+    def group(self):
+        """Q heads for each kv head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def plain(self):
+        """Whether one query attends in each sequence, all are of one length, and K and V of one width."""
+        return self.dim_v == self.dim and self.queries == 1 and not self.lengths
+
+    def __str__(self):
+        """The numbers, and in words what is not plain."""
+        more = [f"{min(self.lengths)} to {max(self.lengths)} tokens"] if self.lengths else []
+        more += [f"rows of V {self.dim_v}"] if self.dim_v != self.dim else []
+        more += [f"{self.queries} queries"] if self.queries > 1 else []
+        return f"({', '.join([*map(str, self[:5]), *more])})"
+
+
+def mixed_lengths(count, least, most):
+    """Lengths whose logarithms are uniform, the same each time."""
+    logs = np.random.default_rng(16).uniform(np.log(least), np.log(most), count)
+    return tuple(int(x) for x in np.exp(logs).round())
 
 
 SHAPES = {
@@ -27,7 +66,16 @@ SHAPES = {
     "D": Shape(32, 32, 8, 128, 1024),
     "E": Shape(1, 14, 2, 64, 32768),
     "F": Shape(1, 32, 8, 128, 512),
+    "G": Shape(1, 64, 8, 128, 16384),
+    "H": Shape(1, 16, 1, 128, 32768),
+    "I": Shape(1, 16, 4, 256, 8192),
+    "J": Shape(1, 32, 8, 192, 8192, v_dim=128),
+    "K": Shape(64, 32, 8, 128, 8192, lengths=mixed_lengths(64, 16, 8192)),
+    "L4": Shape(8, 32, 8, 128, 4096, queries=4),
+    "L8": Shape(8, 32, 8, 128, 4096, queries=8),
 }
+#: Those that one call of `decode_attention` over dense rows of one width attends to.
+PLAIN = [letter for letter, shape in SHAPES.items() if shape.plain]
 PREFILL = {"P": Shape(1, 32, 8, 128, 2048)}
 PREFILL_KINDS = ("fp32", "bf16")
 
@@ -39,6 +87,13 @@ WORDS = {
     "D": "32 sequences, 1k tokens",
     "E": "small heads, 32k tokens",
     "F": "1 sequence, 512 tokens",
+    "G": "groups of 8, 16k tokens",
+    "H": "one kv head, 32k tokens",
+    "I": "heads of 256, 8k tokens",
+    "J": "K 192, V 128, 8k tokens",
+    "K": "64 sequences, 16 to 8k tokens",
+    "L4": "4 queries each, 4k tokens",
+    "L8": "8 queries each, 4k tokens",
     "P": "prompt, 2k tokens",
 }
 
@@ -75,26 +130,43 @@ def attend(q, k, v, causal=False):
 
 
 class Decode:
-    """One new token for each sequence: random rows in float32, and the right result for them.
+    """The newest tokens of each sequence: random rows in float32, and the right result for them.
 
-    q is ``(batch, q heads, dim)``, k and v are ``(batch, kv heads, tokens, dim)``, `expected` is shaped as q.
+    k and v have, for each sequence, ``(kv heads, tokens, dim)``: arrays of one more axis, or lists where
+    lengths differ. q is ``(batch, q heads, dim)``, or ``(batch, queries, q heads, dim)`` where there are several, and
+    `expected` like it.
     """
 
     flops = 0  # what counts is bytes
 
     def __init__(self, shape, rng):
         self.shape = shape
-        rows = (shape.batch, shape.kv_heads, shape.length, shape.dim)
-        self.k, self.v = (rng.standard_normal(rows, np.float32) for _ in range(2))
+        self.k, self.v = (self._rows(rng, width) for width in (shape.dim, shape.dim_v))
         self.q = rng.standard_normal((shape.batch, *self._queries()), np.float32)
 
+    def _rows(self, rng, width):
+        shape = self.shape
+        if not shape.lengths:
+            return rng.standard_normal(
+                (shape.batch, shape.kv_heads, shape.length, width), np.float32
+            )
+        return [rng.standard_normal((shape.kv_heads, n, width), np.float32) for n in shape.lengths]
+
     def _queries(self):
-        return self.shape.q_heads, self.shape.dim
+        shape = self.shape
+        one = (shape.q_heads, shape.dim)
+        return one if shape.queries == 1 else (shape.queries, *one)
+
+    @property
+    def every_query(self):
+        """The queries as ``(batch, queries, q heads, dim)``."""
+        return self.q.reshape(self.shape.batch, -1, self.shape.q_heads, self.shape.dim)
 
     @cached_property
     def expected(self):
-        every = zip(self.q[:, :, None], self.k, self.v, strict=True)
-        return np.stack([attend(*one) for one in every])[:, :, 0]
+        every = zip(self.every_query.swapaxes(1, 2), self.k, self.v, strict=True)
+        out = np.stack([attend(*one, True) for one in every]).swapaxes(1, 2)
+        return out.reshape(*self.q.shape[:-1], self.shape.dim_v)
 
     def forget_layers(self):
         """Give back what contestants share; see `perf.peers.float_layers`."""
@@ -109,14 +181,10 @@ class Decode:
 
 
 class Prefill(Decode):
-    """A whole causal prompt of one sequence: q and `expected` are ``(1, tokens, q heads, dim)``."""
+    """A whole causal prompt of one sequence: `queries` is its length, and q is ``(1, tokens, q heads, dim)``."""
 
     def _queries(self):
         return self.shape.length, self.shape.q_heads, self.shape.dim
-
-    @cached_property
-    def expected(self):
-        return attend(self.q[0].swapaxes(0, 1), self.k[0], self.v[0], True).swapaxes(0, 1)[None]
 
     @property
     def flops(self):

@@ -7,7 +7,7 @@ import pytest
 
 import numkv
 from perf import traffic
-from perf.shapes import SHAPES, Shape, attend, causal_flops, cold_layers
+from perf.shapes import PLAIN, SHAPES, Shape, attend, causal_flops, cold_layers
 
 
 def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
@@ -34,9 +34,9 @@ def layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length):
 
 
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", PLAIN)
 def test_decode_attention(measure, target, to, rng, shape, kind):
-    batch, q_heads, kv_heads, dim, length = SHAPES[shape]
+    batch, q_heads, kv_heads, dim, length, *_ = SHAPES[shape]
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = cold_layers(size)
     (k, v), scales, values = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)

@@ -35,7 +35,7 @@ def filled(target, rng, config, q_heads, kv_heads, dim, length):
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("shape", ["A", "C", "F"])
 def test_attend(measure, side_by_side, target, to, rng, shape, config):
-    _, q_heads, kv_heads, dim, length = SHAPES[shape]
+    _, q_heads, kv_heads, dim, length, *_ = SHAPES[shape]
     cache, k, v = filled(target, rng, config, q_heads, kv_heads, dim, length)
     q = rng.standard_normal((q_heads, dim), np.float32)
     given, lens = to(q), to(np.array([length]))
@@ -58,7 +58,7 @@ def test_attend(measure, side_by_side, target, to, rng, shape, config):
 
 @pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
 def test_scores(measure, target, to, rng, config):
-    _, q_heads, kv_heads, dim, length = SHAPES["A"]
+    _, q_heads, kv_heads, dim, length, *_ = SHAPES["A"]
     cache, k, _ = filled(target, rng, config, q_heads, kv_heads, dim, length)
     q = rng.standard_normal((q_heads, dim), np.float32)
     expected = q[-1] @ k[-1].T / np.sqrt(dim)

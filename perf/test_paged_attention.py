@@ -26,7 +26,7 @@ def paged(x, order, batch, blocks):
 @pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "int8"])
 @pytest.mark.parametrize("shape", ["A", "B", "D", "F"])
 def test_paged_decode_attention(measure, side_by_side, rng, shape, kind):
-    batch, q_heads, kv_heads, dim, length = SHAPES[shape]
+    batch, q_heads, kv_heads, dim, length, *_ = SHAPES[shape]
     size = batch * length * numkv.kind(kind).bytes_per_token(kv_heads, dim)
     layers = max(1, min(32, COLD // size))
     (k, v), scales, _ = layers_of_rows(rng, kind, layers, batch, kv_heads, dim, length)

@@ -37,6 +37,9 @@ PEERS = [name for name in MODULES if name != "numkv"]
 #: numkv's own module, name, and the form that others are compared with.
 OURS = "numkv"
 CONTIGUOUS = ""
+#: Its other forms: over blocks, and, in the race of int4, over int8.
+PAGED = "paged by 16"
+INT8_BESIDE = "over int8"
 
 #: Stands where a kind does, for what is no attention over a problem: the library's `CALLS`, whose makers take nothing.
 CALLS = "calls"
@@ -90,16 +93,28 @@ def refuse(reason):
     return make
 
 
+def same_widths(problem):
+    """`CannotRun` where K and V have rows of different widths; for libraries that know one width only."""
+    if problem.shape.dim_v != problem.shape.dim:
+        raise CannotRun("rows of K and V have one width")
+
+
 def nbytes(*arrays):
-    """Bytes of one layer: K, V, and whatever is stored beside them."""
-    return sum(int(x.nbytes) for x in arrays)
+    """Bytes of one layer: K, V, and whatever is stored beside them; lists have an array for each sequence."""
+    return sum(nbytes(*x) if isinstance(x, list) else int(x.nbytes) for x in arrays)
+
+
+def _room(dims, dtype):
+    """Zeros on a cache line's boundary; they take memory when they are written."""
+    size = int(np.prod(dims)) * np.dtype(dtype).itemsize
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(dims)
 
 
 def stacked(x, layers):
     """`layers` copies of `x` in one allocation, on a cache line's boundary: ``(layers, *x.shape)``."""
-    room = np.empty(layers * x.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    stack = room[start : start + layers * x.nbytes].view(x.dtype).reshape(layers, *x.shape)
+    stack = _room((layers, *x.shape), x.dtype)
     stack[:] = x
     return stack
 
@@ -110,13 +125,71 @@ def layers_of(*arrays):
     return [stacked(x, layers) for x in arrays]
 
 
-def float_layers(problem, kind):
-    """K and V of a float kind as ``(layers, batch, kv heads, tokens, dim)``.
+def padded_layers(parts, room):
+    """Of each part, a list of ``(heads, tokens, …)``, a stack ``(layers, sequences, heads, room, …)``.
 
-    All contestants that keep K and V so read the same memory; it is far more than the caches hold.
+    As many layers as the rows that are there need; what is past a sequence's end is zeros.
     """
+    layers = cold_layers(nbytes(*parts))
+    stacks = []
+    for rows in parts:
+        one = rows[0]
+        stacks.append(_room((layers, len(rows), len(one), room, *one.shape[2:]), one.dtype))
+        for layer in stacks[-1]:
+            for to, x in zip(layer, rows, strict=True):
+                to[:, : x.shape[1]] = x
+    return stacks
+
+
+def pieces_of(*parts):
+    """Layers for libraries without lengths: each a list of pieces that one call attends to, each a tuple of arrays.
+
+    Sequences of one length are one piece, others one each; all with a batch's axis.
+    """
+    if not isinstance(parts[0], list):
+        return [[piece] for piece in zip(*layers_of(*parts), strict=True)]
+    layers = cold_layers(nbytes(*parts))
+    stacks = [
+        [stacked(x[None], layers) for x in of_sequence] for of_sequence in zip(*parts, strict=True)
+    ]
+    return [[tuple(x[i] for x in of) for of in stacks] for i in range(layers)]
+
+
+def _as_floats(rows, kind):
+    return (
+        [x.astype(FLOATS[kind]) for x in rows]
+        if isinstance(rows, list)
+        else rows.astype(FLOATS[kind])
+    )
+
+
+def _kept(problem, key, make):
+    """What all contestants of a process that keep K and V so share; it is far more than the caches hold."""
     kept = problem.__dict__.setdefault("_float_layers", {})
-    if kind not in kept:
+    if key not in kept:
         kept.clear()
-        kept[kind] = layers_of(*(x.astype(FLOATS[kind]) for x in (problem.k, problem.v)))
-    return kept[kind]
+        kept[key] = make()
+    return kept[key]
+
+
+def float_layers(problem, kind):
+    """K and V of a float kind as ``(layers, batch, kv heads, tokens, dim)``; shared."""
+
+    def make():
+        both = [_as_floats(x, kind) for x in (problem.k, problem.v)]
+        if problem.shape.lengths:
+            return padded_layers(both, problem.shape.length)
+        return layers_of(*both)
+
+    return _kept(problem, (kind, "one array"), make)
+
+
+def float_pieces(problem, kind):
+    """The same as `pieces_of` gives them; shared."""
+    make = lambda: pieces_of(*(_as_floats(x, kind) for x in (problem.k, problem.v)))  # noqa: E731
+    return _kept(problem, (kind, "pieces"), make)
+
+
+def float_bytes(problem, kind):
+    """Bytes of K and V of a layer in a float kind."""
+    return nbytes(problem.k, problem.v) // 4 * np.dtype(FLOATS[kind]).itemsize

@@ -167,6 +167,10 @@ class _Layers:
 
 def _maker(kind, token_major=False, folded=False, prefill=False):
     def make(problem):
+        if not (prefill or problem.shape.plain):
+            raise CannotRun(
+                "called for one query over sequences of one length, K and V of one width"
+            )
         layers = _Layers(problem, kind, token_major, folded, prefill)
 
         def floats(out):

@@ -8,10 +8,20 @@ import numba
 import numpy as np
 
 import numkv
-from perf.peers import CONTIGUOUS, FLOATS, OURS, Contestant, float_layers, layers_of, nbytes
+from perf.peers import (
+    CONTIGUOUS,
+    FLOATS,
+    INT8_BESIDE,
+    OURS,
+    PAGED,
+    Contestant,
+    float_layers,
+    layers_of,
+    padded_layers,
+)
 
 NAME = OURS
-BLOCK_SIZE = 16
+BLOCK_SIZE = 16  # as `PAGED` says
 
 
 def versions():
@@ -30,77 +40,102 @@ def _commit():
 
 
 def stored(problem, kind):
-    """K, V and their scales as numkv stores them: what a layer holds after `append`."""
+    """K, V and their scales as numkv stores them, by name: lists of what a layer holds of each sequence."""
     shape = problem.shape
-    layer = numkv.ContiguousLayer(shape.length, shape.kv_heads, shape.dim, kind=kind)
+    layer = numkv.ContiguousLayer(
+        shape.length, shape.kv_heads, shape.dim, kind=kind, head_dim_v=shape.dim_v
+    )
     names = ("k", "v", "k_scale", "v_scale") if numkv.kind(kind).has_scales else ("k", "v")
-    arrays = {}
-    for b in range(shape.batch):
+    parts = {name: [] for name in names}
+    for k, v in zip(problem.k, problem.v, strict=True):
         layer.seq_len = 0
-        layer.append(problem.k[b].swapaxes(0, 1), problem.v[b].swapaxes(0, 1))
-        for name in names:
-            of_layer = getattr(layer, name)
-            if b == 0:
-                arrays[name] = np.empty((shape.batch, *of_layer.shape[1:]), of_layer.dtype)
-            arrays[name][b] = of_layer[0]
-    return arrays
+        layer.append(k.swapaxes(0, 1), v.swapaxes(0, 1))
+        for name, rows in parts.items():
+            rows.append(getattr(layer, name)[0, :, : k.shape[1]].copy())
+    return parts
 
 
 def _layers(problem, kind):
     if kind in FLOATS:
         return dict(zip("kv", float_layers(problem, kind), strict=True))
-    arrays = stored(problem, kind)
-    return dict(zip(arrays, layers_of(*arrays.values()), strict=True))
+    parts = stored(problem, kind)
+    return dict(zip(parts, padded_layers(parts.values(), problem.shape.length), strict=True))
 
 
-def _contestant(call, stacks, more=()):
+def _row_bytes(problem, kind):
+    """Bytes of the rows of K and V that are there, scales included."""
+    shape, of = problem.shape, numkv.kind(kind)
+    widths = (shape.dim, shape.dim_v)
+    return sum(shape.lens) * sum(of.bytes_per_token(shape.kv_heads, w) // 2 for w in widths)
+
+
+def _contestant(call, stacks, size):
     """Calls ``call(i, k, v, **scales)`` with a layer's arrays."""
     layers = len(stacks["k"])
     of = [{name: x[i] for name, x in stacks.items()} for i in range(layers)]
-    size = nbytes(*of[0].values(), *more)
     return Contestant(lambda i: call(**of[i]), np.asarray, layers, size)
+
+
+def _queries(problem):
+    """The queries as calls take them, and the boundaries between sequences where they have several each."""
+    shape = problem.shape
+    if shape.queries == 1:
+        return problem.q, ()
+    starts = np.arange(shape.batch + 1) * shape.queries
+    return problem.q.reshape(-1, *problem.q.shape[2:]), (starts,)
 
 
 def _contiguous(kind):
     def make(problem):
-        lens = np.full(problem.shape.batch, problem.shape.length)
+        lens, expected = np.array(problem.shape.lens), (*problem.q.shape[:-1], problem.shape.dim_v)
+        q, starts = _queries(problem)
+        attend = numkv.prefill_attention if starts else numkv.decode_attention
 
         def call(k, v, **scales):
-            return numkv.decode_attention(problem.q, k, v, lens, **scales)
+            return attend(q, k, v, lens, *starts, **scales).reshape(expected)
 
-        return _contestant(call, _layers(problem, kind))
+        return _contestant(call, _layers(problem, kind), _row_bytes(problem, kind))
 
     return make
 
 
-def in_blocks(x, order):
-    """``(batch, heads, tokens, …)`` as a pool ``(blocks, heads, BLOCK_SIZE, …)`` whose blocks lie in `order`."""
-    batch, heads, tokens = x.shape[:3]
-    cut = x.reshape(batch, heads, tokens // BLOCK_SIZE, BLOCK_SIZE, *x.shape[3:]).swapaxes(1, 2)
-    pool = np.empty((len(order), heads, BLOCK_SIZE, *x.shape[3:]), x.dtype)
-    pool[order] = cut.reshape(pool.shape)
+def in_blocks(x, blocks):
+    """``(batch, heads, tokens, …)`` as a pool ``(blocks, heads, BLOCK_SIZE, …)``; `blocks` has each sequence's."""
+    heads, tokens = x.shape[1:3]
+    cut = x.reshape(len(x), heads, tokens // BLOCK_SIZE, BLOCK_SIZE, *x.shape[3:]).swapaxes(1, 2)
+    pool = np.empty((sum(map(len, blocks)), heads, BLOCK_SIZE, *x.shape[3:]), x.dtype)
+    for of, rows in zip(blocks, cut, strict=True):
+        pool[of] = rows[: len(of)]
     return pool
 
 
 def _paged(kind):
     def make(problem):
-        shape = problem.shape
-        lens = np.full(shape.batch, shape.length)
-        order = np.random.default_rng(0).permutation(shape.batch * shape.length // BLOCK_SIZE)
-        table = order.reshape(shape.batch, -1).astype(np.int32)
-        pools = {n: in_blocks(x[0], order) for n, x in _layers(problem, kind).items()}
+        counts = [-(-n // BLOCK_SIZE) for n in problem.shape.lens]
+        order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+        blocks = np.split(order, np.cumsum(counts)[:-1])
+        table = np.zeros((len(blocks), max(counts)), np.int32)
+        for to, of in zip(table, blocks, strict=True):
+            to[: len(of)] = of
+        pools = {n: in_blocks(x[0], blocks) for n, x in _layers(problem, kind).items()}
         stacks = dict(zip(pools, layers_of(*pools.values()), strict=True))
+        lens, expected = np.array(problem.shape.lens), (*problem.q.shape[:-1], problem.shape.dim_v)
+        q, starts = _queries(problem)
+        attend = numkv.paged_prefill_attention if starts else numkv.paged_decode_attention
 
         def call(k, v, **scales):
-            return numkv.paged_decode_attention(problem.q, k, v, table, lens, **scales)
+            return attend(q, k, v, table, lens, *starts, **scales).reshape(expected)
 
-        return _contestant(call, stacks, (table,))
+        return _contestant(call, stacks, _row_bytes(problem, kind) + order.nbytes)
 
     return make
 
 
 def decode(kind):
-    return {CONTIGUOUS: _contiguous(kind), f"paged by {BLOCK_SIZE}": _paged(kind)}
+    forms = {CONTIGUOUS: _contiguous(kind), PAGED: _paged(kind)}
+    if kind == "int4":
+        forms[INT8_BESIDE] = _contiguous("int8")  # the two are to be compared, so they race
+    return forms
 
 
 def prefill(kind):
@@ -113,6 +148,6 @@ def prefill(kind):
         def call(k, v, **scales):
             return numkv.prefill_attention(q, k, v, [length], [0, length], **scales)[None]
 
-        return _contestant(call, _layers(problem, kind))
+        return _contestant(call, _layers(problem, kind), _row_bytes(problem, kind))
 
     return {CONTIGUOUS: make}

@@ -8,7 +8,16 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from perf.peers import Contestant, float_layers, layers_of, nbytes, refuse, threads
+from perf.peers import (
+    Contestant,
+    float_bytes,
+    float_layers,
+    nbytes,
+    padded_layers,
+    refuse,
+    same_widths,
+    threads,
+)
 
 NAME = "ONNX Runtime"
 
@@ -32,9 +41,9 @@ def _model(shape, kind, num_scales):
     width = shape.dim // 2 if kind == "int4" else shape.dim
     rows = [shape.batch, shape.kv_heads, shape.length, width]
     inputs = {
-        "query": (element, [shape.batch, 1, shape.q_heads * shape.dim]),
-        "key": (element, [shape.batch, 1, shape.kv_heads * shape.dim]),
-        "value": (element, [shape.batch, 1, shape.kv_heads * shape.dim]),
+        "query": (element, [shape.batch, shape.queries, shape.q_heads * shape.dim]),
+        "key": (element, [shape.batch, shape.queries, shape.kv_heads * shape.dim]),
+        "value": (element, [shape.batch, shape.queries, shape.kv_heads * shape.dim]),
         "past_key": (cache, rows),
         "past_value": (cache, rows),
         "seqlens_k": (TensorProto.INT32, [shape.batch]),
@@ -69,12 +78,16 @@ def _model(shape, kind, num_scales):
 
 
 def _scales(x, kind, per_channel):
-    most = np.abs(x).max((0, 2)) if per_channel else np.abs(x).max()
+    most = np.max([np.abs(rows).max(1) for rows in x], 0) if per_channel else _most(x)
     return (most / (2 ** (_BITS[kind] - 1) - 1)).astype(np.float32)
 
 
+def _most(x):
+    return max(np.abs(rows).max() for rows in x)
+
+
 def _codes(x, kind, scale):
-    """Symmetric codes; those of 4 bits are stored plus 8, two to a byte, the lower first."""
+    """Symmetric codes of ``(heads, tokens, dim)``; those of 4 bits plus 8, two to a byte, the lower first."""
     scale = scale[:, None] if scale.ndim else scale
     codes = np.rint(x / scale).astype(np.int8)
     if kind == "int8":
@@ -83,49 +96,68 @@ def _codes(x, kind, scale):
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
+def _newest(problem):
+    """The queries and rows that are appended, ``(batch, queries, heads * dim)``."""
+    shape = problem.shape
+
+    def flat(x):
+        return np.stack([rows[:, -shape.queries :].swapaxes(0, 1) for rows in x])
+
+    rows = {"query": problem.every_query, "key": flat(problem.k), "value": flat(problem.v)}
+    return {name: x.reshape(shape.batch, shape.queries, -1) for name, x in rows.items()}
+
+
 def _maker(kind, per_channel=False):
     def make(problem):
+        same_widths(problem)
         shape, scales = problem.shape, {}
         if kind in _BITS:
             both = {"k_scale": problem.k, "v_scale": problem.v}
             scales = {name: _scales(x, kind, per_channel) for name, x in both.items()}
             pairs = zip(both.values(), scales.values(), strict=True)
-            k, v = layers_of(*(_codes(x, kind, s) for x, s in pairs))
+            codes = [[_codes(rows, kind, s) for rows in x] for x, s in pairs]
+            k, v = padded_layers(codes, shape.length)
+            size = nbytes(*codes, *scales.values())
         else:
             k, v = float_layers(problem, kind)
+            size = float_bytes(problem, kind)
 
+        # With several queries over a past, the node takes one sequence.
+        at_once = shape.batch if shape.queries == 1 else 1
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads()
         num_scales = next((s.size for s in scales.values()), 0)
         session = onnxruntime.InferenceSession(
-            _model(shape, kind, num_scales), options, providers=["CPUExecutionProvider"]
+            _model(shape._replace(batch=at_once), kind, num_scales),
+            options,
+            providers=["CPUExecutionProvider"],
         )
         dtype = np.float16 if kind == "fp16" else np.float32
-        newest = {"query": problem.q, "key": problem.k[:, :, -1], "value": problem.v[:, :, -1]}
-        inputs = {n: x.astype(dtype).reshape(shape.batch, 1, -1) for n, x in newest.items()}
-        inputs |= {n: np.atleast_1d(s).ravel() for n, s in scales.items()}
-        inputs["seqlens_k"] = np.full(shape.batch, shape.length - 1, np.int32)
-        inputs["total_sequence_length"] = np.array(shape.length, np.int32)
+        inputs = {n: x.astype(dtype) for n, x in _newest(problem).items()}
+        inputs["seqlens_k"] = np.array(shape.lens, np.int32) - 1
+        given = {n: np.atleast_1d(s).ravel() for n, s in scales.items()}
+        given["total_sequence_length"] = np.array(max(shape.lens), np.int32)
         out = np.empty_like(inputs["query"])
         value = onnxruntime.OrtValue.ortvalue_from_numpy  # the array's own memory
 
-        def bound(k, v):
+        def bound(k, v, some):
             binding = session.io_binding()
-            for name, x in inputs.items():
+            for name, x in {**given, **{n: x[some] for n, x in inputs.items()}}.items():
                 binding.bind_ortvalue_input(name, value(x))
-            for name, x in {"key": value(k), "value": value(v)}.items():
+            for name, x in {"key": value(k[some]), "value": value(v[some])}.items():
                 binding.bind_ortvalue_input(f"past_{name}", x)
                 binding.bind_ortvalue_output(f"present_{name}", x)
-            binding.bind_ortvalue_output("output", value(out))
+            binding.bind_ortvalue_output("output", value(out[some]))
             return binding
 
-        layers = [bound(*kv) for kv in zip(k, v, strict=True)]
-        return Contestant(
-            lambda i: session.run_with_iobinding(layers[i]),
-            lambda _: out.reshape(problem.q.shape),
-            len(layers),
-            nbytes(k[0], v[0], *scales.values()),
-        )
+        calls = [slice(b, b + at_once) for b in range(0, shape.batch, at_once)]
+        layers = [[bound(*kv, some) for some in calls] for kv in zip(k, v, strict=True)]
+
+        def run(i):
+            for binding in layers[i]:
+                session.run_with_iobinding(binding)
+
+        return Contestant(run, lambda _: out.reshape(problem.expected.shape), len(layers), size)
 
     return make
 

@@ -10,7 +10,7 @@ import openvino
 from openvino import Model, PartialShape, Tensor, Type
 from openvino.op import Constant, Parameter, _PagedAttentionExtension
 
-from perf.peers import CannotRun, Contestant, refuse, threads
+from perf.peers import Contestant, refuse, threads
 from perf.shapes import cold_layers
 
 NAME = "OpenVINO"
@@ -52,7 +52,7 @@ def _model(shape):
     inputs = [
         given("q", f32, [-1, shape.q_heads * shape.dim]),
         given("k", f32, [-1, shape.kv_heads * shape.dim]),
-        given("v", f32, [-1, shape.kv_heads * shape.dim]),
+        given("v", f32, [-1, shape.kv_heads * shape.dim_v]),
         given("key_cache", Type.dynamic, [-1, shape.kv_heads, -1, -1]),
         given("value_cache", Type.dynamic, [-1, shape.kv_heads, -1, -1]),
         *(given(name, i32, [-1]) for name in _TABLES),
@@ -70,7 +70,7 @@ def _model(shape):
     ]  # fmt: skip
     node = _PagedAttentionExtension([x.output(0) for x in inputs])
     sizes = {"num_k_heads": shape.kv_heads, "k_head_size": shape.dim}
-    sizes |= {"num_v_heads": shape.kv_heads, "v_head_size": shape.dim}
+    sizes |= {"num_v_heads": shape.kv_heads, "v_head_size": shape.dim_v}
     for name, size in sizes.items():
         node.get_rt_info()[name] = size
     return Model([node.output(0)], parameters, "attention")
@@ -89,29 +89,27 @@ def _set_tables(request, *tables):
 def _fill(request, problem):
     """Let the node itself store all rows, each block as a sequence of its own, which costs next to no arithmetic."""
     shape = problem.shape
-    in_sequence = shape.length // BLOCK_SIZE
-    for first in range(0, shape.batch * in_sequence, FILLED_AT_ONCE):
-        blocks = np.arange(first, min(first + FILLED_AT_ONCE, shape.batch * in_sequence))
-        rows = [
-            np.concatenate(
-                [
-                    x[n // in_sequence].swapaxes(0, 1)[n % in_sequence * BLOCK_SIZE :][:BLOCK_SIZE]
-                    for n in blocks
-                ]
-            )
+    blocks = [(b, at) for b, n in enumerate(shape.lens) for at in range(0, n, BLOCK_SIZE)]
+    for first in range(0, len(blocks), FILLED_AT_ONCE):
+        some = blocks[first : first + FILLED_AT_ONCE]
+        k, v = (
+            [x[b].swapaxes(0, 1)[at : at + BLOCK_SIZE] for b, at in some]
             for x in (problem.k, problem.v)
-        ]
-        _set_rows(request, np.zeros((len(rows[0]), shape.q_heads, shape.dim)), *rows)
-        begins = np.arange(len(blocks) + 1)
-        _set_tables(request, np.zeros(len(blocks)), begins * BLOCK_SIZE, blocks, begins)
+        )
+        begins = np.cumsum([0, *map(len, k)])
+        _set_rows(
+            request,
+            np.zeros((begins[-1], shape.q_heads, shape.dim)),
+            *map(np.concatenate, (k, v)),
+        )
+        order = np.arange(len(some) + 1)
+        _set_tables(request, np.zeros(len(some)), begins, first + order[:-1], order)
         request.infer()
 
 
 def _maker(kind):
     def make(problem):
         shape = problem.shape
-        if shape.length % BLOCK_SIZE:
-            raise CannotRun(f"expected a length of whole blocks of {BLOCK_SIZE}")
         cache, arithmetic = _PRECISIONS[kind]
         options = {
             "KV_CACHE_PRECISION": cache,
@@ -119,7 +117,8 @@ def _maker(kind):
             "INFERENCE_NUM_THREADS": threads(),
         }
         compiled = openvino.Core().compile_model(_model(shape), "CPU", options)
-        blocks = shape.batch * shape.length // BLOCK_SIZE
+        counts = [-(-n // BLOCK_SIZE) for n in shape.lens]
+        blocks = sum(counts)
 
         def allocated(request, name):
             of = compiled.input(name)
@@ -133,19 +132,25 @@ def _maker(kind):
 
         first, caches = layer()
         _fill(first, problem)
-        size = sum(x.byte_size for x in caches)
+        # Of the bytes of whole blocks, those that have rows.
+        in_rows = sum(shape.lens) / (blocks * BLOCK_SIZE)
+        size = round(in_rows * sum(x.byte_size for x in caches))
         requests = [first]
         for _ in range(cold_layers(size) - 1):
             request, copies = layer()
             for to, x in zip(copies, caches, strict=True):
                 x.copy_to(to)
             requests.append(request)
-        ends = np.arange(shape.batch + 1)
+        queries = shape.queries
+        newest = [
+            np.concatenate([rows[:, -queries:].swapaxes(0, 1) for rows in x])
+            for x in (problem.k, problem.v)
+        ]
         for request in requests:
-            _set_rows(request, problem.q, problem.k[:, :, -1], problem.v[:, :, -1])
+            _set_rows(request, problem.q.reshape(-1, shape.q_heads, shape.dim), *newest)
             _set_tables(
-                request, np.full(shape.batch, shape.length - 1), ends,
-                np.arange(blocks), ends * (blocks // shape.batch),
+                request, np.array(shape.lens) - queries, np.arange(shape.batch + 1) * queries,
+                np.arange(blocks), np.cumsum([0, *counts]),
             )  # fmt: skip
 
         def run(i):
@@ -153,7 +158,8 @@ def _maker(kind):
             return requests[i]
 
         def floats(request):
-            return request.get_output_tensor(0).data.reshape(problem.q.shape).astype(np.float32)
+            out = request.get_output_tensor(0).data
+            return out.reshape(problem.expected.shape).astype(np.float32)
 
         return Contestant(run, floats, len(requests), size)
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from perf.peers import FLOATS, Contestant, float_layers, nbytes, refuse, threads
+from perf.peers import FLOATS, Contestant, float_bytes, float_pieces, refuse, threads
 
 NAME = "PyTorch"
 
@@ -27,39 +27,65 @@ def tensor(x):
 
 
 def _maker(kind, prepare, call, finish):
-    """``call(*prepare(q, k, v))`` for each layer, `prepare` ahead of time; ``finish(out)`` is shaped as expected."""
+    """``call(*prepare(q, k, v))`` for each layer and piece, `prepare` ahead of time.
+
+    q is ``(batch, queries, heads, dim)``. ``finish(out)`` is shaped as expected, but for the batch's axis.
+    """
 
     def make(problem):
-        k, v = float_layers(problem, kind)
-        q = tensor(problem.q.astype(FLOATS[kind]))
-        layers = [prepare(q, tensor(a), tensor(b)) for a, b in zip(k, v, strict=True)]
-        return Contestant(
-            lambda i: call(*layers[i]),
-            lambda out: finish(out.float()).reshape(problem.expected.shape).numpy(),
-            len(layers),
-            nbytes(k[0], v[0]),
-        )
+        shape = problem.shape
+        q = tensor(problem.every_query.astype(FLOATS[kind]))
+        of_pieces = q.split(1) if shape.lengths else [q]
+        layers = [
+            [prepare(x, tensor(k), tensor(v)) for x, (k, v) in zip(of_pieces, pieces, strict=True)]
+            for pieces in float_pieces(problem, kind)
+        ]
+        run = lambda i: [call(*piece) for piece in layers[i]]  # noqa: E731
+
+        def floats(outs):
+            outs = [finish(out.float(), problem).reshape(-1) for out in outs]
+            return torch.cat(outs).reshape(problem.expected.shape).numpy()
+
+        return Contestant(run, floats, len(layers), float_bytes(problem, kind))
 
     return make
 
 
-def _unchanged(x):
-    return x
+def _bmm(q, k, v, hidden):
+    scores = torch.bmm(q, k.mT)
+    if hidden is not None:
+        scores[..., -hidden.shape[1] :] += hidden
+    return torch.bmm(torch.softmax(scores, -1), v)
 
 
-def _bmm(q, k, v):
-    p = torch.softmax(torch.bmm(q, k.mT), -1)
-    return torch.bmm(p, v)
+def _hidden(queries, columns, like):
+    """What is added to scores, ``(queries, columns)``: earlier ones of the newest tokens see no later ones."""
+    if queries == 1:
+        return None
+    mask = torch.full((queries, columns), -torch.inf, dtype=like.dtype)
+    return mask.triu(columns - queries + 1)
 
 
-def _fold(q, k, v):
-    """The q heads of a kv head as its queries: ``(batch, kv heads, group, dim)``."""
-    return q.view(len(k), k.shape[1], -1, q.shape[-1]), k, v
+def _fold(q, k, v, columns=None):
+    """The q heads of a kv head as its queries: ``(batch, kv heads, group * queries, dim)``."""
+    batch, queries, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    hidden = _hidden(queries, columns or k.shape[2], q)
+    if hidden is not None:
+        hidden = hidden.repeat(heads // kv_heads, 1)
+    return _heads_first(q).reshape(batch, kv_heads, -1, dim), k, v, hidden
 
 
 def _fold_for_bmm(q, k, v):
-    q, k, v = (x.flatten(0, 1) for x in _fold(q, k, v))
-    return q * q.shape[-1] ** -0.5, k, v
+    *rows, hidden = _fold(q, k, v, q.shape[1])
+    q, k, v = (x.flatten(0, 1) for x in rows)
+    return q * q.shape[-1] ** -0.5, k, v, hidden
+
+
+def _queries_first(out, problem):
+    """Any order of ``(batch, heads, queries, dim)`` as ``(batch, queries, heads, dim)``."""
+    heads, queries = problem.shape.q_heads, problem.every_query.shape[1]
+    return out.reshape(-1, heads, queries, out.shape[-1]).transpose(1, 2)
 
 
 def decode(kind):
@@ -68,12 +94,14 @@ def decode(kind):
     return {
         "SDPA, enable_gqa": _maker(
             kind,
-            lambda q, k, v: (q[:, :, None], k, v),
-            lambda q, k, v: sdpa(q, k, v, enable_gqa=True),
-            _unchanged,
+            lambda q, k, v: (_heads_first(q), k, v, _hidden(q.shape[1], k.shape[2], q)),
+            lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask, enable_gqa=True),
+            _queries_first,
         ),
-        "SDPA, folded": _maker(kind, _fold, sdpa, _unchanged),
-        "bmm, softmax, bmm, folded": _maker(kind, _fold_for_bmm, _bmm, _unchanged),
+        "SDPA, folded": _maker(
+            kind, _fold, lambda q, k, v, mask: sdpa(q, k, v, attn_mask=mask), _queries_first
+        ),
+        "bmm, softmax, bmm, folded": _maker(kind, _fold_for_bmm, _bmm, _queries_first),
     }
 
 
@@ -95,7 +123,7 @@ def prefill(kind):
     if kind not in FLOATS:
         return {"": refuse(f"no attention over {kind} caches")}
 
-    def tokens_first(out):
+    def tokens_first(out, _):
         return out.flatten(end_dim=-3).transpose(0, 1).contiguous()
 
     return {

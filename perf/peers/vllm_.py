@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from perf.peers import FLOATS, CannotRun, Contestant, refuse, threads
+from perf.peers import FLOATS, CannotRun, Contestant, refuse, same_widths, threads
 from perf.shapes import cold_layers
 
 NAME = "vLLM"
@@ -63,36 +63,40 @@ def _has(isa):
     return isa != "amx" or torch.cpu._is_amx_tile_supported()
 
 
+def _filled(problem, dtype, of_cache, isa, cache):
+    """One layer as vLLM stores it, and each sequence's blocks, one after another: ``(sequences, most blocks)``."""
+    shape = problem.shape
+    counts = [-(-n // BLOCK_SIZE) for n in shape.lens]
+    starts = np.cumsum([0, *counts])
+    layer = torch.zeros((sum(counts), shape.kv_heads, 2 * BLOCK_SIZE, shape.dim), dtype=of_cache)
+    table = torch.zeros((shape.batch, max(counts)), dtype=torch.int32)
+    for b, n in enumerate(shape.lens):
+        k, v = (_tensor(x[b].swapaxes(0, 1), dtype) for x in (problem.k, problem.v))
+        slots = torch.arange(n) + int(starts[b]) * BLOCK_SIZE
+        _ops.cpu_attn_reshape_and_cache(k, v, *layer.chunk(2, 2), slots, isa, 1.0, 1.0, cache)
+        table[b, : counts[b]] = torch.arange(int(starts[b]), int(starts[b + 1]))
+    return layer, table
+
+
 def _maker(dtype, isa, cache="auto", largest_error=None):
     def make(problem):
         shape = problem.shape
+        same_widths(problem)
         if not _has(isa):
             raise CannotRun("this processor has no matrix unit")
-        if shape.length % BLOCK_SIZE:
-            raise CannotRun(f"expected a length of whole blocks of {BLOCK_SIZE}")
         if isa == "amx":
             torch.cpu._init_amx()
-        in_sequence = shape.length // BLOCK_SIZE
-        blocks = shape.batch * in_sequence
         of_cache = dtype if cache == "auto" else torch.uint8
-        dims = (blocks, shape.kv_heads, 2 * BLOCK_SIZE, shape.dim)
-        first = torch.zeros(dims, dtype=of_cache)
-        for b in range(shape.batch):
-            k, v = (_tensor(x[b].swapaxes(0, 1), dtype) for x in (problem.k, problem.v))
-            slots = torch.arange(b * shape.length, (b + 1) * shape.length)
-            _ops.cpu_attn_reshape_and_cache(
-                k, v, *first.chunk(2, 2), slots, isa, 1.0, 1.0, cache
-            )  # fmt: skip
-        size = first.numel() * first.element_size()
-        stack = torch.empty((cold_layers(size), *dims), dtype=of_cache)
+        first, table = _filled(problem, dtype, of_cache, isa, cache)
+        size = 2 * sum(shape.lens) * shape.kv_heads * shape.dim * first.element_size()
+        stack = torch.empty((cold_layers(size), *first.shape), dtype=of_cache)
         stack[:] = first
         layers = [layer.chunk(2, 2) for layer in stack]
 
-        queries = shape.length if problem.flops else 1
+        queries = problem.every_query.shape[1]
         q = _tensor(problem.q.reshape(-1, shape.q_heads, shape.dim), dtype)
         starts = torch.arange(shape.batch + 1, dtype=torch.int32) * queries
-        lens = torch.full((shape.batch,), shape.length, dtype=torch.int32)
-        table = torch.arange(blocks, dtype=torch.int32).reshape(shape.batch, -1)
+        lens = torch.tensor(shape.lens, dtype=torch.int32)
         plan = _ops.get_scheduler_metadata(
             shape.batch, shape.q_heads, shape.kv_heads, shape.dim, lens, dtype, starts, True, -1,
             isa, True, None, cache,
