@@ -11,14 +11,18 @@ import itertools
 import platform
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
-from perf import envs, fairness, report
-from perf.load import MOST, Load
+from perf import bars, envs, fairness, report
+from perf.load import MOST, Load, peak_memory
 from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
-from perf.race import ROUNDS, race
+from perf.race import race, rounds_of
 from perf.shapes import (
     COLD,
     MOST_LAYERS,
@@ -76,7 +80,13 @@ def parse(argv=None):
     parser.add_argument("--kinds", **_some_of(KINDS))
     parser.add_argument("--peers", **_some_of(PEERS))
     parser.add_argument(
-        "--seconds", type=float, default=2.0, help="for each contestant, shape and kind (2)"
+        "--seconds", type=float, default=1.0, help="for each contestant, shape and kind (1)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        help="seconds for a shape and kind, until rounds with other load count too (600)",
     )
     parser.add_argument(
         "--check",
@@ -100,17 +110,36 @@ def load(names, start=Library):
     return found, missing
 
 
-def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):
-    """Race all that there are for this kind of the problem that the libraries have: a `report.Line`.
+@dataclass
+class Measured:
+    """How lines are measured: seconds for each contestant, and for a line at most; what probes, and its process."""
 
-    `own` are further processes that are not other load on the machine.
-    """
-    rows, contestants = [], {}
-    for library in libraries:
+    seconds: float
+    patience: float
+    probe: Worker
+    rng: np.random.Generator
+
+
+def at_once(call, libraries):
+    """What ``call(library)`` gives, or how it fails, of each; as many at a time as there are cores."""
+
+    def tried(library):
         try:
-            forms = library.contestants(kind)
+            return call(library)
         except (Died, Missing) as error:
-            forms = {"": str(error)}
+            return error
+
+    with ThreadPoolExecutor(cores()) as pool:
+        return list(pool.map(tried, libraries))
+
+
+def measure(libraries, letter, kind, how, flops=0):
+    """Race all that there are for this kind of the problem that the libraries have: a `report.Line`."""
+    rows, contestants = [], {}
+    made_of = at_once(lambda library: library.contestants(kind), libraries)
+    for library, forms in zip(libraries, made_of, strict=True):
+        if isinstance(forms, Exception):
+            forms = {"": str(forms)}
         for form, made in forms.items():
             row = report.Row(library.name, form, flops=flops, peer=library.peer)
             if isinstance(made, str):
@@ -119,9 +148,19 @@ def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):
                 contestants[row.name], row.error, row.bytes = made, made.error, made.bytes
             rows.append(row)
     line = report.Line(letter, kind, rows)
-    load = Load([*own, *(library.pid for library in libraries)])
-    result = race(contestants, seconds, probe, rng)
-    line.probes, line.others = result.probes, load.of_others()
+    if not contestants:
+        return line
+    result = race(
+        contestants,
+        how.seconds,
+        lambda: how.probe.ask("probe"),
+        how.rng,
+        rounds_of(how.seconds),
+        lambda: Load([how.probe.pid, *(library.pid for library in libraries)]),
+        how.patience,
+    )
+    line.probes, line.others = result.probes, fmean(result.others)
+    line.left_out, line.noisy = result.left_out, result.noisy
     for row in rows:
         row.reason = row.reason or result.lost.get(row.name, "")
     for row in line.ran:
@@ -133,14 +172,10 @@ def measure(libraries, letter, kind, seconds, probe, rng, flops=0, own=()):
 
 def give(libraries, problem):
     """Tell all libraries the problem; those that die of it are left out, and the reasons returned."""
-    there, lost = [], {}
-    for library in libraries:
-        try:
-            library.problem(**problem)
-            there.append(library)
-        except (Died, Missing) as error:
-            lost[library.peer] = str(error)
-    return there, lost
+    said = at_once(lambda library: library.problem(**problem), libraries)
+    told = list(zip(libraries, said, strict=True))
+    lost = {library.peer: str(why) for library, why in told if isinstance(why, Exception)}
+    return [library for library in libraries if library.peer not in lost], lost
 
 
 def show(line):
@@ -159,9 +194,11 @@ def show(line):
             f"  {row.name:52} {row.seconds * 1e6:10.1f} us  {rate}  "
             f"{report.number(row.ratio):>7} of numkv's time  error {row.error:.1e}"
         )
-    if (line.others or 0) > MOST:
+    if line.left_out:
+        print(f"  {line.left_out} rounds left out, in which something else ran")
+    if line.noisy:
         print(
-            f"  OTHER PROCESSES USED {line.others:.0%} OF THE CORES: repeat it on a quiet machine"
+            f"  NOISY: OTHER PROCESSES USED {line.others:.0%} OF THE CORES: repeat it on a quiet machine"
         )
     sys.stdout.flush()
 
@@ -188,7 +225,8 @@ def told(options, libraries, missing, probe):
         f"{cpu()}, {cores()} cores, {platform.system()}; Python {platform.python_version()}, NumPy {np.__version__}, "
         f"{versions}. {threads()} threads for each. Read bandwidth: {probe.versions}.",
         f"`python -m perf --seconds {options.seconds:g}`: each library in a process of its own, of which one runs at a "
-        f"time while the others sleep; turns in random order, {ROUNDS} rounds, where slow contestants sit rounds out; "
+        f"time while the others sleep; turns in random order, "
+        f"{rounds_of(options.seconds)} rounds without other load, where slow contestants sit rounds out; "
         f"each goes through as many separate layers as make {COLD >> 20} MB, at most {MOST_LAYERS}. Results were "
         "compared with float64 before. ONNX Runtime and OpenVINO append the newest row in the operation itself; vLLM's "
         "8-bit caches are fp8, llama.cpp's q8_0 and q4_0.",
@@ -222,6 +260,7 @@ def main(argv=None):
 
 def run(options, problems):
     """The race and the check; the exit status."""
+    started = time.perf_counter()
     found, missing = load([OURS, *options.peers])
     for name, why in missing.items():
         print(f"{name} is not there: {why}", file=sys.stderr)
@@ -235,14 +274,15 @@ def run(options, problems):
     title = f"{today}: numkv beside others, {cores()} cores of {cpu()}"
     decode, prefill, compared = [], [], []
 
-    def write(picture=None):
+    def write(pictures=()):
         decode.sort(key=lambda line: (KINDS.index(line.kind), line.shape))
         text = report.document(
-            title, paragraphs, SHAPES | PREFILL, decode, prefill, compared, picture
+            title, paragraphs, SHAPES | PREFILL, decode, prefill, compared, pictures
         )
         path.write_text(text, encoding="utf-8")
 
     rng = np.random.default_rng(0)
+    how = Measured(options.seconds, options.patience, probe, rng)
     for letter in options.shapes:
         is_prefill = letter in PREFILL
         there, lost = give(libraries, problems[letter])
@@ -252,22 +292,17 @@ def run(options, problems):
             if is_prefill and kind not in PREFILL_KINDS:
                 continue
             flops = causal_flops(PREFILL[letter]) if is_prefill else 0
-            line = measure(
-                there,
-                letter,
-                kind,
-                options.seconds,
-                lambda: probe.ask("probe"),
-                rng,
-                flops,
-                [probe.pid],
-            )
+            line = measure(there, letter, kind, how, flops)
             line.rows += [report.Row(name, "", reason=why) for name, why in lost.items()]
             (prefill if is_prefill else decode).append(line)
             show(line)
             write()
-    for worker in (probe, *libraries):
+    everybody = (probe, *libraries)
+    peak = sum(peak_memory(worker.pid) for worker in everybody)
+    for worker in everybody:
         worker.close()
+    minutes = (time.perf_counter() - started) / 60
+    print(f"\n{minutes:.1f} minutes; the processes took {peak / 1e9:.1f} GB at their peaks")
     if not decode + prefill:
         sys.exit(f"nothing to measure: prefill runs in {' and '.join(PREFILL_KINDS)}")
 
@@ -289,17 +324,15 @@ def run(options, problems):
         ratio = report.number(one.ratio)
         print(f"  {one.shape} {one.kind:5} {one.name:52} {ratio:>5}  {one.verdict}")
 
-    picture = None
     if decode:
         try:
-            report.draw(decode, path.with_suffix(".svg"))
+            write(report.draw_all(decode, path.with_suffix(".svg")))
         except ImportError as error:
             print(f"no picture: {error}", file=sys.stderr)
-        else:
-            picture = path.with_suffix(".svg").name
-    write(picture)
+    found = bars.verdicts(decode + prefill)
+    print(f"\n{bars.head_count(found)}", *bars.misses(found), sep="\n  ")
     print(f"\nwritten: {path}")
-    if any((x.others or 0) > MOST for x in decode + prefill + compared):
+    if any(x.noisy for x in decode + prefill) or any(x.others > MOST for x in compared):
         print("OTHER PROCESSES USED THE CORES TOO: do not quote these figures", file=sys.stderr)
     unfair = [one for one in compared if not one.fair]
     if unfair:

@@ -29,6 +29,14 @@ def _process(pid):
     return 0.0
 
 
+def peak_memory(pid, proc="/proc"):
+    """Bytes of memory that a process had at its peak; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path(proc, str(pid), "status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith("VmHWM:")).split()[1]) * 1024
+    return 0
+
+
 def of_children(_pid=None):
     """Seconds of this process and of all that it started and that have ended."""
     return sum(os.times()[:4])

@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass, field
 from statistics import median
 
-from perf import load
+from perf import bars, load
 from perf.fairness import TOLERANCE
 from perf.peers import CONTIGUOUS, OURS
 from perf.shapes import labelled
@@ -40,6 +40,8 @@ class Line:
     rows: list[Row]
     probes: list[float] = field(default_factory=list)  # bytes a second
     others: float | None = None  # the share of the cores that other processes used
+    left_out: int = 0  # rounds in which that was too much
+    noisy: bool = False  # whether such rounds count, as there were hardly others
 
     @property
     def ran(self):
@@ -193,26 +195,58 @@ def probe_table(lines):
         rates = [x / 1e9 for x in line.probes]
         cells = (median(rates), min(rates), max(rates))
         others = "–" if line.others is None else f"{line.others:.0%}"
-        rows.append([labelled(line.shape), line.kind, *(f"{x:.1f}" for x in cells), others])
-    header = ["shape", "kind", "GB/s, median", "lowest", "highest", "cores used by others"]
-    return table(header, rows, range(2, 6))
+        others += ", NOISY" if line.noisy else ""
+        rounds = f"{len(rates)}" + (f" ({line.left_out} more left out)" if line.left_out else "")
+        rows.append([labelled(line.shape), line.kind, *(f"{x:.1f}" for x in cells), rounds, others])
+    header = [
+        "shape",
+        "kind",
+        "GB/s, median",
+        "lowest",
+        "highest",
+        "rounds",
+        "cores used by others",
+    ]
+    return table(header, rows, range(2, 7))
 
 
-def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=None):
+def bars_table(found):
+    """The verdict of each line that has bars; `found` are those of `perf.bars`."""
+    header = ["line", "numkv", "share", "× best peer", "bars", "verdict"]
+    rows = []
+    for verdict in found:
+        line, row = verdict.line, verdict.row
+        best, speed = line.best_peer, bars.best_peer(line, row)
+        cells = [
+            number(None if row.reason else row.share),
+            f"{number(speed)} ({best.library})" if speed else "–",
+            "; ".join(str(bar) for bar, _ in verdict.found) or "–",
+        ]
+        form = row.form or "contiguous"
+        noisy = ", NOISY" if line.noisy else ""
+        rows.append([f"{line.shape}/{line.kind}", form, *cells, verdict.words + noisy])
+    return table(header, rows, (2, 3))
+
+
+def document(title, paragraphs, shapes, decode, prefill, compared=(), pictures=()):
     """The whole report; `paragraphs` say on what and how, `shapes` has the shapes by letter."""
     wrap = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False).fill
 
     def named(lines):
         letters = dict.fromkeys(line.shape for line in lines)
-        return ", ".join(f"{labelled(x)} {tuple(shapes[x])}" for x in letters)
+        return ", ".join(f"{labelled(x)} {shapes[x]}" for x in letters)
 
     parts = [f"# {title}", *map(wrap, paragraphs)]
+    found = bars.verdicts([*decode, *prefill])
+    if found:
+        parts.append(f"**{bars.head_count(found)}** See the table below.")
     if any(not x.fair for x in compared):
         parts.append(
             "**The race was not fair to all, see the last section but one: do not quote it.**"
         )
-    most = max([0, *(x.others or 0 for x in (*decode, *prefill, *compared))])
-    if most > load.MOST:
+    noisy = [x.others or 0 for x in (*decode, *prefill) if x.noisy]
+    most = max([0, *noisy, *(x.others for x in compared)])
+    if noisy or most > load.MOST:
         parts.append(
             f"**Other processes used up to {most:.0%} of the cores meanwhile: do not quote it.**"
         )
@@ -227,8 +261,10 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=No
                 "The error is the relative L2 error against float64 on the unrounded rows."
             ),
         ]
-        if picture:
-            parts.append(f"![Share of the read bandwidth; speed-up over the best peer]({picture})")
+        parts += [
+            f"![Share of the read bandwidth; speed-up over the best peer]({picture})"
+            for picture in pictures
+        ]
         parts.append(summary_table(decode))
         for kind in dict.fromkeys(line.kind for line in decode):
             parts += [f"### {kind}", decode_table([x for x in decode if x.kind == kind])]
@@ -240,6 +276,17 @@ def document(title, paragraphs, shapes, decode, prefill, compared=(), picture=No
                 "causality leaves out do not count as GFLOP."
             ),
             prefill_table(prefill),
+        ]
+    if found:
+        parts += [
+            "## What numkv is to reach",
+            wrap(
+                f"{bars.head_count(found)} A line's share is of the bandwidth probed in the same rounds; "
+                f"at {bars.AS_FAST_AS_CAN_BE:g} it need not be faster than others. "
+                "The best peer is the fastest form of another library."
+            ),
+            "\n".join(f"- {x}" for x in bars.misses(found)) or "None is missed.",
+            bars_table(found),
         ]
     parts += ["## The fastest form of each library", best_forms_table(decode + prefill)]
     if compared:
@@ -261,7 +308,24 @@ def slug(text):
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+#: More would not be readable.
+SHAPES_IN_A_PICTURE = 7
+
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
+
+
+def draw_all(lines, path):
+    """Pictures of at most `SHAPES_IN_A_PICTURE` shapes each, in `path` and beside it; their names."""
+    shapes = list(dict.fromkeys(line.shape for line in lines))
+    count = -(-len(shapes) // SHAPES_IN_A_PICTURE)
+    size = -(-len(shapes) // count)
+    names = []
+    for n in range(count):
+        some = shapes[n * size : (n + 1) * size]
+        to = path if n == 0 else path.with_stem(f"{path.stem}-picture-{n + 1}")
+        draw([line for line in lines if line.shape in some], to)
+        names.append(to.name)
+    return names
 
 
 def draw(lines, path):

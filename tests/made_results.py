@@ -9,6 +9,11 @@ def compared(in_race, alone):
     )
 
 
+def row(library, form, ratio):
+    """A contestant that takes so many milliseconds, at half of the bandwidth."""
+    return report.Row(library, form, seconds=ratio * 1e-3, share=0.5, ratio=ratio, bytes=1)
+
+
 def lines():
     ours = report.Row(
         "numkv", "", seconds=1e-3, share=0.8, ratio=1.0, error=1.234e-7, bytes=40_000_000

@@ -9,11 +9,26 @@ import pytest
 
 import numkv
 from perf import __main__ as program
-from perf import race, worker, workers
-from perf.peers import CannotRun, Contestant, numkv_, numpy_, refuse, stacked
+from perf import against, race, worker, workers
+from perf.peers import (
+    INT8_BESIDE,
+    PAGED,
+    CannotRun,
+    Contestant,
+    nbytes,
+    numkv_,
+    numpy_,
+    padded_layers,
+    pieces_of,
+    refuse,
+    same_widths,
+    stacked,
+)
 from perf.shapes import (
     COLD,
     MOST_LAYERS,
+    PLAIN,
+    SHAPES,
     Decode,
     Prefill,
     Shape,
@@ -34,7 +49,7 @@ def decode(rng):
 def test_medians():
     result = race.Race(
         {"numkv": [[1.0, 3.0], [10.0], [4.0]], "other": [[4.0], [], [2.0, 6.0, 100.0]]},
-        probes=[10.0, 30.0, 50.0, 50.0],
+        probes=[20.0, 40.0, 50.0],
     )
     assert result.seconds("numkv") == 3.5
     assert result.seconds("other") == 5.0
@@ -46,7 +61,7 @@ def test_medians():
 
 def test_a_machine_that_slows_down_between_rounds_changes_no_share_and_no_ratio():
     calls = {"numkv": [[1.0], [2.0], [2.0]], "other": [[3.0], [6.0], [6.0]]}
-    result = race.Race(calls, probes=[200.0, 200.0, 0.0, 200.0])
+    result = race.Race(calls, probes=[200.0, 100.0, 100.0])
     assert result.ratio("other", "numkv") == 3
     assert result.share("numkv", 100) == 0.5
 
@@ -89,10 +104,78 @@ def test_race(rng):
     assert result.seconds("slow") == 1
     assert result.ratio("slow", "quick") == pytest.approx(100)
     assert result.share("quick", 100) == pytest.approx(10)
-    assert len(result.probes) == len(probed) == race.ROUNDS + 1
+    assert len(result.probes) + 1 == len(probed) == race.ROUNDS + 1
+    assert result.probes == [1000.0] * race.ROUNDS
     assert sum(bool(x) for x in result.calls["slow"]) == race.FEWEST_ROUNDS
     assert sum(bool(x) for x in result.calls["quick"]) > 0.8 * race.ROUNDS
     assert result.lost == {"dies": "died of old age"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(2.0, 20), (1.0, 20), (0.5, 10), (0.25, 5), (1e-3, 5)]
+)
+def test_short_races_have_fewer_rounds(seconds, rounds):
+    assert race.rounds_of(seconds) == rounds
+    assert race.takes_part(0, 1e9, seconds, rounds)
+    assert sum(race.takes_part(n, 1e9, seconds, rounds) for n in range(rounds)) in (3, 4, 5)
+
+
+class Neighbour:
+    """What others use in each round, as `load.Load` says it; a round takes a second."""
+
+    def __init__(self, *used):
+        self.used, self.rounds = used, 0
+
+    def load(self):
+        self.rounds += 1
+        return self
+
+    def of_others(self):
+        return self.used[(self.rounds - 1) % len(self.used)]
+
+    def race(self, rng, rounds, patience=np.inf):
+        contestants = {"all": Counts(self), "slow": Counts(self, 100.0)}
+        load, clock = self.load, lambda: float(self.rounds)
+        return race.race(contestants, 1.0, lambda: 10.0, rng, rounds, load, patience, clock)
+
+
+class Counts:
+    """A contestant whose calls take as many seconds as there have been rounds, or longer."""
+
+    def __init__(self, neighbour, more=0.0):
+        self.neighbour, self.more = neighbour, more
+
+    def turn(self, seconds):
+        return [self.neighbour.rounds + self.more]
+
+
+def test_rounds_with_other_load_are_left_out_and_more_run(rng):
+    neighbour = Neighbour(0.0, 0.5, 0.04)
+    result = neighbour.race(rng, 6)
+    assert neighbour.rounds == 9
+    assert (result.left_out, result.noisy) == (3, False)
+    assert [x for [x] in result.calls["slow"][::3]] == [101, 106]  # the first and fourth that count
+    assert result.probes == [10.0] * 6
+    assert result.others == [0.0, 0.04] * 3
+
+
+def test_patience_ends(rng):
+    result = Neighbour(0.5).race(rng, 20, patience=30.0)
+    assert result.noisy
+    assert result.left_out == 0
+    assert result.others == [0.5] * 31
+    assert [len(of) for of in result.calls.values()] == [31, 31]
+    assert all(result.calls["slow"])  # each was the first round again
+
+    result = Neighbour(*[0.0] * 6, *[0.5] * 100).race(rng, 20, patience=30.0)
+    assert not result.noisy  # there are enough without
+    assert result.others == [0.0] * 6
+    assert result.left_out == 25
+
+    result = Neighbour(0.0, 0.5, 0.5).race(rng, 20, patience=0.0)
+    assert len(result.others) == race.FEWEST_ROUNDS  # whatever the patience
+    assert result.noisy
+    assert Neighbour(None).race(rng, 5).others == [0.0] * 5  # a system that does not say
 
 
 # ------------------------------------------------------------------ turns
@@ -145,6 +228,92 @@ def test_decode_problem(decode):
     assert decode.error(2 * decode.expected) == pytest.approx(1)
     with pytest.raises(ValueError, match="expected a result"):
         decode.error(decode.expected[0])
+
+
+UNEQUAL = {
+    "lengths": Shape(3, 4, 2, 8, 64, lengths=(17, 64, 1)),
+    "queries": Shape(2, 4, 2, 8, 32, queries=3),
+    "widths": Shape(2, 4, 1, 8, 32, v_dim=4),
+    "all": Shape(3, 4, 2, 8, 48, 6, 4, (33, 4, 48)),
+}
+
+
+def padded(rows, room):
+    """A list of ``(heads, tokens, dim)`` as one array; NaN past the ends."""
+    out = np.full((len(rows), rows[0].shape[0], room, rows[0].shape[2]), np.nan)
+    for to, x in zip(out, rows, strict=True):
+        to[:, : x.shape[1]] = x
+    return out
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_problems_of_unequal_shape(rng, name):
+    shape = UNEQUAL[name]
+    problem = Decode(shape, rng)
+    k, v = (padded(list(x), shape.length) for x in (problem.k, problem.v))
+    q = problem.q.reshape(-1, shape.q_heads, shape.dim)
+    starts = np.arange(shape.batch + 1) * shape.queries
+    out, _ = naive.attention(q, k, v, np.array(shape.lens), starts)
+    assert problem.expected.shape == (*problem.q.shape[:-1], shape.dim_v)
+    assert np.allclose(problem.expected.reshape(out.shape), out, rtol=1e-12)
+    assert problem.expected.flags.writeable
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+def test_contestants_attend_to_unequal_shapes(rng, kind, name):
+    shape = UNEQUAL[name]
+    problem = Decode(shape, rng)
+    of = numkv.kind(kind)
+    widths = (shape.dim, shape.dim_v)
+    plain = sum(shape.lens) * sum(of.bytes_per_token(shape.kv_heads, w) // 2 for w in widths)
+    blocks = sum(-(-n // numkv_.BLOCK_SIZE) for n in shape.lens)
+    makers = {**numkv_.decode(kind), "numpy": numpy_.decode(kind)[""]}
+    for form, make in makers.items():
+        contestant, error = worker.checked(make, problem, kind)
+        assert contestant.bytes == plain + 4 * blocks * (form == PAGED)
+        assert 0 < error < 0.02
+
+
+def test_an_int4_race_has_int8_beside():
+    assert INT8_BESIDE in numkv_.decode("int4")
+    assert not any("int8" in line.name for line in against.every_line() if line.kind == "int4")
+
+
+def test_rooms_and_pieces():
+    rows = [np.full((2, n, 3), n, np.float32) for n in (1, 4)]
+    (stack,) = padded_layers([rows], 5)
+    assert stack.shape == (MOST_LAYERS, 2, 2, 5, 3)
+    assert stack.ctypes.data % 64 == 0
+    assert (stack[:, 0, :, :1] == 1).all()
+    assert (stack[:, 1, :, :4] == 4).all()
+    assert not stack[:, 0, :, 1:].any()
+    layers = pieces_of(rows, rows)
+    assert [[x.shape for x in piece] for piece in layers[0]] == [
+        [(1, 2, 1, 3)] * 2,
+        [(1, 2, 4, 3)] * 2,
+    ]
+    dense = np.ones((3, 2, 4, 3), np.float32)
+    assert [x.shape for x in pieces_of(dense, dense)[5][0]] == [dense.shape] * 2
+    assert nbytes(rows, dense) == 4 * (6 + 24 + 72)
+
+
+def test_shapes():
+    lengths = SHAPES["K"].lens
+    assert len(lengths) == SHAPES["K"].batch == 64
+    assert min(lengths) >= 16
+    assert max(lengths) <= SHAPES["K"].length
+    assert np.median(lengths) < 1000 < np.mean(lengths)  # logarithms are uniform
+    assert (lengths[0], sum(lengths)) == (550, 94311)  # whatever the machine
+    assert "".join(PLAIN) == "ABCDEFGHI"
+    assert str(SHAPES["A"]) == "(1, 32, 8, 128, 32768)"
+    assert str(UNEQUAL["all"]) == "(3, 4, 2, 8, 48, 4 to 48 tokens, rows of V 6, 4 queries)"
+
+
+def test_libraries_of_one_width(rng):
+    same_widths(Decode(TINY, rng))
+    with pytest.raises(CannotRun, match="one width"):
+        same_widths(Decode(UNEQUAL["widths"], rng))
 
 
 def test_layers_come_from_memory():
@@ -205,7 +374,9 @@ def test_what_cannot_run_says_why(decode, rng):
     assert made == {"x": "RuntimeError: no such kernel", "y": "why"}
 
     library = SimpleNamespace(name="Peer", peer="peer", pid=0, contestants=lambda kind: made)
-    line = program.measure([library], "F", "fp32", 0.01, lambda: 1.0, rng)
+    probe = SimpleNamespace(ask=lambda _: 1.0, pid=0)
+    how = program.Measured(0.01, 1.0, probe, rng)
+    line = program.measure([library], "F", "fp32", how)
     assert [(r.name, r.reason) for r in line.rows] == [
         ("Peer x", "RuntimeError: no such kernel"),
         ("Peer y", "why"),
@@ -217,7 +388,7 @@ def test_what_cannot_run_says_why(decode, rng):
         raise workers.Died("died of SIGKILL")
 
     library.contestants = gone
-    (row,) = program.measure([library], "F", "fp32", 0.01, lambda: 1.0, rng).rows
+    (row,) = program.measure([library], "F", "fp32", how).rows
     assert (row.name, row.reason) == ("Peer", "died of SIGKILL")
 
 

@@ -21,13 +21,14 @@ TINY = Shape(2, 4, 2, 8, 32)
 
 def test_options():
     options = program.parse([])
-    assert options.shapes == list("ABCDEFP")
+    assert options.shapes == [*"ABCDEFGHIJK", "L4", "L8", "P"]
+    assert (options.seconds, options.patience) == (1.0, 600.0)
     assert options.kinds[:4] == ["fp32", "fp16", "bf16", "int8"]
     options = program.parse(["--shapes", "F,P", "--kinds", "int8", "--peers", "numpy"])
     assert (options.shapes, options.kinds, options.peers) == (["F", "P"], ["int8"], ["numpy"])
 
 
-@pytest.mark.parametrize("argv", [["--shapes", "G"], ["--kinds", ""], ["--peers", "numpy,x"]])
+@pytest.mark.parametrize("argv", [["--shapes", "Z"], ["--kinds", ""], ["--peers", "numpy,x"]])
 def test_bad_options(argv, capsys):
     with pytest.raises(SystemExit):
         program.parse(argv)
@@ -82,7 +83,7 @@ def test_summary_and_probes():
         "| B: 8 sequences, 4k tokens | 0.80 | – |",
     ]
     row = report.probe_table(lines()).splitlines()[2]
-    assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | – |"
+    assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | 3 | – |"
 
 
 def test_shapes_have_words():
@@ -132,11 +133,14 @@ def test_number():
 
 def test_document():
     shapes = {"A": TINY, "B": TINY, "P": TINY}
-    text = report.document("T", ["word " * 100], shapes, lines(), [], picture="p.svg")
+    text = report.document("T", ["word " * 100], shapes, lines(), [], pictures=["p.svg", "q.svg"])
     assert text.startswith("# T\n\nword word")
     words = text.replace("\n", " ")
     assert "A: 1 sequence, 32k tokens (2, 4, 2, 8, 32), B: 8 sequences, 4k" in words
     assert "](p.svg)" in text
+    assert "](q.svg)" in text
+    assert "**2 of 2 lines meet their bars.**" in text
+    assert "- A/fp32 paged by 16: 0.90" not in text
     assert "### fp32" in text
     assert "Prefill" not in text
     prose = [line for line in text.splitlines() if not line.startswith("|")]
@@ -153,3 +157,17 @@ def test_picture(tmp_path):
     assert "share of the read bandwidth" in text
     assert "32k tokens" in text
     assert text == (tmp_path / "b.svg").read_text()
+
+
+def test_many_shapes_make_several_pictures(tmp_path):
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib, of the extra perf")
+    first = lines()[0]
+    many = [report.Line(letter, "fp32", first.rows) for letter in SHAPES]
+    assert len(many) == 13
+    names = report.draw_all(many, tmp_path / "a.svg")
+    assert names == ["a.svg", "a-picture-2.svg"]
+    one, two = ((tmp_path / name).read_text() for name in names)
+    assert "groups of 8" in one
+    assert "groups of 8" not in two
+    assert "8 queries each" in two
+    assert report.draw_all(many[:7], tmp_path / "b.svg") == ["b.svg"]

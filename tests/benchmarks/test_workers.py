@@ -1,6 +1,7 @@
 """Processes, fairness and the other commands of `python -m perf`. No clock matters."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -296,13 +297,27 @@ def test_load_of_others(tmp_path, monkeypatch):
     assert load.of_children() >= 0
 
 
+def test_peak_memory(tmp_path):
+    assert load.peak_memory(os.getpid()) > 1e7
+    assert load.peak_memory(2**30) == 0
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text("Name:\tx\nVmHWM:\t    2048 kB\n")
+    assert load.peak_memory(7, tmp_path) == 2 << 20
+
+
 def test_a_busy_machine_is_reported():
     busy = lines()
-    busy[0].others = 0.3
+    busy[0].others, busy[0].noisy = 0.3, True
     text = report.document("T", [], {"A": TINY, "B": TINY}, busy, [])
     assert "Other processes used up to 30% of the cores meanwhile: do not quote it." in text
-    assert "| 52.0 | 30% |" in text
-    assert "do not quote" not in report.document("T", [], {"A": TINY, "B": TINY}, lines(), [])
+    assert "| 52.0 | 3 | 30%, NOISY |" in text
+    assert "| met, NOISY |" in text
+    left_out = lines()
+    left_out[0].others, left_out[0].left_out = 0.01, 7
+    for some in (lines(), left_out):
+        text = report.document("T", [], {"A": TINY, "B": TINY}, some, [])
+        assert "do not quote" not in text
+    assert "| 52.0 | 3 (7 more left out) | 1% |" in text
 
 
 # ------------------------------------------------------------------ other commands
