@@ -192,6 +192,8 @@ def probe_table(lines):
     """The probes around the rounds: median, lowest and highest. And what others used of the machine."""
     rows = []
     for line in lines:
+        if not line.probes:
+            continue  # nothing ran
         rates = [x / 1e9 for x in line.probes]
         cells = (median(rates), min(rates), max(rates))
         others = "–" if line.others is None else f"{line.others:.0%}"
@@ -337,7 +339,7 @@ def draw(lines, path):
     kinds = list(dict.fromkeys(line.kind for line in lines))
     colours = {kind: _COLOURS[n % len(_COLOURS)] for n, kind in enumerate(kinds)}
     width = 0.8 / len(kinds)
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(max(9, 1.7 * len(shapes)), 6), layout="constrained")
     shares, speeds = figure.subplots(2, 1)
     for kind, colour in colours.items():
         shares.bar(0, 0, color=colour, label=kind)

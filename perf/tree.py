@@ -3,7 +3,6 @@
 So both trees do the same, and whatever `perf.peers.numkv_` and `perf.calls` ask of numkv has to be public.
 """
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -19,7 +18,3 @@ __all__ = ["CALLS", "NAME", "decode", "prefill", "versions"]
 _EXPECTED = Path(os.environ["NUMKV_PERF_TREE"], "numkv").resolve()
 if Path(numkv.__file__).resolve().parent != _EXPECTED:
     raise ImportError(f"expected numkv from {_EXPECTED}, got {numkv.__file__}")
-
-# Each turn collects garbage: that need not look at all of Numba every time.
-gc.collect()
-gc.freeze()

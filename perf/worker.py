@@ -161,6 +161,9 @@ def main(module):
     except ImportError as error:
         print(json.dumps({"missing": str(error)}), file=replies, flush=True)
         return
+    # Each turn collects garbage: that need not look at all that was imported every time.
+    gc.collect()
+    gc.freeze()
     print(json.dumps(commands.hello()), file=replies, flush=True)
     for line in requests:
         print(answer(commands, line), file=replies, flush=True)

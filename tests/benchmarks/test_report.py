@@ -84,6 +84,7 @@ def test_summary_and_probes():
     ]
     row = report.probe_table(lines()).splitlines()[2]
     assert row == "| A: 1 sequence, 32k tokens | fp32 | 50.0 | 48.0 | 52.0 | 3 | – |"
+    assert len(report.probe_table([report.Line("A", "fp32", [])]).splitlines()) == 2
 
 
 def test_shapes_have_words():
