@@ -157,9 +157,9 @@ def pieces_of(*parts):
 
 def _as_floats(rows, kind):
     return (
-        [x.astype(FLOATS[kind]) for x in rows]
+        [x.astype(FLOATS[kind], copy=False) for x in rows]
         if isinstance(rows, list)
-        else rows.astype(FLOATS[kind])
+        else rows.astype(FLOATS[kind], copy=False)
     )
 
 
