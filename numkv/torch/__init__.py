@@ -4,12 +4,12 @@
 float dtype that there is a kind for (bfloat16 and 8-bit floats too), contiguous or strided, under ``no_grad`` and
 ``inference_mode``. What comes back is a tensor; with `out` it is `out` itself. Everything else is as `numkv` says.
 
-- **Functions** run at once, past PyTorch's dispatcher. Under ``torch.compile`` they become operators, ``torch.ops.numkv``,
-  which have fake implementations and say what they change; see `numkv.torch.operators`.
+- **Functions** run at once, past PyTorch's dispatcher. Under ``torch.compile`` they become operators,
+  ``torch.ops.numkv``, which have fake implementations and say what they change; see `numkv.torch.operators`.
 - **Caches** are subclasses of numkv's own: an object of ``numkv.torch.KVCache`` is a `numkv.KVCache`. What their
   ``arrays`` and ``jit`` give is for kernels, and stays as it is.
-- **Gradients** are not computed. A tensor that requires them is refused where they are recorded; pass ``x.detach()``, or
-  call under ``torch.no_grad()``.
+- **Gradients** are not computed. A tensor that requires them is refused where they are recorded; pass
+  ``x.detach()``, or call under ``torch.no_grad()``.
 
 It needs PyTorch 2.5 or newer: ``pip install "numkv[torch]"``.
 """

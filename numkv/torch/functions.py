@@ -1,7 +1,7 @@
 """numkv's functions on tensors.
 
-Each one takes what the function of `numkv` takes, with tensors in place of arrays, and returns tensors. Errors are those
-of `numkv`. Where ``torch.compile`` traces a call, it becomes one of an operator: see `numkv.torch.operators`.
+Each one takes what the function of `numkv` takes, with tensors in place of arrays, and returns tensors. Errors are
+those of `numkv`. Where ``torch.compile`` traces a call, it becomes one of an operator: see `numkv.torch.operators`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -152,8 +152,8 @@ class WrapperCache(numkv.WrapperCache):
 class PagedKVCache(numkv.PagedKVCache):
     """`numkv.PagedKVCache` on tensors; its steps take and give tensors too."""
 
-    @functools.wraps(numkv.PagedKVCache.reserve)
-    def reserve(self, sequences: Any, new_lens: Any) -> numkv.Step:
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> numkv.Step:
+        """See `numkv.PagedKVCache.reserve`."""
         step = super().reserve(sequences, array_of(new_lens, "new_lens"))
         step.__class__ = Step
         return step

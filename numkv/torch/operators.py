@@ -156,7 +156,7 @@ def _fake_nothing(k: Any, v: Any, *args: Any, **options: Any) -> None:
     _no_gradients(k=k, v=v)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "append": _fake_nothing,
     "paged_append": _fake_nothing,
     "paged_write": _fake_write,

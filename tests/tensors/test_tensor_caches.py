@@ -1,4 +1,4 @@
-"""numkv's caches on tensors: the same program on arrays and on tensors has the same results, which are of either sort."""
+"""numkv's caches on tensors: the same program has the same results on arrays and on tensors."""
 
 import copy
 import inspect

@@ -58,7 +58,7 @@ def cases():
 CASES = list(cases())
 
 
-@pytest.mark.parametrize("operator, args, options", CASES, ids=lambda x: str(x)[6:40])
+@pytest.mark.parametrize(("operator", "args", "options"), CASES, ids=lambda x: str(x)[6:40])
 def test_operators_pass_the_checks_of_pytorch(operator, args, options):
     done = torch.library.opcheck(operator, args, options)
     assert set(done.values()) == {"SUCCESS"}
