@@ -318,12 +318,12 @@ class AttentionTally:
                 actual=shape,
             )
         with np.errstate(over="ignore"):
-            new[:, : self._length] += self.weights
+            new[:, : self._length] += self._sums[:, : self._length]
         if not np.isfinite(new).all():
             raise NonFiniteInput("`weights`: expected sums that float64 holds, got infinity")
         if length > self._sums.shape[1]:
             larger = np.zeros((heads, max(length, 2 * self._sums.shape[1])))
-            larger[:, : self._length] = self.weights
+            larger[:, : self._length] = self._sums[:, : self._length]
             self._sums = larger
         self._sums[:, :length] = new
         self._length = length
@@ -347,7 +347,7 @@ class AttentionTally:
             If `keep` is no row of integers.
         """
         kept = check_kept("keep", keep, self._length)
-        self._sums[:, : len(kept)] = self.weights[:, kept]
+        self._sums[:, : len(kept)] = self._sums[:, : self._length][:, kept]
         self._length = len(kept)
 
     @drops

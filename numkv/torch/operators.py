@@ -1,0 +1,247 @@
+"""numkv's functions as operators of PyTorch, ``torch.ops.numkv``, for ``torch.compile``, ``torch.export`` and graphs.
+
+Each function is an operator of the same name; what varies its results has a name of its own:
+
+=================================  =====================================================================
+``decode_attention``               returns the output
+``decode_attention.lse``           returns the output and the lse
+``decode_attention.out``           writes the output to `out`, returns nothing
+=================================  =====================================================================
+
+and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefill_attention``. ``append``,
+``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU and a fake one,
+which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are refused.
+
+The functions of `numkv.torch` call these where they are traced, and go past them otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import numkv
+from numkv.errors import NotSupported
+from numkv.torch.tensors import array_of, tensor_of
+
+__all__ = ["calls"]
+
+_OPTIONS = (
+    "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? sinks=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None"
+)
+# Arguments of attention by position, by function.
+_ATTENTION = {
+    "decode_attention": ("q", "k", "v", "seq_lens"),
+    "prefill_attention": ("q", "k", "v", "seq_lens", "cu_seqlens_q"),
+    "paged_decode_attention": ("q", "k_pool", "v_pool", "block_table", "seq_lens"),
+    "paged_prefill_attention": (
+        "q", "k_pool", "v_pool", "block_table", "seq_lens", "cu_seqlens_q",
+    ),
+}  # fmt: skip
+_OTHERS = {
+    "append": (
+        "Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_offsets",
+        "()",
+    ),
+    "paged_append": (
+        "Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping, *, "
+        "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool check_finite=True",
+        "()",
+    ),
+    "paged_write": (
+        "Tensor qkv, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slot_mapping, *, int num_q_heads, "
+        "Tensor? positions=None, Tensor? cos=None, Tensor? sin=None, int qk_mode, "
+        "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-06, "
+        "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool check_finite=True",
+        "Tensor",
+    ),
+    "merge_states": (
+        "Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b",
+        "(Tensor, Tensor)",
+    ),
+    "attention_weights": (
+        "Tensor q, Tensor k, Tensor seq_lens, Tensor? cu_seqlens_q=None, *, Tensor? lse=None, "
+        "float? sm_scale=None, float logits_soft_cap=0.0, int window_left=-1, Tensor? k_scale=None",
+        "Tensor",
+    ),
+}
+
+_library = torch.library.Library("numkv", "DEF")  # operators live as long as it does
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Add an operator with its kernel for the CPU and its fake one."""
+    _library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
+    _library.impl(name, run, "CPU")
+    torch.library.register_fake(f"numkv::{name}", fake, lib=_library)
+
+
+def _arrays(names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Arguments with arrays in place of tensors."""
+    arrays = [array_of(x, name) for x, name in zip(args, names, strict=True)]
+    return arrays, {name: array_of(x, name) for name, x in named.items()}
+
+
+def _no_gradients(**tensors: Any) -> None:
+    """Refuse inputs whose gradients are being recorded, as the kernels do."""
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise NotSupported(
+                f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
+                f"requires_grad=True; pass {name}.detach(), or call under torch.no_grad()"
+            )
+
+
+def _value_dim(v: Any, scale: Any) -> Any:
+    """Elements of a V row; INT4 has two in a word."""
+    return v.shape[3] * 2 if v.dtype == torch.uint8 and scale is not None else v.shape[3]
+
+
+def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
+    function = getattr(numkv, name)
+    tensors = ", ".join(f"Tensor {x}" for x in inputs)
+
+    def run(*args: Any, **options: Any) -> Any:
+        arrays, named = _arrays(inputs, args, options)
+        return tensor_of(function(*arrays, **named))
+
+    def run_lse(*args: Any, **options: Any) -> Any:
+        arrays, named = _arrays(inputs, args, options)
+        out, lse = function(*arrays, return_lse=True, **named)
+        return tensor_of(out), tensor_of(lse)
+
+    def run_out(*args: Any, out: Any, **options: Any) -> None:
+        arrays, named = _arrays(inputs, args, options)
+        function(*arrays, out=array_of(out, "out"), **named)
+
+    def fake(*args: Any, v_scale: Any = None, **options: Any) -> Any:
+        _no_gradients(**dict(zip(inputs, args, strict=True)))
+        q, v = args[0], args[2]
+        return q.new_empty((q.shape[0], q.shape[1], _value_dim(v, v_scale)))
+
+    def fake_lse(*args: Any, **options: Any) -> Any:
+        q = args[0]
+        return fake(*args, **options), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+    def fake_out(*args: Any, **options: Any) -> None:
+        _no_gradients(**dict(zip(inputs, args, strict=True)))
+
+    _define(name, f"({tensors}, *, {_OPTIONS}) -> Tensor", run, fake)
+    _define(f"{name}.lse", f"({tensors}, *, {_OPTIONS}) -> (Tensor, Tensor)", run_lse, fake_lse)
+    _define(f"{name}.out", f"({tensors}, *, {_OPTIONS}, Tensor(a!) out) -> ()", run_out, fake_out)
+
+
+def _fake_write(qkv: Any, k_pool: Any, *args: Any, num_q_heads: int, **options: Any) -> Any:
+    _no_gradients(qkv=qkv)
+    packed = k_pool.dtype == torch.uint8 and options.get("k_scale") is not None
+    dim = k_pool.shape[3] * (2 if packed else 1)
+    return qkv.new_empty((qkv.shape[0], num_q_heads, dim))
+
+
+def _fake_merge(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> Any:
+    _no_gradients(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    return torch.empty_like(o_a), torch.empty_like(lse_a)
+
+
+def _fake_weights(q: Any, k: Any, *args: Any, **options: Any) -> Any:
+    _no_gradients(q=q, k=k)
+    return q.new_empty(k.shape[:3], dtype=torch.float32)
+
+
+def _fake_nothing(k: Any, v: Any, *args: Any, **options: Any) -> None:
+    _no_gradients(k=k, v=v)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "append": _fake_nothing,
+    "paged_append": _fake_nothing,
+    "paged_write": _fake_write,
+    "merge_states": _fake_merge,
+    "attention_weights": _fake_weights,
+}
+
+
+def _define_other(name: str, inputs: str, result: str) -> None:
+    function = getattr(numkv, name)
+    positional = inputs.partition("*, ")[0]
+    names = tuple(part.split("=")[0].split()[-1] for part in positional.strip(", ").split(", "))
+
+    def run(*args: Any, **options: Any) -> Any:
+        arrays, named = _arrays(names[: len(args)], args, options)
+        found = function(*arrays, **named)
+        return tuple(map(tensor_of, found)) if type(found) is tuple else _maybe_tensor(found)
+
+    _define(name, f"({inputs}) -> {result}", run, _FAKES[name])
+
+
+def _maybe_tensor(x: Any) -> Any:
+    return None if x is None else tensor_of(x)
+
+
+for _name, _inputs in _ATTENTION.items():
+    _define_attention(_name, _inputs)
+for _name, (_inputs_of, _result) in _OTHERS.items():
+    _define_other(_name, _inputs_of, _result)
+
+
+# -- calls of operators that look like those of functions
+
+
+def _tensor(x: Any) -> Any:
+    """A tensor of a list, an array or a number."""
+    return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+
+
+def _attention_call(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.numkv, name)
+
+    def call(
+        *inputs: Any,
+        return_lse: bool = False,
+        out: Any = None,
+        logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1,
+        validate: bool = False,
+        **options: Any,
+    ) -> Any:
+        options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
+        options["window_left"] = -1 if window_left is None else window_left
+        inputs = tuple(map(_tensor, inputs))
+        if out is None:
+            if return_lse:
+                return operator.lse(*inputs, **options)
+            return operator.default(*inputs, **options)
+        if return_lse:
+            found, lse = operator.lse(*inputs, **options)
+            return out.copy_(found), lse
+        operator.out(*inputs, **options, out=out)
+        return out
+
+    return call
+
+
+def _other_call(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.numkv, name).default
+    defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
+
+    def call(*inputs: Any, q_out: Any = None, validate: bool = False, **options: Any) -> Any:
+        for option, value in defaults.items():
+            if option in options and options[option] is None:
+                options[option] = value
+        if "qk_mode" in options:
+            options["qk_mode"] = int(options["qk_mode"])
+        found = operator(*map(_tensor, inputs), **options)
+        return found if q_out is None else q_out.copy_(found)
+
+    return call
+
+
+#: Calls of operators by the name of the function, with its arguments.
+calls: dict[str, Callable[..., Any]] = {
+    **{name: _attention_call(name) for name in _ATTENTION},
+    **{name: _other_call(name) for name in _OTHERS},
+}

@@ -1,0 +1,109 @@
+"""Tensors as arrays and arrays as tensors, without copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from numkv.errors import NotSupported, UnsupportedDType
+from numkv.targets.base import TORCH_DTYPES, WORD_OF
+
+__all__ = ["array_of", "tensor_of", "tensors_of"]
+
+_Tensor = torch.Tensor
+_grad_enabled = torch.is_grad_enabled
+_INT_OF = {1: torch.uint8, 2: torch.int16}
+# Dtypes that NumPy has not: what torch views them as, and what NumPy views that as.
+_TO_NUMPY = {
+    getattr(torch, name.partition(".")[2]): (_INT_OF[dtype.itemsize], dtype)
+    for name, dtype in TORCH_DTYPES.items()
+    if hasattr(torch, name.partition(".")[2])
+}
+_TO_TORCH = {
+    dtype: (np.dtype(f"{'uint8' if dtype.itemsize == 1 else 'int16'}"), own)
+    for own, (_, dtype) in _TO_NUMPY.items()
+}
+
+
+def array_of(x: Any, name: str) -> Any:
+    """The NumPy array on a tensor's memory; anything else as it is.
+
+    Parameters
+    ----------
+    x : torch.Tensor or object
+        What a caller gave.
+    name : str
+        What errors call it.
+
+    Raises
+    ------
+    NotSupported
+        If the tensor requires a gradient that is being recorded, is not in host memory, or has no memory of its own.
+    UnsupportedDType
+        If NumPy has no such dtype, and numkv has no kind for it.
+    """
+    if not isinstance(x, _Tensor):
+        return x
+    if x.requires_grad:
+        if _grad_enabled():
+            raise NotSupported(
+                f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
+                f"requires_grad=True; pass {name}.detach(), or call under torch.no_grad()"
+            )
+        x = x.detach()
+    viewed = _TO_NUMPY.get(x.dtype)
+    try:
+        if viewed is None:
+            return x.numpy()
+        return x.view(viewed[0]).numpy().view(viewed[1])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _refusal(x, name, error) from error
+
+
+def _refusal(x: Any, name: str, error: Exception) -> Exception:
+    """The error for a tensor that NumPy cannot take."""
+    if x.device.type != "cpu":
+        return NotSupported(
+            f"`{name}`: expected a tensor on the CPU, got one on {x.device}; move it with .cpu(), or pass device "
+            "arrays to the functions of numkv itself"
+        )
+    if x.layout is not torch.strided or x.is_quantized:
+        what = "quantised" if x.is_quantized else str(x.layout)
+        return NotSupported(
+            f"`{name}`: expected a dense tensor, got a {what} one; convert it with .to_dense() or .dequantize()"
+        )
+    if x.is_neg() or x.is_conj():
+        return NotSupported(
+            f"`{name}`: expected a tensor whose memory has its values, got one that is negated or conjugated lazily; "
+            f"pass {name}.resolve_neg()"
+        )
+    said = str(error).split("\n")[0]
+    return UnsupportedDType(
+        f"`{name}`: expected a tensor that NumPy can take, got {x.dtype} ({said}); convert it with .to(torch.float32)"
+    )
+
+
+def tensor_of(x: np.ndarray[Any, Any]) -> Any:
+    """The tensor on an array's memory; of memory that may not be written, a copy."""
+    if not x.flags.writeable:
+        x = x.copy()
+    viewed = _TO_TORCH.get(x.dtype)
+    if viewed is None:
+        word = WORD_OF.get(x.dtype)
+        if word is not None and x.dtype != np.float16:
+            raise UnsupportedDType(f"this PyTorch, {torch.__version__}, has no dtype for {x.dtype}")
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(viewed[0])).view(viewed[1])
+
+
+def tensors_of(x: Any) -> Any:
+    """A result with tensors in place of arrays, also within tuples, lists and dictionaries."""
+    if isinstance(x, np.ndarray):
+        return tensor_of(x)
+    if type(x) in (tuple, list):
+        return type(x)(map(tensors_of, x))
+    if type(x) is dict:
+        return {key: tensors_of(value) for key, value in x.items()}
+    return x

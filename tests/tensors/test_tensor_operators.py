@@ -1,0 +1,110 @@
+"""``torch.ops.numkv``: operators that PyTorch's own checks accept, and that compile without breaks."""
+
+import pytest
+
+import numkv
+
+torch = pytest.importorskip("torch")
+
+import numkv.torch as on_tensors  # noqa: E402
+from numkv.torch import operators  # noqa: E402
+
+OPS = torch.ops.numkv
+
+
+def operands(seed=0):
+    made = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, 8, 64, generator=made, dtype=torch.bfloat16)
+    k, v = (torch.randn(2, 4, 32, 64, generator=made, dtype=torch.bfloat16) for _ in range(2))
+    return q, k, v, torch.tensor([5, 32])
+
+
+def cases():
+    q, k, v, lens = operands()
+    starts, table = torch.tensor([0, 1, 2]), torch.tensor([[0], [1]], dtype=torch.int32)
+    new, slots = k[:, :, 0].clone(), torch.tensor([6, 40])
+    inputs = {
+        "decode_attention": (q, k, v, lens),
+        "prefill_attention": (q, k, v, lens, starts),
+        "paged_decode_attention": (q, k, v, table, lens),
+        "paged_prefill_attention": (q, k, v, table, lens, starts),
+    }
+    options = {"sm_scale": 0.2, "window_left": 7, "logits_soft_cap": 9.0, "sinks": torch.zeros(8)}
+    for name, args in inputs.items():
+        yield getattr(OPS, name).default, args, {}
+        yield getattr(OPS, name).lse, args, options
+        yield getattr(OPS, name).out, args, {"out": torch.empty_like(q)}
+    yield OPS.append.default, (new[:, :, None], new[:, :, None], k, v, torch.tensor([1, 2])), {}
+    yield OPS.paged_append.default, (new, new, k, v, slots), {}
+    qkv = torch.randn(2, 16 * 64, dtype=torch.bfloat16)
+    yield OPS.paged_write.default, (qkv, k, v, slots), {"num_q_heads": 8, "qk_mode": 0}
+    yield OPS.merge_states.default, (q, torch.zeros(2, 8), q * 2, torch.ones(2, 8)), {}
+    yield OPS.attention_weights.default, (q, k, lens), {}
+    codes, scale = torch.ones(2, 4, 32, 64, dtype=torch.int8), torch.ones(2, 4, 32)
+    yield (
+        OPS.decode_attention.default,
+        (q, codes, codes, lens),
+        {"k_scale": scale, "v_scale": scale},
+    )
+    packed = torch.ones(2, 4, 32, 32, dtype=torch.uint8)
+    scales = torch.ones(2, 4, 32, 2, dtype=torch.bfloat16)
+    yield (
+        OPS.decode_attention.default,
+        (q, packed, packed, lens),
+        {"k_scale": scales, "v_scale": scales},
+    )
+
+
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("operator", "args", "options"), CASES, ids=lambda x: str(x)[6:40])
+def test_operators_pass_the_checks_of_pytorch(operator, args, options):
+    done = torch.library.opcheck(operator, args, options)
+    assert set(done.values()) == {"SUCCESS"}
+
+
+def test_every_function_has_a_case():
+    assert {str(op).split(".")[1] for op, _, _ in CASES} == set(operators.calls)
+
+
+def steps(q, k, v, new, slots, lens):
+    """One decode step: rows are appended, and attended to."""
+    on_tensors.paged_append(new, new, k, v, slots)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    out = on_tensors.paged_decode_attention(q * 2, k, v, table, lens, window_left=None)
+    other, lse = on_tensors.decode_attention(q, k, v, lens, return_lse=True)
+    merged, _ = on_tensors.merge_states(out, lse, other, lse)
+    taken = torch.empty_like(q)
+    on_tensors.decode_attention(q, k, v, lens, out=taken)
+    return out + 1, merged, taken
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # PyTorch's own, of its own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:importlib")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_in_one_graph(backend):
+    torch._dynamo.reset()
+    q, k, v, lens = operands()
+    new, slots = torch.randn(2, 4, 64).to(torch.bfloat16), torch.tensor([4, 63])
+    caches = [(k.clone(), v.clone()) for _ in range(2)]
+    compiled = torch.compile(steps, fullgraph=True, backend=backend)
+    found = compiled(q, *caches[0], new, slots, lens)
+    wanted = steps(q, *caches[1], new, slots, lens)
+    assert all(map(torch.equal, found, wanted))
+    assert all(map(torch.equal, *caches))
+    assert not torch.equal(caches[0][0], k)  # rows were appended
+
+
+def test_operators_refuse_gradients():
+    q, k, v, lens = operands()
+    with pytest.raises(numkv.NotSupported, match="`q`"):
+        OPS.decode_attention(q.clone().requires_grad_(), k, v, lens)
+    with torch.no_grad():
+        OPS.decode_attention(q.clone().requires_grad_(), k, v, lens)
+
+
+def test_errors_come_through_operators():
+    q, k, v, lens = operands()
+    with pytest.raises(IndexError, match="seq_lens"):
+        OPS.decode_attention(q, k, v, lens + 100)
