@@ -68,6 +68,8 @@ def instructions_of(cpu: str, features: str) -> set[str]:
     set of str
         Those that matter to vector code here, and what else `features` adds.
     """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     functions, declared = [], set()
     for name, (operand, result, code, _) in _PROBES.items():
         functions.append(
