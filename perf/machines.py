@@ -1,6 +1,6 @@
 """numkv as it would be compiled for lesser CPUs, beside this one's own build: ``python -m perf machines``.
 
-Numba compiles for the CPU that ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` name, and this machine runs it where it has
+Numba compiles for the CPU that ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` name, and this machine runs it if it has
 all of those instructions. So vectors of 256 bits and AVX-512 without VNNI are measured on a machine that has more: what
 the instructions cost, not what such a machine would reach, whose memory and clock are others.
 Each build is in a process of its own; they take turns, with the read bandwidth measured in every round.
@@ -20,7 +20,7 @@ from perf import bandwidth, envs
 from perf.load import Load
 from perf.peers import CONTIGUOUS, CannotRun, threads
 from perf.report import table
-from perf.shapes import SHAPES, Problems
+from perf.shapes import Problems
 from perf.workers import Died, Library
 
 NATIVE = "native"
@@ -74,7 +74,9 @@ def rows_of(shape, kind, found, reasons):
 def main(argv):
     """``python -m perf machines``."""
     parser = argparse.ArgumentParser(prog="python -m perf machines", description=__doc__)
-    parser.add_argument("--cpus", default=",".join(CPUS), help="LLVM's names, the native build first")
+    parser.add_argument(
+        "--cpus", default=",".join(CPUS), help="LLVM's names, the native build first"
+    )
     parser.add_argument("--shapes", default="A,C,E")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
