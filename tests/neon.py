@@ -1,8 +1,8 @@
 """Attention's kernels as they are made for a 64-bit ARM: ``python tests/neon.py FOLDER KIND…`` writes their assembly.
 
 In a process of its own, which takes itself for such a machine before numkv looks. Numba still makes code for this one,
-which is never run: its LLVM, in which vectors and their intrinsics are still what numkv asked for, goes through LLVM once
-more, for ARM. What Numba's runtime itself brings is left out, as it has been fitted to this machine by then.
+which is never run: its LLVM, in which vectors and intrinsics are what numkv asked for, goes through LLVM once more, for
+ARM. What Numba's runtime itself brings is left out, as it has been fitted to this machine by then.
 """
 
 import os
