@@ -31,13 +31,13 @@ class Build:
 
 
 def test_shares_and_ratios():
-    builds = {"native": Build(2.0), "haswell": Build(3.0), "knl": Build(None)}
+    builds = {"native": Build(2.0), "haswell": Build(4.0), "knl": Build(None)}
     found, reasons = machines.measure(builds, lambda: 100.0, {}, "fp32", 3, 0.1)
-    assert found == {"native": (2.0, 0.5, 1.0, 1e-7), "haswell": (3.0, 1 / 3, 1.5, 1e-7)}
+    assert found == {"native": (2.0, 0.5, 1.0, 1e-7), "haswell": (4.0, 0.25, 2.0, 1e-7)}
     assert reasons == {"knl": "no such instruction"}
     assert all(build.freed for build in builds.values())
     rows = machines.rows_of("A", "fp32", found, reasons)
-    assert rows[1] == ["A", "fp32", "haswell", "3000000", "0.33", "1.50", "1.0e-07"]
+    assert rows[1] == ["A", "fp32", "haswell", "4000000", "0.25", "2.00", "1.0e-07"]
     assert {len(row) for row in rows} == {7}
 
 
