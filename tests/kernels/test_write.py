@@ -190,7 +190,7 @@ def _operations():
 
 
 @pytest.mark.parametrize("mode", [0, 1, 3])
-@pytest.mark.parametrize(("kinds", "by_slot"), _operations())
+@pytest.mark.parametrize(("kinds", "by_slot"), [*_operations()])
 def test_operations(target, rng, kinds, mode, by_slot):
     """Five tokens whose projections are columns of a wider array; nothing but their slots changes."""
     where, dim = targets.get(target), 34
