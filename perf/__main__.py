@@ -1,7 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``files``, ``install``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
+``files``, ``install``, ``machines``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
 """
 
 import argparse
@@ -43,6 +43,7 @@ COMMANDS = {
     "against": "against",
     "files": "files",
     "install": "envs",
+    "machines": "machines",
     "neighbour": "neighbour",
     "threads": "python_threads",
 }

@@ -1,12 +1,12 @@
-"""Loops in compiled code: basic blocks of LLVM and of x86-64 assembly, and which of them run again and again."""
+"""Loops in compiled code: basic blocks of LLVM and of assembly (x86-64, AArch64), and which of them run repeatedly."""
 
 from __future__ import annotations
 
 import re
 
-_JUMP = re.compile(r"^j\w+\s+(\.LBB\w+)$")
+_JUMP = re.compile(r"^(?:j\w+|b(?:\.\w+)?|cbn?z\s+\w+,|tbn?z\s+\w+,\s*#\d+,)\s+(\.LBB\w+)$")
 _LABEL = re.compile(r"^(\.LBB\w+):")
-_CALL = re.compile(r"^callq?\b")
+_CALL = re.compile(r"^(callq?|blr?)\b")
 
 
 class Blocks:
@@ -83,15 +83,15 @@ def of_assembly(text, name):
                 successors[here].add(label[1])
             here, falls_through = label[1], True
             code[here], successors[here] = [], set()
-        elif line and not line.startswith((".", "#")):
+        elif line and not line.startswith((".", "#", "//")):
             jump = _JUMP.match(line)
             if jump:
                 successors[here].add(jump[1])
-            elif line.startswith("j"):
+            elif line.startswith(("j", "br\t")):
                 raise ValueError(f"a jump to somewhere unknown: {line}")
             code[here].append(line)
             # What stands behind a jump without a label is never reached.
-            falls_through = not line.startswith(("jmp", "ret", "ud2"))
+            falls_through = not line.startswith(("jmp", "ret", "ud2", "b\t", "brk"))
     return Blocks(code, successors)
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Names of CPUs, as LLVM has them, and how many floats their vectors have.
-LANES = {"haswell": 8, "x86-64": 4}
+LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16}
+#: Kinds whose code is another on that CPU than on those before.
+KINDS = {
+    "haswell": ("fp16", "int8", "int4"),
+    "x86-64": ("fp16", "int8", "int4"),
+    "sandybridge": ("fp16",),  # neither multiply-add nor integers of 256 bits
+    "skylake-avx512": ("int8", "int4"),  # products of bytes and words are added by two instructions
+}
 
 SCRIPT = """
 import sys
@@ -20,7 +27,7 @@ from problems import Shape
 lanes = int(sys.argv[1])
 assert features.LANES == lanes, features.LANES
 rng = np.random.default_rng(0)
-for kind in ("fp16", "int8", "int4"):
+for kind in sys.argv[2:]:
     for shape in (Shape(6, 2, 96, (70, 33)), Shape(7, 1, 34, (41,), new=(3,)), Shape(8, 1, 64, (1100,))):
         problem = paged_problems.make(rng, shape, kind, block_size=16)
         problem.check(lambda x: x, lambda x: x)
@@ -39,6 +46,6 @@ def start(cpu, cache):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(LANES[cpu])],
+        [sys.executable, "-c", SCRIPT, str(LANES[cpu]), *KINDS[cpu]],
         env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -32,13 +32,13 @@ def test_the_bundled_model_continues_the_default_prompt(capsys):
 
 def test_text_and_table(tiny, capsys):
     options = ("--model", tiny, "--prompt", "def f(", "--tokens", 8)
-    output = run(capsys, *options, "--kind", "bf16", "fp64", "fp16/fp32", "--temperature", 0)
+    output = run(capsys, *options, "--kind", "bf16", "fp64", "int8/fp16", "--temperature", 0)
     assert output.startswith("def f(")
     labels = [line.split()[0] for line in output.splitlines() if "MiB" in line or "KiB" in line]
-    assert labels == ["bf16", "fp64", "fp16/fp32", "fp32"]
+    assert labels == ["bf16", "fp64", "int8/fp16", "fp32"]
     # 2 layers of 2 heads of 8 elements, K and V; room for 1 + 6 + 8 tokens
     assert cells(output, "bf16")[1:4] == ["128", "1.88", "KiB"]
-    assert cells(output, "fp16/fp32")[1] == "192"
+    assert cells(output, "int8/fp16")[1] == "112"  # with a scale for each of K's rows
     assert cells(output, "fp64")[6:8] == ["100.0", "%"]
     assert float(cells(output, "fp64")[-1]) < 1e-4
     assert 1e-7 < float(cells(output, "bf16")[-1]) < 0.1

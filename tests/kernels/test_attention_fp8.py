@@ -35,7 +35,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "k_kind", "v_kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "k_kind", "v_kind", "options"),
+    [*CASES[:3], *(pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[3:])],
+    ids=str,
+)
 def test_the_values_are_products_with_the_scale_of_the_head(
     target, to, host, rng, shape, k_kind, v_kind, options
 ):

@@ -14,7 +14,7 @@ import numkv
 
 KINDS = [*naive.DTYPES, *naive.CODES]
 #: Those that are tried beside another one too: each layer of one kind is compiled anew.
-IN_PAIRS = ["bf16", "fp32", "int4"]
+IN_PAIRS = ["bf16", "fp32", "int4", "int8"]
 
 
 @njit

@@ -6,6 +6,7 @@ like any other. What they are made of is here:
 
 ============  ==========================================================================================
 `features`    which instructions the CPU has, how wide its vectors are
+`instructions`  what LLVM uses for a CPU that is asked for by name
 `emit`        loops and branches while emitting; how an intrinsic's arguments are read
 `vectors`     `Vectors`: vectors of floats, loaded from any storage kind
 `words`       `Words`: vectors of 16-bit integers and bytes, and their products

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, LANES
+from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LANES
 from numkv.kernels.cpu.vectors.stored import STORED, widened
 
 __all__ = ["Vectors"]
@@ -177,7 +177,9 @@ class Vectors:
     # -- arithmetic
 
     def fma(self, a, b, c):
-        """``a * b + c``, rounded once."""
+        """``a * b + c``, rounded once where there is an instruction for it: a call for each lane is no way."""
+        if not HAS_FMA:
+            return self.b.fadd(self.b.fmul(a, b), c)
         name = f"llvm.fma.v{self.lanes}f{64 if self.double else 32}"
         signature = ir.FunctionType(self.type, [self.type] * 3)
         return self.b.call(
@@ -185,8 +187,8 @@ class Vectors:
         )
 
     def fma_to(self, total, a, b):
-        """``total + a * b``, rounded once, for sums that are carried along in a loop."""
-        if not {"avx2", "avx512f"} & FEATURES:
+        """``total + a * b`` as by `fma`, for sums that are carried along in a loop."""
+        if not {"fma", "avx512f"} & FEATURES:
             return self.fma(a, b, total)
         # As text: where `b` is not needed again, LLVM would put the sum in its place and move it back each time.
         signature = ir.FunctionType(self.type, [self.type] * 3)

@@ -1,0 +1,123 @@
+"""numkv as it would be compiled for lesser CPUs, beside this one's own build: ``python -m perf machines``.
+
+Numba compiles for the CPU that ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` name, and this machine runs it if it has
+all of those instructions. So vectors of 256 bits and AVX-512 without VNNI are measured on a machine that has more: what
+the instructions cost, not what such a machine would reach, whose memory and clock are others.
+Each build is in a process of its own; they take turns, with the read bandwidth measured in every round.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import tempfile
+from statistics import median
+
+import numba
+
+from perf import bandwidth, envs
+from perf.load import Load
+from perf.peers import CONTIGUOUS, CannotRun, threads
+from perf.report import table
+from perf.shapes import Problems
+from perf.workers import Died, Library
+
+NATIVE = "native"
+CPUS = (NATIVE, "skylake-avx512", "haswell")
+KINDS = ("fp32", "fp16", "bf16", "int8", "int4")
+
+
+def variables_of(cpu):
+    """What has Numba compile for a CPU; features are none but the name's own."""
+    return {} if cpu == NATIVE else {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
+
+
+def measure(builds, probe, problem, kind, rounds, seconds):
+    """One line: seconds of a call by CPU, its ratio to the native build's, and the native build's share of the probe.
+
+    Medians; ratios and shares are of times of one round. A build that cannot run is left out, and its reason told.
+    """
+    made, reasons = {}, {}
+    for cpu, library in builds.items():
+        library.problem(**problem)
+        try:
+            made[cpu] = library.only(kind, CONTIGUOUS)
+        except (CannotRun, Died) as why:
+            reasons[cpu] = str(why)
+    times, rates = {cpu: [] for cpu in made}, []
+    for number in range(rounds):
+        rates.append(probe())
+        # Every second round in the other order.
+        for cpu in list(made)[:: 1 if number % 2 else -1]:
+            times[cpu].append(median(made[cpu].turn(seconds)))
+    first = next(iter(made))
+    found = {}
+    for cpu, remote in made.items():
+        shares = [remote.bytes / t / rate for t, rate in zip(times[cpu], rates, strict=True)]
+        ratios = [t / own for t, own in zip(times[cpu], times[first], strict=True)]
+        found[cpu] = (median(times[cpu]), median(shares), median(ratios), remote.error)
+    for library in builds.values():
+        library.free()
+    return found, reasons
+
+
+def rows_of(shape, kind, found, reasons):
+    """The table's rows of one line."""
+    rows = [
+        [shape, kind, cpu, f"{t * 1e6:.0f}", f"{share:.2f}", f"{ratio:.2f}", f"{error:.1e}"]
+        for cpu, (t, share, ratio, error) in found.items()
+    ]
+    return rows + [[shape, kind, cpu, why, "", "", ""] for cpu, why in reasons.items()]
+
+
+def main(argv):
+    """``python -m perf machines``."""
+    parser = argparse.ArgumentParser(prog="python -m perf machines", description=__doc__)
+    parser.add_argument(
+        "--cpus", default=",".join(CPUS), help="LLVM's names, the native build first"
+    )
+    parser.add_argument("--shapes", default="A,C,E")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of calls in a turn (0.1)")
+    options = parser.parse_args(argv)
+    header = ["shape", "kind", "compiled for", "us", "of read bandwidth", "time / native", "error"]
+    builds, rows, versions = {}, [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        problems = Problems(folder)
+        try:
+            probe = Library(bandwidth.NAME, "perf.bandwidth", envs.this())
+            builds = {
+                cpu: Library("numkv", python=envs.this(), variables=variables_of(cpu))
+                for cpu in options.cpus.split(",")
+            }
+            load = Load([probe.pid, *(library.pid for library in builds.values())])
+            for shape in options.shapes.split(","):
+                for kind in options.kinds.split(","):
+                    line = measure(
+                        builds, lambda: probe.worker.ask("probe"), problems[shape], kind,
+                        options.rounds, options.seconds,
+                    )  # fmt: skip
+                    rows += rows_of(shape, kind, *line)
+                    print(" ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
+            versions = builds[next(iter(builds))].versions
+            others = load.of_others() or 0.0
+        finally:
+            for library in (*builds.values(), *([probe] if "probe" in locals() else [])):
+                library.close()
+    print(f"{datetime.date.today()}, {os.cpu_count()} cores, {threads()} threads, {cpu_model()}; {versions}; "
+          f"Numba {numba.__version__}\n")  # fmt: skip
+    print(table(header, rows, (3, 4, 5, 6)))
+    print(f"\nother processes used {others:.0%} of the cores")
+    return 0
+
+
+def cpu_model():
+    """What Linux calls the processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor()}, {numba.config.CPU_NAME or 'host'}"
