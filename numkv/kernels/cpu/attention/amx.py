@@ -136,11 +136,21 @@ def _way_without_few(item):
 
 
 @inlined
-def _nothing(*args):
+def _load_none(q, k_scale, floats, at, sizes, item, scale):
     pass
 
 
-_NO_FEW = FewSteps(_nothing, _nothing, _nothing)
+@inlined
+def _attend_none(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike):
+    pass
+
+
+@inlined
+def _rows_of_none(floats, at, sizes, item, back):
+    pass
+
+
+_NO_FEW = FewSteps(_load_none, _attend_none, _rows_of_none)
 
 
 def _make_load_queries(k_kind, v_kind):

@@ -14,6 +14,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.llvm.amx_few_pv import (
@@ -75,16 +76,23 @@ def _are_kept(sizes, item):
 @inlined
 def _few(at, sizes, item, head):
     """Sizes and places of the i-th kv head of an item."""
-    rows = np.int64(4) if item.rows <= 4 else np.int64(8) if item.rows <= 8 else np.int64(16)
+    places = at.amx_queries, at.amx_outputs, at.amx_scores, at.amx_values, at.amx_spare
+    return _of_head(sizes.dim, sizes.dim_v, item.rows, head, places)
+
+
+@register_jitable
+def _of_head(dim, dim_v, item_rows, head, places):
+    queries, outputs, scores, values, spare = places
+    rows = np.int64(4) if item_rows <= 4 else np.int64(8) if item_rows <= 8 else np.int64(16)
     tile_rows = min(2 * rows, np.int64(AMX_ROWS))
-    lines, v_lines = (sizes.dim + ON_LINE - 1) // ON_LINE, (sizes.dim_v + ON_LINE - 1) // ON_LINE
+    lines, v_lines = (dim + ON_LINE - 1) // ON_LINE, (dim_v + ON_LINE - 1) // ON_LINE
     query_floats = lines * (2 * AMX_TILE if rows == AMX_ROWS else AMX_TILE)
-    block = np.int64(KV_TILE) if sizes.dim <= _SHORT else np.int64(KV_TILE // 2)
-    scores, square = at.amx_scores, KV_TILE * AMX_ROWS
+    block = np.int64(KV_TILE) if dim <= _SHORT else np.int64(KV_TILE // 2)
+    square = KV_TILE * AMX_ROWS
     return AmxFew(
-        rows, tile_rows, lines, v_lines, block, at.amx_queries + head * query_floats,
-        at.amx_outputs + head * tile_rows * v_lines * ON_LINE, scores, scores + square, scores + 2 * square,
-        at.amx_values, at.amx_spare,
+        rows, tile_rows, lines, v_lines, block, queries + head * query_floats,
+        outputs + head * tile_rows * v_lines * ON_LINE, scores, scores + square, scores + 2 * square, values,
+        spare,
     )  # fmt: skip
 
 
