@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
     """The environment of a process whose kernels are compiled for the unit."""
     import llvmlite.binding as llvm
 
-    features = {x: True for x in _UNIT}
+    features = dict.fromkeys(_UNIT, True)
     features = {**llvm.get_host_cpu_features(), **features}
     flags = ",".join(f"{'+' if there else '-'}{x}" for x, there in sorted(features.items()))
     return {
@@ -65,13 +65,14 @@ class Emulator:
     """The library, and what it has counted."""
 
     def __init__(self, library):
-        self.library = library
+        self.library, self.installed = library, False
         library.amx_fault.restype = ctypes.c_char_p
 
     def install(self):
         """Take SIGILL over, once a process."""
         if self.library.amx_install() != 0:
             raise OSError("SIGILL cannot be handled")
+        self.installed = True
 
     def fault(self) -> str:
         """What was wrong first since the last call; an empty text if nothing was."""

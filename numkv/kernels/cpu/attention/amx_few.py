@@ -11,7 +11,8 @@ Query rows that see different tokens of a tile whose V has NaN or infinity are l
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
@@ -54,11 +55,12 @@ class FewSteps(NamedTuple):
     """Functions that become part of the kernel."""
 
     #: ``load(q, k_scale, floats, at, sizes, item, scale)`` puts an item's query rows into scratch memory.
-    load: object
-    #: ``attend(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike)``.
-    attend: object
+    load: Callable[..., Any]
+    #: ``attend(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike)`` takes a tile of which any row
+    #: sees tokens ``[low, high)``, and all rows do if `alike`.
+    attend: Callable[..., Any]
     #: ``rows(floats, at, sizes, item, back)`` puts sums in order as output rows, or back.
-    rows: object
+    rows: Callable[..., Any]
 
 
 @inlined

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.llvm.amx_few_qk import ON_LINE, takes_turns

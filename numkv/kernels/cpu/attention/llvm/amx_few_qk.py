@@ -13,9 +13,7 @@ Decoding is a matter of memory. V rows of the same tokens are prefetched between
 from __future__ import annotations
 
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
-from llvmlite import ir
 
 from numkv.kernels.cpu.vectors.amx import AMX_TILE, Amx, AmxWords
 from numkv.kernels.cpu.vectors.emit import I8, I64, steps, unpack

@@ -99,12 +99,19 @@ class _Softmax:
             self.put_floats()
         else:
             self.put_integers()
-        rescale = b.select(grown, v.scale(v.splat(1.0), b.fsub(old, new)), v.splat(1.0))
+        rescale = b.select(grown, self.power_of(b.fsub(old, new)), v.splat(1.0))
         v.store(rescale, self.data, state.rescale_at)
         v.store_masked(new, self.data, state.maxima_at, self.there)
         before = v.load_floats(self.data, state.sums_at, self.there)
         total = v.fma(before, rescale, self.merged(self.totals, b.fadd))
         v.store_masked(total, self.data, state.sums_at, self.there)
+
+    def power_of(self, x):
+        """2 to the power of `x`: exact where it is an integer, as maxima are, but for those that vector code left."""
+        v = self.v
+        whole = self.b.fcmp_ordered("==", v.ceil(x), x)
+        other = v.power(self.b.fadd(x, v.splat(0.5)))
+        return self.b.select(whole, v.scale(v.splat(1.0), x), other)
 
     def at_token(self, t):
         """Where a token's scores are."""
