@@ -6,6 +6,7 @@ import sys
 import amx_emulator
 import pytest
 
+from numkv.kernels.cpu.attention import engines
 from numkv.kernels.cpu.vectors.features import has_amx
 
 TESTS = amx_emulator.TESTS
@@ -23,3 +24,20 @@ def test_on_an_emulated_unit(name):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "skipped" not in ended.stdout
+
+
+def test_who_decodes(monkeypatch):
+    monkeypatch.delenv(engines.AMX_DECODE, raising=False)
+    monkeypatch.setattr(engines, "has_amx", lambda: True)
+    monkeypatch.setattr(engines, "FEATURES", {"avx512bf16"})
+    use = engines.use_amx
+    assert use("bf16", "bf16", "float32") == engines.ROWS_OF_ALL_SIZES
+    assert use("bf16", "int8", "float32") == use("int8", "int8", "float32") == engines.MANY_ROWS
+    assert use("bf16", "bf16", "float64") == use("fp16", "bf16", "float32") == 0
+    monkeypatch.setenv(engines.AMX_DECODE, "0")
+    assert use("bf16", "bf16", "float32") == engines.MANY_ROWS
+    monkeypatch.delenv(engines.AMX_DECODE)
+    monkeypatch.setattr(engines, "FEATURES", set())
+    assert use("bf16", "bf16", "float32") == engines.MANY_ROWS
+    monkeypatch.setattr(engines, "has_amx", lambda: False)
+    assert use("bf16", "bf16", "float32") == 0

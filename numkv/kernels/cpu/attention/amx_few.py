@@ -5,7 +5,9 @@ if both take turns in small pieces: blocks of 8 KB of K, then as much of V, and 
 prefetched. Shapes of tiles are set once an item. What is split in two parts (queries, weights) is good to 16 bits.
 Where nobody could time this build is said in perf/README.md.
 
-Query rows that see different tokens of a tile whose V has NaN or infinity are left to vector code.
+Query rows that see different tokens of a tile whose V has NaN or infinity are left to vector code. Elsewhere an
+infinity in V gives NaN where a part of a weight is 0. Denormal numbers count as 0, those in K and V (below 1.2e-38) and
+among the lower parts of queries and weights.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def amx_few_pack_queries(typing_context, f, few, q_at, q_step, count):
 
 @intrinsic
 def amx_few_qk(typing_context, f, few, places, first, end, values):
-    """Scores of packed query rows and the K rows of tokens ``[first, end)`` of a tile, both multiples of 16.
+    """Scores of packed query rows and the K rows of tokens ``[first, end)`` of a tile; `first` is a multiple of 16.
 
+    Sixteen tokens are taken at a time: those from `end` on have rows too, but what they score may be anything.
     `places` is what `amx_locate_keys` has found. Scores of token t go to ``f[few.scores_at + t * few.tile_rows:]``, a
     number for each column. Of the tokens' V rows, `values`, some are prefetched.
     """
