@@ -39,7 +39,6 @@ def compiled():
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
     flags = "+amx-tile,+amx-bf16,+amx-int8"
-    machine = llvm.Target.from_default_triple().create_target_machine(features=flags, jit=True)
     engines = []
 
     def compile_(emit, pointers, numbers=0):
@@ -50,6 +49,8 @@ def compiled():
         b = ir.IRBuilder(function.append_basic_block())
         emit(Amx(b), *function.args)
         b.ret_void()
+        # An engine owns its machine.
+        machine = llvm.Target.from_default_triple().create_target_machine(features=flags, jit=True)
         engines.append(llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine))
         engines[-1].finalize_object()
         address = engines[-1].get_function_address("run")
@@ -130,8 +131,6 @@ def test_products_of_bf16(emulator, compiled, rng, rows, lanes, depth):
     a, b = (rng.standard_normal((16, 32)).astype(np.float32) for _ in range(2))
     a *= np.float32(2.0) ** rng.integers(-20, 20, a.shape)
     a, b = (np.ascontiguousarray(x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b))
-    a[0, :2], b[0, :2] = 0x0001, 0x8040  # denormal numbers
-    a[:, 2], b[1] = 0x0080, 0x3E80  # products that are: 2**-126 / 4
     total = rng.standard_normal((16, 16)).astype(np.float32)
     total[rows // 2] = 0
     want = bf16_product(
@@ -145,6 +144,28 @@ def test_products_of_bf16(emulator, compiled, rng, rows, lanes, depth):
     # What is not stored stays.
     np.testing.assert_array_equal(total[rows:], before[rows:])
     np.testing.assert_array_equal(total[:, lanes:], before[:, lanes:])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "total", "want"),
+    [
+        (0x0080, 0x3F80, 0.0, 2.0**-126),
+        (0x0080, 0x3E80, 0.0, 0.0),  # a product below normal numbers
+        (0x0001, 0x7200, 0.0, 0.0),  # operands that are
+        (0x7200, 0x8040, 0.0, 0.0),
+        (0x0000, 0x3F80, 2.0**-130, 0.0),  # sums that are
+        (0x0080, 0x3F80, -(2.0**-130), 2.0**-126),
+        (0x3980, 0x3980, 1 + 2.0**-23, 1 + 2.0**-22),  # ties, to even
+        (0x3980, 0x3980, 1.0, 1.0),
+    ],
+)
+def test_denormal_numbers_and_ties(emulator, compiled, left, right, total, want):
+    tiles = np.zeros((2, 16, 32), np.uint16)
+    tiles[:, 0, 0] = left, right
+    c = np.full((16, 16), total, np.float32)
+    product_of(compiled, "bf16ps")(layout((1, 4), (1, 4), (1, 4)), c, *tiles)
+    assert emulator.fault() == ""
+    assert c[0, 0] == want
 
 
 @pytest.mark.parametrize(("rows", "lanes", "depth"), SHAPES)
