@@ -89,7 +89,7 @@ def test_scores_that_grow_rescale_what_is_summed(rng):
     for dim in (64, 128):
         problem = problems.make(rng, Shape(4, 1, dim, (300, 40)), "bf16")
         tokens = np.arange(problem.k.shape[2])
-        k = (problem.k.astype(np.float32) * 4.0 ** (tokens[:, None] // 32)).astype(problem.k.dtype)
+        k = (problem.k.astype(np.float32) * 2.0 ** (tokens[:, None] // 64)).astype(problem.k.dtype)
         want, want_lse = naive.attention(problem.q, k, problem.v, problem.seq_lens)
         out, lse = numkv.decode_attention(
             problem.q, k, problem.v, problem.seq_lens, return_lse=True
@@ -104,7 +104,7 @@ def test_values_of_tokens_that_some_queries_see(rng, bad, dim):
     """Vector code takes such a tile; tiles before and behind it, in which maxima grow, go on as before."""
     problem = problems.make(rng, Shape(4, 1, dim, (200,), new=(4,)), "bf16")
     tokens = np.arange(problem.k.shape[2])
-    problem.k[:] = problem.k.astype(np.float32) * 3.0 ** (tokens[:, None] // 64)
+    problem.k[:] = problem.k.astype(np.float32) * 2.5 ** (tokens[:, None] // 64)
     # The window of the first two queries has it; tokens before it are seen by the first alone.
     options = {"window_left": 136}
     want, want_lse = problem.expect(**options)
