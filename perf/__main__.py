@@ -41,6 +41,7 @@ CHECKED = "C/bf16,C/int8,P/fp32"
 #: Modules of other commands.
 COMMANDS = {
     "against": "against",
+    "amx": "amx",
     "files": "files",
     "install": "envs",
     "machines": "machines",

@@ -75,6 +75,7 @@ _TESTS = {
         "(groups or accuracy or extreme) and not fp64",
     ),
     "kernels/cpu/attention/amx": ("kernels/test_attention_amx", ""),
+    "kernels/cpu/attention/amx_few": ("kernels/test_attention_amx_few", ""),
     "kernels/cpu/attention/offsets": (
         "kernels/test_attention_offsets kernels/test_attention_ranges",
         _NARROW,

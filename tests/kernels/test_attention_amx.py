@@ -18,7 +18,7 @@ from numkv.kernels.cpu.attention.engines import use_amx
 from numkv.kernels.cpu.vectors.features import has_amx
 
 pytestmark = pytest.mark.skipif(
-    not has_amx(), reason="this CPU has no matrix unit, or may not use it"
+    not has_amx(), reason="no matrix unit here: see test_attention_amx_emulated"
 )
 
 MANY = [
@@ -81,6 +81,20 @@ def test_values_of_later_tokens_do_not_leak(rng, bad):
     tolerances.assert_rows_close(out[:at], whole[:at], tolerances.attention("bf16", "fp32"))
     assert not np.isfinite(out[at:, :, 5]).any()
     assert np.isfinite(np.delete(out[at:], 5, axis=-1)).all()
+
+
+def test_scores_that_grow_behind_a_tile_of_vector_code(rng):
+    """A token that the last rows see has NaN: maxima of its tile are no integers, and later tiles rescale its sums."""
+    tokens = 200
+    problem = problems.make(rng, Shape(4, 1, 64, (tokens,), new=(tokens,)), "bf16", q_kind="fp32")
+    k = problem.k.astype(np.float32) * 3.0 ** (np.arange(problem.k.shape[2])[:, None] // 64)
+    args = [k.astype(problem.k.dtype), problem.v, problem.seq_lens, problem.cu_seqlens_q]
+    want, want_lse = naive.attention(problem.q, *args)
+    problem.v[0, 0, 41, 5] = np.nan
+    out, lse = numkv.prefill_attention(problem.q, *args, return_lse=True)
+    out, want = (np.delete(x, 5, axis=-1) for x in (out, want))
+    tolerances.assert_rows_close(out, want, tolerances.attention("bf16", "fp32"))
+    tolerances.assert_lse_close(lse, want_lse)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])

@@ -20,6 +20,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `engines`      which engine attends over which kinds
 `vector`       the engine of vector code, for K and V each by `floats` or by `integers`
 `amx`          the engine of Intel's matrix unit
+`amx_few`      its steps for few query rows
 `llvm`         the engines' steps in LLVM
 `records`      sizes and records that these share
 =============  ==========================================================================================

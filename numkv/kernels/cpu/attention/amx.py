@@ -2,8 +2,8 @@
 
 Each kind of work (scores, softmax, sums) is done for all query rows of an item before the next; output rows lie as
 columns until the item ends. What is split into parts there (queries, weights) is exact or good to 16 bits, so results
-meet the same bounds as those of vector code, which takes what is left: sequences of few query rows, and tiles with NaN
-or infinity in which query rows see different tokens.
+meet the same bounds as those of vector code, which takes what is left: items of few query rows that `amx_few` does not
+take, and tiles with NaN or infinity in which query rows see different tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.kernels.cpu.attention.amx_few import FewSteps, is_few, make_amx_few
 from numkv.kernels.cpu.attention.engines import Engine
 from numkv.kernels.cpu.attention.floats import clear, multiply
 from numkv.kernels.cpu.attention.llvm.amx_pv import (
@@ -32,7 +33,7 @@ from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, Sof
 from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
 from numkv.kernels.cpu.attention.visible import visible_in_tile
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.amx import amx_begin, amx_end
+from numkv.kernels.cpu.vectors.amx import amx_end, amx_shape
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
 
 __all__ = ["make_amx"]
@@ -53,46 +54,103 @@ def _query_floats(sizes):
     return (sizes.dim + KV_TILE - 1) // KV_TILE * KV_TILE * KV_TILE // 2 * 3 // 4
 
 
+# How output rows lie, and whose tile it is: rows, columns by many query rows, sums by few.
+_VECTOR, _MANY, _FEW = np.int64(0), np.int64(1), np.int64(2)
+
+
 @functools.cache
-def make_amx(k_kind: str, v_kind: str) -> Engine:
-    """The engine of the matrix unit for storage kinds of K and of V."""
-    attend_few = make_vector(k_kind, v_kind, "float32").attend_tile
+def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
+    """The engine of the matrix unit for storage kinds of K and of V; `with_few`: it takes few query rows, too."""
+    attend_rest = make_vector(k_kind, v_kind, "float32").attend_tile
     load_queries = _make_load_queries(k_kind, v_kind)
     scores, softmax, accumulate = _make_steps(k_kind, v_kind)
     all_finite = make_all_finite(v_kind)
+    few = make_amx_few(k_kind, v_kind) if with_few else _NO_FEW
+    load_few, attend_few, rows_of_few = few
+    way_of = _way_of if with_few else _way_without_few
 
     @inlined
-    def transpose(floats, at, sizes, item, to_columns):
+    def begin():
+        pass
+
+    @inlined
+    def load(q, k_scale, floats, ints, at, sizes, item, scale):
+        way = way_of(item)
+        if way == _FEW:
+            load_few(q, k_scale, floats, at, sizes, item, scale)
+        else:
+            load_queries(q, k_scale, floats, ints, at, sizes, item, scale, way == _MANY)
+        return way
+
+    @inlined
+    def turn(floats, at, sizes, item, way, to_rows):
+        """Output rows as they lie for a way, as rows; or back."""
         heads = item.end_head - item.first_head
-        _transpose_outputs(
-            floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, to_columns
-        )
+        if way == _MANY:
+            _transpose_outputs(
+                floats, at.outputs, at.amx_outputs, heads, item.rows, sizes.pad_v, not to_rows
+            )
+        elif way == _FEW:
+            rows_of_few(floats, at, sizes, item, not to_rows)
 
     @inlined
-    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
-        by_unit = item.is_large
+    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, lie):
+        way = way_of(item)
         low, high, alike = np.int64(0), np.int64(0), True
-        if item.is_large:
+        wanted = way
+        if way != _VECTOR:
             low, high, alike = _visible_to_rows(item, seen, tile)
             # A weight of 0 does not hide a NaN.
-            by_unit = alike or all_finite(tile.values, low, high)
-        if by_unit != transposed:
-            transpose(floats, at, sizes, item, by_unit)
-        if not by_unit:
-            attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)
+            if not (alike or all_finite(tile.values, low, high)):
+                wanted = _VECTOR
+        if wanted != lie:
+            turn(floats, at, sizes, item, way, lie != _VECTOR)
+        if wanted == _VECTOR:
+            attend_rest(floats, ints, at, sizes, item, seen, soft_cap, tile, False)
         elif low < high:
-            partly = not alike or low > 0 or high < KV_TILE
-            scores(floats, ints, at, sizes, item, tile)
-            softmax(floats, at, item, seen, soft_cap, tile, partly, sizes.group)
-            accumulate(floats, at, sizes, item, tile, low, high)
-        return by_unit
+            if wanted == _FEW:
+                attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike)
+            else:
+                partly = not alike or low > 0 or high < KV_TILE
+                scores(floats, ints, at, sizes, item, tile)
+                softmax(floats, at, item, seen, soft_cap, tile, partly, sizes.group)
+                accumulate(floats, at, sizes, item, tile, low, high)
+        return wanted
 
     @inlined
-    def finish(floats, at, sizes, item, transposed):
-        if transposed:
-            transpose(floats, at, sizes, item, False)
+    def finish(floats, at, sizes, item, lie):
+        turn(floats, at, sizes, item, lie, True)
 
-    return Engine(amx_begin, load_queries, attend_tile, finish, amx_end)
+    return Engine(begin, load, attend_tile, finish, amx_end)
+
+
+@inlined
+def _way_of(item):
+    """Whose an item is."""
+    return _FEW if is_few(item) else _MANY if item.is_large else _VECTOR
+
+
+@inlined
+def _way_without_few(item):
+    return _MANY if item.is_large else _VECTOR
+
+
+@inlined
+def _load_none(q, k_scale, floats, at, sizes, item, scale):
+    pass
+
+
+@inlined
+def _attend_none(floats, ints, at, sizes, item, seen, soft_cap, tile, low, high, alike):
+    pass
+
+
+@inlined
+def _rows_of_none(floats, at, sizes, item, back):
+    pass
+
+
+_NO_FEW = FewSteps(_load_none, _attend_none, _rows_of_none)
 
 
 def _make_load_queries(k_kind, v_kind):
@@ -103,10 +161,11 @@ def _make_load_queries(k_kind, v_kind):
     SCALE_LATER = k_kind == "bf16"
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
-        first_scale = np.float64(1) if SCALE_LATER and item.is_large else scale
-        load_rows(q, k_scale, floats, at, sizes, item, first_scale, item.is_large)
-        if item.is_large:
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, are_many):
+        first_scale = np.float64(1) if SCALE_LATER and are_many else scale
+        load_rows(q, k_scale, floats, at, sizes, item, first_scale, are_many)
+        if are_many:
+            amx_shape(np.int64(AMX_ROWS))
             rows, heads = item.rows, item.end_head - item.first_head
             number = heads * _blocks(rows)
             clear(floats[at.amx_outputs : at.amx_outputs + number * AMX_ROWS * sizes.pad_v])
@@ -123,7 +182,6 @@ def _make_load_queries(k_kind, v_kind):
                     floats[at.amx_scales + i] = F(scale)
                 q_rows = floats[at.queries : at.queries + rows * heads * sizes.pad_dim]
                 multiply(q_rows, F(scale), q_rows)
-        return item.is_large
 
     return load_queries
 

@@ -84,7 +84,7 @@ class Scratch(NamedTuple):
 
 
 def make_layout(
-    k_kind: str, v_kind: str, k_in_integers: bool, use_amx: bool
+    k_kind: str, v_kind: str, k_in_integers: bool, use_amx: int
 ) -> tuple[Callable[[int, int, int], Sizes], Callable[[Sizes], Scratch]]:
     """``sizes_of(dim, dim_v, group)`` and ``scratch_of(sizes)``, the floats of each part, for a kernel's kinds."""
     rows_at_most = AMX_QUERY_ROWS if use_amx else QUERY_ROWS

@@ -10,6 +10,9 @@
 `amx_qk`,           the same on Intel's matrix unit
 `amx_softmax`,
 `amx_pv`
+`amx_few_qk`,       the same there, for few query rows
+`amx_few_softmax`,
+`amx_few_pv`
 ==================  ==========================================================================================
 
 A function whose code depends on storage kinds or on the float type is made by a factory ``make_...``. All floats are in

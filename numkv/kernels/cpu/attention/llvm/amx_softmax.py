@@ -15,10 +15,10 @@ from numkv.kernels.cpu.vectors.amx import AMX_TILE, AmxWords
 from numkv.kernels.cpu.vectors.emit import I64, steps, unpack
 from numkv.kernels.cpu.vectors.math import tanh
 
-__all__ = ["make_amx_softmax"]
+__all__ = ["GROWTH", "make_amx_softmax"]
 
-# How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
-_GROWTH = 8.0
+#: How far above the maximum that is subtracted scores may be: weights are up to two to the power of it.
+GROWTH = 8.0
 # Tokens at a time: one after another, each would wait for the one before.
 _AT_ONCE = 4
 
@@ -34,7 +34,7 @@ def make_amx_softmax(k_kind, v_kind):
         Scores are those of `amx_qk`, times the scales of rows at ``f[scales.queries_at:]`` and, where K is INT8, of
         tokens at ``f[scales.keys_at:]``; they are capped if `soft_cap` is above 0. If `partly` is not 0, row r sees
         tokens from ``f[bounds_at + r]`` on that are below ``f[bounds_at + 16 + r]``. Maxima (integers close to them:
-        `_GROWTH`) and sums of rows are brought up to date, and what rescales earlier sums goes to
+        `GROWTH`) and sums of rows are brought up to date, and what rescales earlier sums goes to
         ``f[state.rescale_at:]``, 16 floats.
 
         Weights take the place of scores, in two parts, as `amx_accumulate` takes them: probabilities where V is bf16;
@@ -89,7 +89,7 @@ class _Softmax:
         peak = b.fmul(self.merged(self.peaks, v.larger), b.load(self.factor))
         # A larger maximum counts where weights would grow large: output rows are then seldom rescaled. It is made an
         # integer: what it takes from scores, and what it rescales by, is then exact.
-        grown = b.fcmp_ordered(">", peak, b.fadd(old, v.splat(_GROWTH)))
+        grown = b.fcmp_ordered(">", peak, b.fadd(old, v.splat(GROWTH)))
         new = b.select(grown, v.ceil(peak), old)
         nothing = b.fcmp_ordered("==", new, v.splat(-math.inf))
         # What `AmxWords.power` takes, and no more.
@@ -99,12 +99,19 @@ class _Softmax:
             self.put_floats()
         else:
             self.put_integers()
-        rescale = b.select(grown, v.scale(v.splat(1.0), b.fsub(old, new)), v.splat(1.0))
+        rescale = b.select(grown, self.power_of(b.fsub(old, new)), v.splat(1.0))
         v.store(rescale, self.data, state.rescale_at)
         v.store_masked(new, self.data, state.maxima_at, self.there)
         before = v.load_floats(self.data, state.sums_at, self.there)
         total = v.fma(before, rescale, self.merged(self.totals, b.fadd))
         v.store_masked(total, self.data, state.sums_at, self.there)
+
+    def power_of(self, x):
+        """2 to the power of `x`: exact where it is an integer, as maxima are, but for those that vector code left."""
+        v = self.v
+        whole = self.b.fcmp_ordered("==", v.ceil(x), x)
+        other = v.power(self.b.fadd(x, v.splat(0.5)))
+        return self.b.select(whole, v.scale(v.splat(1.0), x), other)
 
     def at_token(self, t):
         """Where a token's scores are."""
