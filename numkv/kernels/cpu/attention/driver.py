@@ -4,7 +4,7 @@ Threads take items one after another, so ragged batches balance themselves, and 
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
 whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows while V
-rows are added up; or, with `TILE_AHEAD`, the next tile's K rows during scores and its V rows during sums.
+rows are added up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from numkv.kernels.cpu.attention.offsets import (
     TURN,
     V_EXTENTS,
     WORKER_INTS,
-    ask_for,
     layout_of,
     locate,
     strides_of,
@@ -40,7 +39,6 @@ from numkv.kernels.cpu.attention.scales import make_gather, make_of_head
 from numkv.kernels.cpu.attention.scratch import make_layout, places, total
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
-from numkv.kernels.cpu.vectors.features import TILE_AHEAD
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kinds import kind
 from numkv.rows.softmax import finish
@@ -64,7 +62,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     v_scale_steps = strides_of if V_SCALED else _no_strides
     store = _make_store(V_KIND, COMPUTE)
     MAX_ROWS = np.int64(AMX_QUERY_ROWS if USE_AMX else QUERY_ROWS)
-    TO_BASE_2, AHEAD = LOG2_E, TILE_AHEAD
+    TO_BASE_2 = LOG2_E
 
     def kernel(
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
@@ -117,9 +115,6 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
             # Tables of this turn and of the next: V of this one and K of the next are prefetched.
             here, ahead = np.int64(0), np.int64(TURN)
             locate(offsets, tile, item.begin, item.end, entries, head, layout)
-            if AHEAD and item.begin < item.end:
-                ask_for(offsets, np.int64(K_EXTENTS))
-                ask_for(offsets, np.int64(V_EXTENTS))
             while tile < item.end:
                 next_tile, next_head = tile, head + 1
                 if next_head == item.end_head:
@@ -155,8 +150,8 @@ def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at):
         head,
         Rows(k, offsets[here:], sizes.dim, at.key_scales, sizes.k_groups),
         Rows(v, offsets[here + layout.v_table :], sizes.dim_v, at.value_scales, sizes.v_groups),
-        offsets[ahead + K_EXTENTS :] if TILE_AHEAD else offsets[here + V_EXTENTS :],
-        offsets[ahead + V_EXTENTS :] if TILE_AHEAD else offsets[ahead + K_EXTENTS :],
+        offsets[here + V_EXTENTS :],
+        offsets[ahead + K_EXTENTS :],
         Rows(k, offsets[ahead:], sizes.dim, at.key_scales, sizes.k_groups),
         layout.k_step[2],
     )

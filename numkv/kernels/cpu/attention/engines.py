@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numkv.kernels.cpu.vectors.features import INT4_INTEGERS, TILE_AHEAD, has_amx
+from numkv.kernels.cpu.vectors.features import INT4_INTEGERS, has_amx
 from numkv.kinds import kind as kind_named
 
 __all__ = ["Engine", "engine_for", "in_integers", "keys_for", "use_amx", "values_for"]
@@ -55,7 +55,6 @@ def engine_for(k_kind: str, v_kind: str, compute: str, with_amx: bool) -> Engine
 
 def keys_for(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any], ...]:
     """K's side of vector code for these kinds: ``load_query, interleave, scores``."""
-    v_kind = k_kind if TILE_AHEAD else v_kind  # whose rows are prefetched
     if in_integers(k_kind, compute):
         from numkv.kernels.cpu.attention import integers
 
@@ -67,7 +66,6 @@ def keys_for(k_kind: str, v_kind: str, compute: str) -> tuple[Callable[..., Any]
 
 def values_for(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]:
     """V's side of vector code for these kinds: ``accumulate``."""
-    k_kind = v_kind if TILE_AHEAD else k_kind  # whose rows are prefetched
     if in_integers(v_kind, compute):
         from numkv.kernels.cpu.attention import integers
 

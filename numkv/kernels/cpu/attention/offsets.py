@@ -23,10 +23,10 @@ from numba.extending import register_jitable
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp
-from numkv.kernels.cpu.vectors.prefetch import NO_MORE, prefetch_address
+from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 __all__ = [
-    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "ask_for", "layout_of", "locate", "strides_of",
+    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "layout_of", "locate", "strides_of",
 ]  # fmt: skip
 
 #: Numbers of a table.
@@ -188,14 +188,3 @@ def _stand_in(offsets, first, end):
         for j in range(first):
             offsets[table + j] = offsets[table + first]
         fill_ramp(offsets, table + end, KV_TILE - end, offsets[table + end - 1], 0)
-
-
-@register_jitable
-def ask_for(offsets, extents):
-    """Prefetch all of the extents at ``offsets[extents]`` at once: before the first tile there is nothing to do."""
-    while offsets[extents + 1] != NO_MORE:
-        at = offsets[extents]
-        while at < offsets[extents + 1]:
-            prefetch_address(at)
-            at += 64
-        extents += 2

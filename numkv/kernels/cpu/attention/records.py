@@ -95,8 +95,7 @@ class Tile(NamedTuple):
     head: int
     keys: Rows
     values: Rows
-    #: Memory that is prefetched while scores are taken, this turn's V rows, and while V rows are added up, the next
-    #: turn's K rows, as a `PrefetchStream` takes it; with `TILE_AHEAD` the next turn's K rows, and its V rows.
+    #: Memory of this tile's V rows and of the next tile's K rows, as a `PrefetchStream` takes it.
     v_extents: Any
     k_extents: Any
     #: The next tile's K rows.

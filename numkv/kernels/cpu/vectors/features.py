@@ -20,7 +20,6 @@ __all__ = [
     "LANES",
     "LOCALITY",
     "ROW_UNROLL",
-    "TILE_AHEAD",
     "has_amx",
     "row_unroll",
 ]
@@ -61,9 +60,6 @@ FEATURES = _cpu_features()
 #: used once), 2 into the second. Zen 5 is given the first. A first cache of 32 KiB, as Zen had before, does not hold the
 #: K and V rows of a tile, and what it drops comes from memory again; Intel's Xeons read faster with the second too.
 LOCALITY = 0 if _cpu_name() == "znver5" else 2
-#: Whether K and V rows are asked for a whole tile before they are used, instead of half a tile: Zen 4 reads faster so.
-#: It takes rows that wait in the second cache.
-TILE_AHEAD = LOCALITY == 2 and _cpu_name().startswith("znver")
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
 #: Vector registers that accumulators may take: about half of what there is.

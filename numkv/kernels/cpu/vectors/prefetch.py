@@ -11,7 +11,7 @@ from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
 from numkv.kernels.cpu.vectors.features import LOCALITY
 from numkv.kernels.cpu.vectors.stored import ON_LINE, PER_WORD, STORED
 
-__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_address", "prefetch_column"]
+__all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column"]
 
 #: Where the last extent of a `PrefetchStream` ends: past all addresses.
 NO_MORE = 1 << 62
@@ -97,14 +97,3 @@ def prefetch(typing_context, array, at):
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
-
-
-@intrinsic
-def prefetch_address(typing_context, address):
-    """Prefetch the cache line at an address, which may be anything."""
-
-    def codegen(context, b, sig, args):
-        prefetch_line(b, b.inttoptr(args[0], I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
