@@ -59,8 +59,8 @@ llvm.initialize_native_asmparser()  # for the instructions that are written as t
 #: Names of the CPU's features, as LLVM has them.
 FEATURES = _cpu_features()
 #: How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
-#: used once), 2 into the second. AMD's Zen 5 is given the first. Zen 4 takes 1.0 to 1.4 times as long with it as with
-#: the second, and Intel's Xeons read faster with that, too.
+#: used once), 2 into the second. Zen 5 is given the first. A first cache of 32 KiB, as Zen had before, does not hold
+#: the K and V rows of a tile, and what it drops comes from memory again; Intel's Xeons read faster with the second too.
 LOCALITY = 0 if _cpu_name() == "znver5" else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
