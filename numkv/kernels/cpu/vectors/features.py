@@ -15,6 +15,7 @@ __all__ = [
     "ADD_PAIRS",
     "AMX_ROWS",
     "FEATURES",
+    "HAS_FOURS",
     "HAS_HALF",
     "INT4_INTEGERS",
     "LANES",
@@ -75,6 +76,8 @@ ADD_PAIRS = {
 }
 #: Whether INT4 rows are multiplied as integers: bytes fill vectors of 512 bits.
 INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
+#: Whether products of bytes are added by fours at once.
+HAS_FOURS = LANES == 16 and "avx512vnni" in FEATURES
 #: Whether half floats are widened by an instruction.
 HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
 #: Rows of an AMX tile: query rows that a matrix unit takes at once.

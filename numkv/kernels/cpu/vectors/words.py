@@ -30,6 +30,11 @@ class Words(Vectors):
         """A vector whose words are all a number."""
         return ir.Constant(self.word_type, [ir.Constant(I16, value)] * self.word_type.count)
 
+    def opaque(self, vector):
+        """The same vector, of which LLVM knows nothing: it stays in a register, and is not folded into loads."""
+        signature = ir.FunctionType(vector.type, [vector.type])
+        return self.b.call(ir.InlineAsm(signature, "", "=v,0"), [vector])
+
     def words(self, vector):
         """The same bits as 16-bit integers."""
         return self.b.bitcast(vector, self.word_type)
