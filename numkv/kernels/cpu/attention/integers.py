@@ -83,8 +83,8 @@ def _int4_keys(next_kind):
 
     @inlined
     def interleave(floats, at, sizes, count, row, place):
-        interleave_queries(
-            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim // 2,
+        interleave_bytes(
+            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
             at.interleaved + place * sizes.pad_dim,
         )  # fmt: skip
         size = 16 * sizes.k_spans

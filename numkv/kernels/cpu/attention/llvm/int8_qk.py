@@ -155,8 +155,7 @@ class _Int8:
 
         def add(d, left=None):
             def codes(t):
-                if t % 4 == 0:
-                    self.stream.issue(4 * self.columns)
+                self.stream.issue(self.columns, t)
                 return self.load(b.add(k_at[t], d), left)
 
             add_queries(v, self.floats, self.unit_at(d), sums, codes)
