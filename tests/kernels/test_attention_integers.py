@@ -192,19 +192,6 @@ def test_qk_int8(rng, dim):
 # -- weights of INT8
 
 
-def integers_of(f, rows):
-    """The integers (KV_TILE, rows) of `quantise_probs`, from its description; of bytes the sums of rows are right."""
-    if not HAS_FOURS:  # two tokens of one row side by side
-        pairs = f[: KV_TILE // 2 * rows].view(np.int16).reshape(KV_TILE // 2, rows, 2)
-        return pairs.transpose(0, 2, 1).reshape(KV_TILE, rows).astype(np.float64)
-    parts = f[: KV_TILE // 2 * rows].view(np.int8).reshape(-1, 2, 16 // rows, rows, 4)
-    low, high = parts.swapaxes(0, 1).astype(np.float64)
-    codes = (low + 256 * high)[..., [0, 2, 1, 3]].transpose(0, 3, 1, 2).reshape(KV_TILE, rows)
-    sums = f[KV_TILE // 2 * rows :][:16].view(np.int32)
-    assert (sums == np.tile(-128 * codes.sum(0), 16 // rows)).all()
-    return codes
-
-
 @pytest.mark.parametrize("size", [1e-35, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (5, 38), (63, 64), (17, 18), (2, 2)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8])
@@ -220,7 +207,9 @@ def test_quantise_probs(rng, rows, begin, end, size):
     f = np.concatenate([p.reshape(-1), factors, np.zeros(16, np.float32)])
     run_quantise_probs(rows, f, p.size, begin, end, p.size + KV_TILE)
     scales = f[p.size + KV_TILE :][:rows]
-    codes = integers_of(f, rows)
+    # Two tokens of one row side by side.
+    pairs = f[: p.size // 2].view(np.int16).reshape(KV_TILE // 2, rows, 2)
+    codes = pairs.transpose(0, 2, 1).reshape(KV_TILE, rows).astype(np.float64)
     weights = np.zeros((KV_TILE, rows))
     weights[begin:end] = p[begin:end].astype(np.float64) * factors[begin:end, None]
     assert np.isfinite(scales).all()

@@ -58,8 +58,8 @@ llvm.initialize_native_asmparser()  # for the instructions that are written as t
 #: Names of the CPU's features, as LLVM has them.
 FEATURES = _cpu_features()
 #: How near rows are brought ahead of time, as LLVM counts: 0 is past all caches but the first ("non-temporal": rows are
-#: used once), 2 into the second. AMD's Zen is given the first; Intel's Xeons read faster with the second.
-LOCALITY = 0 if _cpu_name().startswith("znver") else 2
+#: used once), 2 into the second. AMD's Zen is given the first; Zen 4 and Intel's Xeons read faster with the second.
+LOCALITY = 0 if _cpu_name().startswith("znver") and _cpu_name() != "znver4" else 2
 #: Float32 lanes of a vector: the CPU's full width (float64 vectors have half as many).
 LANES = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES or "avx" in FEATURES else 4
 #: Vector registers that accumulators may take: about half of what there is.

@@ -198,10 +198,7 @@ class Words(Vectors):
         high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
 
-    def mixed_fours(self, a, b, c, d, halves=(0, 1)):
-        """Bytes of four vectors side by side, in the order of `bytes_of`: those of every fourth lane.
-
-        That makes four vectors; `halves` may leave out the first two or the last two.
-        """
-        pairs = list(zip(self.interleave(a, c), self.interleave(b, d), strict=True))
-        return [x for i in halves for x in self.interleave(*map(self.words, pairs[i]))]
+    def mixed_fours(self, a, b, c, d):
+        """Bytes of four vectors side by side, in the order of `bytes_of`: those of every fourth lane."""
+        pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
+        return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, steps, unpack
-from numkv.kernels.cpu.vectors.features import HAS_FOURS, row_unroll
+from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
@@ -83,16 +83,9 @@ def quantise_probs(typing_context, rows, s, s_at, factors_at, begin, end, scales
         w = p * factors[:, None];  scale = abs(w).max(0) / 32639;  w = rint(w / scale).astype(int16)
 
     All floats are in the array `s`: p[t, r] at ``s_at + t * rows + r``, factors at `factors_at`; scales go to
-    `scales_at`, up to a whole vector. Integers take the place of probabilities, as `accumulate_int8` reads them: two
-    tokens in 32 bits, or where bytes are added by fours, four tokens' low and high bytes. Of two rows::
+    `scales_at`, up to a whole vector. Integers take the place of probabilities, two tokens in 32 bits; of two rows::
 
         p   t0r0 | t0r1 | t1r0 | t1r1 | t2r0 ...  ->  w   t0r0 t1r0 | t0r1 t1r1 | t2r0 t3r0 ...
-
-    Bytes come by fours of vectors, with n = 16 / rows tokens in each, the low ones and then the high ones: ``w = low +
-    256 * high``. After all of them, 32 * rows floats in, are -128 times the sums of rows' integers, as integers in a
-    whole vector::
-
-        t0r0 t2nr0 tnr0 t3nr0 | t0r1 t2nr1 ... | t1r0 t(2n+1)r0 ...        in the order of `Words.bytes_of`
     """
     i8 = types.int64
 
@@ -118,49 +111,21 @@ def quantise_probs(typing_context, rows, s, s_at, factors_at, begin, end, scales
             peak = v.fold_by_row(v.larger_int(*map(b.load, peaks)), I64(rows), v.larger_int)
             factor, scale = v.quantiser(peak)
             v.store(scale, data, scales_at)
-            put = _put_bytes if v.has_fours else _put_pairs
-            put(v, data, s_at, rows, factor)
+            even = [2 * turn * rows + r for turn in range(each) for r in range(rows)]
+            odd = [i + rows for i in even]
+            with steps(b, I64(0), I64(KV_TILE * rows // 2), v.lanes) as (i, _):
+                at = b.add(b.add(s_at, i), i)
+                codes = []
+                for j in range(2):
+                    weight = v.load_floats(data, b.add(at, I64(j * v.lanes)))
+                    codes.append(v.nearest(b.fmul(weight, factor)))
+                pairs = v.pairs(v.shuffle(*codes, even), v.shuffle(*codes, odd))
+                v.store(b.bitcast(pairs, v.type), data, b.add(s_at, i))
 
         for_rows(b, rows, emit, row_unroll("float32"))
         return context.get_dummy_value()
 
     return types.void(i8, s, i8, i8, i8, i8, i8), codegen
-
-
-def _put_pairs(v, data, s_at, rows, factor):
-    """Weights as words, two tokens side by side."""
-    b = v.b
-    even = [2 * turn * rows + r for turn in range(v.lanes // rows) for r in range(rows)]
-    odd = [i + rows for i in even]
-    with steps(b, I64(0), I64(KV_TILE * rows // 2), v.lanes) as (i, _):
-        at = b.add(b.add(s_at, i), i)
-        codes = []
-        for j in range(2):
-            weight = v.load_floats(data, b.add(at, I64(j * v.lanes)))
-            codes.append(v.nearest(b.fmul(weight, factor)))
-        pairs = v.pairs(v.shuffle(*codes, even), v.shuffle(*codes, odd))
-        v.store(b.bitcast(pairs, v.type), data, b.add(s_at, i))
-
-
-def _put_bytes(v, data, s_at, rows, factor):
-    """Weights as bytes, four tokens side by side, and the sums of rows."""
-    b = v.b
-    total = cgutils.alloca_once_value(b, v.splat_int(0))
-    with steps(b, I64(0), I64(KV_TILE * rows), 4 * v.lanes) as (i, _):
-        at = b.add(s_at, i)
-        weights = [v.load_floats(data, b.add(at, I64(j * v.lanes))) for j in range(4)]
-        low, high = v.bytes_of(weights, factor)
-        to = b.add(s_at, b.ashr(i, I64(1)))
-        for j, x in enumerate((low, high)):
-            v.store(b.bitcast(x, v.type), data, b.add(to, I64(j * v.lanes)))
-        # Products with -128 as a byte without a sign, 128.
-        flip = v.splat_int(0x80808080 - 2**32)
-        found = v.add_fours(v.splat_int(0), flip, low)
-        of_high = v.add_fours(v.splat_int(0), flip, high)
-        found = b.add(found, b.shl(of_high, v.splat_int(8)))
-        b.store(b.sub(b.load(total), found), total)
-    sums = v.fold_by_row(b.load(total), I64(rows), b.add)
-    v.store(b.bitcast(sums, v.type), data, b.add(s_at, I64(KV_TILE // 2 * rows)))
 
 
 def add_to_output(v, floats, outputs, row, value, column, mask=None):
@@ -200,8 +165,7 @@ def make_accumulate_int8(next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            of_kind = _Bytes if HAS_FOURS else _Int8
-            emitter = of_kind(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
+            emitter = _Int8(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
             for_rows(b, args[0], emitter.emit, row_unroll("float32"))
             return context.get_dummy_value()
 
@@ -259,82 +223,12 @@ class _Int8:
 
     def finish(self, block, row, totals):
         """Add a block of a row's sums to the output."""
-        pairs = zip(totals[:2], totals[2:], strict=True)
-        self.put(block, row, [x for pair in pairs for x in self.v.interleave(*pair)])
-
-    def put(self, block, row, pieces):
-        """Add a block of a row's sums, as `Words.in_order` takes them, to the output."""
         b, v = self.b, self.v
+        pairs = zip(totals[:2], totals[2:], strict=True)
+        pieces = [x for pair in pairs for x in v.interleave(*pair)]
         scale = v.splat(v.load_one(self.floats, b.add(self.weights.scales_at, I64(row))))
         for j, total in enumerate(v.in_order(pieces)):
             column = b.add(b.mul(block, I64(self.columns)), I64(j * v.lanes))
             with b.if_then(b.icmp_signed("<", column, self.values.dim)):
                 value = b.fmul(b.sitofp(total, v.type), scale)
                 add_to_output(v, self.floats, self.outputs, I64(row), value, column)
-
-
-class _Bytes(_Int8):
-    """The same where bytes are added by fours.
-
-    Codes get 128 more, which leaves them without a sign, and sums start with as much less.
-    """
-
-    def emit(self, rows):
-        """The code for a number of query rows."""
-        self.flip = Words(self.b).opaque(Words(self.b).splat_int(0x80808080 - 2**32))
-        super().emit(rows)
-
-    def one_pass(self, block, taken):
-        """A block of columns, for some rows."""
-        b = self.b
-        at = b.mul(block, I64(self.columns))
-        left = b.sub(self.values.dim, at)
-        # Columns whose sums, of low and of high bytes, fit into registers.
-        halves = ((0, 1),) if len(taken) <= _ROWS // 2 else ((0,), (1,))
-        totals = {row: [] for row in taken}
-        for half in halves:
-            self.add_half(at, left, half, totals)
-        for row in taken:
-            with b.if_then(b.icmp_signed("<", I64(row), self.count)):
-                self.put(block, row, totals[row])
-
-    def add_half(self, at, left, half, totals):
-        """Sums of half of a block's columns, or of all: every fourth 128 bits, as `Words.in_order` wants them."""
-        b, v, rows = self.b, self.v, self.rows
-        each = v.lanes // rows
-        sums = {row: [[cgutils.alloca_once(b, v.int_type) for _ in range(2)]
-                      for _ in range(2 * len(half))] for row in totals}  # fmt: skip
-        for row, slots in sums.items():
-            at_sum = b.add(self.weights.at, I64(KV_TILE // 2 * rows + row))
-            start = b.bitcast(v.splat(v.load_one(self.floats, at_sum)), v.int_type)
-            for low, high in slots:
-                b.store(start, low)
-                b.store(v.splat_int(0), high)
-        shift = each.bit_length() - 1
-        in_span = I64(4 * each)
-        first = b.shl(b.sdiv(self.begin, in_span), I64(shift))
-        end = b.sdiv(b.add(self.end, I64(4 * each - 1)), in_span)
-        passes = (self.rows + _ROWS - 1) // _ROWS * (2 if len(half) == 1 else 1)
-        with steps(b, first, b.shl(end, I64(shift)), 1) as (turn, _):
-            in_vector = b.and_(turn, I64(each - 1))
-            vectors = b.sub(turn, in_vector)
-            token = b.add(b.shl(vectors, I64(2)), in_vector)
-            codes = []
-            for i in range(4):
-                self.stream.issue(self.columns // passes, b.add(b.shl(turn, I64(2)), I64(i)))
-                place = b.load(b.gep(self.values.offsets, [b.add(token, I64(i * each))]))
-                x = v.load_bytes(self.values.words, b.add(place, at), left, self.columns)
-                codes.append(b.xor(b.bitcast(x, v.int_type), self.flip))
-            mixed = v.mixed_fours(*(b.bitcast(x, v.bytes_type) for x in codes), half)
-            # Of so many tokens of four vectors there are two vectors of weights.
-            at_turn = b.add(b.shl(vectors, I64(5 - shift)), b.mul(in_vector, I64(rows)))
-            at_turn = b.add(self.weights.at, at_turn)
-            for row, slots in sums.items():
-                for i in range(2):
-                    place = b.add(at_turn, I64(row + i * v.lanes))
-                    weight = v.splat(v.load_one(self.floats, place))
-                    for pair, x in zip(slots, mixed, strict=True):
-                        b.store(v.add_fours(b.load(pair[i]), x, weight), pair[i])
-        for row, slots in sums.items():
-            for low, high in slots:
-                totals[row].append(b.add(b.load(low), b.shl(b.load(high), v.splat_int(8))))
