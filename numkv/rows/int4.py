@@ -62,18 +62,28 @@ def int4_code(x, scale, lowest):
     return np.int32(min(max(place, np.float32(0)), np.float32(15)))
 
 
+# Loops over a group count from 0 on in a slice that begins with it, and add and compare integers: so they become vector
+# code.
+
+
 @register_jitable
-def _squared_error(x, first, count, scale, lowest):
+def _squared_error(group, count, scale, lowest):
     """The squared error of a group under a scale, in units of ``(scale / 512)**2``."""
     total = np.int32(0)
     for i in range(count):
-        value = np.float32(x[first + i])
+        value = np.float32(group[i])
         level = np.float32(np.float32(int4_code(value, scale, lowest)) + lowest)
         error = np.int32(
             np.float32(np.float32(np.float32(value / scale) - level) * np.float32(512))
         )
         total = np.int32(total + np.int32(error * error))  # at most 32 squares of 1024
     return total
+
+
+@register_jitable
+def _in_order(bits):
+    """An integer for the bits of a float32, in the order of floats, or the bits for that integer."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @register_jitable
@@ -87,14 +97,18 @@ def _word_near(x, offset):
 @register_jitable
 def int4_scale(x, first, count):
     """The word of the scale, and of the offset, of the group ``x[first : first + count]``."""
-    bits = np.uint32(0)  # of the largest magnitude; those of NaN are above those of infinity
-    low, high = np.float32(x[first]), np.float32(x[first])
+    group = x[first:]
+    largest = np.int32(0)  # magnitude's bits; those of NaN are above those of infinity
+    lowest = highest = _in_order(np.float32(group[0]).view(np.int32))
     for i in range(count):
-        value = np.float32(x[first + i])
-        bits = max(bits, np.uint32(value.view(np.uint32) & np.uint32(0x7FFFFFFF)))
-        low, high = min(low, value), max(high, value)
-    if bits >= np.uint32(0x7F800000):
+        bits = np.float32(group[i]).view(np.int32)
+        largest = max(largest, np.int32(bits & np.int32(0x7FFFFFFF)))
+        place = _in_order(bits)
+        lowest, highest = min(lowest, place), max(highest, place)
+    if largest >= np.int32(0x7F800000):
         return np.uint16(_NAN)
+    low = np.int32(_in_order(lowest)).view(np.float32)
+    high = np.int32(_in_order(highest)).view(np.float32)
     # Levels that reach from end to end; however far a group lies from 0, the largest offset brings them there.
     span = np.float32(np.float32(high / np.float32(15)) - np.float32(low / np.float32(15)))
     reach = np.float32(max(high, np.float32(-low)) / np.float32(-LOWEST))
@@ -111,7 +125,7 @@ def int4_scale(x, first, count):
         scale = bf16_to_float32(word)
         # Relative to the group, so that tiny errors do not vanish when they are squared.
         unit = np.float32(scale / widest)
-        error = np.float32(_squared_error(x, first, count, scale, lowest_level(word)))
+        error = np.float32(_squared_error(group, count, scale, lowest_level(word)))
         error = np.float32(np.float32(error * unit) * unit)
         if error < least:
             best, least = word, error
@@ -124,10 +138,11 @@ def store_int4_group(x, first, count, words, at):
     word = int4_scale(x, first, count)
     scale, lowest, half = bf16_to_float32(word), lowest_level(word), count // 2
     if scale > np.float32(0):
+        lower, upper, target = x[first:], x[first + half :], words[at:]
         for j in range(half):
-            low = int4_code(np.float32(x[first + j]), scale, lowest)
-            high = int4_code(np.float32(x[first + half + j]), scale, lowest)
-            words[at + j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
+            low = int4_code(np.float32(lower[j]), scale, lowest)
+            high = int4_code(np.float32(upper[j]), scale, lowest)
+            target[j] = np.uint8(np.int32(low + np.int32(high * np.int32(16))))
     else:  # 0 or NaN: the codes do not matter; the last ones give +0
         for j in range(half):
             words[at + j] = np.uint8(0xFF)
@@ -137,10 +152,13 @@ def store_int4_group(x, first, count, words, at):
 @register_jitable
 def store_int4(x, words, scales):
     """Put a row of floats, or its first groups, into its bytes and its groups' scales."""
-    for group in range((len(x) + GROUP - 1) // GROUP):
+    whole = len(x) // GROUP
+    for group in range(whole):  # of a number of elements that is known when this is compiled
         first = group * GROUP
-        count = min(GROUP, len(x) - first)
-        scales[group] = store_int4_group(x, first, count, words, first // 2)
+        scales[group] = store_int4_group(x, first, GROUP, words, first // 2)
+    first = whole * GROUP
+    if first < len(x):
+        scales[whole] = store_int4_group(x, first, len(x) - first, words, first // 2)
 
 
 @register_jitable

@@ -20,6 +20,7 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
     quantise_probs,
     quantise_query,
 )
+from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
 from numkv.kernels.cpu.attention.records import (
@@ -30,7 +31,7 @@ from numkv.kernels.cpu.attention.records import (
     Rows,
     Weights,
 )
-from numkv.kernels.cpu.vectors.features import INT4_INTEGERS, row_unroll
+from numkv.kernels.cpu.vectors.features import HAS_FOURS, INT4_INTEGERS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.core.errors.NumbaPerformanceWarning")
@@ -43,7 +44,7 @@ ROWS = 8
 NOTHING = np.array([0, NO_MORE])
 accumulate_int8, accumulate_int4 = make_accumulate_int8("int8"), make_accumulate_int4("int4")
 gather_groups, interleave = make_gather_groups("float32"), make_interleave_queries("float32")
-qk_int4 = make_qk_int4("int4")
+qk_int4, qk_int8 = make_qk_int4("int4"), make_qk_int8("int8")
 # What lies in memory that must not matter, or must stay as it is.
 FENCE = np.float32(12345.0)
 # Half a step of 15 bits of the largest weight, and rounding.
@@ -89,7 +90,7 @@ def run_score4(
         f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
     size = 16 * blocks
-    interleave(at_once, f, 0, q_step, q_step // 2, rows_at)
+    interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
     interleave(at_once, f, sums_at, size, size, rows_at + at_once * q_step)
     queries = Queries(rows_at, q_scales_at, rows_at + at_once * q_step)
     qk_int4(at_once, f, queries, Rows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING)
@@ -128,6 +129,64 @@ def scale_words(rng, shape, size=1.0):
 def spread(groups, dim):
     """Numbers of groups (…, groups) for each element."""
     return np.repeat(groups, GROUP, -1)[..., :dim]
+
+
+# -- scores of INT8
+
+
+@numba.njit
+def run_score8(
+    at_once, rows, q, f, q_step, rows_at, factors_at, codes, offsets, count, s_at, scales_at
+):
+    dim = q.shape[1]
+    for r in range(rows):
+        f[r * q_step : r * q_step + dim] = q[r]
+        f[scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
+    interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
+    keys = Rows(codes, offsets, dim, factors_at, 1)
+    qk_int8(at_once, f, Queries(rows_at, scales_at, 0), keys, count, s_at, NOTHING)
+
+
+@pytest.mark.skipif(not HAS_FOURS, reason="no instruction adds products of bytes by fours")
+@pytest.mark.parametrize("dim", [8, 34, 64, 96, 128, 129, 160, 512])
+def test_qk_int8(rng, dim):
+    q_step = -(-dim // 64) * 64
+    # The largest sums that there can be, of either sign, and others.
+    codes = rng.integers(-128, 128, (100, dim), np.int8)
+    codes[:2] = [[-128], [127]]
+    for rows, count in [(1, 64), (2, 64), (3, 17), (5, 64), (8, 33)]:
+        q = rng.standard_normal((rows, dim), np.float32)
+        q[-1] = rng.choice([-1e20, 1e20], dim) if rows == 8 else 3.0
+        n = at_once(rows)
+        factors = rng.uniform(-2, 2, KV_TILE).astype(np.float32)
+        offsets = table(rng, len(codes), dim)
+        offsets[:2] = 0, dim
+        sizes = [ROWS * q_step, 2 * ROWS * q_step, KV_TILE, 16]
+        rows_at, factors_at, scales_at, s_at = np.cumsum(sizes)
+        f = np.zeros(s_at + KV_TILE * n + 16, np.float32)
+        f[factors_at:scales_at] = factors
+        run_score8(
+            n,
+            rows,
+            q,
+            f,
+            q_step,
+            rows_at,
+            factors_at,
+            codes.reshape(-1),
+            offsets,
+            count,
+            s_at,
+            scales_at,
+        )
+        words = f[: ROWS * q_step].view(np.int16).reshape(ROWS, -1)[:rows, :dim].astype(np.int64)
+        products = codes[offsets // dim].astype(np.int64) @ words.T
+        wanted = products * factors[:, None].astype(np.float64) * f[scales_at : scales_at + rows]
+        scores = f[s_at : s_at + KV_TILE * n].reshape(KV_TILE, n)[:count, :rows]
+        np.testing.assert_allclose(scores, wanted[:count], rtol=3e-7)
+        np.testing.assert_allclose(
+            words * f[scales_at : scales_at + rows, None], q, atol=2e-5 * np.abs(q).max()
+        )
 
 
 # -- weights of INT8

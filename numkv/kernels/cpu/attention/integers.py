@@ -19,9 +19,11 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
     quantise_probs,
     quantise_query,
 )
+from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
 from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
 from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.features import HAS_FOURS
 
 __all__ = ["make_keys", "make_values"]
 
@@ -34,6 +36,8 @@ def make_keys(kind: str, next_kind: str) -> tuple[Callable[..., Any], ...]:
 
 def _int8_keys(next_kind):
     load_floats, interleave, scores = floats_engine.make_keys("int8", "float32", next_kind, True)
+    if HAS_FOURS:
+        interleave, scores = _byte_keys(make_qk_int8(next_kind))
 
     @inlined
     def load_query(floats, at, sizes, row, q_row, scale):
@@ -42,6 +46,26 @@ def _int8_keys(next_kind):
         floats[at.query_scales + row] = quantise_query(floats, start, sizes.dim, sizes.pad_dim)
 
     return load_query, interleave, scores
+
+
+def _byte_keys(qk_int8):
+    """``interleave, scores`` of queries in bytes."""
+
+    @inlined
+    def interleave(floats, at, sizes, count, row, place):
+        interleave_bytes(
+            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
+            at.interleaved + place * sizes.pad_dim,
+        )  # fmt: skip
+
+    @inlined
+    def scores(floats, at, sizes, count, row, place, keys, end, extents):
+        queries = Queries(
+            at.interleaved + place * sizes.pad_dim, at.query_scales + row, at.interleaved_sums
+        )
+        qk_int8(count, floats, queries, keys, end, at.scores, extents)
+
+    return interleave, scores
 
 
 def _int4_keys(next_kind):
@@ -59,8 +83,8 @@ def _int4_keys(next_kind):
 
     @inlined
     def interleave(floats, at, sizes, count, row, place):
-        interleave_queries(
-            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim // 2,
+        interleave_bytes(
+            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
             at.interleaved + place * sizes.pad_dim,
         )  # fmt: skip
         size = 16 * sizes.k_spans

@@ -19,6 +19,7 @@ __all__ = [
     "AMX_ROWS",
     "FEATURES",
     "HAS_FMA",
+    "HAS_FOURS",
     "HAS_HALF",
     "INT4_INTEGERS",
     "LANES",
@@ -80,6 +81,8 @@ ADD_PAIRS = {
 INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
 #: Whether products are added to sums by an instruction, rounded once; without it they are rounded by themselves.
 HAS_FMA = bool({"fma", "avx512f", "neon"} & FEATURES)
+#: Whether products of bytes are added by fours at once.
+HAS_FOURS = LANES == 16 and "avx512vnni" in FEATURES
 #: Whether half floats are widened by an instruction.
 HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
 #: Rows of an AMX tile: query rows that a matrix unit takes at once.

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
-from numkv.kernels.cpu.vectors.features import FEATURES, LANES
+from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
 __all__ = ["Words"]
@@ -23,12 +23,18 @@ class Words(Vectors):
     def __init__(self, builder):
         super().__init__(builder, "float32")
         self.word_type = ir.VectorType(I16, 2 * self.lanes)
+        self.bytes_type = ir.VectorType(I8, 4 * self.lanes)
         # Whether products of bytes are added by fours at once.
-        self.has_fours = self.lanes == 16 and "avx512vnni" in FEATURES
+        self.has_fours = HAS_FOURS
 
     def splat_word(self, value):
         """A vector whose words are all a number."""
         return ir.Constant(self.word_type, [ir.Constant(I16, value)] * self.word_type.count)
+
+    def opaque(self, vector):
+        """The same vector, of which LLVM knows nothing: it stays in a register, and is not folded into loads."""
+        signature = ir.FunctionType(vector.type, [vector.type])
+        return self.b.call(ir.InlineAsm(signature, "", "=v,0"), [vector])
 
     def words(self, vector):
         """The same bits as 16-bit integers."""
@@ -78,16 +84,6 @@ class Words(Vectors):
                 self.b.store(self.masked_load(pointer, type_, 1, mask), value)
         return self.b.load(value)
 
-    def nibbles(self, codes):
-        """Bytes of two INT4 codes as words: of even and odd bytes the low nibbles, then of both the high ones.
-
-        In NumPy: ``b[0::2] & 15, b[1::2] & 15, b[0::2] >> 4, b[1::2] >> 4``.
-        """
-        words = self.words(codes)
-        shifted = [self.b.lshr(words, self.splat_word(bits)) for bits in (8, 4, 12)]
-        low = self.splat_word(15)
-        return [self.b.and_(x, low) for x in (words, *shifted[:2])] + shifted[2:]
-
     def add_fours(self, total, codes, weights):
         """``total + codes * weights`` of bytes, without a sign and with one; four neighbouring products are added.
 
@@ -98,12 +94,13 @@ class Words(Vectors):
             signature = ir.FunctionType(total.type, [total.type] * 3)
             add = ir.InlineAsm(signature, "vpdpbusd $2, $1, $0", "=v,v,v,0")
             return self.b.call(add, [codes, weights, total])
-        bytes_type = ir.VectorType(I8, 4 * self.lanes)
-        signature = ir.FunctionType(self.word_type, [bytes_type] * 2)
+        signature = ir.FunctionType(self.word_type, [self.bytes_type] * 2)
         function = cgutils.get_or_insert_function(
             self.b.module, signature, "llvm.x86.avx512.pmaddubs.w.512"
         )
-        pairs = self.b.call(function, [self.b.bitcast(x, bytes_type) for x in (codes, weights)])
+        pairs = self.b.call(
+            function, [self.b.bitcast(x, self.bytes_type) for x in (codes, weights)]
+        )
         return self.add_pairs(total, pairs, self.splat_word(1))
 
     def interleave(self, a, b):

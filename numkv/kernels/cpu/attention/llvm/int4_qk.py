@@ -1,12 +1,11 @@
 """Scores of query rows against INT4 rows, in integers. Vectors have 512 bits here: 16 lanes of 32 bits.
 
-A vector of bytes is taken as words of 16 bits, and these as four classes: the low and the high nibbles of even and of
-odd bytes. Every 128 bits of a row are one quantisation group, of which groups take turns lane by lane: few lanes then
-have all groups, and one product with a vector of scales serves them all. A span of 128 elements::
+Low nibbles make a vector of bytes, high ones another, and a query's integers are taken apart into low and high bytes,
+as `int8_qk` has it. Every 128 bits of a row are one quantisation group, of which groups take turns lane by lane: few
+lanes then have all groups, and one product with a vector of scales serves them all. A span of 128 elements::
 
     bytes of a row    g0: 16 bytes | g1: 16 bytes | g2: 16 bytes | g3: 16 bytes
     lanes, by turns   g0 g1 g2 g3 | g0 g1 g2 g3 | g0 g1 g2 g3 | g0 g1 g2 g3         4 bytes each
-    words             low nibbles of even bytes, of odd ones, then the high nibbles of both
 
 Rows of at most 64 elements, two groups, share vectors by twos.
 """
@@ -19,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from numkv.kernels.cpu.attention.llvm.int8_qk import TOKENS, add_queries
 from numkv.kernels.cpu.attention.llvm.scales import scale_place
 from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
 from numkv.kernels.cpu.vectors.emit import (
@@ -47,11 +47,10 @@ def spread_query(to, row, scale):
         half = min(GROUP, dim - first) >> 1
         for i in range(half):
             byte = (first >> 1) + i
-            # Of a span: words of even bytes, of odd ones; first those of low nibbles, then of high ones. Of words in
-            # a lane, groups take turns.
+            # Of a span first the low nibbles, then the high ones; groups take turns by lanes of four bytes.
             lane, group = (byte & 15) >> 2, (byte & 63) >> 4
             lane = 2 * lane + group if dim <= SHORT else 4 * lane + group
-            at = (byte >> 6) * INT4_SPAN + 2 * lane + ((byte & 2) >> 1) + ((byte & 1) << 5)
+            at = (byte >> 6) * INT4_SPAN + 4 * lane + (byte & 3)
             low, high = scale * row[first + i], scale * row[first + half + i]
             to[at], to[at + INT4_SPAN // 2] = low, high
 
@@ -76,11 +75,13 @@ def sum_query_groups(typing_context, q, q_at, head_dim, sums_at):
             for i in range(4):
                 at = b.add(b.add(q_at, b.mul(span, I64(INT4_SPAN // 2))), I64(i * v.lanes))
                 total = v.add_pairs(total, v.load_words(data, at), v.splat_word(1))
-            for width in (8, 4, 2):
+            # Two lanes have the words of four bytes.
+            for width in (1, 8, 4):
                 other = v.shuffle(total, total, [i ^ width for i in range(16)])
-                if width == 2:
+                if width == 4:
                     other = b.select(short, other, v.splat_int(0))
                 total = b.add(total, other)
+            total = v.shuffle(total, total, [2 * i % 16 for i in range(16)])
             total = b.select(groups, total, v.splat_int(0))
             at = b.add(sums_at, b.mul(span, I64(16)))
             v.store(b.sitofp(total, v.type), data, at)
@@ -101,8 +102,9 @@ def make_qk_int4(next_kind):
 
             products = (q * codes).reshape(-1, 32).sum(1);  s = q_scale * sum(scale * products + minimum * q_sums)
 
-        Query rows lie as `spread_query` puts them, with zeros up to whole spans, and are interleaved, as are the sums
-        of `sum_query_groups`; `keys` says where `gather_groups` put scales and minima. For the rest see `qk_tile`.
+        Query rows lie as `spread_query` puts them, with zeros up to whole spans, and are those of `interleave_bytes`;
+        the sums of `sum_query_groups` are interleaved too; `keys` says where `gather_groups` put scales and minima. For
+        the rest see `qk_tile`.
         """
         i8 = types.int64
 
@@ -124,8 +126,8 @@ def make_qk_int4(next_kind):
 class _Int4:
     """Emits `qk_int4`."""
 
-    step = INT4_SPAN // 2  # lanes of a span
-    tokens = 16  # at once, for as many chains of sums
+    step = INT4_SPAN // 4  # lanes of a span
+    tokens = 16  # whose codes are taken apart at once
 
     def __init__(self, b, next_kind, floats, queries, keys, count, s_at, extents):
         self.b, self.v = b, Words(b)
@@ -159,7 +161,7 @@ class _Int4:
                 v.store(b.fmul(scores, row_scales), self.floats, b.add(self.s_at, at))
 
     def widen(self, span, t0):
-        """A span of some tokens as words, in scratch memory; of short rows two tokens side by side."""
+        """A span of some tokens as bytes, in scratch memory; of short rows two tokens side by side."""
         b, v = self.b, self.v
         each = 2 if self.short else 1
         for i in range(self.tokens // each):
@@ -176,33 +178,52 @@ class _Int4:
             turns = [i + 4 * j for i in range(4) for j in range(4 // each)]
             turns = [8 * i + turn for i in range(each) for turn in turns]
             codes = v.shuffle(lanes, lanes, turns)
-            for j, x in enumerate(v.nibbles(codes)):
-                v.store(b.bitcast(x, v.type), self.scratch, I64(i * self.step + j * v.lanes))
+            low = v.splat_int(0x0F0F0F0F)
+            for j, x in enumerate((codes, b.lshr(codes, v.splat_int(4)))):
+                at = I64(i * self.step + j * v.lanes)
+                v.store(b.bitcast(b.and_(x, low), v.type), self.scratch, at)
 
     def add_span(self, span, t0, sums):
         """Add the products of a span to the tokens' sums: by lanes, integers times the scales of their groups."""
         b, v = self.b, self.v
         each = v.lanes // self.rows
         groups = 2 if self.short else 4
-        of_class = 8 if self.short else 16  # lanes for low or high nibbles of even or odd bytes
+        of_class = 8 if self.short else 16  # lanes of low or of high nibbles
         together = min(each, groups)  # groups in the lanes of a row
         keep_in_memory(b, self.scratch)
         for first in range(0, groups, together):
-            products = [cgutils.alloca_once(b, v.int_type) for _ in sums]
-            for slot in products:
-                b.store(v.splat_int(0), slot)
-            with steps(b, I64(0), I64(self.step), v.lanes) as (unit, _):
-                for i in range(first, of_class, max(each, groups)):
-                    here = b.add(unit, I64(i))
-                    q_row = self.q_lanes(self.queries.at, span, self.step, here)
-                    for t, slot in enumerate(products):
-                        k_row = v.repeated(self.scratch, b.add(self.k_at(t), here), each)
-                        b.store(v.add_pairs(b.load(slot), q_row, k_row), slot)
-            q_sums = self.q_lanes(self.queries.sums_at, span, 16, I64(first))
-            for t, slot in enumerate(sums):
-                scale, minimum = self.scales_of(b.add(t0, I64(t)), span, first, together)
-                total = v.fma(q_sums, minimum, b.load(slot))
-                b.store(v.fma(b.sitofp(b.load(products[t]), v.type), scale, total), slot)
+            q_sums = b.add(self.queries.sums_at, b.mul(span, I64(16 * self.rows)))
+            q_sums = v.load_floats(self.floats, b.add(q_sums, I64(first * self.rows)))
+            turns = range(first, of_class, max(each, groups))
+            for start in range(0, self.tokens, TOKENS):
+                totals = self.products(span, range(start, start + TOKENS), turns)
+                for i, total in enumerate(totals):
+                    slot = sums[start + i]
+                    token = b.add(t0, I64(start + i))
+                    scale, minimum = self.scales_of(token, span, first, together)
+                    value = v.fma(q_sums, minimum, b.load(slot))
+                    b.store(v.fma(b.sitofp(total, v.type), scale, value), slot)
+
+    def products(self, span, tokens, turns):
+        """Products of a span of some tokens with query rows, by lanes; `turns` are the lanes of K rows that count."""
+        b, v = self.b, self.v
+        each = v.lanes // self.rows
+        sums = [[cgutils.alloca_once(b, v.int_type) for _ in range(2)] for _ in tokens]
+        for slot in (slot for pair in sums for slot in pair):
+            b.store(v.splat_int(0), slot)
+        with steps(b, I64(0), I64(self.step), v.lanes) as (nibbles, _):
+            for i in turns:
+                here = b.add(nibbles, I64(i))
+                at = b.add(b.mul(span, I64(self.step)), here)
+                at = b.add(self.queries.at, b.mul(at, I64(2 * self.rows)))
+
+                def codes(t, here=here):
+                    place = b.add(self.k_at(tokens[t]), here)
+                    return v.repeated(self.scratch, place, each)
+
+                add_queries(v, self.floats, at, sums, codes)
+        eight = v.splat_int(8)
+        return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def scales_of(self, token, span, first, together):
         """Scales and minima of some groups."""
@@ -212,11 +233,5 @@ class _Int4:
         return [v.repeated(self.floats, x, together) for x in (at, b.add(at, self.minimum_at))]
 
     def k_at(self, t):
-        """Where a token's words are in scratch memory."""
+        """Where a token's bytes are in scratch memory."""
         return I64(t // 2 * self.step + t % 2 * 8 if self.short else t * self.step)
-
-    def q_lanes(self, at, span, size, unit):
-        """A vector of interleaved query rows or of their sums."""
-        b = self.b
-        at = b.add(at, b.mul(span, I64(size * self.rows)))
-        return self.v.load_floats(self.floats, b.add(at, b.mul(unit, I64(self.rows))))

@@ -19,7 +19,7 @@ from numkv.kernels.cpu.vectors.features import INT4_INTEGERS
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.rows.int4 import LOWEST, OFFSETS
 
-__all__ = ["load_group", "make_gather_groups", "make_gather_scales", "scale_place"]
+__all__ = ["lie_apart", "load_group", "make_gather_groups", "make_gather_scales", "scale_place"]
 
 
 def scale_place(b, t, group, width=4):
@@ -43,6 +43,17 @@ def load_group(v, base, at, t, group, groups):
     return v.splat(scale), v.splat(minimum)
 
 
+def lie_apart(v, rows, row, step):
+    """Whether tokens' scales, at `rows`, the first at `row`, do not follow each other in steps of `step`."""
+    b, type_ = v.b, rows.type
+    iota = ir.Constant(type_, [I64(i * step) for i in range(type_.count)])
+    first = b.insert_element(ir.Constant(type_, ir.Undefined), row, I32(0))
+    first = v.shuffle(first, first, [0] * type_.count)
+    other = b.icmp_signed("!=", rows, b.add(first, iota))
+    bits = ir.IntType(type_.count)
+    return b.icmp_unsigned("!=", b.bitcast(other, bits), bits(0))
+
+
 @functools.cache
 def make_gather_scales(compute):
     """`gather_scales` for scratch memory of a float type."""
@@ -54,11 +65,27 @@ def make_gather_scales(compute):
         def codegen(context, b, sig, args):
             data, to_at, source, offsets = unpack(context, b, sig.args, args)
             v = Vectors(b, compute)
-            for t in range(KV_TILE):
-                value = b.load(b.gep(source, [b.load(b.gep(offsets, [I64(t)]))]))
+            some = RAMP  # tokens at once
+            pieces = ir.VectorType(FLOAT, some)
+            wide = ir.VectorType(v.float, some)
+
+            def put(value, t):
                 if v.double:
-                    value = b.fpext(value, v.float)
-                v.store(value, data, b.add(to_at, I64(t)))
+                    value = b.fpext(
+                        value, wide if isinstance(value.type, ir.VectorType) else v.float
+                    )
+                v.store(value, data, b.add(to_at, t))
+
+            with steps(b, I64(0), I64(KV_TILE), some) as (t, _):
+                first = b.gep(offsets, [t])
+                rows = b.load(b.bitcast(first, ir.VectorType(I64, some).as_pointer()), align=8)
+                row = b.load(first)
+                with b.if_else(lie_apart(v, rows, row, 1), likely=False) as (of_apart, of_others):
+                    with of_apart, steps(b, t, b.add(t, I64(some)), 1) as (i, _):
+                        put(b.load(b.gep(source, [b.load(b.gep(offsets, [i]))])), i)
+                    with of_others:
+                        pointer = b.bitcast(b.gep(source, [row]), pieces.as_pointer())
+                        put(b.load(pointer, align=4), t)
             return context.get_dummy_value()
 
         return types.void(to, types.int64, scales, offsets), codegen
@@ -125,7 +152,8 @@ class _Gather:
             first_row = b.gep(self.offsets, [t])
             rows = b.load(b.bitcast(first_row, rows_type.as_pointer()), align=8)
             row = b.load(first_row)
-            apart = self._lie_apart(rows, row, width)
+            apart = lie_apart(v, rows, row, width)
+            apart = b.or_(apart, b.icmp_signed("!=", self.groups, I64(width)))
             with b.if_else(apart, likely=False) as (of_apart, of_together):
                 with of_apart, steps(b, I64(0), I64(at_once), tokens) as (i, _):
                     here = b.add(t, i)
@@ -135,18 +163,6 @@ class _Gather:
                         pointer = b.gep(self.source, [b.add(row, I64(i * width))])
                         pointer = b.bitcast(pointer, words_type.as_pointer())
                         self._put(b.load(pointer, align=2), j, b.add(t, I64(i)), width)
-
-    def _lie_apart(self, rows, row, width):
-        """Whether tokens do not lie one after another, with nothing between their groups."""
-        b, type_ = self.b, rows.type
-        iota = ir.Constant(type_, [I64(i) for i in range(type_.count)])
-        first = b.insert_element(ir.Constant(type_, ir.Undefined), row, I32(0))
-        first = self.v.shuffle(first, first, [0] * type_.count)
-        wanted = b.add(first, b.mul(iota, _splat(type_, width)))
-        other = b.icmp_signed("!=", rows, wanted)
-        bits = ir.IntType(type_.count)
-        apart = b.icmp_unsigned("!=", b.bitcast(other, bits), bits(0))
-        return b.or_(apart, b.icmp_signed("!=", self.groups, I64(width)))
 
     def _gathered(self, t, tokens, j, mask, width):
         """The words of a vector of tokens, from t on, that lie anywhere."""
