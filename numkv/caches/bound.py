@@ -1,8 +1,8 @@
 """Bound calls: new rows of a layer appended and its queries answered in one call, checked once, when it is bound.
 
-A model makes two calls for each layer and token, `append` and attention, and both look at everything anew: buffers, scales,
-options, the length. Here that is done once for each cache (`bind`) and once for each step (`begin`); what is left for a layer is one
-compiled function, which looks at the four arrays that are new::
+A model makes two calls for each layer and token, `append` and attention, and both look at everything anew: buffers,
+scales, options, the length. Here that is done once for each cache (`bind`) and once for each step (`begin`); what is
+left for a layer is one compiled function, which looks at the four arrays that are new::
 
     bound = cache.bind(num_q_heads, "bf16")
     step = bound.begin()                        # one new token; or begin(n), or begin(cache.reserve(...))
@@ -10,8 +10,8 @@ compiled function, which looks at the four arrays that are new::
         out = step(layer, q, k, v)              # as append and attention, bit by bit
     cache.advance()                             # or cache.commit(...), as ever
 
-What the compiled function does not take (a rotated cache, tokens in full precision, long prompts, CUDA, an array that is not as
-it was bound) goes the ordinary ways, which append and attend, or say what is wrong.
+What the compiled function does not take (a rotated cache, tokens in full precision, long prompts, CUDA, an array that
+is not as it was bound) goes the ordinary ways, which append and attend, or say what is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from numkv.access import Access, busy
-from numkv.attention.attend import attend, check_group, check_own_memory, check_sinks
+from numkv.attention.attend import check_group, check_own_memory, check_sinks
 from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_index, check_size, check_writable
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
@@ -33,7 +33,7 @@ from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["BoundAttention", "BoundStep", "Rows", "options_of_layers"]
+__all__ = ["BoundAttention", "BoundStep", "Rows", "options_of_layers", "run_compiled"]
 
 _UINT16 = np.dtype(np.uint16)
 _empty, _array = np.empty, np.ndarray
@@ -77,7 +77,12 @@ class _Ready(NamedTuple):
 
 
 def options_of_layers(
-    pools: Sequence[Pool], rows: Rows, sm_scale: Any, logits_soft_cap: Any, windows: Sequence[Any], sinks: Any
+    pools: Sequence[Pool],
+    rows: Rows,
+    sm_scale: Any,
+    logits_soft_cap: Any,
+    windows: Sequence[Any],
+    sinks: Any,
 ) -> list[AttentionOptions]:
     """Check options, of which windows and sinks may be each layer's own, as those of every layer."""
     found = []
@@ -111,8 +116,8 @@ def options_of_layers(
 class BoundAttention:
     """A cache's layers bound to the arrays and options of a model; made by the caches' `bind`.
 
-    `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between steps, a
-    growth included, the next `begin` finds it; the cache does not know of what is bound to it.
+    `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between
+    steps, a growth included, the next `begin` finds it; the cache does not know of what is bound to it.
 
     Notes
     -----
@@ -143,7 +148,8 @@ class BoundAttention:
         )
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self._options)} layers, q and rows in {self.kind}, {self.num_q_heads} q heads>"
+        layers = len(self._options)
+        return f"<{type(self).__name__}: layers={layers}, kind={self.kind}, num_q_heads={self.num_q_heads}>"
 
     # -- what a subclass says
 
@@ -188,17 +194,38 @@ class BoundAttention:
         if self._kernel is None or not num_tokens:
             return False
         pool = self._pools[0]
-        of_token = max(self._rows.num_q_heads, int(pool.k.shape[1])) * max(pool.head_dim, pool.head_dim_v)
+        of_token = max(self._rows.num_q_heads, int(pool.k.shape[1])) * max(
+            pool.head_dim, pool.head_dim_v
+        )
         small: bool = num_tokens * of_token < pool.target.small_call
         return small
 
-    def _memory(self, num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
-        """Memory for a step, kept from the last one where it has the same extents."""
+    def _check(self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
+        """Check arrays of a call that goes the ordinary way; they come back as the target's own."""
+        pool, dtypes = self._pools[layer], (self.kind.dtype,)
+        target, rows = pool.target, (tokens, int(pool.k.shape[1]))
+        q = check_array(target, "q", q, dtypes, (tokens, self.num_q_heads, pool.head_dim))
+        k = check_array(target, "k", k, dtypes, (*rows, pool.head_dim))
+        v = check_array(target, "v", v, dtypes, (*rows, pool.head_dim_v))
+        if out is not None:
+            out = check_array(
+                target, "out", out, dtypes, (tokens, self.num_q_heads, pool.head_dim_v)
+            )
+            check_writable("out", out)
+            check_own_memory(target, out, q, pool, {})
+        return q, *pool.check_rows(k, v, check_finite=self._rows.check_finite), out
+
+    def _extents(self, num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[int, ...]:
+        """What the memory of a step is made for."""
         pool = self._pools[0]
-        extents = (
+        return (
             num_seqs, num_tokens, max_blocks, self._rows.num_q_heads, int(pool.k.shape[1]), pool.head_dim,
             pool.head_dim_v,
         )  # fmt: skip
+
+    def _memory(self, num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
+        """Memory for a step, kept from the last one where it has the same extents."""
+        extents = self._extents(num_seqs, num_tokens, max_blocks)
         try:
             while True:
                 found = self._spare.pop()
@@ -206,6 +233,28 @@ class BoundAttention:
                     return found
         except IndexError:
             return self._kernel.step(*extents)
+
+
+def run_compiled(
+    kernel: Any, dtype: np.dtype[Any], ready: Any, q: Any, k: Any, v: Any, out: Any
+) -> int:
+    """Do a call in compiled code, or nothing: then the number is not 0."""
+    if not (
+        type(q) is type(k) is type(v) is type(out) is _array and q.dtype == k.dtype == v.dtype == out.dtype == dtype
+    ):  # fmt: skip
+        return -1
+    if dtype.itemsize == 2:
+        q, k, v, out = q.view(_UINT16), k.view(_UINT16), v.view(_UINT16), out.view(_UINT16)
+    layer, step, workers = ready[:3]
+    try:
+        if workers == 1:
+            failed: int = kernel.call(layer, step, q, k, v, out, 0)
+        else:
+            with kernel.launching(workers) as launch:
+                failed = kernel.call(layer, step, q, k, v, out, launch)
+    except TypeError:  # another rank, read-only or unaligned
+        return -1
+    return failed
 
 
 class BoundStep:
@@ -218,8 +267,9 @@ class BoundStep:
 
     Notes
     -----
-    Each layer is called once, in any order; `unwritten_layers` are those that are left. The step ends with the cache's own
-    methods: ``advance`` or ``truncate`` of a `numkv.KVCache`, ``commit`` or ``rollback`` of a `numkv.PagedKVCache`.
+    Each layer is called once, in any order; `unwritten_layers` are those that are left. The step ends with the cache's
+    own methods: ``advance`` or ``truncate`` of a `numkv.KVCache`, ``commit`` or ``rollback`` of a
+    `numkv.PagedKVCache`.
     """
 
     def __init__(
@@ -229,7 +279,7 @@ class BoundStep:
         self._bound, self._of, self.num_tokens, self._memory = bound, of, num_tokens, memory
         self._access, self._writer = access, access.writer
         rows, pool = bound._rows, bound._pools[0] if bound._pools else None
-        self._dtype, self._halves = rows.kind.dtype, rows.kind.dtype.itemsize == 2
+        self._dtype = rows.kind.dtype
         self._shape = (num_tokens, rows.num_q_heads, 0 if pool is None else pool.head_dim_v)
         # Layers that are still to be called; of each a `_Ready`, or None where it goes the ordinary way.
         self._ready: dict[int, _Ready | None] = dict.fromkeys(range(len(bound._options)))
@@ -241,9 +291,7 @@ class BoundStep:
                 )
             }
         self._written = written  # of each layer, if the cache wants to know
-        kernel = bound._kernel
-        self._call = None if kernel is None else kernel.call
-        self._launching = None if kernel is None else kernel.launching
+        self._kernel = bound._kernel
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
         """Append the rows of the step's new tokens to a layer, and attend with their queries.
@@ -288,43 +336,18 @@ class BoundStep:
                 raise busy(self, "call")
             ready = self._ready.get(layer) if type(layer) is int else None
             if ready is not None:
-                dtype, result = self._dtype, out
-                if result is None:
-                    result = _empty(self._shape, dtype)
-                if (
-                    type(q) is type(k) is type(v) is type(result) is _array
-                    and q.dtype == k.dtype == v.dtype == result.dtype == dtype
-                ):  # fmt: skip
-                    if self._halves:
-                        q, k, v, words = q.view(_UINT16), k.view(_UINT16), v.view(_UINT16), result.view(_UINT16)
-                    else:
-                        words = result
-                    if not self._run(ready, q, k, v, words):
-                        if self._written is not None:
-                            self._written[layer] = True
-                        del self._ready[layer]
-                        if not self._ready:
-                            self._bound._spare.extend(self._memory)
-                        return result
-                    if self._halves:
-                        q, k, v = q.view(dtype), k.view(dtype), v.view(dtype)
+                result = _empty(self._shape, self._dtype) if out is None else out
+                if not run_compiled(self._kernel, self._dtype, ready, q, k, v, result):
+                    if self._written is not None:
+                        self._written[layer] = True
+                    del self._ready[layer]
+                    if not self._ready:
+                        self._bound._spare.extend(self._memory)
+                    return result
             return self._in_two_calls(layer, q, k, v, out)
         finally:
             if "call" in writer and writer["call"] is call:
                 del writer["call"]
-
-    def _run(self, ready: _Ready, q: Any, k: Any, v: Any, words: Any) -> int:
-        """Do it all in compiled code, or nothing: then the number is not 0."""
-        run: Any = self._call
-        try:
-            if ready.workers == 1:
-                failed: int = run(ready.layer, ready.step, q, k, v, words, 0)
-            else:
-                with self._launching(ready.workers) as launch:  # type: ignore[misc]
-                    failed = run(ready.layer, ready.step, q, k, v, words, launch)
-        except TypeError:  # another rank, read-only or unaligned
-            return -1
-        return failed
 
     def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any) -> Any:
         """Append and attend the ordinary ways, all checks first."""
@@ -332,21 +355,11 @@ class BoundStep:
         number = check_index("layer", layer, len(bound._options))
         if number not in self._ready:
             raise NumkvError(bound._ended(self, number))
-        pool = bound._pools[number]
-        target, dtypes, rows = pool.target, (self._dtype,), (self.num_tokens, int(pool.k.shape[1]))
-        q = check_array(target, "q", q, dtypes, (self.num_tokens, bound.num_q_heads, pool.head_dim))
-        k = check_array(target, "k", k, dtypes, (*rows, pool.head_dim))
-        v = check_array(target, "v", v, dtypes, (*rows, pool.head_dim_v))
-        given = out
-        if out is not None:
-            out = check_array(target, "out", out, dtypes, self._shape)
-            check_writable("out", out)
-            check_own_memory(target, out, q, pool, {})
-        k, v = pool.check_rows(k, v, check_finite=bound._rows.check_finite)
+        q, k, v, checked = bound._check(number, self.num_tokens, q, k, v, out)
         bound._append(self, number, k, v)
-        found = bound._attend(self, number, q, out)
+        found = bound._attend(self, number, q, checked)
         del self._ready[number]
-        return found if given is None else given
+        return found if out is None else out
 
     @property
     def unwritten_layers(self) -> list[int]:

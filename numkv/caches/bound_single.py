@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from numkv.access import Access, busy, writes
 from numkv.attention.options import AttentionOptions
-from numkv.caches.bound import BoundAttention, BoundStep, Rows, options_of_layers
-from numkv.caches.single import SingleSequence
+from numkv.caches.bound import (
+    BoundAttention,
+    BoundStep,
+    Rows,
+    options_of_layers,
+    run_compiled,
+)
 from numkv.checks import check_size
 from numkv.compaction.moves import slots_of
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["BoundCache", "bind_cache"]
+__all__ = ["BoundCache", "BoundLayer", "bind_cache", "bind_layer"]
+
+_ALWAYS = np.ones(1, np.int64)  # buffers of layers are never replaced
+_KV_TILE = 64
+_array = np.ndarray
 
 
 def bind_cache(
@@ -37,10 +45,20 @@ def bind_cache(
             )
     else:
         windows = [window_left] * len(pools)
-    options = options_of_layers(
-        pools, rows, sm_scale, logits_soft_cap, windows, sinks
-    )
+    options = options_of_layers(pools, rows, sm_scale, logits_soft_cap, windows, sinks)
     return BoundCache(cache, rows, options)
+
+
+def bind_layer(
+    layer: Any, num_q_heads: int, kind: Any, sm_scale: Any, logits_soft_cap: Any, window_left: Any, sinks: Any,
+    check_finite: Any,
+) -> BoundLayer:  # fmt: skip
+    """Bind a layer; see its `bind`."""
+    rows = Rows.check(layer._pool, num_q_heads, kind, check_finite)
+    options = options_of_layers(
+        [layer._pool], rows, sm_scale, logits_soft_cap, [window_left], sinks
+    )
+    return BoundLayer(layer, rows, options)
 
 
 def _of_block(pool: Pool, block: int) -> tuple[Array, Array, Array, Array]:
@@ -143,3 +161,126 @@ class BoundCache(BoundAttention):
             f"step: expected layer {layer} with {step._of} rows and no call so far, got one that was called in this "
             "step, or a cache that was changed since it began; call each layer once, and begin each step anew"
         )
+
+
+class BoundLayer(BoundAttention):
+    """A layer bound to the arrays and options of a model; made by the layers' `bind`.
+
+    Calling it is a step of its own: room is made, rows are appended, and queries answered.
+
+    Notes
+    -----
+    It cannot be copied or pickled, as it belongs to its layer. On threads see `numkv.ContiguousLayer`: a call is one of
+    a writer.
+    """
+
+    def __init__(self, layer: Any, rows: Rows, options: list[AttentionOptions]) -> None:
+        super().__init__([layer._pool], rows, options)
+        self._layer, self._access = layer, layer._access
+        if layer._full_precision is None:
+            pool = layer._pool
+            parts = [(pool.k, pool.k_scale, pool.v, pool.v_scale)]
+            self._bind([layer._lengths], parts, _ALWAYS)
+        self._block_size = int(layer._pool.k.shape[2])
+        self._step: Any = None  # memory of the last call
+        self._ready: Any = None
+        self._planned: Any = None  # what the plan in it depends on
+
+    def __call__(self, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+        """Append new rows, and attend with the queries of their tokens.
+
+        The same, bit by bit, as ``append(k, v)`` and ``decode_attention(q, out=out)`` with the bound options.
+
+        Parameters
+        ----------
+        q : array (num_tokens, num_q_heads, head_dim)
+            Queries of the new tokens, in the bound kind.
+        k : array (num_tokens, num_kv_heads, head_dim)
+            Their keys.
+        v : array (num_tokens, num_kv_heads, head_dim_v)
+            Their values.
+        out : array (num_tokens, num_q_heads, head_dim_v), optional
+            Takes the output. It may be `q` itself, and else shares no memory with q or the layer.
+
+        Returns
+        -------
+        array (num_tokens, num_q_heads, head_dim_v)
+            The output, or `out`, in the bound kind.
+
+        Raises
+        ------
+        CacheFull
+            If there is no room for all tokens.
+        NonFiniteInput
+            If rows to be quantised hold NaN or infinity.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            If an array has another shape, dtype, layout or target than was bound.
+
+        Notes
+        -----
+        Nothing has changed after an error.
+        """
+        writer, call = self._access.writer, object()
+        try:
+            if writer.setdefault("call", call) is not call:
+                raise busy(self, "call")
+            layer = self._layer
+            start = layer._stored(0)
+            if type(q) is _array and q.ndim == 3:
+                tokens = len(q)
+                if start + tokens <= layer._room and self._fits_one_call(tokens):
+                    self._prepare(layer, start, tokens)
+                    dtype, pool = self._rows.kind.dtype, self._pools[0]
+                    result = out
+                    if result is None:
+                        result = np.empty((tokens, self._rows.num_q_heads, pool.head_dim_v), dtype)
+                    if not run_compiled(self._kernel, dtype, self._ready, q, k, v, result):
+                        return result
+            return self._in_two_calls(layer, start, q, k, v, out)
+        finally:
+            if "call" in writer and writer["call"] is call:
+                if self._access.dropped & 1:
+                    self._access.dropped += 1
+                del writer["call"]
+
+    def _prepare(self, layer: Any, start: int, tokens: int) -> None:
+        """Plan a call; what earlier calls have planned stays as far as it can."""
+        step, end, ids = self._step, start + tokens, layer._ids
+        if step is None or step.extents.num_tokens != tokens:
+            self._planned = None
+            step = self._step = self._kernel.step(*self._extents(1, tokens, len(ids)))
+        # Splits depend on the number of KV tiles; with a window, which moves, on more than that.
+        window = self._options[0].window_left
+        wanted = (layer._version, tokens, -(-end // _KV_TILE) if window < 0 else end)
+        step.seq_lens[0] = end
+        if tokens == 1:
+            block, offset = divmod(start, self._block_size)
+            step.slots[0] = int(ids[block]) * self._block_size + offset
+        else:
+            step.slots[:] = slots_of(ids, np.arange(start, end), self._block_size)
+        if wanted == self._planned:
+            step.move(start, end)
+            return
+        self._planned = None
+        step.block_table[0], step.q_starts[0], step.q_starts[1] = ids, 0, tokens
+        step.plan(window, self._block_size, start, end)
+        record = self._records[0]
+        self._ready = record.address, step.address, step.workers
+        self._planned = wanted
+
+    def _in_two_calls(self, layer: Any, start: int, q: Any, k: Any, v: Any, out: Any) -> Any:
+        """Append and attend the ordinary ways, all checks first."""
+        tokens = len(layer._target.accept(q, "q"))
+        q, k, v, checked = self._check(0, tokens, q, k, v, out)
+        room, full = layer._room, layer._full_precision is not None
+        if full:
+            self._access.dropped |= 1
+        layer._append(0, k, v, self._rows.check_finite)
+        try:
+            found = layer._attend(0, q, self._options[0]._replace(out=checked))
+        except BaseException:
+            if not full:
+                layer._lengths[0] = start
+                layer._unmake_room(0, start, room)
+            raise
+        return found if out is None else out

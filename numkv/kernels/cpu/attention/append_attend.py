@@ -1,9 +1,9 @@
-"""Append and attend of a layer as one call: rows of K and V written, then queries answered, in compiled code throughout.
+"""Append and attend of a layer as one call: rows of K and V written, then queries answered, in compiled code.
 
-What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.records`): buffers and options of a layer,
-which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays that are
-new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls the attention kernel, which it does not
-contain: that is there once for each pair of kinds, whoever calls it, so that results are the same bit by bit.
+What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.records`): buffers and options of a
+layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
+that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls the attention kernel, which it does
+not contain: that is there once for each pair of kinds, whoever calls it, so results are the same bit by bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from numkv.kernels.cpu.memory import aligned
 from numkv.kernels.cpu.overlap import any_meet, span_of
 from numkv.kernels.cpu.scales import by_row
 from numkv.kernels.cpu.threads import ON_THREADS
-from numkv.kernels.cpu.vectors.arrays import address_of, is_aligned, row_of
+from numkv.kernels.cpu.vectors.arrays import (
+    address_of,
+    is_aligned,
+    row_of,
+    without_refcount,
+)
 from numkv.kernels.cpu.vectors.records import (
     RECORD_ARRAY,
     array_reader,
@@ -39,7 +44,14 @@ from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-__all__ = ["BoundKernel", "LayerRecord", "StepRecord", "make_append_attend", "signature_of", "signature_of_merge"]
+__all__ = [
+    "BoundKernel",
+    "LayerRecord",
+    "StepRecord",
+    "make_append_attend",
+    "signature_of",
+    "signature_of_merge",
+]
 
 # Numbers of a layer's record, and where its arrays are.
 _KERNEL, _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(8)
@@ -98,7 +110,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     """The kernel that checks and writes rows of K and V, and has queries attend to them.
 
     ``kernel(layer, step, q, k, v, out, launch) -> int``: 0, or -1 where an array is not as it was bound, and -2 where
-    the layer has another length or other buffers; then nothing has been done. `layer` and `step` are addresses of records.
+    the layer has another length or other buffers; then nothing has been done. `layer` and `step` are addresses of
+    records.
     """
     load_row, _ = codec(ROWS_KIND)
     load_query, store_result = codec(Q_KIND, COMPUTE)
@@ -151,6 +164,8 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
         return queries, results
 
     def kernel(layer, step, q, k, v, out, launch):
+        q, out = without_refcount(q), without_refcount(out)
+        k, v = without_refcount(k), without_refcount(v)
         k_pool, k_scale = k_at(layer, _K), k_scale_at(layer, _K_SCALE)
         v_pool, v_scale = v_at(layer, _V), v_scale_at(layer, _V_SCALE)
         tokens, q_heads, heads = int_at(step, _TOKENS), int_at(step, _Q_HEADS), k_pool.shape[1]
@@ -308,7 +323,8 @@ class StepRecord:
     """
 
     __slots__ = (
-        "_kernel", "_memory", "_record", "address", "block_table", "extents", "q_starts", "seq_lens", "slots", "workers",
+        "_kernel", "_memory", "_record", "address", "block_table", "extents", "q_starts", "seq_lens", "slots",
+        "workers",
     )  # fmt: skip
 
     def __init__(self, kernel: BoundKernel, extents: Extents) -> None:
@@ -351,6 +367,10 @@ class StepRecord:
         record[_WORKERS : _AFTER + 1] = (
             self.workers, parts, parts_at, kernel.merge_address() if parts else 0, before, after
         )  # fmt: skip
+
+    def move(self, before: int, after: int) -> None:
+        """Let a plan serve for other lengths, which have as many KV tiles; see `LayerRecord` for the mark."""
+        self._record[_BEFORE], self._record[_AFTER] = before, after
 
     def ints(self) -> Any:
         """The memory of the plan."""

@@ -1,8 +1,8 @@
 """Records: rows of int64 that say once where arrays lie, so that a call hands over one address in their place.
 
-What a call of one token costs is its arguments: each array costs as much as a row of a small layer. A record has numbers,
-the bits of floats, and arrays as `RECORD_ARRAY` numbers: where the first element is, sizes of the axes, their strides in bytes.
-Whoever makes a record keeps alive what it points to.
+What a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `RECORD_ARRAY`
+numbers: where the first element is, sizes of the axes, their strides in bytes. Whoever makes a record keeps alive what
+it points to.
 """
 
 from __future__ import annotations
