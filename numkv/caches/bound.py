@@ -89,7 +89,7 @@ def options_of_layers(
     num_q_heads = rows.num_q_heads
     of_each: list[Any] = [sinks] * len(pools)
     if sinks is not None and len(pools):
-        given = pools[0].target.accept(sinks, "sinks")
+        given = pools[0].target.asarray(sinks, "sinks")
         of_each = [given] * len(pools)
         if given.ndim == 2:
             if len(given) != len(pools):

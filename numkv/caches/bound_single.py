@@ -35,7 +35,7 @@ def bind_cache(
     """Bind a `numkv.KVCache`; see its `bind`."""
     pools = cache._pools
     rows = Rows.check(cache._pool, num_q_heads, kind, check_finite)
-    if isinstance(window_left, (list, tuple, np.ndarray)):
+    if isinstance(window_left, (list, tuple)) or getattr(window_left, "ndim", 0):
         windows = list(window_left)
         if len(windows) != len(pools):
             raise DimensionMismatch(
@@ -270,7 +270,8 @@ class BoundLayer(BoundAttention):
 
     def _in_two_calls(self, layer: Any, start: int, q: Any, k: Any, v: Any, out: Any) -> Any:
         """Append and attend the ordinary ways, all checks first."""
-        tokens = len(layer._target.accept(q, "q"))
+        q = layer._target.accept(q, "q")
+        tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
         q, k, v, checked = self._check(0, tokens, q, k, v, out)
         room, full = layer._room, layer._full_precision is not None
         if full:
