@@ -128,7 +128,9 @@ class BoundAttention:
     def __init__(self, pools: Sequence[Pool], rows: Rows, options: list[AttentionOptions]) -> None:
         self._rows, self._options = rows, options
         self._pools = list(pools)
-        self._spare: list[Any] = []  # memory of steps that are done
+        self._begun: list[
+            BoundStep
+        ] = []  # the last step, whose memory the next one takes if it is done
         self._kernel: Any = None
         self._records: list[Any] = []
 
@@ -223,16 +225,22 @@ class BoundAttention:
             pool.head_dim_v,
         )  # fmt: skip
 
-    def _memory(self, num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
-        """Memory for a step, kept from the last one where it has the same extents."""
-        extents = self._extents(num_seqs, num_tokens, max_blocks)
+    def _spare(self) -> list[Any]:
+        """Memory of the last step, if all its layers have been called; popped by one step alone."""
         try:
-            while True:
-                found = self._spare.pop()
-                if found.extents == extents:
-                    return found
+            last = self._begun.pop()
         except IndexError:
-            return self._kernel.step(*extents)
+            return []
+        return [] if last._ready else list(last._memory)
+
+    def _memory(self, spare: list[Any], num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
+        """Memory for a step: of the last one where that has the same extents."""
+        extents = self._extents(num_seqs, num_tokens, max_blocks)
+        while spare:
+            found = spare.pop()
+            if found.extents == extents:
+                return found
+        return self._kernel.step(*extents)
 
 
 def run_compiled(
@@ -291,6 +299,7 @@ class BoundStep:
                 )
             }
         self._written = written  # of each layer, if the cache wants to know
+        bound._begun[:] = [self]
         self._kernel = bound._kernel
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
@@ -341,8 +350,6 @@ class BoundStep:
                     if self._written is not None:
                         self._written[layer] = True
                     del self._ready[layer]
-                    if not self._ready:
-                        self._bound._spare.extend(self._memory)
                     return result
             return self._in_two_calls(layer, q, k, v, out)
         finally:

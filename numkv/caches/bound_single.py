@@ -35,7 +35,7 @@ def bind_cache(
     """Bind a `numkv.KVCache`; see its `bind`."""
     pools = cache._pools
     rows = Rows.check(cache._pool, num_q_heads, kind, check_finite)
-    if isinstance(window_left, (list, tuple)) or getattr(window_left, "ndim", 0):
+    if isinstance(window_left, (list, tuple)) or np.ndim(window_left) == 1:
         windows = list(window_left)
         if len(windows) != len(pools):
             raise DimensionMismatch(
@@ -126,8 +126,9 @@ class BoundCache(BoundAttention):
             self._bound_to = pool
         memory: list[Any] = []
         if self._fits_one_call(tokens):
+            spare = self._spare()
             for window in self._windows:
-                step = self._memory(1, tokens, 1)
+                step = self._memory(spare, 1, tokens, 1)
                 step.block_table[0, 0], step.seq_lens[0] = 0, length + tokens
                 step.q_starts[0], step.q_starts[1] = 0, tokens
                 step.slots[:] = np.arange(length, length + tokens)

@@ -77,9 +77,10 @@ class _BoundPaged(BoundAttention):
             )
         memory: list[Any] = []
         if self._fits_one_call(step.num_tokens):
+            spare = self._spare()
             for group in range(len(self._store.groups)):
                 table = step._tables[group]
-                of_group = self._memory(len(table), step.num_tokens, table.shape[1])
+                of_group = self._memory(spare, len(table), step.num_tokens, table.shape[1])
                 of_group.block_table[:], of_group.seq_lens[:] = table, step._lens
                 of_group.q_starts[:], of_group.slots[:] = step._starts, step._slots[group]
                 of_group.plan(self._store.groups[group].window, self._store.block_size, 0, 0)
@@ -98,7 +99,11 @@ class _BoundPaged(BoundAttention):
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         of, (pool, group) = step._of, step._of._layer(layer)
         options = self._options[layer]._replace(out=out)
-        return attend(pool, of._tables[group], q, of._lens, of._starts, options)
+        try:
+            return attend(pool, of._tables[group], q, of._lens, of._starts, options)
+        except BaseException:
+            of._written[layer] = False
+            raise
 
     def _ended(self, step: BoundStep, layer: int) -> str:
         if not step._of.open:
