@@ -564,13 +564,8 @@ def _subjects():
     for name, kind, windows in (("fp32", "fp32", None), ("int8, windows", "int8", [-1, 3])):
         make = _paged_cache(kind, windows)
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
-        add(
-            name,
-            numkv.Step,
-            functools.partial(_with_step, make),
-            _see_step,
-            _STEP | fault_bound.OF_STEP,
-        )
+        calls = _STEP | fault_bound.OF_STEP
+        add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
     for name, of, options, kind in (
         ("", numkv.CausalCache, (), "fp32"), ("int8", numkv.CausalCache, (), "int8"),

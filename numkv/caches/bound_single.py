@@ -35,7 +35,7 @@ def bind_cache(
     """Bind a `numkv.KVCache`; see its `bind`."""
     pools = cache._pools
     rows = Rows.check(cache._pool, num_q_heads, kind, check_finite)
-    if isinstance(window_left, (list, tuple)) or np.ndim(window_left) == 1:
+    if isinstance(window_left, (list, tuple)) or getattr(window_left, "ndim", None) == 1:
         windows = list(window_left)
         if len(windows) != len(pools):
             raise DimensionMismatch(
