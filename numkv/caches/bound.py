@@ -128,9 +128,8 @@ class BoundAttention:
     def __init__(self, pools: Sequence[Pool], rows: Rows, options: list[AttentionOptions]) -> None:
         self._rows, self._options = rows, options
         self._pools = list(pools)
-        self._begun: list[
-            BoundStep
-        ] = []  # the last step, whose memory the next one takes if it is done
+        # Of the last step the layers that are left and the memory, which the next one takes if there are none.
+        self._begun: list[tuple[dict[int, Any], list[Any]]] = []
         self._kernel: Any = None
         self._records: list[Any] = []
 
@@ -228,10 +227,10 @@ class BoundAttention:
     def _spare(self) -> list[Any]:
         """Memory of the last step, if all its layers have been called; popped by one step alone."""
         try:
-            last = self._begun.pop()
+            left, memory = self._begun.pop()
         except IndexError:
             return []
-        return [] if last._ready else list(last._memory)
+        return [] if left else list(memory)
 
     def _memory(self, spare: list[Any], num_seqs: int, num_tokens: int, max_blocks: int) -> Any:
         """Memory for a step: of the last one where that has the same extents."""
@@ -284,7 +283,7 @@ class BoundStep:
         self, bound: BoundAttention, access: Access, num_tokens: int, memory: list[Any], group_of: Sequence[int],
         written: Any, of: Any,
     ) -> None:  # fmt: skip
-        self._bound, self._of, self.num_tokens, self._memory = bound, of, num_tokens, memory
+        self._bound, self._of, self.num_tokens = bound, of, num_tokens
         self._access, self._writer = access, access.writer
         rows, pool = bound._rows, bound._pools[0] if bound._pools else None
         self._dtype = rows.kind.dtype
@@ -299,7 +298,7 @@ class BoundStep:
                 )
             }
         self._written = written  # of each layer, if the cache wants to know
-        bound._begun[:] = [self]
+        bound._begun[:] = [(self._ready, memory)]
         self._kernel = bound._kernel
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:

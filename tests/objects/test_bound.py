@@ -1,7 +1,11 @@
 """Bound calls: the same, bit by bit, as append and attention one after the other, and right against float64."""
 
+import os
+
 import naive
+import numba
 import numpy as np
+import processes
 import pytest
 import tolerances
 
@@ -193,3 +197,33 @@ def test_a_paged_cache_gives_what_two_calls_give(rng, kind, of_rows, windows):
         if windows is None:
             assert all(same(a.k(seqs[0], layer), b.k(seqs[1], layer)) for layer in range(2))
     a.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_goes_on_alone():
+    """What was planned for two threads runs on one after a fork, where GNU OpenMP has none."""
+    found = processes.run(
+        """
+        import warnings
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        rng = np.random.default_rng(0)
+        k, v, q = (rng.standard_normal((n, h, 32), np.float32) for n, h in ((2000, 2), (2000, 2), (1, 128)))
+        layer = numkv.ContiguousLayer(3000, 2, 32, kind="fp32")
+        layer.append(k, v)
+        bound = layer.bind(128)
+        expected = bound(q, k[:1], v[:1])
+        cache = numkv.KVCache(1, 2, 32)
+        cache.append(0, k, v)
+        cache.advance(2000)
+        step = cache.bind(128).begin()
+        workers = bound._ready[2]
+        layer.truncate(2000)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            outs = bound(q, k[:1], v[:1]), step(0, q, k[:1], v[:1])
+            os._exit(0 if all(np.array_equal(out, expected) for out in outs) else 3)
+        print(json.dumps([workers > 1, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]))
+        """
+    )
+    assert found == [numba.config.NUMBA_NUM_THREADS > 1, 0]

@@ -216,5 +216,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
     return BoundKernel(
         call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
-        functools.cache(lambda: kernel_address(_merge_kernel(compute))), launching,
+        functools.cache(lambda: kernel_address(_merge_kernel(compute))),
+        # Threads may be fewer since the plan was made: after a fork there is one.
+        lambda workers: launching(min(workers, num_threads())),
     )  # fmt: skip
