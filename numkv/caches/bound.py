@@ -33,7 +33,7 @@ from numkv.storage.buffer import source_dtypes
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
 
-__all__ = ["BoundAttention", "BoundStep", "Rows", "options_of_layers", "run_compiled"]
+__all__ = ["Bound", "BoundAttention", "BoundStep", "Rows", "options_of_layers", "run_compiled"]
 
 _UINT16 = np.dtype(np.uint16)
 _empty, _array = np.empty, np.ndarray
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
             d for d in source_dtypes(pool.k_kind)
             if d in source_dtypes(pool.v_kind) and d in QUERY_DTYPES
         ]  # fmt: skip
-        if rows.kind.dtype not in taken:
+        if rows.kind.dtype not in taken or not rows.kind.is_query:
             raise UnsupportedDType(
                 f"`kind`: expected one of {', '.join(map(str, taken)) or 'none'}, which new rows of K in {pool.k_kind} "
                 f"and V in {pool.v_kind} may have, got {rows.kind}"
@@ -113,16 +113,17 @@ def options_of_layers(
     return found
 
 
-class BoundAttention:
-    """A cache's layers bound to the arrays and options of a model; made by the caches' `bind`.
+class Bound:
+    """What bound caches and layers have in common: pools, options and records of layers.
 
-    `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between
-    steps, a growth included, the next `begin` finds it; the cache does not know of what is bound to it.
-
-    Notes
-    -----
-    A call appends and attends, and counts as one call of a writer (see `numkv.KVCache`, `numkv.Step` on threads). It
-    cannot be copied or pickled, as it belongs to its cache.
+    Parameters
+    ----------
+    pools : sequence of Pool
+        Of each layer.
+    rows : Rows
+        What is bound.
+    options : list of AttentionOptions
+        Of each layer.
     """
 
     def __init__(self, pools: Sequence[Pool], rows: Rows, options: list[AttentionOptions]) -> None:
@@ -151,24 +152,6 @@ class BoundAttention:
     def __repr__(self) -> str:
         layers = len(self._options)
         return f"<{type(self).__name__}: layers={layers}, kind={self.kind}, num_q_heads={self.num_q_heads}>"
-
-    # -- what a subclass says
-
-    def begin(self, new: Any) -> BoundStep:
-        """Begin a step."""
-        raise NotImplementedError
-
-    def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
-        """Append checked rows the ordinary way."""
-        raise NotImplementedError
-
-    def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
-        """Attend the ordinary way."""
-        raise NotImplementedError
-
-    def _ended(self, step: BoundStep, layer: int) -> str:
-        """What to say of a layer that has no call left."""
-        raise NotImplementedError
 
     # -- for subclasses
 
@@ -242,6 +225,54 @@ class BoundAttention:
         return self._kernel.step(*extents)
 
 
+class BoundAttention(Bound):
+    """A cache's layers bound to the arrays and options of a model; made by the caches' `bind`.
+
+    `begin` begins a step and gives the object that is called for each layer. Whatever happens to the cache between
+    steps, a growth included, the next `begin` finds it; the cache does not know of what is bound to it.
+
+    Parameters
+    ----------
+    pools, rows, options
+        See `Bound`.
+
+    Notes
+    -----
+    A call appends and attends, and counts as one call of a writer (see `numkv.KVCache`, `numkv.Step` on threads). It
+    cannot be copied or pickled, as it belongs to its cache.
+    """
+
+    # -- what a subclass says
+
+    def begin(self, new: Any) -> BoundStep:
+        """Begin a step.
+
+        Parameters
+        ----------
+        new : int or Step
+            Of a `numkv.KVCache` how many new tokens there are, 1 if it is left out; of a `numkv.PagedKVCache` what its
+            `reserve` returned.
+
+        Returns
+        -------
+        BoundStep
+            Called for each layer.
+        """
+        raise NotImplementedError
+
+    def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
+        """Append checked rows the ordinary way."""
+        raise NotImplementedError
+
+    def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
+        """Attend the ordinary way."""
+        raise NotImplementedError
+
+    def _ended(self, step: BoundStep, layer: int) -> str:
+        """What to say of a layer that has no call left."""
+        raise NotImplementedError
+
+
 def run_compiled(
     kernel: Any, dtype: np.dtype[Any], ready: Any, q: Any, k: Any, v: Any, out: Any
 ) -> int:
@@ -266,6 +297,23 @@ def run_compiled(
 
 class BoundStep:
     """New tokens on their way through the layers of a bound cache; made by `BoundAttention.begin`.
+
+    Parameters
+    ----------
+    bound : BoundAttention
+        What made it.
+    access : Access
+        Of the cache, or of the step that it belongs to.
+    num_tokens : int
+        New tokens, of all sequences.
+    memory : list
+        The step's records, for each group of layers; none where calls go the ordinary ways.
+    group_of : sequence of int
+        Group of each layer.
+    written : bool array (num_layers,) or None
+        Takes which layers have been called.
+    of : object
+        What `bound` wants to know of the step.
 
     Attributes
     ----------

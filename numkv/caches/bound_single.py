@@ -9,6 +9,7 @@ import numpy as np
 from numkv.access import Access, busy, writes
 from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import (
+    Bound,
     BoundAttention,
     BoundStep,
     Rows,
@@ -164,10 +165,17 @@ class BoundCache(BoundAttention):
         )
 
 
-class BoundLayer(BoundAttention):
+class BoundLayer(Bound):
     """A layer bound to the arrays and options of a model; made by the layers' `bind`.
 
     Calling it is a step of its own: room is made, rows are appended, and queries answered.
+
+    Parameters
+    ----------
+    layer : Layer
+        What is bound.
+    rows, options
+        See `numkv.caches.bound.Bound`.
 
     Notes
     -----

@@ -105,6 +105,6 @@ class SmallCalls:
         Returns
         -------
         object or None
-            A `numkv.kernels.cpu.attention.append_attend.BoundKernel`. None where the target has no such way.
+            A `numkv.kernels.cpu.attention.bound.BoundKernel`. None where the target has no such way.
         """
         raise NotImplementedError

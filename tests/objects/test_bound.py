@@ -195,7 +195,7 @@ def test_a_paged_cache_gives_what_two_calls_give(rng, kind, of_rows, windows):
         b.commit(steps[1])
     for seqs in zip(*sequences, strict=True):
         if windows is None:
-            assert all(same(a.k(seqs[0], layer), b.k(seqs[1], layer)) for layer in range(2))
+            assert all(same(a.k(layer, seqs[0]), b.k(layer, seqs[1])) for layer in range(2))
     a.check()
 
 

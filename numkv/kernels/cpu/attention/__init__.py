@@ -17,7 +17,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `visible`      which tokens a query sees
 `scales`       scales of a tile's tokens
 `merge`        the kernel that merges splits
-`append_attend` the kernel of bound calls, which writes rows and calls the attention kernel
+`bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
 `vector`       the engine of vector code, for K and V each by `floats` or by `integers`
 `amx`          the engine of Intel's matrix unit
@@ -38,7 +38,7 @@ import numpy as np
 from numba import types
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.cpu.attention.append_attend import (
+from numkv.kernels.cpu.attention.bound import (
     BoundKernel,
     StepRecord,
     make_append_attend,
@@ -217,6 +217,5 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
         call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
         functools.cache(lambda: kernel_address(_merge_kernel(compute))),
-        # Threads may be fewer since the plan was made: after a fork there is one.
-        lambda workers: launching(min(workers, num_threads())),
+        launching,
     )  # fmt: skip

@@ -245,8 +245,8 @@ class BoundKernel(NamedTuple):
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
     #: Where the kernel is that merges parts; it is made when it is first asked for.
     merge_address: Callable[[], int]
-    #: ``launching(workers)``: a context in which `call` may be called, whose value is its `launch`; where threads are
-    #: fewer than were planned, 0 for this one.
+    #: ``launching(workers)``: a context in which `call` may be called, whose value is its `launch`; 0 in a forked
+    #: child, which has this thread alone.
     launching: Callable[[int], Any]
 
     def layer(self, *of_layer: Any) -> LayerRecord:
