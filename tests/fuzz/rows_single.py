@@ -91,11 +91,6 @@ def constructed(function, given):
     return repr(function(**given))
 
 
-def bound(cache, given):
-    """Calls of `bind`: what has been made says what it is, and goes."""
-    return repr(cache.bind(**given))
-
-
 def _kind_of_rows(d: Draw) -> str:
     """Float kinds that new rows may have, whatever a cache's kind is: one that it takes."""
     return "fp32"
@@ -171,7 +166,7 @@ def _layer_rows(cls: str) -> list[Row]:
         Row(f"{cls}.truncate", {"length": LENGTH}, cls, weight=0.7),
         Row(f"{cls}.compact", {"keep": KEEP, "shift": SHIFT_OPTION}, cls, weight=0.7),
         Row(f"{cls}.set_scales", SCALES, cls, weight=0.5),
-        Row(f"{cls}.bind", {**BIND, "window_left": WINDOW}, cls, weight=0.3, call=bound),
+        Row(f"{cls}.bind", {**BIND, "window_left": WINDOW}, cls, weight=0.3, call=constructed),
         Row(f"{cls}.reserve", {"n": integer(0, 9, "size")}, cls, weight=0.5),
         set_length._replace(call=_set_length, weight=0.7),
     ]
@@ -276,7 +271,7 @@ def _row(name: str, args: dict[str, Arg], weight: float = 1.0) -> Row:
 
 KV.rows = [
     _row("append", {"layer": LAYER, **APPEND}, 5),
-    _row("bind", {**BIND, "window_left": WINDOW}, 0.3)._replace(call=bound),
+    _row("bind", {**BIND, "window_left": WINDOW}, 0.3)._replace(call=constructed),
     _row("advance", {"n": integer(1, 3, "size")}, 1.5),
     _row("decode_attention", {"layer": LAYER, "q": Q, "window_left": WINDOW, **OPTIONS}, 3),
     _row("attention_weights", {"layer": LAYER, **WEIGHTS}),
