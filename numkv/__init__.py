@@ -14,6 +14,9 @@ from numkv.attention import (
 )
 from numkv.caches import (
     Batch,
+    BoundAttention,
+    BoundLayer,
+    BoundStep,
     CacheConfig,
     CausalCache,
     ChunkedCache,
@@ -62,6 +65,9 @@ __all__ = [
     "AppendSku",
     "AttentionTally",
     "Batch",
+    "BoundAttention",
+    "BoundLayer",
+    "BoundStep",
     "CacheConfig",
     "CacheFull",
     "CausalCache",

@@ -108,6 +108,33 @@ def test_decode(call, rng, kind):
     assert cache.decode_attention(0, x[:1]).any()
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["KVCache", "ContiguousLayer"])
+def test_bound(call, rng, name, kind):
+    """Append and attend of eight tokens of one head, bound."""
+    x = rng.standard_normal((7, 1, DIM), np.float32)
+    one = x[:1].astype(numkv.kind("fp32" if kind == "int8" else kind).dtype)
+    of_rows = "fp32" if kind == "int8" else kind
+    if name == "ContiguousLayer":
+        layer = numkv.ContiguousLayer(LENGTH, 1, DIM, kind=kind)
+        layer.append(x, x)
+        bound = layer.bind(1, of_rows)
+        call(lambda: bound(one, one, one), _back(layer, 7))
+        assert len(layer) > 7
+        return
+    cache = numkv.KVCache(1, 1, DIM, max_seq_len=LENGTH, kind=kind)
+    cache.append(0, x, x)
+    cache.advance(7)
+    bound, steps = cache.bind(1, of_rows), []
+
+    def begin():
+        cache.truncate(7)
+        steps[:] = [bound.begin()]
+
+    begin()
+    call(lambda: steps[0](0, one, one, one), begin)
+
+
 @pytest.mark.parametrize("kind", ["fp32", "fp16"])
 def test_decode_of_functions(call, rng, kind):
     layer = numkv.ContiguousLayer(LENGTH, 1, DIM, kind=kind)

@@ -7,6 +7,7 @@ a call stands before it in a pair: only the call itself has to leave everything 
 import dataclasses
 import functools
 
+import fault_bound
 import numpy as np
 from fault_base import (
     BLOCK,
@@ -503,6 +504,7 @@ _EVERYWHERE = {
     "copy": lambda subject, it: functools.partial(subject.see, it.copy()),
     "clear": lambda subject, it: it.clear(),
     "reserve": lambda subject, it: it.reserve(8),
+    "bind": lambda subject, it: fault_bound.bind(it),
 }
 #: Methods that need no memory, or are an object's life and not its use.
 LEFT_OUT = {
@@ -550,18 +552,20 @@ def _subjects():
         ("fp32", "fp32", {}), ("int8", "int8", {}), ("int8, residual", "int8", _RESIDUAL),
         ("fp32, rotated", "fp32", {"rotate": True}),
     ):  # fmt: skip
-        add(name, of, _kv_cache(kind, **options), _see_kv_cache, _KV_CACHE)
+        bound = {} if options == _RESIDUAL else fault_bound.of_cache(_level)
+        add(name, of, _kv_cache(kind, **options), _see_kv_cache, _KV_CACHE | bound)
     for name, kind, options in (
         ("fp32", "fp32", {}), ("int8", "int8", {}), ("int8, residual", "int8", _RESIDUAL),
     ):  # fmt: skip
-        longer = {} if options else _LONGER
+        longer, bound = ({}, {}) if options else (_LONGER, fault_bound.OF_LAYER)
         make, paged = _contiguous_layer(kind, **options), _paged_layer(kind, **options)
-        add(name, numkv.ContiguousLayer, make, _see_layer, _LAYER)
-        add(name, numkv.PagedLayer, paged, _see_layer, _PAGED_LAYER | longer)
+        add(name, numkv.ContiguousLayer, make, _see_layer, _LAYER | bound)
+        add(name, numkv.PagedLayer, paged, _see_layer, _PAGED_LAYER | longer | bound)
     for name, kind, windows in (("fp32", "fp32", None), ("int8, windows", "int8", [-1, 3])):
         make = _paged_cache(kind, windows)
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
-        add(name, numkv.Step, functools.partial(_with_step, make), _see_step, _STEP)
+        calls = _STEP | fault_bound.OF_STEP
+        add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
     for name, of, options, kind in (
         ("", numkv.CausalCache, (), "fp32"), ("int8", numkv.CausalCache, (), "int8"),

@@ -49,9 +49,9 @@ PACKAGES = {
         "block_table_to_csr", "csr_to_block_table", "root_digest", "slot_mapping", "token_ids",
     ],
     "caches": [
-        "Batch", "CacheConfig", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache",
-        "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats", "SlidingWindowCache",
-        "Step", "SwappedSequence", "WrapperCache",
+        "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache", "ChunkedCache",
+        "ContiguousLayer", "EncoderCache", "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats",
+        "SlidingWindowCache", "Step", "SwappedSequence", "WrapperCache",
     ],
     "cli": ["main"],
     "compaction": [

@@ -22,7 +22,9 @@ __all__ = [
     "attend",
     "check_group",
     "check_lengths",
+    "check_own_memory",
     "check_queries",
+    "check_sinks",
     "no_ranges",
     "too_many_queries",
 ]
@@ -88,7 +90,7 @@ def attend(
     if sinks is None:
         sinks = _no_sinks(target.name, compute)
     else:
-        sinks = _check_sinks(target, sinks, compute, num_q_heads, validate)
+        sinks = check_sinks(target, sinks, compute, num_q_heads, validate)
     dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
     out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
@@ -109,7 +111,7 @@ def attend(
             or (options.sinks is not None and _meet(out, sinks))
         ):  # fmt: skip
             given = {"seq_lens": seq_lens, "cu_seqlens_q": q_starts, "sinks": sinks}
-            _check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
+            check_own_memory(target, out, q, pool, {"block_table": block_table, **given})
     # With rotated values the result is rotated too; it is rounded only after the inverse rotation.
     result = out
     if v.rotation is not None and out_dtype != compute:
@@ -130,7 +132,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _check_sinks(
+def check_sinks(
     target: Target, sinks: Any, compute: np.dtype[Any], num_q_heads: int, validate: bool
 ) -> Array:
     """Sink logits on the target; none is NaN or infinite, but for -inf, which is no sink."""
@@ -144,7 +146,7 @@ def _check_sinks(
     return checked
 
 
-def _check_own_memory(
+def check_own_memory(
     target: Target, out: Array, q: Array, pool: Pool, tables: dict[str, Array]
 ) -> None:
     """Refuse an `out` that shares memory with what is read, unless it is the queries themselves."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from numkv import _moved
+from numkv.caches.bound import BoundAttention, BoundStep
+from numkv.caches.bound_single import BoundLayer
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.kv_cache import KVCache
 from numkv.caches.multi.config import Batch, CacheConfig
@@ -15,6 +17,9 @@ from numkv.caches.paged_pool import PagedPool
 
 __all__ = [
     "Batch",
+    "BoundAttention",
+    "BoundLayer",
+    "BoundStep",
     "CacheConfig",
     "CausalCache",
     "ChunkedCache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import busy, drops, writes
 from numkv.arrays import CacheArrays
+from numkv.caches.bound import BoundAttention
+from numkv.caches.bound_single import bind_cache
 from numkv.caches.layer_scales import pools_of_layers, with_scales_of_layers
 from numkv.caches.stored_rows import StoredRows, by_row
 from numkv.checks import check_index, check_kept, check_size
@@ -359,6 +362,58 @@ class KVCache(StoredRows):
                 actual=tuple(x.shape),
             )
         return x.reshape((1, self._heads, dim))
+
+    def bind(
+        self,
+        num_q_heads: int,
+        kind: str | Kind = "fp32",
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0,
+        window_left: int | Sequence[int] | None = -1,
+        sinks: Any = None,
+        check_finite: bool | None = True,
+    ) -> BoundAttention:
+        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
+
+        Parameters
+        ----------
+        num_q_heads : int
+            Q heads; a multiple of the kv heads.
+        kind : str or Kind
+            Float kind of queries, new rows and the output. Rows of that kind must be what `append` takes.
+        sm_scale, logits_soft_cap
+            See `numkv.decode_attention`.
+        window_left : int or sequence of int (num_layers,)
+            Earlier tokens that a query sees beside its own, -1 for all: in all layers, or in each.
+        sinks : array (num_q_heads,) or (num_layers, num_q_heads), optional
+            Sink logits of all layers, or of each; copied.
+        check_finite : bool
+            Whether rows that will be quantised are checked for NaN and infinity first.
+
+        Returns
+        -------
+        BoundAttention
+            ``begin(n)`` begins a step of n new tokens.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+            If an argument does not fit the cache.
+
+        Examples
+        --------
+        >>> import numpy as np, numkv
+        >>> cache = numkv.KVCache(num_layers=2, num_kv_heads=2, head_dim=8)
+        >>> bound, rows = cache.bind(num_q_heads=4), np.ones((1, 2, 8), np.float32)
+        >>> step = bound.begin()
+        >>> [step(layer, np.ones((1, 4, 8), np.float32), rows, rows).shape for layer in range(2)]
+        [(1, 4, 8), (1, 4, 8)]
+        >>> cache.advance()
+        """
+        return bind_cache(
+            self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
+        )
 
     @drops
     def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from numkv.access import busy, drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
+from numkv.caches.bound_single import BoundLayer, bind_layer
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
+from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
@@ -273,6 +275,38 @@ class Layer(SingleSequence):
                 if access.dropped & 1:
                     access.dropped += 1
                 del writer["call"]
+
+    def bind(
+        self,
+        num_q_heads: int,
+        kind: str | Kind = "fp32",
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1,
+        sinks: Any = None,
+        check_finite: bool | None = True,
+    ) -> BoundLayer:
+        """Bind the layer to a model's arrays and options: append and attention then are one call.
+
+        Parameters
+        ----------
+        num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
+            See `numkv.KVCache.bind`.
+
+        Returns
+        -------
+        BoundLayer
+            ``bound(q, k, v)`` appends and attends.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+            If an argument does not fit the layer.
+        """
+        return bind_layer(
+            self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
+        )
 
     @drops
     def set_scales(self, k: Any = None, v: Any = None) -> None:

@@ -90,3 +90,21 @@ class SmallCalls:
             `small_append`. `checks` is one of `Checks`; the last three say that it runs on this thread.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def append_attend(q_kind: str, rows_kind: str, k_kind: str, v_kind: str) -> Any:
+        """The function that writes new rows of K and V and attends with the queries of their tokens, checks included.
+
+        Parameters
+        ----------
+        q_kind, rows_kind : str
+            Kinds of queries and output, and of new rows.
+        k_kind, v_kind : str
+            Kinds of pools.
+
+        Returns
+        -------
+        object or None
+            A `numkv.kernels.cpu.attention.bound.BoundKernel`. None where the target has no such way.
+        """
+        raise NotImplementedError

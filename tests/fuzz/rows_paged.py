@@ -24,7 +24,7 @@ from fuzz.common import (
 )
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row
-from fuzz.rows_single import LAYER_OPTIONS, SHIFT_OPTION, SIZES, Single, constructed
+from fuzz.rows_single import BIND, LAYER_OPTIONS, SHIFT_OPTION, SIZES, Single, constructed
 from numkv.blocks import BlockPool, block_digests
 
 __all__ = ["SCENES"]
@@ -223,6 +223,7 @@ Paged.rows = [
     _row("length", {"seq": SEQ}, 0.4),
     _row("cached_len", {"seq": SEQ}, 0.4),
     _row("window_of", {"layer": LAYER}, 0.3),
+    _row("bind", BIND, 0.3)._replace(call=constructed),
     _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
     _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
     _row("set_scales", {"layer": LAYER, "k": SCALE, "v": SCALE}, 0.5),

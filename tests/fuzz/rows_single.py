@@ -19,6 +19,7 @@ from fuzz.common import (
     NEW_V,
     OPTIONS,
     SCALE,
+    SINKS,
     SM_SCALE,
     TARGET,
     WINDOW,
@@ -90,6 +91,21 @@ def constructed(function, given):
     return repr(function(**given))
 
 
+def _kind_of_rows(d: Draw) -> str:
+    """Float kinds that new rows may have, whatever a cache's kind is: one that it takes."""
+    return "fp32"
+
+
+BIND = {
+    "num_q_heads": Arg("size", lambda d: d.scene.q_heads),
+    "kind": Arg("kind", _kind_of_rows),
+    "sm_scale": SM_SCALE,
+    "logits_soft_cap": CAP,
+    "sinks": SINKS,
+    "check_finite": CHECK_FINITE,
+}
+
+
 class Layers(Single):
     """A layer, contiguous or paged, with its pool; another one shares the pool."""
 
@@ -150,6 +166,7 @@ def _layer_rows(cls: str) -> list[Row]:
         Row(f"{cls}.truncate", {"length": LENGTH}, cls, weight=0.7),
         Row(f"{cls}.compact", {"keep": KEEP, "shift": SHIFT_OPTION}, cls, weight=0.7),
         Row(f"{cls}.set_scales", SCALES, cls, weight=0.5),
+        Row(f"{cls}.bind", {**BIND, "window_left": WINDOW}, cls, weight=0.3, call=constructed),
         Row(f"{cls}.reserve", {"n": integer(0, 9, "size")}, cls, weight=0.5),
         set_length._replace(call=_set_length, weight=0.7),
     ]
@@ -254,6 +271,7 @@ def _row(name: str, args: dict[str, Arg], weight: float = 1.0) -> Row:
 
 KV.rows = [
     _row("append", {"layer": LAYER, **APPEND}, 5),
+    _row("bind", {**BIND, "window_left": WINDOW}, 0.3)._replace(call=constructed),
     _row("advance", {"n": integer(1, 3, "size")}, 1.5),
     _row("decode_attention", {"layer": LAYER, "q": Q, "window_left": WINDOW, **OPTIONS}, 3),
     _row("attention_weights", {"layer": LAYER, **WEIGHTS}),

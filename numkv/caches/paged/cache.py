@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import writes
 from numkv.blocks.prefix import plain_extra, token_ids
+from numkv.caches.bound import BoundAttention
+from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.prefix_match import block_names, find_prefix, register, register_blocks
 from numkv.caches.paged.reservation import end_step, reserve_room
@@ -43,6 +45,7 @@ from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.kinds import Kind
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
 
@@ -423,7 +426,7 @@ class PagedKVCache(WholeCache):
         states = {seq: self._sequences[seq] for seq in step.sequences}
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
-        step.open = False
+        step._end()
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
@@ -457,6 +460,37 @@ class PagedKVCache(WholeCache):
     def _check_open(self, step: Step) -> None:
         if not step.open:
             raise NumkvError("`step`: expected an open step of this cache, got an ended one")
+
+    def bind(
+        self,
+        num_q_heads: int,
+        kind: str | Kind = "fp32",
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0,
+        sinks: Any = None,
+        check_finite: bool | None = True,
+    ) -> BoundAttention:
+        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
+
+        Parameters
+        ----------
+        num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
+            See `numkv.KVCache.bind`; windows are the cache's own.
+
+        Returns
+        -------
+        BoundAttention
+            ``begin(step)`` takes a step that `reserve` made.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+            If an argument does not fit the cache.
+        """
+        return bind_paged(
+            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
+        )
 
     # -- from the host
 

@@ -70,6 +70,7 @@ class Step:
         self._starts = index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
+        self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         self._tables, self._slots = [], []
         for group in range(len(store.groups)):
             table = store.block_table(sequences.values(), group)
@@ -338,6 +339,12 @@ class Step:
         return attention_mass(
             pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
         )
+
+    def _end(self) -> None:
+        """Take no more rows."""
+        self.open = False
+        for layers in self._bound:
+            layers.clear()
 
     def _belongs_to(self, store: BlockStore) -> bool:
         """Whether the step writes to these buffers."""

@@ -177,8 +177,8 @@ def workers_for(num_elements: int) -> int:
 
 def launching(workers: int) -> Any:
     """A context in which a kernel may be called with so many workers; its value is the kernel's `launch`."""
-    if workers == 1:
-        return _ALONE
+    if workers == 1 or _state.alone:
+        return _ALONE  # a plan may be from before a fork
     start()
     return _state.turn
 

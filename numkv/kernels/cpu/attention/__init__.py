@@ -17,6 +17,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `visible`      which tokens a query sees
 `scales`       scales of a tile's tokens
 `merge`        the kernel that merges splits
+`bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
 `vector`       the engine of vector code, for K and V each by `floats` or by `integers`
 `amx`          the engine of Intel's matrix unit
@@ -37,7 +38,14 @@ import numba
 import numpy as np
 from numba import types
 
-from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.builder import WORDS, array, build
+from numkv.kernels.cpu.attention.bound import (
+    BoundKernel,
+    StepRecord,
+    make_append_attend,
+    signature_of,
+    signature_of_merge,
+)
 from numkv.kernels.cpu.attention.driver import make_attention
 from numkv.kernels.cpu.attention.engines import in_integers, use_amx
 from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
@@ -55,26 +63,19 @@ from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, QUERY_ROWS
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
-from numkv.kernels.cpu.threads import ON_THREADS, launching, num_threads, run
+from numkv.kernels.cpu.threads import launching, num_threads, run
+from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kernels.scratch import Workspaces
 from numkv.kinds import kinds
 
-__all__ = ["attend"]
+__all__ = ["append_attend", "attend"]
 
 
 @functools.cache
 def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
-    real = getattr(types, compute)
-    signature = (
-        array(real, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2),
-        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
-        types.float64, types.float64, types.int64,
-        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
-        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
-    )  # fmt: skip
+    signature = signature_of(k_kind, v_kind, compute)
     label = f"attention, K {k_kind}, V {v_kind}, computing in {compute}"
     args = (k_kind, v_kind, compute, _use_amx(k_kind, v_kind, compute))
     return build(make_attention, signature, args=args, label=label)
@@ -82,12 +83,7 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
 
 @functools.cache
 def _merge_kernel(compute: str) -> Any:
-    real = getattr(types, compute)
-    signature = (
-        array(types.int64, 1), array(real, 1), array(real, 3, out=True),
-        array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
-        types.Array(types.int64, 1, "C"), *ON_THREADS,
-    )  # fmt: skip
+    signature = signature_of_merge(compute)
     return build(
         make_merge_splits, signature, args=(compute,), label=f"merge of splits in {compute}"
     )
@@ -191,3 +187,36 @@ def attend(
         _workspaces.give_back(memory)
     if result is not out:
         from_floats(result, out, q_kind)
+
+
+@implements(Operations.append_attend)
+@functools.cache
+def append_attend(q_kind, rows_kind, k_kind, v_kind):
+    compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
+    kernel = _kernel(k_kind, v_kind, compute)
+    words = [WORDS[name] for name in (q_kind, rows_kind, rows_kind)]
+    arrays = [array(word, 3) for word in words] + [array(words[0], 3, out=True)]
+    call = build(
+        make_append_attend, (types.int64, types.int64, *arrays, types.int64),
+        args=(q_kind, rows_kind, k_kind, v_kind, compute),
+        label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
+    )  # fmt: skip
+    max_rows = AMX_QUERY_ROWS if _use_amx(k_kind, v_kind, compute) else QUERY_ROWS
+    most_threads = numba.config.NUMBA_NUM_THREADS
+    no_ranges = np.empty((0, 2), np.int64)
+
+    def plan(step: StepRecord, window_left: int, block_size: int) -> tuple[int, int]:
+        of = step.extents
+        workers, parts = _plan_kernel()(
+            step.seq_lens, step.q_starts, no_ranges, window_left, of.max_blocks * block_size, block_size,
+            of.num_kv_heads, of.num_q_heads // of.num_kv_heads, max_rows, of.dim + of.dim_v, most_threads,
+            step.ints(),
+        )  # fmt: skip
+        return (min(workers, num_threads()) if workers > 1 else 1), parts
+
+    return BoundKernel(
+        call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
+        functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
+        functools.cache(lambda: kernel_address(_merge_kernel(compute))),
+        launching,
+    )  # fmt: skip

@@ -1,0 +1,378 @@
+"""Append and attend of a layer as one call: rows of K and V written, then queries answered, in compiled code.
+
+What all calls have in common stands in two records (`numkv.kernels.cpu.vectors.records`): buffers and options of a
+layer, which stay while it is bound, and the plan of a step, which all layers share. The kernel here checks the arrays
+that are new in each call, writes rows as `numkv.kernels.cpu.append` does, and calls the attention kernel, which it does
+not contain: that is there once for each pair of kinds, whoever calls it, so results are the same bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import register_jitable
+
+from numkv.kernels.builder import SCALES, WORDS, array
+from numkv.kernels.cpu.append import row_writer
+from numkv.kernels.cpu.attention.merge import PART_EXTRA
+from numkv.kernels.cpu.attention.offsets import WORKER_INTS
+from numkv.kernels.cpu.attention.plan import plan_of, plan_size
+from numkv.kernels.cpu.memory import aligned
+from numkv.kernels.cpu.overlap import any_meet, span_of
+from numkv.kernels.cpu.scales import by_row
+from numkv.kernels.cpu.threads import ON_THREADS
+from numkv.kernels.cpu.vectors.arrays import (
+    address_of,
+    is_aligned,
+    row_of,
+    without_refcount,
+)
+from numkv.kernels.cpu.vectors.records import (
+    RECORD_ARRAY,
+    array_reader,
+    describe,
+    float_at,
+    int_at,
+    kernel_caller,
+    number_at,
+    put_number,
+)
+from numkv.kinds import kind
+from numkv.rows.convert import codec
+from numkv.rows.quantize import is_finite
+
+__all__ = [
+    "BoundKernel",
+    "LayerRecord",
+    "StepRecord",
+    "make_append_attend",
+    "signature_of",
+    "signature_of_merge",
+]
+
+# Numbers of a layer's record, and where its arrays are.
+_KERNEL, _SCALE, _CAP, _WINDOW, _LOOK, _MARK, _MARK_SIZE, _LIVES = range(8)
+_K, _K_SCALE, _V, _V_SCALE, _SINKS = (8 + RECORD_ARRAY * i for i in range(5))
+_LAYER_SIZE = 8 + RECORD_ARRAY * 5
+# The same of a step's.
+_TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER = range(8)
+_TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS = (
+    8 + RECORD_ARRAY * i for i in range(10)
+)
+_STEP_SIZE = 8 + RECORD_ARRAY * 10
+
+
+def signature_of(k_kind: str, v_kind: str, compute: str) -> tuple[Any, ...]:
+    """Types of the attention kernel's arguments."""
+    real = getattr(types, compute)
+    return (
+        array(real, 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2),
+        array(types.int64, 1), array(types.int64, 1), array(types.int64, 2), types.int64,
+        types.float64, types.float64, types.int64,
+        array(real, 1), array(real, 3, out=True), array(types.float32, 2, out=True),
+        types.int64, types.Array(real, 1, "C"), types.Array(types.int64, 1, "C"), *ON_THREADS,
+    )  # fmt: skip
+
+
+def signature_of_merge(compute: str) -> tuple[Any, ...]:
+    """Types of the arguments of the kernel that merges splits."""
+    real = getattr(types, compute)
+    return (
+        array(types.int64, 1), array(real, 1), array(real, 3, out=True),
+        array(types.float32, 2, out=True), types.int64, types.Array(real, 1, "C"),
+        types.Array(types.int64, 1, "C"), *ON_THREADS,
+    )  # fmt: skip
+
+
+@register_jitable
+def _fits(rows, tokens, heads, dim):
+    """Whether rows are as they were bound, and lie as kernels take them."""
+    return (
+        rows.shape[0] == tokens and rows.shape[1] == heads and rows.shape[2] == dim
+        and rows.strides[2] == rows.itemsize and is_aligned(rows)
+    )  # fmt: skip
+
+
+@register_jitable
+def _is_dense(rows):
+    """Whether rows follow each other without gaps."""
+    return (
+        rows.strides[1] == rows.shape[2] * rows.strides[2]
+        and rows.strides[0] == rows.shape[1] * rows.strides[1]
+    )  # fmt: skip
+
+
+def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
+    """The kernel that checks and writes rows of K and V, and has queries attend to them.
+
+    ``kernel(layer, step, q, k, v, out, launch) -> int``: 0, or -1 where an array is not as it was bound, and -2 where
+    the layer has another length or other buffers; then nothing has been done. `layer` and `step` are addresses of
+    records.
+    """
+    load_row, _ = codec(ROWS_KIND)
+    load_query, store_result = codec(Q_KIND, COMPUTE)
+    put_k, put_v = row_writer(ROWS_KIND, K_KIND), row_writer(ROWS_KIND, V_KIND)
+    OF_K, OF_V = kind(K_KIND), kind(V_KIND)
+    K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
+    K_PER_WORD, V_PER_WORD = OF_K.elements_per_word, OF_V.elements_per_word
+    AS_IT_IS = kind(Q_KIND).word.name == COMPUTE
+    real = getattr(types, COMPUTE)
+    k_at, v_at = array_reader(WORDS[K_KIND], 4), array_reader(WORDS[V_KIND], 4)
+    k_scale_at, v_scale_at = array_reader(*SCALES[K_KIND]), array_reader(*SCALES[V_KIND])
+    reals_at, floats_at = array_reader(real, 1), array_reader(types.float32, 2)
+    ints_at, pairs_at = array_reader(types.int64, 1), array_reader(types.int64, 2)
+    table_at, queries_at = array_reader(types.int32, 2), array_reader(real, 3)
+    attend = kernel_caller(signature_of(K_KIND, V_KIND, COMPUTE))
+    merge = kernel_caller(signature_of_merge(COMPUTE))
+
+    @register_jitable
+    def has_bad(rows):
+        for t in range(rows.shape[0]):
+            for h in range(rows.shape[1]):
+                row = row_of(rows, (np.int64(t), np.int64(h)))
+                # Counted in integers, whose sum may be taken in any order: vector code.
+                bad = np.int64(0)
+                for d in range(len(row)):
+                    bad += 0 if is_finite(load_row(row[d])) else 1
+                if bad:
+                    return True
+        return False
+
+    @register_jitable
+    def write(rows, pool, scale, slots, put, x):
+        block_size, scales = np.int64(pool.shape[2]), by_row(scale)
+        for t in range(rows.shape[0]):
+            block, offset = slots[t] // block_size, slots[t] % block_size
+            for h in range(rows.shape[1]):
+                place = (block, np.int64(h), offset)
+                source = row_of(rows, (np.int64(t), np.int64(h)))
+                put(source, row_of(pool, place), row_of(scales, place), x)
+
+    @register_jitable
+    def take(q, step):
+        """The queries and the place of the results as the attention kernel takes them, which may be others."""
+        queries, results = queries_at(step, _QUERIES), queries_at(step, _RESULTS)
+        for t in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                row = row_of(q, (np.int64(t), np.int64(h)))
+                for d in range(len(row)):
+                    queries[t, h, d] = load_query(row[d])
+        return queries, results
+
+    def kernel(layer, step, q, k, v, out, launch):
+        q, out = without_refcount(q), without_refcount(out)
+        k, v = without_refcount(k), without_refcount(v)
+        k_pool, k_scale = k_at(layer, _K), k_scale_at(layer, _K_SCALE)
+        v_pool, v_scale = v_at(layer, _V), v_scale_at(layer, _V_SCALE)
+        tokens, q_heads, heads = int_at(step, _TOKENS), int_at(step, _Q_HEADS), k_pool.shape[1]
+        dim, dim_v = k_pool.shape[3] * K_PER_WORD, v_pool.shape[3] * V_PER_WORD
+        if not (_fits(q, tokens, q_heads, dim) and _fits(out, tokens, q_heads, dim_v)):
+            return -1
+        if not (_fits(k, tokens, heads, dim) and _fits(v, tokens, heads, dim_v)):
+            return -1
+        pools, scales = (span_of(k_pool), span_of(v_pool)), (span_of(k_scale), span_of(v_scale))
+        given = (span_of(k), span_of(v), span_of(out))
+        if not _is_dense(out) or any_meet(given, pools) or any_meet(given, scales):
+            return -1
+        if any_meet(given[2:], (span_of(q),)):
+            if address_of(out) != address_of(q) or dim != dim_v or not _is_dense(q):
+                return -1
+        if int_at(layer, _LOOK):
+            if (K_CODES and has_bad(k)) or (V_CODES and has_bad(v)):
+                return -1
+
+        mark, mark_size = int_at(layer, _MARK), int_at(layer, _MARK_SIZE)
+        if int_at(int_at(layer, _LIVES), 0) == 0:
+            return -2
+        if mark_size > 0 and number_at(mark, mark_size) != int_at(step, _BEFORE):
+            return -2
+
+        slots = ints_at(step, _SLOTS)
+        x = np.empty(max(dim, dim_v), np.float32)
+        write(k, k_pool, k_scale, slots, put_k, x[:dim])
+        write(v, v_pool, v_scale, slots, put_v, x[:dim_v])
+
+        sinks, lse = reals_at(layer, _SINKS), floats_at(step, _LSE)
+        lens, starts, ints = ints_at(step, _LENS), ints_at(step, _STARTS), ints_at(step, _INTS)
+        floats, workers = reals_at(step, _FLOATS), int_at(step, _WORKERS)
+        parts_at, plan = int_at(step, _PARTS_AT), plan_of(ints, len(lens))
+        plan.next_item[0] = plan.next_row[0] = 0
+        if AS_IT_IS:
+            queries, results = q, out
+        else:
+            queries, results = take(q, step)
+        attend(
+            int_at(layer, _KERNEL),
+            (queries, k_pool, k_scale, v_pool, v_scale, table_at(step, _TABLE), lens, starts,
+             pairs_at(step, _RANGES), np.int64(0), float_at(layer, _SCALE), float_at(layer, _CAP),
+             int_at(layer, _WINDOW), sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
+        )  # fmt: skip
+        if int_at(step, _PARTS):
+            merge(
+                int_at(step, _MERGE),
+                (starts, sinks, results, lse, parts_at, floats, ints, launch, np.int64(0), workers),
+            )  # fmt: skip
+        if not AS_IT_IS:
+            for t in range(tokens):
+                for h in range(q_heads):
+                    for d in range(dim_v):
+                        out[t, h, d] = store_result(results[t, h, d])
+        put_number(mark, mark_size, int_at(step, _AFTER))
+        return 0
+
+    return kernel
+
+
+class BoundKernel(NamedTuple):
+    """The compiled function for some kinds, and what it takes to make records for it."""
+
+    #: ``call(layer, step, q, k, v, out, launch) -> int``; see `make_append_attend`.
+    call: Callable[..., int]
+    #: Where the attention kernel is.
+    address: int
+    #: Dtype that attention computes in, and whether queries come in it.
+    compute: str
+    as_it_is: bool
+    #: Threads that there can be.
+    most_threads: int
+    #: ``scratch_size(dim, dim_v, group) -> int``: floats that a worker needs.
+    scratch_size: Callable[[int, int, int], int]
+    #: ``plan(step, window_left, block_size)``: see `StepRecord.plan`; how many workers there are, and parts to merge.
+    plan: Callable[[StepRecord, int, int], tuple[int, int]]
+    #: Where the kernel is that merges parts; it is made when it is first asked for.
+    merge_address: Callable[[], int]
+    #: ``launching(workers)``: a context in which `call` may be called, whose value is its `launch`; 0 in a forked
+    #: child, which has this thread alone.
+    launching: Callable[[int], Any]
+
+    def layer(self, *of_layer: Any) -> LayerRecord:
+        """The record of a layer; see there."""
+        return LayerRecord(self, *of_layer)
+
+    def step(self, *extents: int) -> StepRecord:
+        """The memory of a step; see `Extents`."""
+        return StepRecord(self, Extents(*extents))
+
+
+class LayerRecord:
+    """What calls have to know of one layer, and the arrays that its record points to.
+
+    Parameters
+    ----------
+    kernel : BoundKernel
+        What it is for.
+    k, k_scale, v, v_scale : array
+        Buffers, in words; see `numkv.kernels.operations.Operations.attend`.
+    sinks : array (num_q_heads,) or (0,)
+        In the computing dtype.
+    options : tuple of float, float and int
+        ``sm_scale``, ``logits_soft_cap`` and ``window_left``.
+    look : bool
+        Whether rows that are to be quantised are searched for NaN and infinity.
+    mark : array (1,) or None
+        A length of 8 or 4 bytes: the step's `before`, else nothing is done; its `after` is put there at the end.
+    lives : int64 array (1,)
+        0 when the buffers are no longer the cache's.
+    """
+
+    __slots__ = ("_arrays", "address")
+
+    def __init__(
+        self, kernel: BoundKernel, k: Any, k_scale: Any, v: Any, v_scale: Any, sinks: Any,
+        options: tuple[float, float, int], look: bool, mark: Any, lives: Any,
+    ) -> None:  # fmt: skip
+        record = np.zeros(_LAYER_SIZE, np.int64)
+        record[_KERNEL] = kernel.address
+        record[_SCALE : _CAP + 1].view(np.float64)[:] = options[:2]
+        record[_WINDOW], record[_LOOK] = options[2], look
+        if mark is not None:
+            record[_MARK], record[_MARK_SIZE] = mark.ctypes.data, mark.itemsize
+        record[_LIVES] = lives.ctypes.data
+        for at, x in ((_K, k), (_K_SCALE, k_scale), (_V, v), (_V_SCALE, v_scale), (_SINKS, sinks)):
+            describe(record, at, x)
+        self._arrays = (record, k, k_scale, v, v_scale, sinks, mark, lives)
+        self.address: int = record.ctypes.data
+
+
+class Extents(NamedTuple):
+    """What the memory of a step is made for: a step of the same extents takes the same."""
+
+    num_seqs: int
+    num_tokens: int
+    max_blocks: int
+    num_q_heads: int
+    num_kv_heads: int
+    dim: int
+    dim_v: int
+
+
+class StepRecord:
+    """The plan of a step for layers of one window, and the memory in which they compute, one after another.
+
+    Attributes
+    ----------
+    block_table, seq_lens, q_starts, slots : array
+        To be filled before `plan`.
+    address : int
+        Of its record.
+    workers : int
+        Threads that a call takes.
+    """
+
+    __slots__ = (
+        "_kernel", "_memory", "_record", "address", "block_table", "extents", "q_starts", "seq_lens", "slots",
+        "workers",
+    )  # fmt: skip
+
+    def __init__(self, kernel: BoundKernel, extents: Extents) -> None:
+        num_seqs, num_tokens, max_blocks, q_heads, _, dim, dim_v = extents
+        self._kernel, self.extents = kernel, extents
+        self.workers = 1
+        of_plan = plan_size(num_seqs) + kernel.most_threads * WORKER_INTS
+        ints = aligned(np.empty, (of_plan,), np.int64)
+        self.block_table = np.empty((num_seqs, max_blocks), np.int32)
+        self.seq_lens, self.slots = np.empty(num_seqs, np.int64), np.empty(num_tokens, np.int64)
+        self.q_starts = np.empty(num_seqs + 1, np.int64)
+        lse, ranges = np.empty((num_tokens, q_heads), np.float32), np.empty((0, 2), np.int64)
+        record = self._record = np.zeros(_STEP_SIZE, np.int64)
+        record[_TOKENS], record[_Q_HEADS] = num_tokens, q_heads
+        self._memory = {
+            _TABLE: self.block_table, _LENS: self.seq_lens, _STARTS: self.q_starts, _SLOTS: self.slots,
+            _RANGES: ranges, _LSE: lse, _INTS: ints,
+        }  # fmt: skip
+        for at, x in self._memory.items():
+            describe(record, at, x)
+        if not kernel.as_it_is:
+            for at, width in ((_QUERIES, dim), (_RESULTS, dim_v)):
+                rows = self._memory[at] = aligned(
+                    np.empty, (num_tokens, q_heads, width), kernel.compute
+                )
+                describe(record, at, rows)
+        self.address: int = record.ctypes.data
+
+    def plan(self, window_left: int, block_size: int, before: int, after: int) -> None:
+        """Plan the attention of a step, whose lengths and tables are here; and see `LayerRecord` for the mark."""
+        record, kernel = self._record, self._kernel
+        self.workers, parts = kernel.plan(self, window_left, block_size)
+        dim, dim_v = self.extents[-2:]
+        group = self.extents.num_q_heads // self.extents.num_kv_heads
+        parts_at = self.workers * kernel.scratch_size(dim, dim_v, group)
+        size = parts_at + parts * (dim_v + PART_EXTRA)
+        if _FLOATS not in self._memory or self._memory[_FLOATS].size < size:
+            self._memory[_FLOATS] = aligned(np.empty, (size,), kernel.compute)
+            describe(record, _FLOATS, self._memory[_FLOATS])
+        record[_WORKERS : _AFTER + 1] = (
+            self.workers, parts, parts_at, kernel.merge_address() if parts else 0, before, after
+        )  # fmt: skip
+
+    def move(self, before: int, after: int) -> None:
+        """Let a plan serve for other lengths, which have as many KV tiles; see `LayerRecord` for the mark."""
+        self._record[_BEFORE], self._record[_AFTER] = before, after
+
+    def ints(self) -> Any:
+        """The memory of the plan."""
+        return self._memory[_INTS]

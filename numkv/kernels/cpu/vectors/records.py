@@ -1,0 +1,163 @@
+"""Records: rows of int64 that say once where arrays lie, so that a call hands over one address in their place.
+
+What a call of one token costs is its arguments. A record has numbers, the bits of floats, and arrays as `RECORD_ARRAY`
+numbers: where the first element is, sizes of the axes, their strides in bytes. Whoever makes a record keeps alive what
+it points to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
+
+__all__ = [
+    "MOST_AXES", "RECORD_ARRAY", "array_reader", "describe", "float_at", "int_at", "kernel_address",
+    "kernel_caller", "number_at", "put_number",
+]  # fmt: skip
+
+#: Axes of an array in a record, at most, and numbers that it takes.
+MOST_AXES = 4
+RECORD_ARRAY = 1 + 2 * MOST_AXES
+
+
+def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> None:
+    """Say in a record where an array lies, from index `at` on."""
+    record[at] = x.ctypes.data
+    for axis in range(x.ndim):
+        record[at + 1 + axis] = x.shape[axis]
+        record[at + 1 + MOST_AXES + axis] = x.strides[axis]
+
+
+def _field(b, record, index):
+    """The address of a number of a record."""
+    return b.gep(b.inttoptr(record, I64.as_pointer()), [index])
+
+
+@intrinsic
+def int_at(typing_context, record, index):
+    """A number of the record at an address."""
+
+    def codegen(context, b, sig, args):
+        return b.load(_field(b, *args))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def float_at(typing_context, record, index):
+    """A float64 whose bits are in the record at an address."""
+
+    def codegen(context, b, sig, args):
+        return b.bitcast(b.load(_field(b, *args)), DOUBLE)
+
+    return types.float64(types.int64, types.int64), codegen
+
+
+def array_reader(dtype, ndim):
+    """The function that takes an array of a Numba dtype and a rank out of a record: ``read(record, index)``."""
+    array_type = types.Array(dtype, ndim, "A")
+
+    @intrinsic
+    def read(typing_context, record, index):
+        def codegen(context, b, sig, args):
+            fields = _field(b, *args)
+
+            def number(i):
+                return b.load(b.gep(fields, [I64(i)]))
+
+            found = context.make_array(array_type)(context, b)
+            context.populate_array(
+                found,
+                data=b.inttoptr(number(0), found.data.type),
+                shape=[number(1 + axis) for axis in range(ndim)],
+                strides=[number(1 + MOST_AXES + axis) for axis in range(ndim)],
+                itemsize=I64(context.get_abi_sizeof(context.get_data_type(dtype))),
+                meminfo=None,
+            )
+            return found._getvalue()
+
+        return array_type(types.int64, types.int64), codegen
+
+    return read
+
+
+@intrinsic
+def put_number(typing_context, address, size, number):
+    """Store a number at an address as an integer of 8 or 4 bytes; nowhere if the size is 0."""
+
+    def codegen(context, b, sig, args):
+        address, size, number = args
+        for bits in (64, 32):
+            of = ir.IntType(bits)
+            with b.if_then(b.icmp_signed("==", size, I64(bits // 8))):
+                value = number if bits == 64 else b.trunc(number, of)
+                b.store(value, b.inttoptr(address, of.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def number_at(typing_context, address, size):
+    """The integer of 8 or 4 bytes at an address."""
+
+    def codegen(context, b, sig, args):
+        address, size = args
+        found = cgutils.alloca_once(b, I64)
+        for bits in (64, 32):
+            of = ir.IntType(bits)
+            with b.if_then(b.icmp_signed("==", size, I64(bits // 8))):
+                value = b.load(b.inttoptr(address, of.as_pointer()))
+                b.store(value if bits == 64 else b.sext(value, I64), found)
+        return b.load(found)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def kernel_caller(signature):
+    """The function that calls a compiled kernel by its address: ``call(address, arguments)``.
+
+    `signature` are the Numba types that the kernel was built for; `arguments`, a tuple, are of these dtypes and ranks.
+    The kernel is not compiled again, so the results are its own, bit by bit.
+    """
+
+    def shape_of(x):
+        return (x.dtype, x.ndim) if isinstance(x, types.Array) else types.unliteral(x)
+
+    @intrinsic
+    def call(typing_context, address, arguments):
+        given = [shape_of(x) for x in arguments.types]
+        wanted = [shape_of(x) for x in signature]
+        if given != wanted:
+            raise TypingError(f"expected arguments {wanted}, got {given}")
+
+        def codegen(context, b, sig, args):
+            convention = context.call_conv
+            function = convention.get_function_type(types.none, signature)
+            kernel = b.inttoptr(args[0], function.as_pointer())
+            values = cgutils.unpack_tuple(b, args[1])
+            status, _ = convention.call_function(b, kernel, types.none, signature, values)
+            with cgutils.if_unlikely(b, status.is_error):
+                convention.return_status_propagate(b, status)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, arguments), codegen
+
+    return call
+
+
+def kernel_address(kernel: Any) -> int:
+    """Where the machine code of a kernel is that `numkv.kernels.builder.build` made; the kernel has to be kept."""
+    (build,) = kernel.overloads.values()
+    address: int = build.library.get_pointer_to_function(build.fndesc.llvm_func_name)
+    if not address:
+        raise RuntimeError(f"{build.fndesc.llvm_func_name}: expected machine code, got none")
+    return address
