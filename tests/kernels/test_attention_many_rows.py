@@ -45,9 +45,8 @@ def test_many_rows(rng, kind, shape, options):
     problems.make(rng, shape, kind, q_kind="fp32").check(host, host, **options)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_scores_that_grow_rescale_what_is_summed(rng, kind):
-    problem = problems.make(rng, Shape(16, 1, 64, (300, 40), new=(3, 40)), kind, q_kind="fp32")
+def test_scores_that_grow_rescale_what_is_summed(rng):
+    problem = problems.make(rng, Shape(16, 1, 64, (300, 40), new=(3, 40)), "bf16", q_kind="fp32")
     tokens = np.arange(problem.k.shape[2])
     # Powers of 2 are exact: scores of each tile are four times those of the one before.
     grown = problem.k.astype(np.float32) * 4.0 ** (tokens[:, None] // 64)

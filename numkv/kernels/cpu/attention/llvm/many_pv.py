@@ -20,8 +20,10 @@ def many_pv(typing_context, f, count, p_at, values_at, step, begin, end, outputs
 
     Weight p[t, r] of `count` query rows is at ``p_at + t * PANEL + r``, V row t at ``values_at + t * step`` as
     `widen_rows` puts it, output row r at ``outputs.at + r * outputs.step``; output rows have whole vectors. All floats
-    are in one array. A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in
-    registers while all tokens pass. Up to `MANY_ROWS` rows are read past the last one, but not written.
+    are in one array. Up to `MANY_ROWS` rows are read past the last one, but not written.
+
+    A vector holds columns, and a weight is repeated in all lanes. Sums of a block of rows and columns stay in registers
+    while all tokens pass.
     """
     i8 = types.int64
 
