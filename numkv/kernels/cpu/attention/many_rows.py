@@ -13,7 +13,11 @@ import numpy as np
 
 from numkv.kernels.cpu.attention.engines import Engine
 from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
-from numkv.kernels.cpu.attention.llvm.many_qk import make_many_qk, make_widen_rows, turn_queries
+from numkv.kernels.cpu.attention.llvm.many_qk import (
+    make_many_qk,
+    make_widen_rows,
+    transpose_queries,
+)
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
 from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL, Outputs, SoftmaxState
@@ -73,7 +77,7 @@ def _make_load_queries(k_kind, v_kind):
             rows = item.rows
             for i in range(item.end_head - item.first_head):
                 for r in range(0, rows, PANEL):
-                    turn_queries(
+                    transpose_queries(
                         floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
                         min(rows - r, PANEL), sizes.pad_dim, _panel_at(at, sizes, rows, i, r),
                     )  # fmt: skip

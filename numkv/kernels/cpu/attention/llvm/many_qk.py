@@ -14,14 +14,14 @@ from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["make_many_qk", "make_widen_rows", "turn_queries"]
+__all__ = ["make_many_qk", "make_widen_rows", "transpose_queries"]
 
 # Elements of a row that are multiplied in one turn of the innermost loop.
 _UNROLL = 4
 
 
 @intrinsic
-def turn_queries(typing_context, f, q_at, q_step, count, units, to_at):
+def transpose_queries(typing_context, f, q_at, q_step, count, units, to_at):
     """Put up to a panel of query rows side by side: ``to[i, r] = q[min(r, count - 1), i]`` of `units` numbers of each.
 
     Row r is at ``q_at + r * q_step``; a row of the result, in the same array from `to_at` on, has `PANEL` floats.
@@ -113,7 +113,7 @@ def make_many_qk(kind):
     def many_qk(typing_context, f, q_at, keys_at, step, size, tokens, s_at, asking, extents):
         """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
 
-        Query rows are those of `turn_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of both,
+        Query rows are those of `transpose_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of both,
         `size` numbers are taken, a multiple of the lanes of a vector; `tokens` is a multiple of `MANY_ROWS`. A row of
         scores has `PANEL` floats. All floats are in one array.
 
