@@ -113,9 +113,9 @@ def make_many_qk(kind):
     def many_qk(typing_context, f, q_at, keys_at, step, size, tokens, s_at, asking, extents):
         """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
 
-        Query rows are those of `transpose_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of both,
-        `size` numbers are taken, a multiple of the lanes of a vector; `tokens` is a multiple of `MANY_ROWS`. A row of
-        scores has `PANEL` floats. All floats are in one array.
+        Query rows are those of `transpose_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of
+        both, `size` numbers are taken, a multiple of the lanes of a vector; `tokens` is a multiple of `MANY_ROWS`. A
+        row of scores has `PANEL` floats. All floats are in one array.
 
         A vector holds query rows, and a number of a K row is repeated in all lanes: nothing is left to be added across
         lanes. Sums of a few tokens stay in registers while their rows pass::
