@@ -64,17 +64,18 @@ def test_decode_attention(measure, target, to, rng, shape, kind):
     )
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(1024, 1024), (256, 8192)])
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind):
-    """A causal prompt of one sequence, by arithmetic: K and V stay in the processor's caches."""
-    shape = Shape(1, 8, 2, 64, 1024)
+def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind, tokens, length):
+    """A causal prompt of one sequence, or the last chunk of a long one, by arithmetic."""
+    shape = Shape(1, 8, 2, 64, length)
     dtype = numkv.kind(kind).dtype
-    q = rng.standard_normal((shape.length, shape.q_heads, shape.dim), np.float32).astype(dtype)
+    q = rng.standard_normal((tokens, shape.q_heads, shape.dim), np.float32).astype(dtype)
     k, v = (
         rng.standard_normal((1, shape.kv_heads, shape.length, shape.dim), np.float32).astype(dtype)
         for _ in range(2)
     )
-    given = [to(x) for x in (q, k, v, np.array([shape.length]), np.array([0, shape.length]))]
+    given = [to(x) for x in (q, k, v, np.array([shape.length]), np.array([0, tokens]))]
     got = target.to_host(numkv.prefill_attention(*given)).astype(np.float64)
     expected = attend(q.swapaxes(0, 1), k[0], v[0], causal=True).swapaxes(0, 1)
     limit = 1e-5 if kind == "fp32" else 1e-2
@@ -82,6 +83,7 @@ def test_prefill_attention(benchmark, finished, capsys, target, to, rng, kind):
 
     benchmark(finished(lambda: numkv.prefill_attention(*given)))
     if benchmark.enabled:
-        rate = causal_flops(shape) / benchmark.stats.stats.median / 1e9
+        flops = causal_flops(shape) - causal_flops(shape._replace(length=length - tokens))
+        rate = flops / benchmark.stats.stats.median / 1e9
         with capsys.disabled():
-            print(f"\nprefill of {shape.length} tokens, {kind}: {rate:.0f} GFLOP/s")
+            print(f"\nprefill of {tokens} of {length} tokens, {kind}: {rate:.0f} GFLOP/s")

@@ -9,8 +9,7 @@ import pytest
 import tolerances
 
 import numkv
-from numkv.kernels.cpu.attention import _use_amx
-from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, QUERY_ROWS
+from numkv.kernels.cpu.attention.engines import query_rows
 
 HEADS, DIM = 2, 16
 #: How far chunks of any size may be from one call: relative L2 error of an output row.
@@ -21,8 +20,7 @@ def query_block(target, kind, group):
     """Query tokens that attention takes at once."""
     if target == "cuda":
         return 8
-    rows = AMX_QUERY_ROWS if _use_amx(kind, kind, "float32") else QUERY_ROWS
-    return max(1, rows // group)
+    return max(1, query_rows(kind, kind, "float32") // group)
 
 
 class Prompt:

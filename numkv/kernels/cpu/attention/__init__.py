@@ -20,6 +20,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `bound`        the kernel of bound calls, which writes rows and calls the attention kernel
 `engines`      which engine attends over which kinds
 `vector`       the engine of vector code, for K and V each by `floats` or by `integers`
+`many_rows`    the engine of vector code for many query rows
 `amx`          the engine of Intel's matrix unit
 `amx_few`      its steps for few query rows
 `llvm`         the engines' steps in LLVM
@@ -47,7 +48,7 @@ from numkv.kernels.cpu.attention.bound import (
     signature_of_merge,
 )
 from numkv.kernels.cpu.attention.driver import make_attention
-from numkv.kernels.cpu.attention.engines import in_integers, use_amx
+from numkv.kernels.cpu.attention.engines import by_panels, in_integers, query_rows, use_amx
 from numkv.kernels.cpu.attention.merge import PART_EXTRA, make_merge_splits
 from numkv.kernels.cpu.attention.offsets import WORKER_INTS
 from numkv.kernels.cpu.attention.plan import (
@@ -59,7 +60,6 @@ from numkv.kernels.cpu.attention.plan import (
     plan_of,
     plan_size,
 )
-from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, QUERY_ROWS
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
@@ -112,14 +112,16 @@ def _plan_kernel() -> Any:
 
 
 _use_amx = functools.cache(use_amx)
+_query_rows = functools.cache(query_rows)
 
 
 @functools.lru_cache(maxsize=64)
 def _scratch_size(k_kind: str, v_kind: str, compute: str, dim: int, dim_v: int, group: int) -> int:
     """Floats of scratch memory that a worker needs."""
     layout = make_layout(
-        k_kind, v_kind, in_integers(k_kind, compute), _use_amx(k_kind, v_kind, compute)
-    )
+        k_kind, v_kind, in_integers(k_kind, compute), _use_amx(k_kind, v_kind, compute),
+        by_panels(k_kind, v_kind, compute),
+    )  # fmt: skip
     sizes_of, scratch_of = layout
     return sum(scratch_of(sizes_of(dim, dim_v, group)))
 
@@ -166,7 +168,7 @@ def attend(
                     memory.take(compute, parts_at), ints, launch, -1, workers,
                 )  # fmt: skip
         else:
-            max_rows = AMX_QUERY_ROWS if _use_amx(k_kind, v_kind, compute) else QUERY_ROWS
+            max_rows = _query_rows(k_kind, v_kind, compute)
             workers, parts = _plan_kernel()(
                 seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, max_rows,
                 dim + dim_v, threads, ints,
@@ -201,7 +203,7 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
         args=(q_kind, rows_kind, k_kind, v_kind, compute),
         label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
     )  # fmt: skip
-    max_rows = AMX_QUERY_ROWS if _use_amx(k_kind, v_kind, compute) else QUERY_ROWS
+    max_rows = _query_rows(k_kind, v_kind, compute)
     most_threads = numba.config.NUMBA_NUM_THREADS
     no_ranges = np.empty((0, 2), np.int64)
 

@@ -31,7 +31,7 @@ from numkv.kernels.cpu.attention.llvm.amx_qk import (
 from numkv.kernels.cpu.attention.llvm.amx_softmax import make_amx_softmax
 from numkv.kernels.cpu.attention.records import KV_TILE, AmxScales, Outputs, SoftmaxState
 from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
-from numkv.kernels.cpu.attention.visible import visible_in_tile
+from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.amx import amx_end, amx_shape
 from numkv.kernels.cpu.vectors.features import AMX_ROWS
@@ -99,7 +99,7 @@ def make_amx(k_kind: str, v_kind: str, with_few: bool) -> Engine:
         low, high, alike = np.int64(0), np.int64(0), True
         wanted = way
         if way != _VECTOR:
-            low, high, alike = _visible_to_rows(item, seen, tile)
+            low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
             # A weight of 0 does not hide a NaN.
             if not (alike or all_finite(tile.values, low, high)):
                 wanted = _VECTOR
@@ -246,26 +246,6 @@ def _make_steps(k_kind, v_kind):
             )  # fmt: skip
 
     return scores, softmax, accumulate
-
-
-@inlined
-def _visible_to_rows(item, seen, tile):
-    """The tokens of a tile that any query row of an item sees, and whether all rows see the same."""
-    low, high, alike = np.int64(KV_TILE), np.int64(0), True
-    # Without ranges later tokens see later ones, or the same: the first and the last tell.
-    last = item.tokens - 1
-    for t in range(0, last + 1, 1 if len(seen.ranges) > 0 else max(last, 1)):
-        begin, end = visible_in_tile(
-            seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
-            item.end, tile.start,
-        )  # fmt: skip
-        if t > 0 and (begin != low or end != high):
-            alike = False
-        if len(seen.ranges) == 0:
-            low, high = begin if t == 0 else low, end
-        elif begin < end:
-            low, high = min(low, begin), max(high, end)
-    return low, high, alike
 
 
 @register_jitable

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numkv.kernels.cpu.attention.engines import engine_for, in_integers
+from numkv.kernels.cpu.attention.engines import by_panels, engine_for, in_integers, query_rows
 from numkv.kernels.cpu.attention.floats import multiply
 from numkv.kernels.cpu.attention.merge import PART_EXTRA
 from numkv.kernels.cpu.attention.offsets import (
@@ -26,11 +26,9 @@ from numkv.kernels.cpu.attention.offsets import (
 )
 from numkv.kernels.cpu.attention.plan import Problem, find_item, make_plan, plan_of
 from numkv.kernels.cpu.attention.records import (
-    AMX_QUERY_ROWS,
     KV_TILE,
     LN_2,
     LOG2_E,
-    QUERY_ROWS,
     Rows,
     Tile,
     Visibility,
@@ -54,14 +52,21 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     """
     begin, load_queries, attend_tile, leave_rows, end = engine_for(K_KIND, V_KIND, COMPUTE, USE_AMX)
     sizes_of, scratch_of = (
-        inlined(f) for f in make_layout(K_KIND, V_KIND, in_integers(K_KIND, COMPUTE), USE_AMX)
+        inlined(f)
+        for f in make_layout(
+            K_KIND,
+            V_KIND,
+            in_integers(K_KIND, COMPUTE),
+            USE_AMX,
+            by_panels(K_KIND, V_KIND, COMPUTE),
+        )
     )
     gather_k, gather_v = make_gather(K_KIND, COMPUTE), make_gather(V_KIND, COMPUTE)
     K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
     k_scale_steps = strides_of if K_SCALED else _no_strides
     v_scale_steps = strides_of if V_SCALED else _no_strides
     store = _make_store(V_KIND, COMPUTE)
-    MAX_ROWS = np.int64(AMX_QUERY_ROWS if USE_AMX else QUERY_ROWS)
+    MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE))
     TO_BASE_2 = LOG2_E
 
     def kernel(

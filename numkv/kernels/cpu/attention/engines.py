@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, MANY_QUERY_ROWS, QUERY_ROWS
 from numkv.kernels.cpu.vectors.features import FEATURES, INT4_INTEGERS, has_amx
 from numkv.kinds import kind as kind_named
 
 __all__ = [
-    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "engine_for", "in_integers", "keys_for", "use_amx",
-    "values_for",
+    "AMX_DECODE", "MANY_ROWS", "ROWS_OF_ALL_SIZES", "Engine", "by_panels", "engine_for", "in_integers", "keys_for",
+    "query_rows", "use_amx", "values_for",
 ]  # fmt: skip
 
 #: Environment variable: 0 leaves few query rows to vector code where there is a matrix unit, too.
@@ -52,6 +53,19 @@ def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
     return ROWS_OF_ALL_SIZES if few and os.environ.get(AMX_DECODE) != "0" else MANY_ROWS
 
 
+def by_panels(k_kind: str, v_kind: str, compute: str) -> bool:
+    """Whether vector code takes many query rows by panels, with K and V widened once for all of them."""
+    floats = kind_named(k_kind).is_float and kind_named(v_kind).is_float
+    return floats and compute == "float32" and not use_amx(k_kind, v_kind, compute)
+
+
+def query_rows(k_kind: str, v_kind: str, compute: str) -> int:
+    """Query rows of an item at most."""
+    if use_amx(k_kind, v_kind, compute):
+        return AMX_QUERY_ROWS
+    return MANY_QUERY_ROWS if by_panels(k_kind, v_kind, compute) else QUERY_ROWS
+
+
 def in_integers(kind: str, compute: str) -> bool:
     """Whether vector code multiplies rows of a kind as integers."""
     found = kind_named(kind)
@@ -64,6 +78,10 @@ def engine_for(k_kind: str, v_kind: str, compute: str, with_amx: int) -> Engine:
         from numkv.kernels.cpu.attention.amx import make_amx
 
         return make_amx(k_kind, v_kind, with_amx == ROWS_OF_ALL_SIZES)
+    if by_panels(k_kind, v_kind, compute):
+        from numkv.kernels.cpu.attention.many_rows import make_many_rows
+
+        return make_many_rows(k_kind, v_kind)
     from numkv.kernels.cpu.attention.vector import make_vector
 
     return make_vector(k_kind, v_kind, compute)

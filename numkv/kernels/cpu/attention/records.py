@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
+
 __all__ = [
     "AMX_FEW",
     "AMX_QUERY_ROWS",
@@ -16,6 +18,8 @@ __all__ = [
     "KV_TILE",
     "LN_2",
     "LOG2_E",
+    "MANY_QUERY_ROWS",
+    "PANEL",
     "QUERY_ROWS",
     "AmxFew",
     "AmxScales",
@@ -35,6 +39,10 @@ KV_TILE = 64
 QUERY_ROWS = 64
 #: The same on a matrix unit, where K and V are taken apart and put together for it: what that costs is for more rows.
 AMX_QUERY_ROWS = 256
+#: The same where vector code widens K and V once for many query rows. Of 2's powers, as are many groups of q heads.
+MANY_QUERY_ROWS = 256
+#: Query rows that are multiplied with a tile and weighted before the next: their scores stay in L1.
+PANEL = MANY_VECTORS * LANES
 #: Query rows of a sequence up to which vector code is as fast as a matrix unit, or faster.
 FEW_ROWS = 8
 #: The least and the most query rows of an item that the matrix unit takes as few: see `amx_few`.

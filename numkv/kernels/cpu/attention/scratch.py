@@ -9,7 +9,14 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, INT4_SPAN, KV_TILE, QUERY_ROWS
+from numkv.kernels.cpu.attention.records import (
+    AMX_QUERY_ROWS,
+    INT4_SPAN,
+    KV_TILE,
+    MANY_QUERY_ROWS,
+    PANEL,
+    QUERY_ROWS,
+)
 from numkv.kernels.cpu.vectors.emit import I64
 from numkv.kernels.cpu.vectors.features import AMX_ROWS, LANES, ROW_UNROLL
 from numkv.kinds import kind
@@ -41,6 +48,9 @@ class Sizes(NamedTuple):
     #: Scales of a K row and of a V row.
     k_groups: int
     v_groups: int
+    #: Of many query rows: floats from row to row of K and of V, whose columns then lie in different sets of a cache.
+    many_step: int
+    many_step_v: int
 
 
 class Scratch(NamedTuple):
@@ -79,15 +89,22 @@ class Scratch(NamedTuple):
     amx_keys: int
     amx_queries: int
     amx_outputs: int
+    #: For many query rows: these by panels, side by side; K rows and V rows of a tile as floats; scores of a panel, and
+    #: which tokens its rows see.
+    many_queries: int
+    many_keys: int
+    many_values: int
+    many_scores: int
+    many_bounds: int
     #: Up to here, whole cache lines.
     end: int
 
 
 def make_layout(
-    k_kind: str, v_kind: str, k_in_integers: bool, use_amx: int
+    k_kind: str, v_kind: str, k_in_integers: bool, use_amx: int, by_panels: bool
 ) -> tuple[Callable[[int, int, int], Sizes], Callable[[Sizes], Scratch]]:
     """``sizes_of(dim, dim_v, group)`` and ``scratch_of(sizes)``, the floats of each part, for a kernel's kinds."""
-    rows_at_most = AMX_QUERY_ROWS if use_amx else QUERY_ROWS
+    rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
     k_kind_, v_kind_ = kind(k_kind), kind(v_kind)
     k_group, v_group = k_kind_.group_size, v_kind_.group_size
     k_packed = k_in_integers and k_kind_.is_packed
@@ -109,6 +126,8 @@ def make_layout(
             (dim_v + INT4_SPAN - 1) // INT4_SPAN,
             (dim + k_group - 1) // k_group if k_group > 0 else 1,
             (dim_v + v_group - 1) // v_group if v_group > 0 else 1,
+            (dim + LANES - 1) // LANES * LANES + line,
+            (dim_v + LANES - 1) // LANES * LANES + line,
         )
 
     def scratch_of(sizes):
@@ -119,6 +138,7 @@ def make_layout(
         group = sizes.group
         blocks = max(1, rows_at_most // group) * ((group + AMX_ROWS - 1) // AMX_ROWS)
         blocks = blocks + rows_at_most // AMX_ROWS if use_amx else 0
+        panels = rows // PANEL + 1
         return Scratch(
             rows * sizes.pad_dim,
             rows * sizes.pad_v,
@@ -144,6 +164,11 @@ def make_layout(
             keys,
             blocks * (3 * keys // 4),
             blocks * AMX_ROWS * sizes.pad_v,
+            panels * PANEL * sizes.pad_dim if by_panels else 0,
+            KV_TILE * sizes.many_step if by_panels else 0,
+            KV_TILE * sizes.many_step_v if by_panels else 0,
+            KV_TILE * PANEL if by_panels else 0,
+            2 * PANEL if by_panels else 0,
             line,
         )
 

@@ -202,26 +202,6 @@ class AmxWords(Words):
                     )
         return vectors
 
-    def transposed(self, rows):
-        """Sixteen vectors of sixteen lanes, rows and columns exchanged: ``out[i][j] = rows[j][i]``.
-
-        Four passes exchange the off-diagonal squares of 1, 2, 4 and 8 lanes::
-
-            a0 a1 | a2 a3         a0 b0 | a2 b2         a0 b0 c0 d0
-            b0 b1 | b2 b3   ->    a1 b1 | a3 b3   ->    a1 b1 c1 d1
-            c0 c1 | c2 c3         c0 d0 | c2 d2         a2 b2 c2 d2
-            d0 d1 | d2 d3         c1 d1 | c3 d3         a3 b3 c3 d3
-        """
-        rows = list(rows)
-        for step in (1, 2, 4, 8):
-            low = [i if not i & step else 16 + i - step for i in range(16)]
-            high = [i + step if not i & step else 16 + i for i in range(16)]
-            for i in range(16):
-                if not i & step:
-                    a, c = rows[i], rows[i + step]
-                    rows[i], rows[i + step] = self.shuffle(a, c, low), self.shuffle(a, c, high)
-        return rows
-
 
 @intrinsic
 def amx_shape(typing_context, rows):

@@ -33,10 +33,13 @@ class PrefetchStream:
         Storage kind of the rows in these extents.
     extents : llvmlite.ir.Value
         Where the addresses are.
+    locality : int, default: `LOCALITY`
+        How near they are brought, as LLVM counts.
     """
 
-    def __init__(self, builder, kind, extents):
+    def __init__(self, builder, kind, extents, locality=LOCALITY):
         self.b, self.on_line, self.extents = builder, ON_LINE[kind], extents
+        self.locality = locality
         self.at, self.end, self.next = (cgutils.alloca_once(builder, I64) for _ in range(3))
         builder.store(I64(0), self.next)
         self._begin_extent()
@@ -51,7 +54,7 @@ class PrefetchStream:
         at = self.b.load(self.at)
         for i in range(lines):
             address = self.b.inttoptr(self.b.add(at, I64(64 * i)), I8.as_pointer())
-            prefetch_line(self.b, address)
+            prefetch_line(self.b, address, self.locality)
         at = self.b.add(at, I64(64 * lines))
         self.b.store(at, self.at)
         ended = self.b.icmp_signed(">=", at, self.b.load(self.end))
@@ -73,11 +76,11 @@ class PrefetchStream:
             self._issue(1)
 
 
-def prefetch_line(builder, pointer):
+def prefetch_line(builder, pointer, locality=LOCALITY):
     """Prefetch a cache line to read it; the address may be anything."""
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(function, [pointer, I32(0), I32(LOCALITY), I32(1)])
+    builder.call(function, [pointer, I32(0), I32(locality), I32(1)])
 
 
 def prefetch_column(builder, kind, base, at, column):

@@ -45,6 +45,12 @@ class Vectors:
         """An integer vector whose lanes all hold a number."""
         return ir.Constant(self.int_type, [ir.Constant(self.int, value)] * self.lanes)
 
+    def splat_bit(self, value):
+        """A mask whose lanes are all an LLVM truth value."""
+        type_ = ir.VectorType(ir.IntType(1), self.lanes)
+        first = self.b.insert_element(ir.Constant(type_, ir.Undefined), value, I32(0))
+        return self.shuffle(first, first, [0] * self.lanes)
+
     def shuffle(self, a, b, lanes):
         """Lanes picked from `a` (0 …) and `b` (from its number of lanes on)."""
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), [ir.Constant(I32, i) for i in lanes])
@@ -268,3 +274,24 @@ class Vectors:
                 other = self.shuffle(here, here, [i ^ width for i in range(self.lanes)])
                 self.b.store(combine(here, other), slot)
         return self.b.load(slot)
+
+    def transposed(self, rows):
+        """As many vectors as one has lanes, rows and columns exchanged: ``out[i][j] = rows[j][i]``.
+
+        Passes exchange the off-diagonal squares of 1, 2, 4 … lanes::
+
+            a0 a1 | a2 a3         a0 b0 | a2 b2         a0 b0 c0 d0
+            b0 b1 | b2 b3   ->    a1 b1 | a3 b3   ->    a1 b1 c1 d1
+            c0 c1 | c2 c3         c0 d0 | c2 d2         a2 b2 c2 d2
+            d0 d1 | d2 d3         c1 d1 | c3 d3         a3 b3 c3 d3
+        """
+        rows, lanes, step = list(rows), self.lanes, 1
+        while step < lanes:
+            low = [i if not i & step else lanes + i - step for i in range(lanes)]
+            high = [i + step if not i & step else lanes + i for i in range(lanes)]
+            for i in range(lanes):
+                if not i & step:
+                    a, c = rows[i], rows[i + step]
+                    rows[i], rows[i + step] = self.shuffle(a, c, low), self.shuffle(a, c, high)
+            step *= 2
+        return rows

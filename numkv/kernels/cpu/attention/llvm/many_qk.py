@@ -1,0 +1,180 @@
+"""Scores of many query rows: a tile's rows as floats, once for all query rows, and products of blocks in registers."""
+
+from __future__ import annotations
+
+import functools
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from numkv.kernels.cpu.attention.records import PANEL
+from numkv.kernels.cpu.vectors.emit import I32, I64, steps, unpack
+from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
+from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.vectors import Vectors
+
+__all__ = ["make_many_qk", "make_widen_rows", "transpose_queries"]
+
+# Elements of a row that are multiplied in one turn of the innermost loop.
+_UNROLL = 4
+
+
+@intrinsic
+def transpose_queries(typing_context, f, q_at, q_step, count, units, to_at):
+    """Put up to a panel of query rows side by side: ``to[i, r] = q[min(r, count - 1), i]`` of `units` numbers of each.
+
+    Row r is at ``q_at + r * q_step``; a row of the result, in the same array from `to_at` on, has `PANEL` floats.
+    `units` is a multiple of the lanes of a vector.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data, q_at, q_step, count, units, to_at = unpack(context, b, sig.args, args)
+        v = Vectors(b, "float32")
+        last = b.sub(count, I64(1))
+        with steps(b, I64(0), I64(PANEL), v.lanes) as (r0, _):
+            places = []
+            for i in range(v.lanes):
+                r = b.add(r0, I64(i))
+                r = b.select(b.icmp_signed("<", r, last), r, last)
+                places.append(b.add(q_at, b.mul(r, q_step)))
+            with steps(b, I64(0), units, v.lanes) as (i, _):
+                rows = [v.load_floats(data, b.add(at, i)) for at in places]
+                for j, column in enumerate(v.transposed(rows)):
+                    unit = b.mul(b.add(i, I64(j)), I64(PANEL))
+                    v.store(column, data, b.add(b.add(to_at, unit), r0))
+        return context.get_dummy_value()
+
+    return types.void(f, i8, i8, i8, i8, i8), codegen
+
+
+@functools.cache
+def make_widen_rows(kind):
+    """`widen_rows` for a storage kind of floats."""
+
+    @intrinsic
+    def widen_rows(typing_context, f, to_at, step, rows, begin, end):
+        """Put rows ``[begin, end)`` of a tile down as float32, and return whether all of them are finite.
+
+        Row t goes to ``to_at + t * step``, with zeros up to a whole vector.
+        """
+        i8 = types.int64
+
+        def codegen(context, b, sig, args):
+            return _Widening(b, kind, *unpack(context, b, sig.args, args)).emit()
+
+        return types.boolean(f, i8, i8, rows, i8, i8), codegen
+
+    return widen_rows
+
+
+class _Widening:
+    """Emits `widen_rows`."""
+
+    def __init__(self, b, kind, data, to_at, step, rows, begin, end):
+        self.b, self.v, self.kind, self.data = b, Vectors(b, "float32"), kind, data
+        self.to_at, self.step, self.rows, self.begin, self.end = to_at, step, rows, begin, end
+        self.largest = cgutils.alloca_once_value(b, self.v.splat_int(0))
+
+    def emit(self):
+        """The code."""
+        b, v, dim = self.b, self.v, self.rows.dim
+        whole = b.and_(dim, I64(-v.lanes))
+        rest = b.sub(dim, whole)
+        with steps(b, self.begin, self.end, 1) as (t, _):
+            row_at = b.load(b.gep(self.rows.offsets, [t]))
+            to_row = b.add(self.to_at, b.mul(t, self.step))
+            with steps(b, I64(0), whole, v.lanes) as (d, _):
+                self.put(row_at, d, to_row)
+            with b.if_then(b.icmp_signed(">", rest, I64(0))):
+                self.put(row_at, whole, to_row, v.lanes_below(rest))
+        largest = v.fold(b.load(self.largest), self.larger)
+        return b.icmp_signed("<", largest, I32(0x7F800000))
+
+    def larger(self, x, y):
+        """Lane by lane the larger integer."""
+        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
+
+    def put(self, row_at, d, to_row, mask=None):
+        """Put down a vector of columns, and keep the largest magnitudes as bits, which are in the same order."""
+        b, v = self.b, self.v
+        value = v.load(self.kind, self.rows.words, b.add(row_at, d), mask)
+        v.store(value, self.data, b.add(to_row, d))
+        bits = b.and_(b.bitcast(value, v.int_type), v.splat_int(0x7FFFFFFF))
+        b.store(self.larger(bits, b.load(self.largest)), self.largest)
+
+
+@functools.cache
+def make_many_qk(kind):
+    """`many_qk`; `kind` is that of the rows that are prefetched."""
+
+    @intrinsic
+    def many_qk(typing_context, f, q_at, keys_at, step, size, tokens, s_at, asking, extents):
+        """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
+
+        Query rows are those of `transpose_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of
+        both, `size` numbers are taken, a multiple of the lanes of a vector; `tokens` is a multiple of `MANY_ROWS`. A
+        row of scores has `PANEL` floats. All floats are in one array.
+
+        A vector holds query rows, and a number of a K row is repeated in all lanes: nothing is left to be added across
+        lanes. Sums of a few tokens stay in registers while their rows pass::
+
+            s[t, 0:16]  += q[d, 0:16]  * k[t, d]
+            s[t, 16:32] += q[d, 16:32] * k[t, d]         for some tokens
+
+        If `asking` is not 0, the memory in `extents` is prefetched meanwhile.
+        """
+        i8 = types.int64
+
+        def codegen(context, b, sig, args):
+            _QK(b, kind, *unpack(context, b, sig.args, args)).emit()
+            return context.get_dummy_value()
+
+        return types.void(f, i8, i8, i8, i8, i8, i8, i8, extents), codegen
+
+    return many_qk
+
+
+class _QK:
+    """Emits `many_qk`."""
+
+    def __init__(self, b, kind, data, q_at, keys_at, step, size, tokens, s_at, asking, extents):
+        self.b, self.v, self.data = b, Vectors(b, "float32"), data
+        self.q_at, self.keys_at, self.step, self.size = q_at, keys_at, step, size
+        self.tokens, self.s_at = tokens, s_at
+        self.asking = b.icmp_signed("!=", asking, I64(0))
+        self.stream = PrefetchStream(b, kind, extents, 2)
+
+    def emit(self):
+        """The code."""
+        b, v = self.b, self.v
+        sums = [
+            [cgutils.alloca_once(b, v.type) for _ in range(MANY_VECTORS)] for _ in range(MANY_ROWS)
+        ]
+        with steps(b, I64(0), self.tokens, MANY_ROWS) as (t0, _):
+            for slot in (x for slots in sums for x in slots):
+                b.store(v.splat(0.0), slot)
+            rows = [
+                b.add(self.keys_at, b.mul(b.add(t0, I64(t)), self.step)) for t in range(MANY_ROWS)
+            ]
+            with steps(b, I64(0), self.size, _UNROLL) as (d0, _):
+                with b.if_then(self.asking):
+                    self.stream.issue(
+                        MANY_ROWS * _UNROLL, b.ashr(d0, I64(_UNROLL.bit_length() - 1))
+                    )
+                for i in range(_UNROLL):
+                    d = b.add(d0, I64(i))
+                    at = b.add(self.q_at, b.mul(d, I64(PANEL)))
+                    q = [
+                        v.load_floats(self.data, b.add(at, I64(j * v.lanes)))
+                        for j in range(MANY_VECTORS)
+                    ]
+                    for row, slots in zip(rows, sums, strict=True):
+                        k = v.splat(v.load_one(self.data, b.add(row, d)))
+                        for slot, lanes in zip(slots, q, strict=True):
+                            b.store(v.fma(lanes, k, b.load(slot)), slot)
+            for t, slots in enumerate(sums):
+                at = b.add(self.s_at, b.mul(b.add(t0, I64(t)), I64(PANEL)))
+                for j, slot in enumerate(slots):
+                    v.store(b.load(slot), self.data, b.add(at, I64(j * v.lanes)))

@@ -1,0 +1,160 @@
+"""The engine of vector code for many query rows: products of blocks, with K and V widened once for all rows of an item.
+
+Rows are taken by panels. Of scores, lanes are query rows, side by side; of sums they are columns of V: no product needs
+anything to be transposed but query rows, once an item. Few rows go the way of `vector`, and so do tiles with NaN or
+infinity in which query rows see different tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from numkv.kernels.cpu.attention.engines import Engine
+from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
+from numkv.kernels.cpu.attention.llvm.many_qk import (
+    make_many_qk,
+    make_widen_rows,
+    transpose_queries,
+)
+from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
+from numkv.kernels.cpu.attention.offsets import EXTENTS
+from numkv.kernels.cpu.attention.records import PANEL, Outputs, SoftmaxState
+from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
+from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
+from numkv.kernels.cpu.inline import inlined
+from numkv.kernels.cpu.vectors.features import MANY_ROWS
+from numkv.kernels.cpu.vectors.stored import ON_LINE
+
+__all__ = ["make_many_rows"]
+
+# Query rows of an item from which on they are many: fewer wait for memory, not for arithmetic.
+_LEAST = 33
+
+
+@inlined
+def _nothing():
+    pass
+
+
+@functools.cache
+def make_many_rows(k_kind: str, v_kind: str) -> Engine:
+    """The engine for many query rows over storage kinds of K and of V; few rows are taken by `vector`."""
+    few = make_vector(k_kind, v_kind, "float32")
+    load_queries = _make_load_queries(k_kind, v_kind)
+    attend_panels = _make_attend_panels(k_kind, v_kind)
+    widen_keys, widen_values = make_widen_rows(k_kind), make_widen_rows(v_kind)
+    attend_few = few.attend_tile
+
+    @inlined
+    def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
+        low, high, by_panels = np.int64(0), np.int64(0), False
+        if item.rows >= _LEAST:
+            low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
+            finite = widen_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
+            # A weight of 0 does not hide a NaN.
+            by_panels = alike or finite
+        if not by_panels:
+            attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)
+        elif low < high:
+            widen_keys(
+                floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), _whole_blocks(high)
+            )
+            attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
+        return transposed
+
+    return Engine(_nothing, load_queries, attend_tile, few.finish, _nothing)
+
+
+def _make_load_queries(k_kind, v_kind):
+    load_rows = make_load_rows(k_kind, v_kind, "float32")
+
+    @inlined
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+        load_rows(q, k_scale, floats, at, sizes, item, scale, False)
+        if item.rows >= _LEAST:
+            rows = item.rows
+            for i in range(item.end_head - item.first_head):
+                for r in range(0, rows, PANEL):
+                    transpose_queries(
+                        floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
+                        min(rows - r, PANEL), sizes.pad_dim, _panel_at(at, sizes, rows, i, r),
+                    )  # fmt: skip
+        return False
+
+    return load_queries
+
+
+@inlined
+def _panel_at(at, sizes, rows, head, row):
+    """Where a panel of query rows begins, of an item's kv head with `rows` rows."""
+    panels = (rows + PANEL - 1) // PANEL
+    return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
+
+
+def _make_attend_panels(k_kind, v_kind):
+    """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
+    many_qk = make_many_qk(min(k_kind, v_kind, key=ON_LINE.__getitem__))
+    F = np.float32
+
+    @inlined
+    def attend_panels(floats, at, sizes, item, seen, soft_cap, tile):
+        rows, head = item.rows, tile.head - item.first_head
+        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second.
+        extents, asking = tile.k_extents, np.int64(2)
+        for r in range(0, rows, PANEL):
+            count = min(rows - r, PANEL)
+            low, high, alike = visible_to_tokens(
+                item, r // sizes.group, (r + count - 1) // sizes.group + 1, seen, tile.start
+            )
+            if low < high:
+                end = _whole_blocks(high)
+                many_qk(
+                    floats, _panel_at(at, sizes, rows, head, r), at.many_keys, sizes.many_step,
+                    sizes.pad_dim, end, at.many_scores, asking, extents,
+                )  # fmt: skip
+                partly = not alike or low > 0 or high < end
+                if partly:
+                    _put_bounds(floats, at, item, seen, tile, sizes.group, r, count)
+                row = head * rows + r  # of scratch memory
+                state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
+                many_softmax(
+                    floats, at.many_scores, count, end, F(soft_cap), np.int64(partly), at.many_bounds,
+                    state,
+                )  # fmt: skip
+                outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)
+                many_pv(
+                    floats,
+                    count,
+                    at.many_scores,
+                    at.many_values,
+                    sizes.many_step_v,
+                    low,
+                    high,
+                    outputs,
+                )
+                extents, asking = tile.k_extents[EXTENTS:], max(asking - 1, 0)
+
+    return attend_panels
+
+
+@inlined
+def _whole_blocks(tokens):
+    """A number of tokens, rounded up to whole blocks of rows."""
+    return (tokens + MANY_ROWS - 1) // MANY_ROWS * MANY_ROWS
+
+
+@inlined
+def _put_bounds(floats, at, item, seen, tile, group, first, count):
+    """Put down which tokens of a tile the rows of a panel see; those past the end see what the last one does."""
+    low, high, before = np.int64(0), np.int64(0), np.int64(-1)
+    for i in range(PANEL):
+        t = (first + min(i, count - 1)) // group
+        if t != before:
+            before = t
+            low, high = visible_in_tile(
+                seen.ranges, item.first_token + t, item.position + t, seen.window_left, item.begin,
+                item.end, tile.start,
+            )  # fmt: skip
+        floats[at.many_bounds + i], floats[at.many_bounds + PANEL + i] = low, high
