@@ -54,7 +54,7 @@ from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, QUERY_ROWS
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
-from numkv.kernels.cpu.threads import ON_THREADS, launching, num_threads, run
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kernels.scratch import Workspaces
@@ -162,12 +162,11 @@ def attend(
             # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
             workers = 1 if small else num_threads()
             parts_at = workers * scratch
-            with launching(workers) as launch:
-                kernel(
-                    q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-                    logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                    memory.take(compute, parts_at), ints, launch, -1, workers,
-                )  # fmt: skip
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                memory.take(compute, parts_at), ints, worker=-1,
+            )  # fmt: skip
         else:
             max_rows = AMX_QUERY_ROWS if _use_amx(k_kind, v_kind, compute) else QUERY_ROWS
             workers, parts = _plan_kernel()(
