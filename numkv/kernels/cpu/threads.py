@@ -82,12 +82,12 @@ class _Mine(threading.local):
 class _Pool:
     """What the thread that owns a pool of its own keeps; it goes with that thread, and so does the pool."""
 
-    def __init__(self, owner: int) -> None:
-        self.owner = owner
+    def __init__(self, state: _State) -> None:
+        self.state, self.owner = state, threading.get_ident()
 
     def __del__(self) -> None:
-        if _state.owner == self.owner:
-            _state.owner = 0
+        if self.state.owner == self.owner:
+            self.state.owner = 0
 
 
 class _State:
@@ -95,9 +95,13 @@ class _State:
 
     def __init__(self) -> None:
         self.launch = 0  # the address of what shares out calls, once threads have been started
-        self.share = 0  # the same for threads without a pool of their own, where that is another one
+        self.share = (
+            0  # the same for threads without a pool of their own, where that is another one
+        )
         self.owner = 0  # the thread that has a pool of its own, where pools belong to threads
-        self.turn: threading.RLock | None = None  # held by the thread that launches, where only one may
+        self.turn: threading.RLock | None = (
+            None  # held by the thread that launches, where only one may
+        )
         self.alone = False  # in a forked child whose parent's threads cannot be had
         self.starting = threading.RLock()
 
@@ -226,7 +230,7 @@ def _launch_of_others() -> int:
     with _state.starting:
         if not _state.owner and not isinstance(threading.current_thread(), threading._DummyThread):
             # A thread that is not Python's would seem to end, and come anew, with every call of Python's.
-            _mine.pool = _Pool(threading.get_ident())
+            _mine.pool = _Pool(_state)
             _state.owner = _mine.pool.owner
             return _state.launch
         if not _state.share:
