@@ -165,6 +165,7 @@ def test_every_worker_runs_once_whoever_launches(layer):
             for i in range(150):
                 check(1 + i % 4, 10_000 * (i % 3) + i)
 
+        check(4, 100)  # starts Numba's threads, which imports modules
         signal.signal(signal.SIGALRM, lambda *_: check(3, 100))
         signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
         threads = [threading.Thread(target=work) for _ in range(8)]

@@ -142,8 +142,17 @@ class _Module:
         """A caller comes or goes; when one goes, the helper may have been waiting for it."""
         b.store(b.add(b.load(self._active), I64(change)), self._active)
         if change < 0:
-            with b.if_then(_is_set(b, b.load(self._head))):
-                self._posix(b, "cond_signal", self._posted)
+            self._wake(b)
+
+    def _is_wanted(self, b: Any) -> Any:
+        """Whether there is a job, and a core for the helper."""
+        few = b.icmp_signed("<", b.load(self._active), self._limit)
+        return b.and_(_is_set(b, b.load(self._head)), few)
+
+    def _wake(self, b: Any) -> None:
+        """Wake the helper if it is wanted: else it would take a core from a caller only to sleep again."""
+        with b.if_then(self._is_wanted(b)):
+            self._posix(b, "cond_signal", self._posted)
 
     def _field(self, b: Any, job: Any, field: int) -> Any:
         return b.gep(job, [I32(0), I32(field)], inbounds=True)
@@ -202,7 +211,7 @@ class _Module:
         self._lock(b)
         self._count(b, 1)
         b.store(job, self._find(b, nobody))
-        self._posix(b, "cond_signal", self._posted)
+        self._wake(b)
         self._unlock(b)
         self._part(b, places, job, I64(0), I64(1))
 
@@ -254,12 +263,8 @@ class _Module:
         b.branch(serve)
         b.position_at_end(serve)
 
-        def is_wanted():
-            few = b.icmp_signed("<", b.load(self._active), self._limit)
-            return b.and_(_is_set(b, b.load(self._head)), few)
-
         _while(
-            b, lambda: b.not_(is_wanted()),
+            b, lambda: b.not_(self._is_wanted(b)),
             lambda: self._posix(b, "cond_wait", self._posted, self._mutex),
         )  # fmt: skip
         job = b.load(self._head)
