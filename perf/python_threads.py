@@ -78,13 +78,19 @@ def _at_once(calls, times):
         thread.join()
 
 
-def gain(calls, seconds, rounds):
-    """The time of the calls one after the other / at once, each in a thread; median over rounds. And that of one."""
+def gain(calls, seconds, rounds, by_turns=False):
+    """The time of the calls one after the other / at once, each in a thread; median over rounds. And that of one.
+
+    One after the other: each often, with its memory in caches, or `by_turns`, so that they share caches as at once.
+    """
     one = median(_time(call) for call in calls for _ in range(5))
     times = max(1, round(seconds / one / len(calls)))
     ratios = []
     for _ in range(rounds):
-        in_turn = _time(lambda: [_repeat(call, times) for call in calls])
+        if by_turns:
+            in_turn = _time(lambda: [call() for _ in range(times) for call in calls])
+        else:
+            in_turn = _time(lambda: [_repeat(call, times) for call in calls])
         ratios.append(in_turn / _time(lambda: _at_once(calls, times)))
     return median(ratios), one
 
@@ -125,7 +131,7 @@ def server(seconds, rounds):
     rows = []
     for length in SERVER_LENGTHS:
         for number in SERVERS:
-            ratio, one = gain([_step(length) for _ in range(number)], seconds, rounds)
+            ratio, one = gain([_step(length) for _ in range(number)], seconds, rounds, True)
             rows.append([f"{number} threads, {length} tokens", f"{one * 1e3:.2f}", f"{ratio:.2f}"])
     print(table(["decode in fp32", "ms", "in turn / at once"], rows, (1, 2)))
 
