@@ -47,6 +47,7 @@ from numkv.errors import (
 )
 from numkv.files import load, save
 from numkv.kinds import Kind, kind
+from numkv.threads import get_num_threads, num_threads, set_num_threads
 from numkv.writing.append_plan import (
     AppendArgs,
     AppendDescriptor,
@@ -98,9 +99,11 @@ __all__ = [
     "append",
     "attention_weights",
     "decode_attention",
+    "get_num_threads",
     "kind",
     "load",
     "merge_states",
+    "num_threads",
     "paged_append",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -108,6 +111,7 @@ __all__ = [
     "prefill_attention",
     "rope_shift",
     "save",
+    "set_num_threads",
     "warmup",
 ]
 

@@ -3,6 +3,9 @@
 Each has a K and V of its own of 1 MB, so that caches serve both cores, and calls that take 1 ms or more; the same
 calls are also made one after the other. The ratio of the two times says how much two threads gain: 2 at best.
 A hash that Python computes outside its lock shows what the machine's cores give.
+
+Then a server: Python threads that each decode a layer after another, with all of Numba's threads for whoever calls. The
+throughput of 2 and of 8 of them is compared with that of one thread that makes the same calls.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import time
 from statistics import median
 
 from perf.load import Load, of_children
-from perf.peers import FLOATS
+from perf.peers import FLOATS, cores
 from perf.report import table
 from perf.workers import ROOT, environment
 
@@ -23,6 +26,8 @@ DIM = 128
 Q_HEADS = 4
 SHORTEST = 1e-3  # seconds of a call
 KINDS = ("fp32", "bf16", "int8")
+SERVER_LENGTHS = (1024, 8192)  # tokens of a sequence, of 8 kv heads
+SERVERS = (2, 8)
 
 
 def _time(call):
@@ -73,13 +78,19 @@ def _at_once(calls, times):
         thread.join()
 
 
-def gain(calls, seconds, rounds):
-    """The time of the calls one after the other / at once, each in a thread; median over rounds. And that of one."""
+def gain(calls, seconds, rounds, by_turns=False):
+    """The time of the calls one after the other / at once, each in a thread; median over rounds. And that of one.
+
+    One after the other: each often, with its memory in caches, or `by_turns`, so that they share caches as at once.
+    """
     one = median(_time(call) for call in calls for _ in range(5))
     times = max(1, round(seconds / one / len(calls)))
     ratios = []
     for _ in range(rounds):
-        in_turn = _time(lambda: [_repeat(call, times) for call in calls])
+        if by_turns:
+            in_turn = _time(lambda: [call() for _ in range(times) for call in calls])
+        else:
+            in_turn = _time(lambda: [_repeat(call, times) for call in calls])
         ratios.append(in_turn / _time(lambda: _at_once(calls, times)))
     return median(ratios), one
 
@@ -103,18 +114,45 @@ def child(seconds, rounds):
     print(table(["call", "ms", "in turn / at once"], rows, (1, 2)))
 
 
+def _step(length):
+    """A call that decodes one token over `length` tokens, with K and V of its own."""
+    import numpy as np
+
+    import numkv
+
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 1, 8, length, DIM), np.float32)
+    q = rng.standard_normal((1, 32, DIM), np.float32)
+    return lambda: numkv.decode_attention(q, k, v, [length])
+
+
+def server(seconds, rounds):
+    """Measure and print: Python threads that decode at once, and the same calls in one thread."""
+    rows = []
+    for length in SERVER_LENGTHS:
+        for number in SERVERS:
+            ratio, one = gain([_step(length) for _ in range(number)], seconds, rounds, True)
+            rows.append([f"{number} threads, {length} tokens", f"{one * 1e3:.2f}", f"{ratio:.2f}"])
+    print(table(["decode in fp32", "ms", "in turn / at once"], rows, (1, 2)))
+
+
 def main(argv):
     """``python -m perf threads``."""
     parser = argparse.ArgumentParser(prog="python -m perf threads", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.3, help="of calls in a round (0.3)")
     options = parser.parse_args(argv)
-    command = [sys.executable, "-m", "perf.python_threads", *map(str, vars(options).values())]
-    load = Load([], process=of_children)
-    status = subprocess.run(command, env=environment(1), cwd=ROOT).returncode
-    print(f"\nother processes used {load.of_others() or 0.0:.0%} of the cores")
+    values = [*map(str, vars(options).values())]
+    load, status = Load([], process=of_children), 0
+    for part, threads in (("gains", 1), ("server", cores())):
+        command = [sys.executable, "-m", "perf.python_threads", part, *values]
+        status |= subprocess.run(command, env=environment(threads), cwd=ROOT).returncode
+        print()
+    print(f"other processes used {load.of_others() or 0.0:.0%} of the cores")
     return status
 
 
 if __name__ == "__main__":
-    child(rounds=int(sys.argv[1]), seconds=float(sys.argv[2]))
+    {"gains": child, "server": server}[sys.argv[1]](
+        rounds=int(sys.argv[2]), seconds=float(sys.argv[3])
+    )

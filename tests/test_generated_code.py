@@ -5,6 +5,7 @@ import functools
 import math
 import platform
 import re
+import threading
 import tracemalloc
 
 import assembly
@@ -247,7 +248,8 @@ def launches(monkeypatch):
     """Workers of each launch of threads so far."""
     if threads.num_threads() < 2:
         pytest.skip("one thread starts no others")
-    real = LAUNCH(threads._state.turn.launch)
+    threads.start()
+    real = LAUNCH(threads._state.launch)
     counted = []
 
     @LAUNCH
@@ -255,7 +257,8 @@ def launches(monkeypatch):
         counted.append(args[-1])
         real(*args)
 
-    monkeypatch.setattr(threads._state.turn, "launch", ctypes.cast(count, ctypes.c_void_p).value)
+    monkeypatch.setattr(threads._state, "launch", ctypes.cast(count, ctypes.c_void_p).value)
+    monkeypatch.setattr(threads._state, "owner", threading.get_ident())
     yield counted
     del count  # kept until here: the kernels have its address only
 

@@ -22,7 +22,7 @@ LADDER = [
     ["device"],
     ["kernels"],
     ["targets"],
-    ["checks"],
+    ["checks", "threads"],
     ["blocks", "cells", "storage", "compression"],
     ["compaction"],
     ["attention", "writing"],

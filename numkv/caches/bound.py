@@ -288,8 +288,7 @@ def run_compiled(
         if workers == 1:
             failed: int = kernel.call(layer, step, q, k, v, out, 0)
         else:
-            with kernel.launching(workers) as launch:
-                failed = kernel.call(layer, step, q, k, v, out, launch)
+            failed = kernel.launched(kernel.call, workers, layer, step, q, k, v, out)
     except TypeError:  # another rank, read-only or unaligned
         return -1
     return failed

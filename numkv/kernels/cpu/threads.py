@@ -6,13 +6,18 @@ part of one worker: rows ``[n * worker // workers, n * (worker + 1) // workers)`
 one build serves small calls, which neither start threads nor wait for any, and large ones. No row depends on another,
 so a result does not depend on the number of workers.
 
-The threads are Numba's. Five things that Numba leaves open are settled here:
+How many there may be is each Python thread's own choice (`choices`), else Numba's.
+
+The threads are Numba's. Six things that Numba leaves open are settled here:
 
 - With OpenMP, Numba's start switches nested regions on and sets the number of threads, for the whole thread that asked.
   PyTorch may share that OpenMP, and its matrix products then open a team inside a team. `start` puts both back.
 - GNU OpenMP's threads wait for each other in a busy loop of up to 300,000 turns, which take milliseconds. If another
   program has one of the cores meanwhile, the one it keeps from running is the one that is waited for. Where numkv is
   the first to load that OpenMP, its threads sleep after `SPINS` turns, unless the user chose otherwise.
+- GNU OpenMP starts a pool of threads for each thread that launches. Here two pools serve all Python threads: the first
+  that launches has one of its own until it ends, all others share a helper's (`vectors.handover`). ``tbb`` and
+  ``workqueue`` have one pool anyway.
 - The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
   take any number of launches.
 - GNU OpenMP cannot run after a fork: it would end the child, or hang. There, kernels run on one thread.
@@ -35,9 +40,19 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc import parallel
 
 from numkv.errors import NotSupported
+from numkv.kernels.cpu.vectors.handover import make_handover
 from numkv.kernels.cpu.vectors.launch import thread_launcher
 
-__all__ = ["ON_THREADS", "launching", "num_threads", "run", "start", "workers_for"]
+__all__ = [
+    "ON_THREADS",
+    "Choice",
+    "choices",
+    "launched",
+    "num_threads",
+    "run",
+    "start",
+    "workers_for",
+]
 
 #: Numba types of a kernel's last arguments: ``launch, worker, workers``.
 ON_THREADS = (types.int64, types.int64, types.int64)
@@ -55,48 +70,66 @@ SERIAL_ELEMENTS = 1 << 16
 SPINS = 20_000
 
 
-class _Turn:
-    """A context whose value is where kernels find threads, the address of the function that shares out calls.
+class Choice:
+    """A number of threads that a Python thread has chosen, or None for Numba's."""
 
-    With the ``workqueue`` layer a lock is held meanwhile. Of the same thread, a call inside another one's Python part
-    may go first: no kernel runs at that moment.
-    """
+    __slots__ = ("number",)
 
-    def __init__(self, launch: int, locked: bool) -> None:
-        self.launch = launch
-        self._lock = threading.RLock() if locked else None
-
-    def __enter__(self) -> int:
-        if self._lock is not None:
-            self._lock.acquire()
-        return self.launch
-
-    def __exit__(self, *error: object) -> None:
-        if self._lock is not None:
-            self._lock.release()
+    def __init__(self, number: int | None = None) -> None:
+        self.number = number
 
 
-_ALONE = contextlib.nullcontext(0)
+class _Mine(threading.local):
+    """What belongs to one Python thread."""
+
+    def __init__(self) -> None:
+        #: Its choices: the last one counts.
+        self.choices = [Choice()]
+        self.pool: _Pool | None = None
+
+
+class _Pool:
+    """What the thread that owns a pool of its own keeps; it goes with that thread, and so does the pool."""
+
+    def __init__(self, state: _State) -> None:
+        self.state, self.owner = state, threading.get_ident()
+
+    def __del__(self) -> None:
+        if self.state.owner == self.owner:
+            self.state.owner = 0
 
 
 class _State:
     """What is known of Numba's threads in this process."""
 
     def __init__(self) -> None:
-        self.turn: _Turn | None = None  # once threads have been started
+        self.launch = 0  # the address of what shares out calls, once threads have been started
+        self.share = (
+            0  # the same for threads without a pool of their own, where that is another one
+        )
+        self.owner = 0  # the thread that has a pool of its own, where pools belong to threads
+        self.turn: threading.RLock | None = (
+            None  # held by the thread that launches, where only one may
+        )
         self.alone = False  # in a forked child whose parent's threads cannot be had
         self.starting = threading.RLock()
 
 
 _state = _State()
+_mine = _Mine()
+
+
+def choices() -> list[Choice]:
+    """The choices of the Python thread that asks, of which the last one counts: never empty, and its own to change."""
+    return _mine.choices
 
 
 def start() -> None:
     """Start Numba's threads, unless they have been, and leave the host process as it was."""
-    if _state.turn is not None:
+    if _state.launch:
         return
     with _state.starting:
-        if _state.turn is not None:
+        if _state.launch:
             return
         with _openmp_as_it_was():
             try:
@@ -107,7 +140,10 @@ def start() -> None:
                     f"NUMBA_THREADING_LAYER: expected a layer of Numba that loads here, got "
                     f"{numba.config.THREADING_LAYER!r}: {said}; unset the variable before Python starts"
                 ) from error
-        _state.turn = _Turn(thread_launcher(), numba.threading_layer() == "workqueue")
+        if numba.threading_layer() == "workqueue":
+            # Of the same thread, a call inside another one's Python part may go first: no kernel runs at that moment.
+            _state.turn = threading.RLock()
+        _state.launch = thread_launcher()
 
 
 @contextlib.contextmanager
@@ -162,9 +198,12 @@ def _short_waits() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """How many threads a kernel may have; they are started when somebody asks."""
+    """How many threads a kernel may have that the calling Python thread runs; they are started when Numba is asked."""
     if _state.alone:
         return 1
+    chosen = _mine.choices[-1].number
+    if chosen is not None:
+        return chosen
     start()
     found: int = numba.get_num_threads()
     return found
@@ -175,18 +214,61 @@ def workers_for(num_elements: int) -> int:
     return 1 if num_elements < SERIAL_ELEMENTS else num_threads()
 
 
-def launching(workers: int) -> Any:
-    """A context in which a kernel may be called with so many workers; its value is the kernel's `launch`."""
+def run(kernel: Callable[..., Any], workers: int, *args: Any, worker: int = 0) -> None:
+    """Run a kernel with so many workers, at most `num_threads`; as which one the launch itself counts is `worker`."""
+    if workers == 1:
+        kernel(*args, 0, worker, 1)
+    elif threading.get_ident() == _state.owner:
+        kernel(*args, _state.launch, worker, workers)
+    else:
+        launch = _launch_of_others()
+        if _state.turn is None:
+            kernel(*args, launch, worker, workers)
+        else:
+            with _state.turn:
+                kernel(*args, launch, worker, workers)
+
+
+def launched(call: Callable[..., Any], workers: int, *args: Any) -> Any:
+    """What `call` returns, which launches kernels itself: its last argument is their `launch`.
+
+    That is 0 for one worker, and in a forked child, which has this thread alone: a plan may be from before the fork.
+    """
     if workers == 1 or _state.alone:
-        return _ALONE  # a plan may be from before a fork
+        return call(*args, 0)
+    if threading.get_ident() == _state.owner:
+        return call(*args, _state.launch)
+    launch = _launch_of_others()
+    if _state.turn is None:
+        return call(*args, launch)
+    with _state.turn:
+        return call(*args, launch)
+
+
+def _launch_of_others() -> int:
+    """What shares out the calls of a thread that is no owner; it becomes one if there is none."""
     start()
-    return _state.turn
+    if parallel._threading_layer != "omp":
+        return _state.launch
+    if _state.share and _state.owner:
+        return _state.share
+    with _state.starting:
+        if not _state.owner and not isinstance(threading.current_thread(), threading._DummyThread):
+            # A thread that is not Python's would seem to end, and come anew, with every call of Python's.
+            _mine.pool = _Pool(_state)
+            _state.owner = _mine.pool.owner
+            return _state.launch
+        if not _state.share:
+            made = make_handover(_state.launch, numba.config.NUMBA_NUM_THREADS, _spins())
+            if made is None:
+                return _state.launch
+            _state.launch, _state.share = made
+        return _state.share
 
 
-def run(kernel: Callable[..., Any], workers: int, *args: Any) -> None:
-    """Run a kernel with so many workers, at most `num_threads`."""
-    with launching(workers) as launch:
-        kernel(*args, launch, 0, workers)
+def _spins() -> int:
+    """Turns in which the helper waits, as OpenMP's threads do: none where the user chose how these wait."""
+    return 0 if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ else SPINS
 
 
 def _after_fork() -> None:
@@ -194,8 +276,8 @@ def _after_fork() -> None:
     layer = parallel._threading_layer if parallel._is_initialized else None
     if layer == "omp":
         _state.alone = True
-    if layer == "workqueue" and _state.turn is not None:
-        _state.turn = _Turn(_state.turn.launch, locked=True)
+    if _state.turn is not None:
+        _state.turn = threading.RLock()
     _state.starting = threading.RLock()
     global_compiler_lock.release()
 

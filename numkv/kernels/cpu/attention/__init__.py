@@ -63,7 +63,7 @@ from numkv.kernels.cpu.attention.plan import (
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
-from numkv.kernels.cpu.threads import launching, num_threads, run
+from numkv.kernels.cpu.threads import launched, num_threads, run
 from numkv.kernels.cpu.vectors.records import kernel_address
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -161,12 +161,11 @@ def attend(
             # Nothing is split, and how many threads there may be is plain: the kernel plans, which saves a call.
             workers = 1 if small else num_threads()
             parts_at = workers * scratch
-            with launching(workers) as launch:
-                kernel(
-                    q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale,
-                    logits_soft_cap, window_left, sinks, result, lse, parts_at,
-                    memory.take(compute, parts_at), ints, launch, -1, workers,
-                )  # fmt: skip
+            run(
+                kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                memory.take(compute, parts_at), ints, worker=-1,
+            )  # fmt: skip
         else:
             max_rows = _query_rows(k_kind, v_kind, compute)
             workers, parts = _plan_kernel()(
@@ -220,5 +219,5 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
         call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
         functools.cache(lambda: kernel_address(_merge_kernel(compute))),
-        launching,
+        launched,
     )  # fmt: skip

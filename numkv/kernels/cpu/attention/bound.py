@@ -245,9 +245,8 @@ class BoundKernel(NamedTuple):
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
     #: Where the kernel is that merges parts; it is made when it is first asked for.
     merge_address: Callable[[], int]
-    #: ``launching(workers)``: a context in which `call` may be called, whose value is its `launch`; 0 in a forked
-    #: child, which has this thread alone.
-    launching: Callable[[int], Any]
+    #: ``launched(call, workers, *args)``: what `call` returns, with its `launch`.
+    launched: Callable[..., int]
 
     def layer(self, *of_layer: Any) -> LayerRecord:
         """The record of a layer; see there."""

@@ -1,7 +1,9 @@
 """Which items a call has: for each sequence blocks of query tokens, or splits of the KV range, and kv heads.
 
-Later query blocks see more tokens: they are taken first. A sequence has several query blocks or several splits, never
-both. Split boundaries depend on the sequence's own length and window alone, so no result depends on the batch.
+Later query blocks see more tokens: they are taken first. A sequence of many query rows has query blocks and no splits,
+one of few has splits, and several blocks too if groups are large. Split boundaries depend on the sequence's own length,
+window and number of queries alone, so no result depends on the batch. How many cores all this keeps busy:
+tests/kernels/test_attention_plan.py.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ __all__ = [
 # A split of the KV range has at least so many tokens, and a sequence at most so many splits.
 MIN_SPLIT = 1024
 MAX_SPLITS = 64
+# Query rows of a kv head up to which several blocks are split too: the parts to merge have as many rows.
+SPLIT_ROWS = 128
 # A block whose heads lie in runs of so many tokens or more is read a head at a time; of shorter ones, an item takes
-# several heads as long as each thread is left with so many items to balance.
+# several heads as long as each thread is left with so many items to balance, of many threads with more.
 LONG_RUN = 64
 ITEMS_EACH = 4
+FEW_THREADS = 4
+MORE_ITEMS_EACH = 16
 #: Multiply-adds below which one thread does it all, where query rows fewer than `LEAST_ROWS` count as so many: K and V
 #: are read and converted all the same. Times of two threads as parts of those of one, on an Intel Xeon with 2 cores, as
 #: tenth percentiles, in groups of 4 q heads of 128, for 0.5, 1, 2 and 4 million: fp16 out of caches 0.96, 0.79, 0.79
@@ -137,7 +143,8 @@ def make_plan(problem, columns, threads, plan):
         split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
         split_len = max(MIN_SPLIT, (split_len + KV_TILE - 1) // KV_TILE * KV_TILE)
         splits = max(np.int64(1), (span + split_len - 1) // split_len)
-        if blocks != 1:  # none, or enough to do without splitting
+        if blocks == 0 or (blocks > 1 and tokens * group > SPLIT_ROWS):
+            # Nothing to do, or enough to share without splitting.
             splits = np.int64(1)
         plan.split_len[b] = split_len if splits > 1 else np.int64(0)
         plan.heads[b] = max(1, QUERY_ROWS // max(1, min(tokens, block_tokens) * group))
@@ -152,7 +159,9 @@ def make_plan(problem, columns, threads, plan):
 
     most_heads = np.int64(1)
     if problem.unit < LONG_RUN:
-        wanted = ITEMS_EACH * workers if workers > 1 else 1
+        wanted = workers * (ITEMS_EACH if workers <= FEW_THREADS else MORE_ITEMS_EACH)
+        if workers == 1:
+            wanted = 1
         while most_heads < num_kv_heads and (
             pieces * ((num_kv_heads + most_heads) // (most_heads + 1)) >= wanted
         ):
@@ -183,9 +192,9 @@ def find_item(problem, plan, b, number):
     end_head = min(problem.num_kv_heads, first_head + heads)
     inner //= head_parts
     blocks = (seq_tokens + block_tokens - 1) // block_tokens
-    # One of the two is 0: there are either blocks or splits. Later blocks see more: take them first.
-    block = blocks - 1 - inner if blocks > 1 else np.int64(0)
-    split = inner if blocks == 1 else np.int64(0)
+    # Later blocks see more: take them first.
+    block = blocks - 1 - inner % blocks
+    split = inner // blocks
     t0 = block * block_tokens
     tokens = min(seq_tokens, t0 + block_tokens) - t0
     position = length - seq_tokens + t0
@@ -194,10 +203,19 @@ def find_item(problem, plan, b, number):
     )
     part = np.int64(-1)
     if split_len > 0:
-        first = begin - begin % KV_TILE
+        # Splits are those of the whole sequence; a block may see nothing of one.
+        first, _ = visible_to_any(
+            problem.ranges,
+            q_starts[b],
+            seq_tokens,
+            length - seq_tokens,
+            problem.window_left,
+            length,
+        )
+        first -= first % KV_TILE
         begin = max(begin, first + split * split_len)
         end = min(end, first + (split + 1) * split_len)
-        part = plan.first_part[b] + split * seq_tokens * problem.num_kv_heads * group
+        part = plan.first_part[b] + (split * seq_tokens + t0) * problem.num_kv_heads * group
     return Item(
         b, q_starts[b] + t0, tokens, tokens * group, first_head, end_head, position, begin, end, part,
         seq_tokens * group > FEW_ROWS,
