@@ -383,8 +383,8 @@ class BoundStep:
 
         Notes
         -----
-        After an error the layer is as it was, and can be called again. Only a cache with full-precision tokens keeps the
-        rows if the attention after them fails, for want of memory: end the step then.
+        After an error the layer is as it was, and can be called again. Only a cache with full-precision tokens keeps
+        the rows if the attention after them fails, for want of memory: end the step then.
         """
         writer, call = self._writer, object()
         try:
