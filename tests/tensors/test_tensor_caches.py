@@ -190,6 +190,15 @@ def test_classes_are_those_of_numkv(name):
             assert inspect.signature(getattr(mine, member)) == inspect.signature(found)
 
 
+def test_the_public_names_are_those_of_numkv():
+    assert set(on_tensors.__all__) < set(numkv.__all__) | {"Step"}
+    assert all(hasattr(on_tensors, name) for name in on_tensors.__all__)
+    taking_arrays = {"append", "paged_append", "paged_write", "merge_states", "attention_weights"}
+    assert taking_arrays | {n for n in numkv.__all__ if n.endswith("_attention")} <= set(
+        on_tensors.__all__
+    )
+
+
 def test_outputs_and_memory_are_shared():
     cache = on_tensors.ContiguousLayer(16, 2, 32, kind="bf16")
     k = torch.randn(3, 2, 32).to(torch.bfloat16)

@@ -21,6 +21,7 @@ __all__ = [
     "LEAST_ROWS",
     "MIN_SPLIT",
     "SERIAL_WORK",
+    "SPLIT_ROWS",
     "Plan",
     "Problem",
     "find_item",
