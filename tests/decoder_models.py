@@ -4,106 +4,109 @@ import torch
 import transformers
 
 VOCABULARY = 64
-_SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    pad_token_id=0, bos_token_id=1, eos_token_id=None,
-)  # fmt: skip
-_EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
-_GPT = dict(
-    vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, n_positions=512, pad_token_id=0,
-    bos_token_id=1, eos_token_id=None,
-)  # fmt: skip
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GPT = {
+    "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": False,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 _SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 
 # By family: config class, and what differs from the sizes above.
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
-    "mistral_sliding": ("MistralConfig", dict(sliding_window=8)),
+    "mistral_sliding": ("MistralConfig", {"sliding_window": 8}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_sliding": (
         "Qwen2Config",
-        dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     ),
-    "qwen3": ("Qwen3Config", dict(head_dim=16)),
-    "gemma": ("GemmaConfig", dict(head_dim=16)),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
     "gemma2": (
         "Gemma2Config",
-        dict(head_dim=16, sliding_window=8, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+        {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        dict(head_dim=16, sliding_window=8, layer_types=_SLIDING_EVERY_OTHER, query_pre_attn_scalar=16),
+        {"head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER, "query_pre_attn_scalar": 16},
     ),
-    "phi3": ("Phi3Config", dict(sliding_window=9)),
+    "phi3": ("Phi3Config", {"sliding_window": 9}),
     "phi": ("PhiConfig", {}),
     "gpt_oss": (
         "GptOssConfig",
         dict(head_dim=16, sliding_window=8, layer_types=_SLIDING_EVERY_OTHER, **_EXPERTS),
     ),
     "olmo2": ("Olmo2Config", {}),
-    "olmo3": ("Olmo3Config", dict(sliding_window=8, layer_types=_SLIDING_EVERY_OTHER)),
+    "olmo3": ("Olmo3Config", {"sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER}),
     "cohere": ("CohereConfig", {}),
-    "cohere2": ("Cohere2Config", dict(sliding_window=8, layer_types=_SLIDING_EVERY_OTHER)),
-    "starcoder2": ("Starcoder2Config", dict(sliding_window=8)),
-    "glm": ("GlmConfig", dict(head_dim=16)),
-    "glm4": ("Glm4Config", dict(head_dim=16)),
+    "cohere2": ("Cohere2Config", {"sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 8}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
     "granite": ("GraniteConfig", {}),
     "mixtral": ("MixtralConfig", dict(sliding_window=8, **_EXPERTS)),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt2": ("GPT2Config", _GPT),
-    "opt": ("OPTConfig", dict(ffn_dim=96, word_embed_proj_dim=64)),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "stablelm": ("StableLmConfig", {}),
     "persimmon": ("PersimmonConfig", {}),
-    "nemotron": ("NemotronConfig", dict(head_dim=16)),
-    "helium": ("HeliumConfig", dict(head_dim=16)),
-    "ernie4_5": ("Ernie4_5Config", dict(head_dim=16)),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
     "smollm3": ("SmolLM3Config", {}),
-    "exaone4": ("Exaone4Config", dict(sliding_window=8, layer_types=_SLIDING_EVERY_OTHER)),
-    "seed_oss": ("SeedOssConfig", dict(head_dim=16)),
-    "arcee": ("ArceeConfig", dict(head_dim=16)),
+    "exaone4": ("Exaone4Config", {"sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "arcee": ("ArceeConfig", {"head_dim": 16}),
     "llama4": (
         "Llama4TextConfig",
-        dict(
-            head_dim=16, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=8,
-            interleave_moe_layer_step=2, no_rope_layers=[1, 1, 0, 1],
-        ),
+        {
+            "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 8,
+            "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 0, 1],
+        },
     ),
     "gemma3n": (
         "Gemma3nTextConfig",
-        dict(
-            head_dim=16, sliding_window=8, layer_types=_SLIDING_EVERY_OTHER, num_kv_shared_layers=2,
-            hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY, laurel_rank=8,
-            altup_num_inputs=2, activation_sparsity_pattern=None,
-        ),
+        {
+            "head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8,
+            "altup_num_inputs": 2, "activation_sparsity_pattern": None,
+        },
     ),
     "gemma4": (
         "Gemma4TextConfig",
-        dict(
-            head_dim=16, global_head_dim=32, sliding_window=8, layer_types=_SLIDING_EVERY_OTHER,
-            num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY,
-        ),
+        {
+            "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER,
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+        },
     ),
     "lfm2": (
         "Lfm2Config",
-        dict(layer_types=["conv", "full_attention", "conv", "full_attention"], conv_L_cache=3),
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "conv_L_cache": 3},
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        dict(
-            head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
-            shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
-            linear_key_head_dim=16, linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"] * 2,
-        ),
+        {
+            "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
     ),
     "falcon_h1": (
         "FalconH1Config",
-        dict(head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16),
+        {
+            "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
     ),
 }  # fmt: skip
 

@@ -39,9 +39,7 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
     window = plan.seen.window - 1
     options = options._replace(window_left=window if step.ranges is None else -1)
     chosen = q if step.queries is None else q[step.queries]
-    found = attend(
-        pool, step.table, chosen, step.lengths, step.starts, options, ranges=step.ranges
-    )
+    found = attend(pool, step.table, chosen, step.lengths, step.starts, options, ranges=step.ranges)
     out = tensor_of(found)
     if step.queries is not None:  # the others are padding, and see nothing
         whole = out.new_zeros((q.shape[0], *out.shape[1:]))
@@ -55,11 +53,15 @@ def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
     """The step, and the pool that holds its rows; layers that share these rows find them there."""
     if pending.done is not None:
         done, step, pool = pending.done
-        if done is not plan:
+        if done is not plan.whole:
             raise NotSupported(
                 "NumkvCache: expected layers that share rows to have the same mask, got another one"
             )
-        return step, pool
+        return step if plan.whole is plan else step.of_last(plan.columns), pool
+    if plan.whole is not plan:
+        raise NotSupported(
+            "NumkvCache: expected a mask of all new columns for rows that are to be stored, got a part"
+        )
     layer = pending.layer
     books, pool = layer.begin(pending.keys, pending.values)
     check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")

@@ -17,7 +17,7 @@ from numkv.transformers.masks import Plan
 __all__ = ["attention"]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: Any,
     query: Any,

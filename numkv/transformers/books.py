@@ -62,6 +62,8 @@ class Step:
         What holds after the pass.
     shrink : Shrink or None
         Blocks of a smaller pool that is to take what is left after the pass, and copies into it.
+    before, new, seen, columns : Books, bool array (batch, columns) or None, Seen, int
+        What it was worked out from.
     """
 
     num_blocks: int
@@ -74,6 +76,19 @@ class Step:
     ranges: Ints | None
     after: Books
     shrink: Shrink | None
+    before: Books
+    new: Flags | None
+    seen: Seen
+    columns: int
+
+    def of_last(self, columns: int) -> Step:
+        """The step for the queries of the last columns alone."""
+        books, new = self.before, self.new
+        ordinal = _ordinal(new, self.columns)[:, -columns:]
+        new = None if new is None else new[:, -columns:]
+        found = books._queries(new, ordinal, self.lengths, self.seen)
+        queries, lengths, starts, ranges = found
+        return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,12 +211,8 @@ class Books:
             See `check_mask`; NotSupported also if a query would see tokens that were dropped.
         """
         new = self.check_mask(mask, new_columns)
-        if new is None:
-            ordinal = np.arange(1, new_columns + 1)[None]  # tokens of the pass, up to each column
-            counts = np.full(self.batch, new_columns, np.int64)
-        else:
-            ordinal = new.cumsum(1)
-            counts = new.sum(1)
+        ordinal = _ordinal(new, new_columns)
+        counts = np.full(self.batch, new_columns, np.int64) if new is None else new.sum(1)
         size, base = self.block_size, self.first * self.block_size
         old, end = self.lengths - base, self.lengths + counts - base
         copies, num_blocks, table = self._make_room(old, end)
@@ -215,7 +226,7 @@ class Books:
         if new is not None:
             slots[~new] = -1
         self._check_seen(seen, counts)
-        queries, lengths, starts, ranges = self._queries(new, ordinal, counts, old, seen)
+        queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen)
         after = replace(
             self, num_blocks=num_blocks, columns=self.columns + new_columns,
             lengths=self.lengths + counts, table=table, valid=valid,
@@ -225,7 +236,7 @@ class Books:
             after, shrink = after.dropping().shrunk()
         return Step(
             num_blocks, copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after,
-            shrink,
+            shrink, self, new, seen, new_columns,
         )  # fmt: skip
 
     def _make_room(
@@ -259,8 +270,8 @@ class Books:
             table[b, place] = free[taken]
             taken += 1
         for b in np.flatnonzero(missing):
-            table[b, have[b] : need[b]] = free[taken : taken + missing[b]]
-            taken += missing[b]
+            table[b, have[b] : need[b]] = free[taken : taken + int(missing[b])]
+            taken += int(missing[b])
         copies = None
         if len(sources):
             copies = (sources.astype(np.int32), targets.astype(np.int32))
@@ -309,10 +320,10 @@ class Books:
             )
 
     def _queries(
-        self, new: Flags | None, ordinal: Ints, counts: Ints, old: Ints, seen: Seen
+        self, new: Flags | None, ordinal: Ints, end: Ints, seen: Seen
     ) -> tuple[Ints | None, Ints, Ints, Ints | None]:
         """Which queries are computed, lengths, where each sequence's queries start, and ranges."""
-        batch, end, columns = self.batch, old + counts, ordinal.shape[1]
+        batch, columns = self.batch, ordinal.shape[1]
         each = np.arange(batch + 1) * columns
         # Padding that comes after tokens sees these.
         late = new is not None and bool((~new & (self.lengths[:, None] + ordinal > 0)).any())
@@ -320,7 +331,7 @@ class Books:
             return None, end, each, None
         if not seen.chunk and not late:
             assert new is not None
-            return np.flatnonzero(new), end, np.concatenate([[0], counts.cumsum()]), None
+            return np.flatnonzero(new), end, np.concatenate([[0], new.sum(1).cumsum()]), None
         base = (self.first * self.block_size)[:, None]
         high = self.lengths[:, None] + ordinal
         if seen.chunk:
@@ -395,9 +406,12 @@ class Books:
         if self.valid is not None:
             valid = self.valid[:, :left]
             lengths = valid.sum(1)
-        if self.reach >= 0 and (
-            (self.first * self.block_size > np.maximum(lengths - self.reach, 0)) & (lengths > 0)
-        ).any():
+        if (
+            self.reach >= 0
+            and (
+                (self.first * self.block_size > np.maximum(lengths - self.reach, 0)) & (lengths > 0)
+            ).any()
+        ):
             raise RuntimeError(
                 "`crop`: expected fewer tokens to remove, as those before them are gone"
             )
@@ -414,3 +428,8 @@ class Books:
             self, lengths=self.lengths[rows], first=self.first[rows], table=self.table[rows],
             valid=valid, shared=shared,
         )  # fmt: skip
+
+
+def _ordinal(new: Flags | None, columns: int) -> Ints:
+    """How many tokens of a pass have come with each column: of the batch, or alike for all."""
+    return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

@@ -48,7 +48,7 @@ class Pending:
         self.done: tuple[Any, Step, Pool] | None = None
 
 
-class Rows(torch.Tensor):
+class Rows(torch.Tensor):  # type: ignore[misc]
     """New rows of K or V on their way from `NumkvLayer.update` to the attention function ``numkv``.
 
     Everything else that would read them raises: it would see the new rows, where it expects all of the cache.
@@ -72,7 +72,7 @@ class Rows(torch.Tensor):
             "what the cache gives back, or has attention of its own, needs another cache"
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"Rows({tuple(self.shape)}, on their way into {self.pending.layer!r})"
 
 

@@ -28,14 +28,20 @@ class Plan:
     ----------
     seen : Seen or None
         What each token sees; None for a mask that numkv's kernels have no form of.
+    columns, offset : int
+        Columns of the pass, and those before.
+    whole : Plan
+        The plan that this one is a part of, or itself: models whose last layers share rows compute them for the last
+        columns alone.
     """
 
-    __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen")
+    __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
 
     def __init__(self, seen: Seen | None, columns: int, offset: int, arguments: Any) -> None:
         self.seen = seen
         self.columns = columns
         self.offset = offset
+        self.whole = self
         self._arguments = arguments
         self._padding: Any = None
         self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
@@ -87,9 +93,28 @@ class Plan:
             Whether to make one in any case.
         """
         arguments = self._arguments
-        if explicit:
-            arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(**arguments)
+        if explicit or self.whole is not self:
+            arguments = arguments | {
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
+        mask = sdpa_mask(**arguments)
+        return mask if self.whole is self else mask[:, :, -self.columns :]
+
+    def __getitem__(self, index: Any) -> Plan:
+        """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
+        each = slice(None)
+        if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
+            self._refuse()
+        *others, rows = (*index[:2], index[3], index[2])
+        start = rows.start or 0
+        if others != [each] * 3 or rows.stop is not None or rows.step is not None or start > 0:
+            self._refuse()
+        if start == 0 or -start >= self.columns:
+            return self
+        part = Plan(self.seen, -start, self.offset, self._arguments)
+        part.whole = self.whole
+        return part
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotSupported(
@@ -97,7 +122,7 @@ class Plan:
             "one that computes with it; choose another with model.set_attn_implementation"
         )
 
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __len__ = __iter__ = _refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,6 +189,4 @@ def _inside(function: Any, maker: str) -> dict[str, Any]:
     if function.__qualname__.partition(".")[0] != maker:
         return {}
     cells = function.__closure__ or ()
-    return {
-        name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)
-    }
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
