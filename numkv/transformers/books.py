@@ -269,9 +269,10 @@ class Books:
             targets = np.append(targets, free[taken])
             table[b, place] = free[taken]
             taken += 1
-        for b in np.flatnonzero(missing):
-            table[b, have[b] : need[b]] = free[taken : taken + int(missing[b])]
-            taken += int(missing[b])
+        for b in map(int, np.flatnonzero(missing)):
+            more = int(missing[b])
+            table[b, have[b] : need[b]] = free[taken : taken + more]
+            taken += more
         copies = None
         if len(sources):
             copies = (sources.astype(np.int32), targets.astype(np.int32))

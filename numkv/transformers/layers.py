@@ -99,7 +99,6 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = options.block_size_for(reach)
         self.books: Books | None = None
         self.pool: Pool | None = None
-        self._batch = 0  # that room is reserved for
 
     def __repr__(self) -> str:
         reach = f", reach={self.reach}" if self.reach >= 0 else ""
@@ -114,12 +113,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         k_kind, v_kind = self.options.kinds(_kind_of(key_states), _kind_of(value_states))
         self.books = self.options.empty_books(int(batch), self.block_size, self.reach)
         shape = (self.books.num_blocks, int(heads), self.block_size)
-        pool = self.pool
-        if pool is None or pool.k.shape[:3] != shape:
-            self.pool = Pool.allocate(
-                targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
-                self.options.rotate,
-            )  # fmt: skip
+        self.pool = Pool.allocate(
+            targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
+            self.options.rotate,
+        )  # fmt: skip
         self.is_initialized = True
 
     def update(
@@ -132,12 +129,15 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def begin(self, key_states: Any, value_states: Any) -> tuple[Books, Pool]:
         """The books and the pool that new rows meet, both checked."""
-        if not self.is_initialized or self.books is None or self.pool is None:
+        batch, heads, _, dim = key_states.shape
+        dims = (heads, dim, value_states.shape[3])
+        if self.books is None or self.pool is None:
             self.lazy_initialization(key_states, value_states)
+        elif self.books.columns == 0 and (batch, *dims) != (self.books.batch, *self._dims()):
+            self.lazy_initialization(key_states, value_states)  # after a reset
         books, pool = self.books, self.pool
         assert books is not None
         assert pool is not None
-        batch, heads, _, dim = key_states.shape
         if batch != books.batch:
             raise DimensionMismatch(
                 f"NumkvCache: expected a batch of {books.batch}, as is in the cache, got {batch}; call reset() "
@@ -145,15 +145,18 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
                 expected=books.batch,
                 actual=int(batch),
             )
-        there = (int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v)
-        if (heads, dim, value_states.shape[3]) != there:
+        if dims != self._dims():
             raise DimensionMismatch(
-                f"NumkvCache: expected heads and dims of K and V {there}, got "
-                f"{(int(heads), int(dim), int(value_states.shape[3]))}",
-                expected=there,
-                actual=(int(heads), int(dim), int(value_states.shape[3])),
+                f"NumkvCache: expected heads and dims of K and V {self._dims()}, got {tuple(map(int, dims))}",
+                expected=self._dims(),
+                actual=tuple(map(int, dims)),
             )
         return books, pool
+
+    def _dims(self) -> tuple[int, int, int]:
+        pool = self.pool
+        assert pool is not None
+        return int(pool.k.shape[1]), pool.head_dim, pool.head_dim_v
 
     def make_room(self, step: Step) -> Pool:
         """The pool with room for a step's rows; the layer's books stay as they are."""
@@ -196,11 +199,11 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay if the next batch is of the same size."""
-        if self.books is not None:
-            self.books = Books.empty(
-                self.books.batch, self.block_size, self.books.num_blocks, self.reach
+        books = self.books
+        if books is not None:
+            self.books = self.options.empty_books(
+                books.batch, self.block_size, self.reach, books.num_blocks
             )
-        self.is_initialized = False
 
     def change(self, books: Books, shrink: Shrink | None = None) -> None:
         """Take new books, and a smaller pool if they say so."""

@@ -53,7 +53,7 @@ class Options:
             raise TypeError(f"`rotate`: expected True or False, got {rotate!r}")
         self.capacity = capacity or 0
         self.rotate = rotate
-        self._empty: dict[tuple[int, int, int], Books] = {}
+        self._empty: dict[tuple[int, int, int, int], Books] = {}
 
     def kinds(self, of_keys: Kind, of_values: Kind) -> tuple[Kind, Kind]:
         """Kinds of K and V, those of the model where none was asked for."""
@@ -66,14 +66,17 @@ class Options:
             size //= 2
         return size
 
-    def empty_books(self, batch: int, block_size: int, reach: int) -> Books:
+    def empty_books(
+        self, batch: int, block_size: int, reach: int, num_blocks: int | None = None
+    ) -> Books:
         """Books of a batch without tokens; the same object for all layers that ask alike."""
-        key = (batch, block_size, reach)
-        if key not in self._empty:
+        if num_blocks is None:
             tokens = self.capacity
             if reach >= 0:
                 tokens = min(tokens, reach + block_size)
             num_blocks = max(1, batch * -(-tokens // block_size))
+        key = (batch, block_size, reach, num_blocks)
+        if key not in self._empty:
             self._empty[key] = Books.empty(batch, block_size, num_blocks, reach)
         return self._empty[key]
 
