@@ -17,7 +17,7 @@ from numkv.transformers.masks import Plan
 __all__ = ["attention"]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
 def attention(
     module: Any,
     query: Any,
@@ -60,17 +60,27 @@ def attention(
     NotSupported
         If something is asked for that would not be right.
     """
-    if type(key) is not Rows:
-        return _without_cache(
-            module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
+    if type(key) is Rows:
+        return _over_cache(
+            query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
         ), None
+    return _without_cache(
+        module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
+    ), None
+
+
+def _over_cache(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, scaling: float | None,
+    softcap: float | None, s_aux: Any, others: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Attend over what a `NumkvCache` holds, the new rows included."""
     pending = key.pending
     if type(value) is not Rows or value.pending is not pending:
         raise NotSupported(
             "NumkvCache: expected K and V of one layer, got those of two, or one from elsewhere"
         )
-    if type(attention_mask) is not Plan:
-        _refuse_mask(attention_mask)
+    if type(mask) is not Plan:
+        _refuse_mask(mask)
     if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
         _refuse(dropout, others)
     if query.requires_grad and torch.is_grad_enabled():
@@ -80,7 +90,7 @@ def attention(
         )
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
-    return append_and_attend(query, pending, attention_mask, options), None
+    return append_and_attend(query, pending, mask, options)
 
 
 def _refuse_mask(mask: Any) -> None:
