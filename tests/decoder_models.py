@@ -101,6 +101,49 @@ FAMILIES = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+            "use_mamba_kernels": False, "mamba_d_state": 8, "mamba_dt_rank": 8,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        {
+            "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
+            "mamba_d_state": 16, "mamba_chunk_size": 16, "num_local_experts": 2, "shared_intermediate_size": 32,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "head_dim": 16, "layers_block_type": ["mamba", "attention", "mlp", "attention"], "mamba_num_heads": 8,
+            "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 16, "n_mamba_heads": 8,
+            "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "falcon_h1": (
         "FalconH1Config",
         {

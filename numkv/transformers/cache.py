@@ -84,6 +84,10 @@ class NumkvCache(Cache):  # type: ignore[misc]
             _layer(number, name, options, given)
             for number, (name, given) in enumerate(zip(types, arguments, strict=True))
         ]
+        if not any(isinstance(layer, NumkvLayer) for layer in layers):
+            raise NotSupported(
+                f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
+            )
         super().__init__(layers=layers)
 
     @property

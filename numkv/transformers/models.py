@@ -73,6 +73,12 @@ def use(
             f"numkv.transformers: expected a model whose attention can be chosen, got {type(given).__name__}, which "
             "has its own"
         )
+    own_cache = getattr(given, "_supports_default_dynamic_cache", None)
+    if own_cache is not None and not own_cache():
+        raise NotSupported(
+            f"numkv.transformers: expected a model that takes transformers' caches, got {type(given).__name__}, which "
+            "has its own"
+        )
     before = getattr(given, _OPTIONS, (None, given.config._attn_implementation))[1]
     given.set_attn_implementation("numkv")
     setattr(given, _OPTIONS, (options, before))

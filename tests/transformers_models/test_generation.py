@@ -93,7 +93,7 @@ def test_ways_to_generate_with_other_layers(family, way):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "jamba", "zamba2"])
 @pytest.mark.parametrize("way", [beams, beams_of_a_padded_batch, sampling, chat, prefill_in_chunks])
 def test_ways_to_generate_with_recurrent_layers(family, way):
     """transformers itself refuses the others."""

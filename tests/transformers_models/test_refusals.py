@@ -27,6 +27,7 @@ def model():
         (transformers.FalconConfig(alibi=True), "ALiBi"),
         (transformers.BloomConfig(), "ALiBi"),
         (transformers.T5Config(), "cross attention"),
+        (transformers.MambaConfig(num_hidden_layers=2), "has none"),
     ],
     ids=lambda x: type(x).__name__,
 )
