@@ -11,7 +11,7 @@ from numkv.transformers.books import Books
 __all__ = ["Options"]
 
 # Short blocks are copied fast where beams part, and long ones read as fast as memory without blocks.
-_BLOCK_SIZE = 128
+_BLOCK_SIZE = 256
 _SMALLEST = 16
 
 

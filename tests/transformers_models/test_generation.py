@@ -85,6 +85,19 @@ def test_ways_to_generate(family, way):
     check_way(family, way)
 
 
+def test_beams_share_the_blocks_of_their_prompt():
+    model = make("llama")
+    model.set_attn_implementation("numkv")
+    cache = NumkvCache(model.config, "fp32")
+    model.generate(
+        **prompts([600]), num_beams=4, past_key_values=cache, max_length=620, do_sample=False
+    )
+    books = cache.layers[0].books
+    assert books.batch == 4
+    assert len(set(books.table[:, :2].flat)) == 2  # two full blocks of 256
+    assert (books._used() > 0).sum() <= 2 + 4  # and a last one each
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("family", ["mistral_sliding", "llama4", "lfm2", "gemma4", "gpt_oss"])

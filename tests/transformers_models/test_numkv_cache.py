@@ -84,21 +84,21 @@ def test_a_model_in_bfloat16():
 def test_padding_is_not_stored():
     model = on_numkv("llama")
     cache = NumkvCache(model.config, "fp32")
-    logits_of(model, cache, prompts([200, 3, 2, 1]))
-    assert cache.get_seq_length() == 200
-    assert cache.layers[0].books.num_blocks == 2 + 3  # of 128 tokens
-    assert cache.nbytes == 4 * 5 * 128 * 2 * 2 * 16 * 4
+    logits_of(model, cache, prompts([300, 3, 2, 1]))
+    assert cache.get_seq_length() == 300
+    assert cache.layers[0].books.num_blocks == 2 + 3  # of 256 tokens
+    assert cache.nbytes == 4 * 5 * 256 * 2 * 2 * 16 * 4
 
 
 def test_room_grows_by_doubling_and_is_reserved():
     model = on_numkv("llama")
-    growing, reserved = (NumkvCache(model.config, "fp32", capacity=n) for n in (None, 300))
+    growing, reserved = (NumkvCache(model.config, "fp32", capacity=n) for n in (None, 600))
     sizes = []
     for cache in (growing, reserved):
-        logits_of(model, cache, prompts([120]))
+        logits_of(model, cache, prompts([240]))
         sizes.append([cache.layers[0].books.num_blocks])
         for _ in range(3):
-            logits_of(model, cache, {"input_ids": torch.full((1, 60), 5)})
+            logits_of(model, cache, {"input_ids": torch.full((1, 120), 5)})
             sizes[-1].append(cache.layers[0].books.num_blocks)
     assert sizes == [[1, 2, 2, 4], [3, 3, 3, 3]]
 

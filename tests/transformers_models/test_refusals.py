@@ -1,5 +1,9 @@
 """What would not be right is refused, and by whom, and nothing has changed afterwards."""
 
+import sys
+import types
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -203,3 +207,23 @@ def test_offloading_is_not_there(model):
     cache = NumkvCache(model.config)
     with pytest.raises(NotSupported, match="offload"):
         cache.layers[0].offload()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, r"not installed; try pip install \"numkv\[transformers\]\""),
+        ("4.57.1", "needs transformers 5"),
+        ("5.99.0", "was made for transformers 5.23"),
+    ],
+)
+def test_versions_that_it_was_not_made_for(monkeypatch, found, said):
+    """The module says so when it is imported; here its source is run beside another transformers."""
+    other = None
+    if found is not None:
+        other = types.ModuleType("transformers")
+        other.__version__ = found
+    monkeypatch.setitem(sys.modules, "transformers", other)
+    path = Path(on_transformers.__file__)
+    with pytest.raises(ImportError, match=said):
+        exec(compile(path.read_text(), str(path), "exec"), {"__name__": "elsewhere"})
