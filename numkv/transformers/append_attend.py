@@ -85,4 +85,7 @@ def _new_rows(x: Any, kind: Kind, name: str) -> Any:
 def _by_token(x: Any, name: str) -> Any:
     """Rows ``(batch * T, heads, dim)`` as an array, without a copy where they lie so, as they do in most models."""
     batch, heads, columns, dim = x.shape
-    return array_of(x.transpose(1, 2).reshape(batch * columns, heads, dim), name)
+    rows = x.transpose(1, 2).reshape(batch * columns, heads, dim)
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    return array_of(rows, name)

@@ -131,6 +131,13 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         """The books and the pool that new rows meet, both checked."""
         batch, heads, _, dim = key_states.shape
         dims = (heads, dim, value_states.shape[3])
+        if key_states.shape[:3] != value_states.shape[:3]:
+            raise DimensionMismatch(
+                f"`value_states`: expected batch, heads and tokens of `key_states`, {tuple(key_states.shape[:3])}, "
+                f"got {tuple(value_states.shape[:3])}",
+                expected=tuple(key_states.shape[:3]),
+                actual=tuple(value_states.shape[:3]),
+            )
         if self.books is None or self.pool is None:
             self.lazy_initialization(key_states, value_states)
         elif self.books.columns == 0 and (batch, *dims) != (self.books.batch, *self._dims()):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 
@@ -13,6 +14,8 @@ from transformers import DynamicCache  # noqa: E402
 
 import numkv.transformers as on_transformers  # noqa: E402
 from numkv.transformers import NumkvCache  # noqa: E402
+from numkv.transformers.attention import attention  # noqa: E402
+from numkv.transformers.masks import plan_of_mask  # noqa: E402
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
@@ -79,6 +82,31 @@ def test_a_model_in_bfloat16():
         errors[implementation] = (found - expected).square().mean()
     assert cache.layers[0].pool.k_kind.name == "bf16"
     assert errors["numkv"] < 1.2 * errors["sdpa"]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)], ids=str)
+def test_rows_of_any_strides(order):
+    """The attention function alone, against PyTorch's; V wider than K."""
+    generator = torch.Generator().manual_seed(1)
+
+    def made(*shape):
+        given = torch.randn([shape[i] for i in order], generator=generator)
+        return given.permute([order.index(i) for i in range(4)])
+
+    module = types.SimpleNamespace(training=False, layer_idx=0)
+    cache = NumkvCache(transformers.LlamaConfig(num_hidden_layers=1), "fp32")
+    keys, values = made(2, 2, 0, 16), made(2, 2, 0, 24)
+    for columns in (5, 1, 3):
+        query, k, v = made(2, 4, columns, 16), made(2, 2, columns, 16), made(2, 2, columns, 24)
+        past = cache.get_seq_length()
+        plan = plan_of_mask(2, columns, past + columns, past)
+        found, _ = attention(module, query, *cache.update(k, v, 0), plan, scaling=0.3)
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        seen = torch.ones(columns, past + columns, dtype=torch.bool).tril(past)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=seen, scale=0.3, enable_gqa=True
+        )
+        assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
 
 
 def test_padding_is_not_stored():
