@@ -62,6 +62,7 @@ PACKAGES = {
     "storage": ["Pool", "Rotation"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip
+EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # that may be missing
 
 
 def test_packages_have_the_public_names_that_are_listed():
@@ -69,11 +70,25 @@ def test_packages_have_the_public_names_that_are_listed():
     folders.remove("torch")  # which needs an extra; see tests/tensors
     found = {}
     for folder in folders:
+        if folder in EXTRAS:
+            continue  # see below
         package = importlib.import_module(f"numkv.{folder}")
         if hasattr(package, "__all__"):
             found[folder] = list(package.__all__)
             assert all(hasattr(package, name) for name in package.__all__), folder
     assert found == PACKAGES
+
+
+@pytest.mark.parametrize("folder", EXTRAS)
+def test_packages_of_extras_have_the_public_names_that_are_listed(folder):
+    pytest.importorskip("torch")
+    pytest.importorskip(folder)
+    package = importlib.import_module(f"numkv.{folder}")
+    assert all(hasattr(package, name) for name in package.__all__)
+    if EXTRAS[folder] is None:  # the names of numkv itself
+        assert set(package.__all__) <= set(numkv.__all__)
+    else:
+        assert list(package.__all__) == EXTRAS[folder]
 
 
 def test_a_package_gives_the_objects_that_the_top_level_gives():

@@ -30,6 +30,7 @@ LADDER = [
     ["files", "compile_ahead"],
     [""],  # the package itself
     ["torch"],
+    ["transformers"],
     ["demo"],
     ["cli"],
     ["__main__"],
@@ -39,6 +40,7 @@ FOREIGN = {  # what the rows may import beside each other, and the core beside i
     "rows": {"__future__", "math", "numpy", "numba"},
     "core": {"numpy", "numba", "ml_dtypes", "safetensors", "llvmlite", "numba_cuda"},
     "torch": {"torch"},  # rooms that have an extra of their own
+    "transformers": {"torch", "transformers"},
 }
 
 

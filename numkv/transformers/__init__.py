@@ -1,0 +1,45 @@
+"""numkv as cache and attention of Hugging Face's transformers, on the CPU.
+
+``numkv.transformers.use(model, kind="int8")`` is all that ``model.generate`` needs. In steps of its own::
+
+    model.set_attn_implementation("numkv")
+    model.generate(**inputs, past_key_values=NumkvCache(model.config, kind="int8"))
+
+Importing this registers the attention function and the mask function ``numkv``. docs/transformers.md says what goes
+with it, and what is refused.
+
+It needs transformers 5 and PyTorch 2.5 or newer: ``pip install "numkv[transformers]"``.
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers as _transformers
+except ImportError as error:
+    raise ImportError(
+        'numkv.transformers needs transformers, which is not installed; try pip install "numkv[transformers]"'
+    ) from error
+
+if _transformers.__version__.split(".")[0] != "5":
+    raise ImportError(
+        f"numkv.transformers needs transformers 5, as its caches and masks differ from version to version, got "
+        f'{_transformers.__version__}; try pip install "numkv[transformers]"'
+    )
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from numkv.transformers.attention import attention as _attention
+    from numkv.transformers.cache import NumkvCache
+    from numkv.transformers.masks import plan_of_mask as _plan_of_mask
+    from numkv.transformers.models import restore, use
+except ImportError as error:
+    raise ImportError(
+        f"numkv.transformers was made for transformers 5.23, and transformers {_transformers.__version__} lacks what "
+        f"it needs: {error}"
+    ) from error
+
+__all__ = ["NumkvCache", "restore", "use"]
+
+AttentionInterface.register("numkv", _attention)
+AttentionMaskInterface.register("numkv", _plan_of_mask)

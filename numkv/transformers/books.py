@@ -1,0 +1,436 @@
+"""Which tokens a cache layer holds, in which blocks, and what a forward pass changes: plain numbers, no tensors.
+
+Books are never changed. A forward pass, a crop or a reordering makes new ones, so layers of one history share one
+object, and what a pass needs is worked out once for all of them. A failed pass leaves the books as they were.
+
+A batch has *columns*, which transformers counts, padding included, and each sequence *tokens*, which are stored:
+padding is not. Tokens lie in blocks, as in a paged pool. Sequences that beam search has split share blocks until one
+of them writes to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.errors import DimensionMismatch, NotSupported
+
+__all__ = ["Books", "Seen", "Shrink", "Step"]
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+#: Blocks of a smaller pool, and which of this one's go where in it.
+Shrink = tuple[int, NDArray[np.int32], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a token sees beside causality.
+
+    Attributes
+    ----------
+    window : int
+        Tokens, its own included; 0 for all.
+    chunk : int
+        Tokens of a chunk, of which it sees its own; 0 for none.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one forward pass does to layers of one history.
+
+    Attributes
+    ----------
+    num_blocks : int
+        Blocks that the pool needs.
+    copies : tuple of int32 array (n,), or None
+        Blocks to copy before anything is written: from, to; into a new pool where `num_blocks` is not the pool's.
+    slots : int64 array (batch * T,)
+        Where each new row goes, -1 for padding.
+    queries : int64 array (n,) or None
+        Which of the ``batch * T`` queries are computed; None for all.
+    table, lengths, starts, ranges : array
+        Block table, lengths and where queries start, as attention takes them; ranges of the queries, or None.
+    after : Books
+        What holds after the pass.
+    shrink : Shrink or None
+        Blocks of a smaller pool that is to take what is left after the pass, and copies into it.
+    before, new, seen, columns : Books, bool array (batch, columns) or None, Seen, int
+        What it was worked out from.
+    """
+
+    num_blocks: int
+    copies: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+    slots: Ints
+    queries: Ints | None
+    table: NDArray[np.int32]
+    lengths: Ints
+    starts: Ints
+    ranges: Ints | None
+    after: Books
+    shrink: Shrink | None
+    before: Books
+    new: Flags | None
+    seen: Seen
+    columns: int
+
+    def of_last(self, columns: int) -> Step:
+        """The step for the queries of the last columns alone."""
+        books, new = self.before, self.new
+        ordinal = _ordinal(new, self.columns)[:, -columns:]
+        new = None if new is None else new[:, -columns:]
+        found = books._queries(new, ordinal, self.lengths, self.seen)
+        queries, lengths, starts, ranges = found
+        return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Books:
+    """The tokens of a batch, as layers of one history hold them.
+
+    Attributes
+    ----------
+    block_size : int
+        Tokens of a block.
+    num_blocks : int
+        Blocks of the pool.
+    reach : int
+        Earlier tokens that a new one may see, so that older ones are dropped; -1 for all.
+    columns : int
+        Columns so far, padding included.
+    lengths : int64 array (batch,)
+        Tokens of each sequence, those dropped included.
+    first : int64 array (batch,)
+        Blocks of each sequence that were dropped.
+    table : int32 array (batch, width)
+        Its blocks from there on; entries past its length mean nothing.
+    valid : bool array (batch, columns) or None
+        Which columns are tokens; None if all are.
+    shared : bool
+        Whether sequences may share blocks.
+    """
+
+    block_size: int
+    num_blocks: int
+    reach: int
+    columns: int
+    lengths: Ints
+    first: Ints
+    table: NDArray[np.int32]
+    valid: Flags | None = None
+    shared: bool = False
+
+    @classmethod
+    def empty(cls, batch: int, block_size: int, num_blocks: int, reach: int) -> Books:
+        """Books of sequences without tokens."""
+        zeros = np.zeros(batch, np.int64)
+        table = np.zeros((batch, 0), np.int32)
+        return cls(block_size, num_blocks, reach, 0, zeros, zeros, table)
+
+    def __deepcopy__(self, memo: Any) -> Books:
+        return self
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    # -- a forward pass
+
+    def check_mask(self, mask: Flags | None, new_columns: int) -> Flags | None:
+        """Take apart a padding mask over earlier and new columns.
+
+        Parameters
+        ----------
+        mask : bool array (batch, columns or more), or None
+            Which columns are tokens.
+        new_columns : int
+            Columns of the pass.
+
+        Returns
+        -------
+        bool array (batch, new_columns) or None
+            Which of the new columns are tokens; None if all are.
+
+        Raises
+        ------
+        DimensionMismatch
+            If the mask has another batch, or fewer columns.
+        NotSupported
+            If it says something else about earlier columns than it did when they came.
+        """
+        if mask is None:
+            if self.valid is None or self.valid.all():
+                return None
+            raise NotSupported(
+                "`attention_mask`: expected a mask that marks the padding of earlier calls again, got None"
+            )
+        columns = self.columns + new_columns
+        if mask.shape[0] != self.batch or mask.shape[1] < columns:
+            raise DimensionMismatch(
+                f"`attention_mask`: expected ({self.batch}, {columns}), for the {self.columns} columns in the cache "
+                f"and {new_columns} new ones, got {mask.shape}; it covers all tokens, not the new ones alone",
+                expected=(self.batch, columns),
+                actual=mask.shape,
+            )
+        past, new = mask[:, : self.columns], mask[:, self.columns : columns]
+        same = past.all() if self.valid is None else np.array_equal(past, self.valid)
+        if not same:
+            raise NotSupported(
+                "`attention_mask`: expected the same zeros for tokens in the cache as when they came, got others; "
+                "tokens cannot be hidden or shown later on"
+            )
+        return None if new.all() else new
+
+    def advance(
+        self, mask: Flags | None, new_columns: int, seen: Seen, *, keep: bool = False
+    ) -> Step:
+        """Work out a forward pass over new columns.
+
+        Parameters
+        ----------
+        mask : bool array (batch, columns or more), or None
+            Which columns are tokens, earlier ones included.
+        new_columns : int
+            Columns of the pass, T.
+        seen : Seen
+            What each token sees.
+        keep : bool
+            Whether tokens out of reach are kept, as a crop may bring them back into it.
+
+        Raises
+        ------
+        DimensionMismatch, NotSupported
+            See `check_mask`; NotSupported also if a query would see tokens that were dropped.
+        """
+        new = self.check_mask(mask, new_columns)
+        ordinal = _ordinal(new, new_columns)
+        counts = np.full(self.batch, new_columns, np.int64) if new is None else new.sum(1)
+        size, base = self.block_size, self.first * self.block_size
+        old, end = self.lengths - base, self.lengths + counts - base
+        copies, num_blocks, table = self._make_room(old, end)
+        valid = self._joined(new, new_columns)
+        # Where the new rows go.
+        at = np.maximum(old[:, None] + ordinal - 1, 0)
+        if table.shape[1]:
+            slots = np.take_along_axis(table, at // size, 1).astype(np.int64) * size + at % size
+        else:  # padding alone, so far
+            slots = np.full(at.shape, -1, np.int64)
+        if new is not None:
+            slots[~new] = -1
+        self._check_seen(seen, counts)
+        queries, lengths, starts, ranges = self._queries(new, ordinal, end, seen)
+        after = replace(
+            self, num_blocks=num_blocks, columns=self.columns + new_columns,
+            lengths=self.lengths + counts, table=table, valid=valid,
+        )  # fmt: skip
+        shrink = None
+        if self.reach >= 0 and not keep:
+            after, shrink = after.dropping().shrunk()
+        return Step(
+            num_blocks, copies, slots.reshape(-1), queries, table, lengths, starts, ranges, after,
+            shrink, self, new, seen, new_columns,
+        )  # fmt: skip
+
+    def _make_room(
+        self, old: Ints, end: Ints
+    ) -> tuple[tuple[NDArray[np.int32], NDArray[np.int32]] | None, int, NDArray[np.int32]]:
+        """Blocks for rows up to `end`: copies, blocks of the pool, and the table."""
+        size = self.block_size
+        have, need = -(-old // size), -(-end // size)
+        missing = np.maximum(need - have, 0)
+        divided = self._to_divide(old, end) if self.shared else []
+        wanted = int(missing.sum()) + len(divided)
+        if wanted == 0:
+            return None, self.num_blocks, self.table
+        used = self._used()
+        free = np.flatnonzero(used == 0)
+        num_blocks = self.num_blocks
+        sources: NDArray[np.int64] = np.zeros(0, np.int64)
+        if len(free) < wanted:
+            num_blocks = max(2 * num_blocks, num_blocks - len(free) + wanted)
+            free = np.concatenate([free, np.arange(self.num_blocks, num_blocks)])
+            sources = np.flatnonzero(used)  # a larger pool takes all that there is
+        width = max(self.table.shape[1], int(need.max()))
+        table = np.full((self.batch, width), -1, np.int32)
+        table[:, : self.table.shape[1]] = self.table
+        targets = sources
+        taken = 0
+        for b in divided:
+            place = int(old[b]) // size
+            sources = np.append(sources, table[b, place])
+            targets = np.append(targets, free[taken])
+            table[b, place] = free[taken]
+            taken += 1
+        for b in map(int, np.flatnonzero(missing)):
+            more = int(missing[b])
+            table[b, have[b] : need[b]] = free[taken : taken + more]
+            taken += more
+        copies = None
+        if len(sources):
+            copies = (sources.astype(np.int32), targets.astype(np.int32))
+        return copies, num_blocks, table
+
+    def _to_divide(self, old: Ints, end: Ints) -> list[int]:
+        """Sequences that write to a block that another one holds too, but for the last of its holders."""
+        used = self._used()
+        found = []
+        for b in np.flatnonzero((old % self.block_size != 0) & (end > old)):
+            block = self.table[b, old[b] // self.block_size]
+            if used[block] > 1:
+                used[block] -= 1
+                found.append(int(b))
+        return found
+
+    def _used(self) -> Ints:
+        """How many sequences hold each block."""
+        held = -(-(self.lengths - self.first * self.block_size) // self.block_size)
+        live = np.arange(self.table.shape[1])[None] < held[:, None]
+        return np.bincount(self.table[live], minlength=self.num_blocks)
+
+    def _joined(self, new: Flags | None, new_columns: int) -> Flags | None:
+        """Which columns are tokens, with the new ones."""
+        if new is None and self.valid is None:
+            return None
+        past = np.ones((self.batch, self.columns), bool) if self.valid is None else self.valid
+        if new is None:
+            new = np.ones((self.batch, new_columns), bool)
+        return np.concatenate([past, new], 1)
+
+    def _check_seen(self, seen: Seen, counts: Ints) -> None:
+        """Refuse to answer queries that see tokens which are gone."""
+        if not self.first.any():
+            return
+        if seen.chunk:
+            lowest = self.lengths // seen.chunk * seen.chunk
+        elif seen.window:
+            lowest = np.maximum(self.lengths - seen.window + 1, 0)
+        else:
+            lowest = np.zeros_like(self.lengths)
+        if ((lowest < self.first * self.block_size) & (counts > 0)).any():
+            raise NotSupported(
+                f"NumkvCache: expected a mask by which no token sees more than {self.reach} earlier ones in this "
+                "layer, which has dropped the others, got one that shows more"
+            )
+
+    def _queries(
+        self, new: Flags | None, ordinal: Ints, end: Ints, seen: Seen
+    ) -> tuple[Ints | None, Ints, Ints, Ints | None]:
+        """Which queries are computed, lengths, where each sequence's queries start, and ranges."""
+        batch, columns = self.batch, ordinal.shape[1]
+        each = np.arange(batch + 1) * columns
+        # Padding that comes after tokens sees these.
+        late = new is not None and bool((~new & (self.lengths[:, None] + ordinal > 0)).any())
+        if not seen.chunk and (new is None or (columns == 1 and (end > 0).all())):
+            return None, end, each, None
+        if not seen.chunk and not late:
+            assert new is not None
+            return np.flatnonzero(new), end, np.concatenate([[0], new.sum(1).cumsum()]), None
+        base = (self.first * self.block_size)[:, None]
+        high = self.lengths[:, None] + ordinal
+        if seen.chunk:
+            low = (high - 1) // seen.chunk * seen.chunk
+        elif seen.window:
+            low = high - seen.window
+        else:
+            low = np.zeros_like(high)
+        low = np.where(high > 0, np.maximum(low - base, 0), 0)
+        ranges = np.stack([low, np.maximum(high - base, 0)], -1).reshape(-1, 2)
+        return None, end, each, np.ascontiguousarray(ranges)
+
+    # -- what drops tokens
+
+    def dropping(self) -> Books:
+        """Without the blocks that no later token sees."""
+        size = self.block_size
+        first = np.maximum(np.maximum(self.lengths - self.reach, 0) // size, self.first)
+        dropped = first - self.first
+        if not dropped.any():
+            return self
+        at = np.arange(self.table.shape[1])[None] + dropped[:, None]
+        table = np.take_along_axis(self.table, np.minimum(at, self.table.shape[1] - 1), 1)
+        held = int((-(-(self.lengths - first * size) // size)).max(initial=0))
+        return replace(self, first=first, table=np.ascontiguousarray(table[:, :held]))
+
+    def shrunk(self) -> tuple[Books, Shrink | None]:
+        """In a pool of as many blocks as the reach needs, where this one has more than twice as many."""
+        enough = max(1, self.batch * (-(-self.reach // self.block_size) + 2))
+        if self.num_blocks <= 2 * enough:
+            return self, None
+        used = np.flatnonzero(self._used())
+        enough = max(enough, len(used))
+        if enough >= self.num_blocks:
+            return self, None
+        renamed = np.zeros(self.num_blocks, np.int32)
+        renamed[used] = np.arange(len(used))
+        table = renamed[np.maximum(self.table, 0)]
+        books = replace(self, num_blocks=enough, table=table)
+        return books, (enough, used.astype(np.int32), renamed[used])
+
+    def cropped(self, columns: int, *, kept: bool) -> Books:
+        """Without the last columns.
+
+        Parameters
+        ----------
+        columns : int
+            How many, from 0 up.
+        kept : bool
+            Whether tokens out of reach were kept since the last crop.
+
+        Raises
+        ------
+        DimensionMismatch
+            If there are fewer.
+        RuntimeError
+            If tokens that come into reach again may have been dropped.
+        """
+        if columns > self.columns:
+            raise DimensionMismatch(
+                f"`crop`: expected at most {self.columns} tokens to remove, got {columns}",
+                expected=self.columns,
+                actual=columns,
+            )
+        if columns and self.reach >= 0 and self.columns > self.reach and not kept:
+            raise RuntimeError(
+                "`crop`: this layer drops tokens that leave its window, so it cannot go back; call "
+                "`activate_past_recording` before the tokens that are to be removed come"
+            )
+        left = self.columns - columns
+        lengths, valid = self.lengths - columns, None
+        if self.valid is not None:
+            valid = self.valid[:, :left]
+            lengths = valid.sum(1)
+        if (
+            self.reach >= 0
+            and (
+                (self.first * self.block_size > np.maximum(lengths - self.reach, 0)) & (lengths > 0)
+            ).any()
+        ):
+            raise RuntimeError(
+                "`crop`: expected fewer tokens to remove, as those before them are gone"
+            )
+        first = np.where(lengths > 0, self.first, 0)
+        return replace(self, columns=left, lengths=lengths, first=first, valid=valid)
+
+    # -- sequences
+
+    def selected(self, rows: Ints) -> Books:
+        """Sequences of these numbers, in this order; those that come twice share their blocks."""
+        valid = None if self.valid is None else self.valid[rows]
+        shared = self.shared or len(np.unique(rows)) < len(rows)
+        return replace(
+            self, lengths=self.lengths[rows], first=self.first[rows], table=self.table[rows],
+            valid=valid, shared=shared,
+        )  # fmt: skip
+
+
+def _ordinal(new: Flags | None, columns: int) -> Ints:
+    """How many tokens of a pass have come with each column: of the batch, or alike for all."""
+    return np.arange(1, columns + 1)[None] if new is None else new.cumsum(1)

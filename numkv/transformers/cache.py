@@ -1,0 +1,199 @@
+"""`NumkvCache`: a cache of transformers whose attention layers are numkv's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from numkv.errors import NotSupported
+from numkv.transformers.layers import HybridLayer, NumkvLayer, columns_to_crop
+from numkv.transformers.options import Options
+
+__all__ = ["NumkvCache"]
+
+_OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
+_HYBRID = {"hybrid", "hybrid_sliding"}
+_OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
+
+
+class NumkvCache(Cache):  # type: ignore[misc]
+    """A cache for ``model.generate`` and ``model(…)``, with K and V in any of numkv's kinds.
+
+    The model needs the attention implementation ``numkv``; `numkv.transformers.use` sets it.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        The model's.
+    kind : str, optional
+        How K and V are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
+        ``"int4"``, …; as the model computes them if None.
+    k_kind, v_kind : str, optional
+        Another kind for K or for V.
+    capacity : int, optional
+        Tokens of each sequence to reserve room for; without it, and past it, room grows by doubling.
+    rotate : bool
+        Whether rows are rotated before they are stored, which makes INT4 more exact; see docs/layouts.md.
+
+    Raises
+    ------
+    NotSupported
+        If the model has layers that would not be right: latent attention, which stores something else than K and V,
+        attention that chooses tokens by an index, ALiBi, cross attention.
+    UnsupportedDType, DimensionMismatch, ValueError, TypeError
+        If a kind or a number is not one.
+
+    Notes
+    -----
+    Full layers keep all tokens, sliding and chunked ones what a token may still see. Padding is not stored. Linear and
+    convolutional layers are transformers' own, as are layers that share another's rows. With 8-bit floats all scales
+    are 1.
+
+    Examples
+    --------
+    >>> import transformers
+    >>> from numkv.transformers import NumkvCache
+    >>> config = transformers.LlamaConfig(num_hidden_layers=2)
+    >>> len(NumkvCache(config, kind="int8"))
+    2
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kind: Any = None,
+        *,
+        k_kind: Any = None,
+        v_kind: Any = None,
+        capacity: int | None = None,
+        rotate: bool = False,
+    ) -> None:
+        options = Options(kind, k_kind, v_kind, capacity, rotate)
+        _check_config(config)
+        config = config.get_text_config(decoder=True)
+        _check_config(config)
+        types, arguments = get_layer_types_and_kwargs(config)
+        layers = [
+            _layer(number, name, options, given)
+            for number, (name, given) in enumerate(zip(types, arguments, strict=True))
+        ]
+        if not any(isinstance(layer, NumkvLayer) for layer in layers):
+            raise NotSupported(
+                f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
+            )
+        super().__init__(layers=layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of K and V."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, NumkvLayer))
+
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take new rows of a layer; what comes back is for the attention function ``numkv`` alone."""
+        found: tuple[Any, Any] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        return found
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers have a linear state and no attention."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, NumkvLayer)
+            for layer in self.layers
+        ]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` columns; see `transformers.Cache.crop`."""
+        columns = columns_to_crop(tokens_to_remove)
+        made: dict[tuple[int, bool], Any] = {}
+        changes = []
+        for layer in self.layers:  # what cannot be cropped says so before anything is
+            if isinstance(layer, NumkvLayer) and layer.books is not None:
+                key = (id(layer.books), layer.record_past)
+                if key not in made:
+                    made[key] = layer.cropped(columns)
+                changes.append((layer, made[key]))
+        for layer in self.layers:
+            if isinstance(layer, HybridLayer):
+                layer.crop_states(tokens_to_remove)
+            elif not isinstance(layer, NumkvLayer):
+                layer.crop(tokens_to_remove)
+        for layer, change in changes:
+            layer.change(*change)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Take sequences in another order; those that are taken twice share their blocks."""
+        rows = beam_idx.cpu().numpy()
+        made: dict[int, Any] = {}
+        for layer in self.layers:
+            if isinstance(layer, NumkvLayer) and layer.books is not None:
+                books = layer.books
+                if id(books) not in made:
+                    made[id(books)] = (books, books.selected(rows))
+                layer.change(made[id(books)][1])
+            if isinstance(layer, HybridLayer):
+                layer.reorder_states(beam_idx)
+            elif not isinstance(layer, NumkvLayer):
+                layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Take each sequence so many times; they share their blocks."""
+        batch = self._batch()
+        if batch:
+            self.reorder_cache(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Take some sequences, by number or by a boolean each."""
+        batch = self._batch()
+        if batch:
+            self.reorder_cache(torch.arange(batch)[indices.cpu()])
+
+    def _batch(self) -> int:
+        found = [x.books.batch for x in self.layers if isinstance(x, NumkvLayer) and x.books]
+        return found[0] if found else 0
+
+
+def _layer(number: int, name: str, options: Options, given: dict[str, Any]) -> Any:
+    """The cache of one layer."""
+    given = dict(given)
+    window = given.pop("sliding_window", None)
+    if name in _OF_TRANSFORMERS:
+        return DYNAMIC_LAYER_TYPE_MAPPING[name](**given)
+    if name not in _OF_NUMKV and name not in _HYBRID:
+        raise NotSupported(
+            f"NumkvCache: expected layers of full, sliding, chunked or linear attention, got {name!r} for layer "
+            f"{number}; use another cache for this model"
+        )
+    reach = -1 if window is None else int(window) - 1
+    if name in _HYBRID:
+        return HybridLayer(options, reach, **given)
+    return NumkvLayer(options, reach)
+
+
+def _check_config(config: Any) -> None:
+    """Refuse models whose attention would not be right."""
+    model = getattr(config, "model_type", type(config).__name__)
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "encoder and decoder, with cross attention between them"
+    elif getattr(config, "kv_lora_rank", None):
+        reason = "latent attention, which stores what K and V are made of"
+    elif getattr(config, "alibi", False) or model in ("bloom", "mpt"):
+        reason = "ALiBi, which adds to scores within the model"
+    elif not getattr(config, "is_causal", True):
+        reason = "attention that is not causal"
+    if reason is not None:
+        raise NotSupported(
+            f"NumkvCache: expected a model with causal attention over K and V, got {model!r}, which has {reason}; use "
+            "another cache"
+        )

@@ -1,0 +1,192 @@
+"""The mask function ``numkv``: in place of a mask, a plan of the forward pass that all layers of a kind share.
+
+transformers calls it once for each kind of layer and hands what it returns to every attention function. It says what
+the mask is about: causal, a window or chunks, and padding. What the pass needs beside that depends on the cache, and is
+worked out when the first layer asks. Masks of other kinds are kept as what transformers would make of them: attention
+without a cache takes those.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from numkv.errors import NotSupported
+from numkv.transformers.books import Books, Seen, Step
+
+__all__ = ["Plan", "plan_of_mask"]
+
+_OVERLAYS = {"sliding_window_overlay": "sliding_window", "chunked_overlay": "chunk_size"}
+
+
+class Plan:
+    """What attention functions get in place of a mask.
+
+    Attributes
+    ----------
+    seen : Seen or None
+        What each token sees; None for a mask that numkv's kernels have no form of.
+    columns, offset : int
+        Columns of the pass, and those before.
+    whole : Plan
+        The plan that this one is a part of, or itself: models whose last layers share rows compute them for the last
+        columns alone.
+    """
+
+    __slots__ = ("_arguments", "_padding", "_steps", "columns", "offset", "seen", "whole")
+
+    def __init__(self, seen: Seen | None, columns: int, offset: int, arguments: Any) -> None:
+        self.seen = seen
+        self.columns = columns
+        self.offset = offset
+        self.whole = self
+        self._arguments = arguments
+        self._padding: Any = None
+        self._steps: dict[tuple[int, bool], tuple[Books, Step]] = {}
+
+    def step(self, books: Books, *, keep: bool) -> Step:
+        """What the pass does to layers with these books; worked out once.
+
+        Parameters
+        ----------
+        books : Books
+            What the layer holds.
+        keep : bool
+            Whether it keeps tokens out of reach.
+
+        Raises
+        ------
+        NotSupported, DimensionMismatch
+            If the mask is of another kind, or does not fit what is in the cache.
+        """
+        key = (id(books), keep)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = (books, self._new_step(books, keep))
+        return found[1]
+
+    def _new_step(self, books: Books, keep: bool) -> Step:
+        if self.seen is None:
+            raise NotSupported(
+                "NumkvCache: expected a causal mask, with a window, chunks or padding, got one with a pattern of its "
+                "own (packed sequences, blocks that see both ways, or functions that a model adds); run this model "
+                "or input with another cache and attention implementation"
+            )
+        if self.offset != books.columns:
+            raise NotSupported(
+                f"NumkvCache: expected a layer with {self.offset} tokens, as the mask is made for, got one with "
+                f"{books.columns}; after a pass that failed or left layers out, call reset() and start again"
+            )
+        padding = self._arguments["attention_mask"]
+        if padding is not None and self._padding is None:
+            self._padding = padding.to("cpu", torch.bool).numpy()
+        return books.advance(self._padding, self.columns, self.seen, keep=keep)
+
+    def tensor(self, *, explicit: bool = False) -> Any:
+        """The mask that transformers' ``sdpa`` would have got; None where that needs none.
+
+        Parameters
+        ----------
+        explicit : bool
+            Whether to make one in any case.
+        """
+        arguments = self._arguments
+        if explicit or self.whole is not self:
+            arguments = arguments | {
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
+        mask = sdpa_mask(**arguments)
+        return mask if self.whole is self else mask[:, :, -self.columns :]
+
+    def __getitem__(self, index: Any) -> Plan:
+        """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
+        each = slice(None)
+        if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
+            self._refuse()
+        *others, rows = (*index[:2], index[3], index[2])
+        start = rows.start or 0
+        if others != [each] * 3 or rows.stop is not None or rows.step is not None or start > 0:
+            self._refuse()
+        if start == 0 or -start >= self.columns:
+            return self
+        part = Plan(self.seen, -start, self.offset, self._arguments)
+        part.whole = self.whole
+        return part
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(
+            "attention implementation 'numkv': expected a model that hands its mask on to the attention function, got "
+            "one that computes with it; choose another with model.set_attn_implementation"
+        )
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __invert__ = __len__ = __iter__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls._refuse(cls)  # type: ignore[arg-type]
+
+
+def plan_of_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> Plan:
+    """Make the plan of a forward pass: transformers' interface for masks, see `transformers.AttentionMaskInterface`.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length, q_offset, kv_offset : int
+        Sizes, and the columns that come before.
+    mask_function : callable
+        What tells which query sees which key.
+    attention_mask : bool tensor (batch_size, columns), optional
+        Which columns are tokens.
+    local_size : int, optional
+        The window or chunk.
+    **options
+        Passed on where a mask is made.
+
+    Returns
+    -------
+    Plan
+    """
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask,
+        "local_size": local_size, **options,
+    }  # fmt: skip
+    return Plan(_seen(mask_function), q_length, q_offset, arguments)
+
+
+def _seen(mask_function: Any) -> Seen | None:
+    """What a mask function of transformers lets tokens see; None for others than causal ones, windows and chunks."""
+    if mask_function is causal_mask_function:
+        return Seen()
+    both = _inside(mask_function, "and_masks").get("mask_functions", ())
+    if len(both) != 2 or both[1] is not causal_mask_function:
+        return None
+    for overlay, name in _OVERLAYS.items():
+        size = _inside(both[0], overlay).get(name)
+        if isinstance(size, int) and size > 0:
+            return Seen(window=size) if name == "sliding_window" else Seen(chunk=size)
+    return None
+
+
+def _inside(function: Any, maker: str) -> dict[str, Any]:
+    """What a function that transformers' `maker` returned has kept; nothing for other functions."""
+    code = getattr(function, "__code__", None)
+    if code is None or function.__module__ != causal_mask_function.__module__:
+        return {}
+    if function.__qualname__.partition(".")[0] != maker:
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

@@ -1,0 +1,229 @@
+"""What would not be right is refused, and by whom, and nothing has changed afterwards."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from decoder_models import make, prompts  # noqa: E402
+from transformers import masking_utils  # noqa: E402
+
+import numkv.transformers as on_transformers  # noqa: E402
+from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, UnsupportedDType  # noqa: E402
+from numkv.transformers import NumkvCache  # noqa: E402
+
+
+@pytest.fixture
+def model():
+    made = make("llama")
+    made.set_attn_implementation("numkv")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (transformers.DeepseekV3Config(), "latent"),
+        (transformers.FalconConfig(alibi=True), "ALiBi"),
+        (transformers.BloomConfig(), "ALiBi"),
+        (transformers.T5Config(), "cross attention"),
+        (transformers.MambaConfig(num_hidden_layers=2), "has none"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_models_that_would_not_be_right(config, said):
+    with pytest.raises(NotSupported, match=said):
+        NumkvCache(config)
+
+
+def test_layers_that_would_not_be_right():
+    config = transformers.LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(NotSupported, match="'indexed_attention' for layer 1"):
+        NumkvCache(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"kind": "fp7"}, UnsupportedDType),
+        ({"kind": "int8", "k_kind": "int8", "v_kind": "int4"}, ValueError),
+        ({"capacity": -1}, DimensionMismatch),
+        ({"capacity": 2.5}, DimensionMismatch),
+        ({"rotate": 1}, TypeError),
+    ],
+)
+def test_options(options, error):
+    with pytest.raises(error):
+        NumkvCache(transformers.LlamaConfig(), **options)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_implementation(model, implementation):
+    model.set_attn_implementation(implementation)
+    cache = NumkvCache(model.config)
+    with torch.no_grad(), pytest.raises(NotSupported, match=r"set_attn_implementation\('numkv'\)"):
+        model(**prompts([5]), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_gradients(model):
+    with pytest.raises(NotSupported, match="without gradients"):
+        model(**prompts([5]), past_key_values=NumkvCache(model.config))
+
+
+def test_dropout():
+    model = make("llama", attention_dropout=0.5).train()
+    model.set_attn_implementation("numkv")
+    with torch.no_grad(), pytest.raises(NotSupported, match="dropout"):
+        model(**prompts([5]), past_key_values=NumkvCache(model.config))
+
+
+def test_a_mask_with_four_axes(model):
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    with torch.no_grad(), pytest.raises(NotSupported, match="two-dimensional"):
+        model(
+            prompts([5])["input_ids"], attention_mask=mask, past_key_values=NumkvCache(model.config)
+        )
+
+
+def test_a_mask_with_a_pattern_of_its_own(model, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def first_two_for_all(*args, **kwargs):
+        more = {"or_mask_function": lambda b, h, q, k: k < 2}
+        return masking_utils.create_causal_mask(*args, **kwargs, **more)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", first_two_for_all)
+    cache = NumkvCache(model.config)
+    with torch.no_grad():
+        with pytest.raises(NotSupported, match="pattern of its own"):
+            model(**prompts([5]), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        found = model(
+            **prompts([5])
+        ).logits  # without a cache it is as right as transformers makes it
+        model.set_attn_implementation("eager")
+        assert torch.allclose(found, model(**prompts([5])).logits, atol=1e-4)
+
+
+def test_masks_that_do_not_fit_what_is_in_the_cache(model):
+    cache, given = NumkvCache(model.config), prompts([7, 4])
+    one = torch.ones(2, 1, dtype=torch.long)
+    with torch.no_grad():
+        model(**given, past_key_values=cache)
+        with pytest.raises(DimensionMismatch, match="not the new ones alone"):
+            model(one, attention_mask=one, past_key_values=cache)
+        with pytest.raises(NotSupported, match="same zeros"):
+            model(one, attention_mask=torch.ones(2, 8, dtype=torch.long), past_key_values=cache)
+        with pytest.raises(NotSupported, match="got None"):
+            model(one, past_key_values=cache)
+        with pytest.raises(DimensionMismatch, match="batch of 2"):
+            model(one[:1], past_key_values=cache)
+        assert cache.get_seq_length() == 7
+        mask = torch.cat([given["attention_mask"], one], 1)
+        model(one, attention_mask=mask, past_key_values=cache)
+
+
+def test_numbers_that_cannot_be_quantised(model):
+    cache = NumkvCache(model.config, "int8")
+    embeds = torch.full((1, 3, 64), torch.nan)
+    with torch.no_grad(), pytest.raises(NonFiniteInput):
+        model(inputs_embeds=embeds, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_pass_that_failed_half_way(model):
+    """Its first layers are ahead of the others: that is told, not computed with."""
+    cache = NumkvCache(model.config)
+    broken = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            model(**prompts([5]), past_key_values=cache)
+        broken.remove()
+        with pytest.raises(NotSupported, match=r"reset\(\)"):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        cache.reset()
+        model(**prompts([5]), past_key_values=cache)
+
+
+def test_attention_weights(model):
+    with (
+        torch.no_grad(),
+        pytest.raises((NotSupported, ValueError), match=r"output_attentions|eager"),
+    ):
+        model(**prompts([5]), past_key_values=NumkvCache(model.config), output_attentions=True)
+
+
+def test_crops_that_cannot_be_right():
+    model = make("mistral_sliding")
+    model.set_attn_implementation("numkv")
+    cache = NumkvCache(model.config)
+    with torch.no_grad():
+        model(**prompts([15]), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="minus the number"):
+        cache.crop(2)
+    assert cache.get_seq_length() == 15
+
+
+def test_use_leaves_a_model_that_it_refuses_as_it_was():
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    model = transformers.BloomForCausalLM(config)
+    before = model.config._attn_implementation
+    with pytest.raises(NotSupported, match="ALiBi"):
+        on_transformers.use(model)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_with_attention_of_its_own():
+    config = transformers.GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+    with pytest.raises(NotSupported, match="GPTJForCausalLM, which has its own"):
+        on_transformers.use(transformers.GPTJForCausalLM(config))
+
+
+def test_compiled_models(model):
+    """A graph that breaks at attention gives the same; one that may not break is refused by PyTorch."""
+    given = prompts([6])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(**given, past_key_values=NumkvCache(model.config)).logits
+        expected = model(**given, past_key_values=NumkvCache(model.config)).logits
+    assert torch.equal(found, expected)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(**given, past_key_values=NumkvCache(model.config))
+    torch._dynamo.reset()
+
+
+def test_offloading_is_not_there(model):
+    cache = NumkvCache(model.config)
+    with pytest.raises(NotSupported, match="offload"):
+        cache.layers[0].offload()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, r"not installed; try pip install \"numkv\[transformers\]\""),
+        ("4.57.1", "needs transformers 5"),
+        ("5.99.0", "was made for transformers 5.23"),
+    ],
+)
+def test_versions_that_it_was_not_made_for(monkeypatch, found, said):
+    """The module says so when it is imported; here its source is run beside another transformers."""
+    other = None
+    if found is not None:
+        other = types.ModuleType("transformers")
+        other.__version__ = found
+    monkeypatch.setitem(sys.modules, "transformers", other)
+    path = Path(on_transformers.__file__)
+    with pytest.raises(ImportError, match=said):
+        exec(compile(path.read_text(), str(path), "exec"), {"__name__": "elsewhere"})
