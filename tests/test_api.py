@@ -67,7 +67,6 @@ EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # th
 
 def test_packages_have_the_public_names_that_are_listed():
     folders = sorted(p.parent.name for p in Path(numkv.__file__).parent.glob("*/__init__.py"))
-    folders.remove("torch")  # which needs an extra; see tests/tensors
     found = {}
     for folder in folders:
         if folder in EXTRAS:

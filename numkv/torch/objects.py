@@ -152,8 +152,8 @@ class WrapperCache(numkv.WrapperCache):
 class PagedKVCache(numkv.PagedKVCache):
     """`numkv.PagedKVCache` on tensors; its steps take and give tensors too."""
 
-    def reserve(self, sequences: Iterable[int], new_lens: Any) -> numkv.Step:
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
         """See `numkv.PagedKVCache.reserve`."""
-        step = super().reserve(sequences, array_of(new_lens, "new_lens"))
+        step: Any = super().reserve(sequences, array_of(new_lens, "new_lens"))
         step.__class__ = Step
         return step
