@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -154,6 +154,6 @@ class PagedKVCache(numkv.PagedKVCache):
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
         """See `numkv.PagedKVCache.reserve`."""
-        step: Any = super().reserve(sequences, array_of(new_lens, "new_lens"))
+        step = cast(Step, super().reserve(sequences, array_of(new_lens, "new_lens")))
         step.__class__ = Step
         return step
