@@ -18,17 +18,9 @@ from numkv.torch import operators
 from numkv.torch.tensors import array_of, tensors_of
 
 __all__ = [
-    "append",
-    "attention_weights",
-    "decode_attention",
-    "merge_states",
-    "paged_append",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "paged_write",
-    "prefill_attention",
-    "rope_shift",
-]
+    "append", "attention_weights", "decode_attention", "merge_states", "paged_append",
+    "paged_decode_attention", "paged_prefill_attention", "paged_write", "prefill_attention", "rope_shift",
+]  # fmt: skip
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _is_compiling = torch.compiler.is_compiling

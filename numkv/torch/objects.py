@@ -17,21 +17,10 @@ import numkv
 from numkv.torch.tensors import array_of, tensors_of
 
 __all__ = [
-    "AttentionTally",
-    "CausalCache",
-    "ChunkedCache",
-    "ContiguousLayer",
-    "EncoderCache",
-    "HeadCompressor",
-    "KVCache",
-    "MultiHeadCompressor",
-    "PagedKVCache",
-    "PagedLayer",
-    "PagedPool",
-    "SlidingWindowCache",
-    "Step",
+    "AttentionTally", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache", "HeadCompressor",
+    "KVCache", "MultiHeadCompressor", "PagedKVCache", "PagedLayer", "PagedPool", "SlidingWindowCache", "Step",
     "WrapperCache",
-]
+]  # fmt: skip
 
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
