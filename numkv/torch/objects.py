@@ -1,20 +1,20 @@
 """numkv's caches on tensors: subclasses whose methods and properties take and give tensors.
 
 Every public method of a class is wrapped: tensors among its arguments become arrays on the same memory, arrays in its
-result become tensors. What is for kernels stays as it is: ``arrays``, ``jit``, ``layer_jit``.
+result become tensors, and steps and bound calls are those of this module. What is for kernels stays as it is:
+``arrays``, ``jit``, ``layer_jit``.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 import numkv
-from numkv.torch.tensors import array_of, tensors_of
+from numkv.caches import bound_single
+from numkv.caches.paged import bound as bound_paged
+from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 
 __all__ = [
     "AttentionTally", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache", "HeadCompressor",
@@ -24,28 +24,6 @@ __all__ = [
 
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
-# Arguments that take a result.
-_OUTPUTS = {"out", "q_out"}
-
-
-def _wrapped_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(method).parameters)[1:]
-    output = next((name for name in names if name in _OUTPUTS), "")
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
-        arrays += args[len(names) :]
-        named = {name: array_of(x, name) for name, x in kwargs.items()}
-        found = method(self, *arrays, **named)
-        if found is None:
-            return None
-        out = kwargs.get(output)
-        if isinstance(out, torch.Tensor):
-            return (out, tensors_of(found[1])) if isinstance(found, tuple) else out
-        return tensors_of(found)
-
-    return call
 
 
 def _wrapped_property(own: property) -> property:
@@ -60,15 +38,16 @@ def _wrapped_property(own: property) -> property:
 
 
 def _on_tensors(cls: type) -> type:
-    """Wrap what a class of this module inherits."""
+    """Wrap what a class of this module inherits, and have it stand in for its base."""
+    counterparts[cls.__mro__[1]] = cls
     for name in dir(cls):
-        if name.startswith("_") or name in _AS_THEY_ARE or name in cls.__dict__:
+        if (name.startswith("_") and name != "__call__") or name in _AS_THEY_ARE:
             continue
         found = inspect.getattr_static(cls, name)
         if isinstance(found, property):
             setattr(cls, name, _wrapped_property(found))
         elif inspect.isfunction(found):
-            setattr(cls, name, _wrapped_method(found))
+            setattr(cls, name, on_tensors(found))
     return cls
 
 
@@ -141,8 +120,25 @@ class WrapperCache(numkv.WrapperCache):
 class PagedKVCache(numkv.PagedKVCache):
     """`numkv.PagedKVCache` on tensors; its steps take and give tensors too."""
 
-    def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
-        """See `numkv.PagedKVCache.reserve`."""
-        step = cast(Step, super().reserve(sequences, array_of(new_lens, "new_lens")))
-        step.__class__ = Step
-        return step
+
+# What `bind` gives.
+
+
+@_on_tensors
+class BoundCache(bound_single.BoundCache):
+    """A bound `numkv.KVCache` on tensors."""
+
+
+@_on_tensors
+class BoundLayer(numkv.BoundLayer):
+    """`numkv.BoundLayer` on tensors."""
+
+
+@_on_tensors
+class BoundPaged(bound_paged.BoundPaged):
+    """A bound `numkv.PagedKVCache` on tensors."""
+
+
+@_on_tensors
+class BoundStep(numkv.BoundStep):
+    """`numkv.BoundStep` on tensors."""

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 import numkv
-from numkv.errors import NotSupported
-from numkv.torch.tensors import array_of, tensor_of
+from numkv.torch.tensors import array_of, refuse_gradient, tensors_of
 
 __all__ = ["calls"]
 
@@ -89,11 +88,8 @@ def _arrays(names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]
 def _no_gradients(**tensors: Any) -> None:
     """Refuse inputs whose gradients are being recorded, as the kernels do."""
     for name, x in tensors.items():
-        if x is not None and x.requires_grad and torch.is_grad_enabled():
-            raise NotSupported(
-                f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
-                f"requires_grad=True; pass {name}.detach(), or call under torch.no_grad()"
-            )
+        if x is not None:
+            refuse_gradient(x, name)
 
 
 def _value_dim(v: Any, scale: Any) -> Any:
@@ -107,12 +103,11 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
 
     def run(*args: Any, **options: Any) -> Any:
         arrays, named = _arrays(inputs, args, options)
-        return tensor_of(function(*arrays, **named))
+        return tensors_of(function(*arrays, **named))
 
     def run_lse(*args: Any, **options: Any) -> Any:
         arrays, named = _arrays(inputs, args, options)
-        out, lse = function(*arrays, return_lse=True, **named)
-        return tensor_of(out), tensor_of(lse)
+        return tensors_of(function(*arrays, return_lse=True, **named))
 
     def run_out(*args: Any, out: Any, **options: Any) -> None:
         arrays, named = _arrays(inputs, args, options)
@@ -172,14 +167,9 @@ def _define_other(name: str, inputs: str, result: str) -> None:
 
     def run(*args: Any, **options: Any) -> Any:
         arrays, named = _arrays(names[: len(args)], args, options)
-        found = function(*arrays, **named)
-        return tuple(map(tensor_of, found)) if type(found) is tuple else _maybe_tensor(found)
+        return tensors_of(function(*arrays, **named))
 
     _define(name, f"({inputs}) -> {result}", run, _FAKES[name])
-
-
-def _maybe_tensor(x: Any) -> Any:
-    return None if x is None else tensor_of(x)
 
 
 for _name, _inputs in _ATTENTION.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,11 +13,17 @@ import torch
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
 
-__all__ = ["array_of", "tensor_of", "tensors_of"]
+__all__ = ["array_of", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor
 _grad_enabled = torch.is_grad_enabled
 _INT_OF = {1: torch.uint8, 2: torch.int16}
+#: Classes of numkv, and those of `numkv.torch.objects` that take and give tensors in their place.
+counterparts: dict[type, type] = {}
+# Arguments that take the first result.
+_OUTPUTS = ("out", "q_out")
 # Dtypes that NumPy has not: what torch views them as, and what NumPy views that as.
 _TO_NUMPY = {
     getattr(torch, name.partition(".")[2]): (_INT_OF[dtype.itemsize], dtype)
@@ -22,7 +31,7 @@ _TO_NUMPY = {
     if hasattr(torch, name.partition(".")[2])
 }
 _TO_TORCH = {
-    dtype: (np.dtype(f"{'uint8' if dtype.itemsize == 1 else 'int16'}"), own)
+    dtype: (np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16), own)
     for own, (_, dtype) in _TO_NUMPY.items()
 }
 
@@ -47,11 +56,7 @@ def array_of(x: Any, name: str) -> Any:
     if not isinstance(x, _Tensor):
         return x
     if x.requires_grad:
-        if _grad_enabled():
-            raise NotSupported(
-                f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
-                f"requires_grad=True; pass {name}.detach(), or call under torch.no_grad()"
-            )
+        refuse_gradient(x, name)
         x = x.detach()
     viewed = _TO_NUMPY.get(x.dtype)
     try:
@@ -60,6 +65,15 @@ def array_of(x: Any, name: str) -> Any:
         return x.view(viewed[0]).numpy().view(viewed[1])
     except (RuntimeError, TypeError, ValueError) as error:
         raise _refusal(x, name, error) from error
+
+
+def refuse_gradient(x: Any, name: str) -> None:
+    """Refuse a tensor whose gradient is being recorded: it would be lost."""
+    if x.requires_grad and _grad_enabled():
+        raise NotSupported(
+            f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
+            f"requires_grad=True; pass {name}.detach(), or call under torch.no_grad()"
+        )
 
 
 def _refusal(x: Any, name: str, error: Exception) -> Exception:
@@ -99,11 +113,40 @@ def tensor_of(x: np.ndarray[Any, Any]) -> Any:
 
 
 def tensors_of(x: Any) -> Any:
-    """A result with tensors in place of arrays, also within tuples, lists and dictionaries."""
+    """A result with tensors in place of arrays, also within tuples, lists and dictionaries.
+
+    An object of a class that has a counterpart becomes one of that: what a cache makes takes what the cache takes.
+    """
     if isinstance(x, np.ndarray):
         return tensor_of(x)
     if type(x) in (tuple, list):
         return type(x)(map(tensors_of, x))
     if type(x) is dict:
         return {key: tensors_of(value) for key, value in x.items()}
+    if type(x) in counterparts:
+        x.__class__ = counterparts[type(x)]
     return x
+
+
+def on_tensors(function: _F) -> _F:
+    """A function or method that takes tensors where it takes arrays, and gives them where it gives arrays.
+
+    What is passed to take a result comes back itself.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    output = next((name for name in _OUTPUTS if name in names), "")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
+        arrays += args[len(names) :]  # too many: the function says so
+        named = {name: array_of(x, name) for name, x in kwargs.items()}
+        found = function(*arrays, **named)
+        if found is None:
+            return None
+        given = kwargs.get(output)
+        if isinstance(given, _Tensor):
+            return (given, tensors_of(found[1])) if isinstance(found, tuple) else given
+        return tensors_of(found)
+
+    return call  # type: ignore[return-value]

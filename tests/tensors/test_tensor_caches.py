@@ -34,6 +34,11 @@ def kv_cache(lib, a):
     yield cache.decode_attention(0, a(rows(1, 4, 32)))
     yield from cache.decode_attention(1, a(rows(1, 4, 32)), sinks=a(rows(4)), return_lse=True)
     yield cache.attention_weights(0, a(rows(1, 4, 32)))
+    bound = cache.bind(num_q_heads=4, window_left=[-1, 2], sinks=a(rows(4)))
+    step = bound.begin(2)
+    for layer in range(2):
+        yield step(layer, a(rows(2, 4, 32)), a(rows(2, 2, 32)), v=a(rows(2, 2, 32, seed=5)))
+    cache.advance(2)
     cache.compact(a(np.array([0, 2])))
     yield cache.k(0)
     cache.truncate(1)
@@ -74,6 +79,7 @@ def single(cache, a):
     cache.compact(a(np.array([0, 2, 3, 4])))
     yield cache.k
     cache.check()
+    yield cache.bind(num_q_heads=4)(q[:1], a(rows(1, 2, 32)), a(rows(1, 2, 32)))
     yield cache.copy().v
     cache.reserve(1)
     cache.truncate(2)
@@ -97,6 +103,11 @@ def paged_cache(lib, a):
         yield step.write(i, a(rows(1, 8 * 32)), num_q_heads=4, qk_mode=0)
         yield from step.attention(i, a(rows(1, 4, 32)), return_lse=True)
     cache.rollback(step)
+    step = cache.reserve([other, second], a(np.array([1, 2])))
+    bound = cache.bind(num_q_heads=4).begin(step)
+    for i in range(2):
+        yield bound(i, *map(a, (rows(3, 4, 32), rows(3, 2, 32), rows(3, 2, 32))))
+    cache.commit(step)
     yield cache.decode_attention(0, [first, second], a(rows(2, 4, 32)))
     yield cache.pin(second)
     cache.unpin(second)
@@ -214,6 +225,18 @@ def test_outputs_and_memory_are_shared():
     assert again is out
     assert isinstance(lse, torch.Tensor)
     assert isinstance(cache.arrays.k, np.ndarray)  # for kernels
+
+
+def test_bound_calls_take_an_output_and_refuse_gradients():
+    cache = on_tensors.KVCache(1, 2, 32, kind="bf16")
+    step = cache.bind(num_q_heads=4, kind="bf16").begin()
+    q, k = (torch.randn(1, heads, 32).to(torch.bfloat16) for heads in (4, 2))
+    with pytest.raises(numkv.NotSupported, match=r"`q`.*requires_grad"):
+        step(0, q.clone().requires_grad_(), k, k)
+    assert step.unwritten_layers == [0]
+    out = torch.empty_like(q)
+    assert step(0, q, k, k, out=out) is out
+    assert torch.equal(out, k.repeat_interleave(2, 1))  # the one token that there is
 
 
 def test_gradients_are_refused():

@@ -14,7 +14,7 @@ from numkv.caches.paged.store import BlockStore
 from numkv.errors import NumkvError
 from numkv.targets.base import Array
 
-__all__ = ["bind_paged"]
+__all__ = ["BoundPaged", "bind_paged"]
 
 _ALWAYS = np.ones(1, np.int64)  # buffers of a pool are never replaced
 
@@ -28,10 +28,10 @@ def bind_paged(
     rows = Rows.check(store.pools[0], num_q_heads, kind, check_finite)
     windows = [store.window_of(layer) for layer in range(store.num_layers)]
     options = options_of_layers(pools, rows, sm_scale, logits_soft_cap, windows, sinks)
-    return _BoundPaged(store, rows, options)
+    return BoundPaged(store, rows, options)
 
 
-class _BoundPaged(BoundAttention):
+class BoundPaged(BoundAttention):
     """A bound `PagedKVCache`."""
 
     def __init__(self, store: BlockStore, rows: Rows, options: list[AttentionOptions]) -> None:
