@@ -25,7 +25,6 @@ from numkv.targets.base import Array
 __all__ = ["BoundCache", "BoundLayer", "bind_cache", "bind_layer"]
 
 _ALWAYS = np.ones(1, np.int64)  # buffers of layers are never replaced
-_KV_TILE = 64
 _array = np.ndarray
 
 
@@ -260,7 +259,7 @@ class BoundLayer(Bound):
             step = self._step = self._kernel.step(*self._extents(1, tokens, len(ids)))
         # Splits depend on the number of KV tiles; with a window, which moves, on more than that.
         window = self._options[0].window_left
-        wanted = (layer._version, tokens, -(-end // _KV_TILE) if window < 0 else end)
+        wanted = (layer._version, tokens, -(-end // self._kernel.kv_tile) if window < 0 else end)
         step.seq_lens[0] = end
         if tokens == 1:
             block, offset = divmod(start, self._block_size)

@@ -60,6 +60,7 @@ from numkv.kernels.cpu.attention.plan import (
     plan_of,
     plan_size,
 )
+from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
@@ -219,5 +220,5 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
         call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
         functools.cache(lambda: kernel_address(_merge_kernel(compute))),
-        launched,
+        KV_TILE, launched,
     )  # fmt: skip

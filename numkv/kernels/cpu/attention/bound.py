@@ -245,6 +245,8 @@ class BoundKernel(NamedTuple):
     plan: Callable[[StepRecord, int, int], tuple[int, int]]
     #: Where the kernel is that merges parts; it is made when it is first asked for.
     merge_address: Callable[[], int]
+    #: Tokens of a KV tile: a plan without a window holds as long as their number does.
+    kv_tile: int
     #: ``launched(call, workers, *args)``: what `call` returns, with its `launch`.
     launched: Callable[..., int]
 

@@ -48,15 +48,17 @@ def _int8_keys(next_kind):
     return load_query, interleave, scores
 
 
+@inlined
+def _interleave(floats, at, sizes, count, row, place):
+    """Queries in bytes side by side."""
+    interleave_bytes(
+        count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
+        at.interleaved + place * sizes.pad_dim,
+    )  # fmt: skip
+
+
 def _byte_keys(qk_int8):
     """``interleave, scores`` of queries in bytes."""
-
-    @inlined
-    def interleave(floats, at, sizes, count, row, place):
-        interleave_bytes(
-            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
-            at.interleaved + place * sizes.pad_dim,
-        )  # fmt: skip
 
     @inlined
     def scores(floats, at, sizes, count, row, place, keys, end, extents):
@@ -65,7 +67,7 @@ def _byte_keys(qk_int8):
         )
         qk_int8(count, floats, queries, keys, end, at.scores, extents)
 
-    return interleave, scores
+    return _interleave, scores
 
 
 def _int4_keys(next_kind):
@@ -83,10 +85,7 @@ def _int4_keys(next_kind):
 
     @inlined
     def interleave(floats, at, sizes, count, row, place):
-        interleave_bytes(
-            count, floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim,
-            at.interleaved + place * sizes.pad_dim,
-        )  # fmt: skip
+        _interleave(floats, at, sizes, count, row, place)
         size = 16 * sizes.k_spans
         interleave_queries(
             count,
