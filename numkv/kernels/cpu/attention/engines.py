@@ -44,8 +44,8 @@ class Engine(NamedTuple):
 def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
     """What a matrix unit is used for with these kinds: 0 for nothing, `MANY_ROWS` or `ROWS_OF_ALL_SIZES`.
 
-    This is where it is decided who decodes. In C++, on an Emerald Rapids of 2 cores, the unit took decoding in bf16
-    1.2 to 1.4 times as fast as vector code here; ``python -m perf amx`` shows it for this code.
+    This is where it is decided who decodes. Nobody has timed this code on such a unit yet; ``python -m perf amx`` does,
+    beside vector code.
     """
     if not ({k_kind, v_kind} <= {"bf16", "int8"} and compute == "float32" and has_amx()):
         return 0
