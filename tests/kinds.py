@@ -14,8 +14,8 @@ STORED = [*FLOATS, *naive.CODES]
 #: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds. K's side of the vector code and
 #: V's know nothing of each other, so each kind of arithmetic stands on each side once.
 APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4")]
-#: Kinds of both that meet queries in float64: stored so, and as groups of codes, which are integers otherwise.
-IN_FLOAT64 = ["fp64", "int4"]
+#: Kinds of both that meet queries in float64: stored so, and as codes, which are integers otherwise.
+IN_FLOAT64 = ["fp64", "int8"]
 #: From where to where rows are rotated, beside those that keep their kind.
 CONVERSIONS = [
     ("fp32", "fp64"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"),

@@ -12,11 +12,13 @@ import pytest
 import numkv
 from numkv.kernels.scratch import Workspaces
 
-ROUNDS = 10_000
 
+def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(pytestconfig):
+    """Calls, each with an unreachable object whose finaliser attends to something else, then signals.
 
-def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call():
-    """10,000 calls, each with an unreachable object whose finaliser attends to something else, then signals."""
+    2,000 of them, and 10,000 in nightly runs.
+    """
+    rounds = 10_000 if pytestconfig.getoption("nightly") else 2_000
     found = processes.run(
         f"""
         outer, inner = problem(2200, 2, 64), problem(4200, 3, 32, seed=1)
@@ -35,7 +37,7 @@ def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call():
                 attend_inside()
 
         import gc
-        for i in range({ROUNDS}):
+        for i in range({rounds}):
             gc.set_threshold(1 + i % 199)  # so that objects go at one place and another
             Session()
             wrong += not np.array_equal(decode(outer), expected[0])
@@ -52,7 +54,7 @@ def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call():
         print(json.dumps([wrong, finalised]))
         """
     )
-    assert found == [0, ROUNDS]
+    assert found == [0, rounds]
 
 
 @pytest.mark.parametrize("tokens", [500, 3000, 20_000])

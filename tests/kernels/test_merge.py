@@ -13,7 +13,8 @@ from numkv import targets
 
 @pytest.mark.parametrize("q_kind", ["fp32", "fp64", "bf16"])
 def test_merged_halves_are_the_whole(target, to, host, rng, q_kind):
-    problem = problems.make(rng, Shape(2, 1, 16, (14, 9, 0, 1)), "fp32", q_kind)
+    kind = "fp64" if q_kind == "fp64" else "fp32"  # a kernel that other tests compile
+    problem = problems.make(rng, Shape(2, 1, 16, (14, 9, 0, 1)), kind, q_kind)
     halves = []
     for begin, end in ((0, 6), (6, 14)):
         lens = np.clip(problem.seq_lens - begin, 0, end - begin).astype(np.int32)

@@ -98,7 +98,7 @@ def test_write(target, to, host, rng, kind, mode):
         check_write(problem, layer, to, host, qkv_kind, mode, 4)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "fp64"])
+@pytest.mark.parametrize("kind", ["fp16", pytest.param("fp64", marks=pytest.mark.nightly)])
 def test_write_in_the_other_kinds(target, to, host, rng, kind):
     layer = numkv.ContiguousLayer(8, 1, 6, kind=kind, target=target)
     for qkv_kind in (kind, "fp32"):

@@ -119,8 +119,8 @@ def test_attention(target, rng, name):
 
 def test_attention_options(target, to, host, rng):
     cache = numkv.CausalCache()
-    cache.init("fp16", 2, 8, 8, target, v_kind="fp32")
-    pair = Pair(cache, naive_cells.Cells(2, 8, 8), target=target, k_kind="fp16", v_kind="fp32")
+    cache.init("int8", 2, 8, 8, target, v_kind="fp16")
+    pair = Pair(cache, naive_cells.Cells(2, 8, 8), target=target, k_kind="int8", v_kind="fp16")
     assert pair.start_forward([0, 0, 1, 2, 1], [3, 1, 1, 1, 3])
     pair.put(0, rng.standard_normal((5, 2, 4), F32), rng.standard_normal((5, 2, 6), F32))
     q = rng.standard_normal((5, 6, 4), F32)
