@@ -7,6 +7,7 @@ or for the compile tests, which need none).
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import sys
@@ -123,6 +124,12 @@ def is_nightly(item) -> bool:
 def is_slow(item) -> bool:
     """Whether a test is left to CI and nightly runs."""
     return item.get_closest_marker("slow") is not None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the thousands of tests, which live to the end: it went through them all the time."""
+    gc.collect()
+    gc.freeze()
 
 
 # ---------------------------------------------------------------- fixtures

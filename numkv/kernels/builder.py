@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
 from numba import types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.np.numpy_support import from_dtype
 
 from numkv.errors import NotSupported
@@ -121,6 +123,22 @@ def _check_numba() -> None:
         )
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep the garbage collector from going again and again through what a compilation makes: a tenth of its time.
+
+    Numba's own lock, which compilations hold anyway, keeps another thread from ending the pause.
+    """
+    with global_compiler_lock:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+
+
 _LAYERS = ("default", "tbb", "omp", "workqueue", "safe", "threadsafe", "forksafe")
 
 
@@ -176,7 +194,8 @@ def build(
         warn_no_cache(str(error))
         tell(label)
     started = time.perf_counter()
-    dispatcher.compile(signature)
+    with _no_collections():
+        dispatcher.compile(signature)
     dispatcher.disable_compile()
     hit = sum(dispatcher.stats.cache_hits.values()) > 0
     _stats["hits" if hit else "misses"] += 1
