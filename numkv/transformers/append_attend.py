@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.errors import NotSupported
@@ -11,9 +13,69 @@ from numkv.kinds import Kind
 from numkv.storage.pool import Pool, source_dtypes
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.books import Step
+from numkv.transformers.bound import prepared
 from numkv.transformers.layers import Pending
 
-__all__ = ["append_and_attend"]
+__all__ = ["append_and_attend", "at_once"]
+
+_Tensor, _empty = torch.Tensor, torch.empty
+
+
+def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any, s_aux: Any) -> Any:
+    """`append_and_attend` in one compiled call, as in a pass of one token a sequence.
+
+    Parameters
+    ----------
+    query, pending, plan
+        See `append_and_attend`.
+    scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
+        As a model hands them on.
+
+    Returns
+    -------
+    tensor (batch, T, num_q_heads, head_dim_v), or None
+        None where this pass or layer needs more; then nothing has changed.
+    """
+    layer = pending.layer
+    bound = layer.bound
+    if not (
+        bound is not None and (group := bound.group).plan is plan and layer.books is group.before
+        and layer.pool is bound.pool and not group.moves
+        and scaling == bound.scaling and softcap == bound.softcap and s_aux is bound.s_aux
+    ):  # fmt: skip
+        bound = prepared(query, pending, plan, scaling, softcap, s_aux)
+        if bound is None:
+            return None
+        group = bound.group
+    k, v = pending.keys, pending.values
+    if not (
+        type(query) is type(k) is type(v) is _Tensor and query.is_cpu and k.is_cpu and v.is_cpu
+        and query.dtype is k.dtype is v.dtype is group.dtype
+        and query.shape == group.shape_q and k.shape == group.shape_k and v.shape == group.shape_v
+        and not (query.is_neg() or k.is_neg() or v.is_neg())
+    ):  # fmt: skip
+        return None
+    shape = group.shape_out
+    if shape[1] > 1:
+        query, k, v = query.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
+    if bound.sinks is not None:
+        bound.sinks.copy_(s_aux.detach())
+    out = _empty(shape, dtype=group.dtype)
+    rows = query.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    kernel = group.kernel
+    if group.workers == 1:
+        failed = kernel.call(bound.address, group.address, *rows, 0)
+    else:
+        failed = kernel.launched(kernel.call, group.workers, bound.address, group.address, *rows)
+    if failed:  # rows that cannot be quantised
+        return None
+    pending.done = (plan, group.step, bound.pool)
+    if group.moves:
+        layer.finish(group.step, bound.pool)
+    else:
+        layer.books = group.after
+    return out
 
 
 def append_and_attend(query: Any, pending: Pending, plan: Any, options: AttentionOptions) -> Any:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from numkv.attention.options import check_options
 from numkv.errors import NotSupported
-from numkv.transformers.append_attend import append_and_attend
+from numkv.transformers.append_attend import append_and_attend, at_once
 from numkv.transformers.layers import Rows
 from numkv.transformers.masks import Plan
 
 __all__ = ["attention"]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
 def attention(
     module: Any,
     query: Any,
@@ -60,6 +60,10 @@ def attention(
     NotSupported
         If something is asked for that would not be right.
     """
+    if is_dynamo_compiling():  # which cannot look into the cache
+        return _not_compiled(
+            module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **others
+        )
     if type(key) is Rows:
         return _over_cache(
             query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
@@ -67,6 +71,12 @@ def attention(
     return _without_cache(
         module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
     ), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _not_compiled(*args: Any, **others: Any) -> tuple[Any, None]:
+    """The same, outside of the graph."""
+    return attention(*args, **others)
 
 
 def _over_cache(
@@ -83,11 +93,16 @@ def _over_cache(
         _refuse_mask(mask)
     if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
         _refuse(dropout, others)
-    if query.requires_grad and torch.is_grad_enabled():
+    if (
+        query.requires_grad or pending.keys.requires_grad or pending.values.requires_grad
+    ) and torch.is_grad_enabled():
         raise NotSupported(
             "NumkvCache: expected a forward pass without gradients, as numkv computes none; call the model under "
             "torch.no_grad() or torch.inference_mode(), or train it without this cache"
         )
+    out = at_once(query, pending, mask, scaling, softcap, s_aux)
+    if out is not None:
+        return out
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
     return append_and_attend(query, pending, mask, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from numkv import targets
@@ -13,6 +14,7 @@ from numkv.kinds import Kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
+from numkv.transformers.bound import BoundLayer
 from numkv.transformers.options import Options
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
@@ -99,6 +101,9 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = options.block_size_for(reach)
         self.books: Books | None = None
         self.pool: Pool | None = None
+        self.bound: BoundLayer | None = None
+        # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
+        self._rows: tuple[Any, ...] | None = None
 
     def __repr__(self) -> str:
         reach = f", reach={self.reach}" if self.reach >= 0 else ""
@@ -123,9 +128,25 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Take new rows; they are stored by the attention function, which knows which of them are padding."""
+        made = self._rows
+        if (
+            made is not None and key_states.shape == made[0] and value_states.shape == made[1]
+            and key_states.dtype is made[2] is value_states.dtype and not is_dynamo_compiling()
+        ):  # fmt: skip
+            pending: Pending = made[3]
+            pending.keys, pending.values, pending.done = key_states, value_states, None
+            rows: tuple[Any, Any] = made[4]
+            return rows
         key, value = key_states.as_subclass(Rows), value_states.as_subclass(Rows)
-        key.pending = value.pending = Pending(self, key_states, value_states)
+        key.pending = value.pending = pending = Pending(self, key_states, value_states)
+        self._rows = None
+        if key_states.shape[2] == 1 and not is_dynamo_compiling():  # as the next ones will be
+            shapes = key_states.shape, value_states.shape
+            self._rows = (*shapes, key_states.dtype, pending, (key, value))
         return key, value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bound": None, "_rows": None}
 
     def begin(self, key_states: Any, value_states: Any) -> tuple[Books, Pool]:
         """The books and the pool that new rows meet, both checked."""

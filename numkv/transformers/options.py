@@ -7,6 +7,7 @@ from typing import Any
 from numkv.errors import DimensionMismatch
 from numkv.kinds import Kind, kind
 from numkv.transformers.books import Books
+from numkv.transformers.bound import Groups
 
 __all__ = ["Options"]
 
@@ -53,6 +54,7 @@ class Options:
             raise TypeError(f"`rotate`: expected True or False, got {rotate!r}")
         self.capacity = capacity or 0
         self.rotate = rotate
+        self.groups = Groups()
         self._empty: dict[tuple[int, int, int, int], Books] = {}
 
     def kinds(self, of_keys: Kind, of_values: Kind) -> tuple[Kind, Kind]:
