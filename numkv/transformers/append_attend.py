@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from numkv.attention.attend import attend, check_queries
@@ -98,6 +99,12 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
     """
     q = _by_token(query, "query")
     step, pool = _append(q, pending, plan)
+    recent = pending.layer.recent
+    batch, heads, columns, _ = query.shape
+    if recent is not None:
+        wide = q if q.dtype == np.float64 else _by_token(query.float(), "query")
+        found = recent.attend(pool, step, columns, wide, options)
+        return tensor_of(found).to(query.dtype).view(batch, columns, heads, found.shape[2])
     window = plan.seen.window - 1
     options = options._replace(window_left=window if step.ranges is None else -1)
     chosen = q if step.queries is None else q[step.queries]
@@ -107,7 +114,6 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
         whole = out.new_zeros((q.shape[0], *out.shape[1:]))
         whole[tensor_of(step.queries)] = out
         out = whole
-    batch, heads, columns, _ = query.shape
     return out.view(batch, columns, heads, out.shape[2])
 
 
@@ -133,6 +139,8 @@ def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
     k, v = pool.check_rows(k, v, check_finite=True)
     pool = layer.make_room(step)
     pool.scatter(k, v, step.slots)
+    if layer.recent is not None:
+        layer.recent.write(k, v, step)
     layer.finish(step, pool)
     pending.done = (plan, step, pool)
     return step, pool

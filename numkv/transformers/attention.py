@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -18,6 +17,7 @@ from numkv.transformers.masks import Plan
 __all__ = ["attention"]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # which cannot look into the cache
 def attention(
     module: Any,
     query: Any,
@@ -60,10 +60,6 @@ def attention(
     NotSupported
         If something is asked for that would not be right.
     """
-    if is_dynamo_compiling():  # which cannot look into the cache
-        return _not_compiled(
-            module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **others
-        )
     if type(key) is Rows:
         return _over_cache(
             query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
@@ -71,12 +67,6 @@ def attention(
     return _without_cache(
         module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
     ), None
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _not_compiled(*args: Any, **others: Any) -> tuple[Any, None]:
-    """The same, outside of the graph."""
-    return attention(*args, **others)
 
 
 def _over_cache(

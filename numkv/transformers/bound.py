@@ -171,7 +171,9 @@ def prepared(
     """
     layer, keys, values = pending.layer, pending.keys, pending.values
     books, pool = layer.books, layer.pool
-    if books is None or pool.rotate or pending.done is not None or plan.whole is not plan:
+    if books is None or pending.done is not None or plan.whole is not plan:
+        return None
+    if pool.rotate or layer.recent is not None:
         return None
     if not _fits(query, keys, values, books.batch, pool):
         return None

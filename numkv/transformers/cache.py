@@ -41,12 +41,16 @@ class NumkvCache(Cache):  # type: ignore[misc]
         Tokens of each sequence to reserve room for; without it, and past it, room grows by doubling.
     rotate : bool
         Whether rows are rotated before they are stored, which makes INT4 more exact; see docs/layouts.md.
+    residual_window : int
+        How many of each sequence's newest tokens are read in full precision, as the model computes them, beside
+        quantised storage; see `numkv.KVCache`.
 
     Raises
     ------
     NotSupported
         If the model has layers that would not be right: latent attention, which stores something else than K and V,
-        attention that chooses tokens by an index, ALiBi, cross attention.
+        attention that chooses tokens by an index, ALiBi, cross attention. If `residual_window` is given and neither K
+        nor V is quantised.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one.
 
@@ -74,8 +78,9 @@ class NumkvCache(Cache):  # type: ignore[misc]
         v_kind: Any = None,
         capacity: int | None = None,
         rotate: bool = False,
+        residual_window: int = 0,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window)
         _check_config(config)
         config = config.get_text_config(decoder=True)
         _check_config(config)
@@ -130,6 +135,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 layer.crop(tokens_to_remove)
         for layer, change in changes:
             layer.change(*change)
+            layer.crop_recent()
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
@@ -141,6 +147,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 if id(books) not in made:
                     made[id(books)] = (books, books.selected(rows))
                 layer.change(made[id(books)][1])
+                layer.select_recent(rows)
             if isinstance(layer, HybridLayer):
                 layer.reorder_states(beam_idx)
             elif not isinstance(layer, NumkvLayer):

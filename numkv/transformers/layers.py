@@ -16,6 +16,7 @@ from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
 from numkv.transformers.bound import BoundLayer
 from numkv.transformers.options import Options
+from numkv.transformers.recent import Recent
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
 
@@ -101,6 +102,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = options.block_size_for(reach)
         self.books: Books | None = None
         self.pool: Pool | None = None
+        self.recent = Recent(options.residual_window) if options.residual_window else None
         self.bound: BoundLayer | None = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None
@@ -122,6 +124,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
             self.options.rotate,
         )  # fmt: skip
+        if self.recent is not None:
+            kinds = _kind_of(key_states), _kind_of(value_states)
+            dims = int(dim), int(value_states.shape[3])
+            self.recent.make(self.pool.target, int(batch), int(heads), dims, kinds)
         self.is_initialized = True
 
     def update(
@@ -219,7 +225,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return 0 if self.pool is None else self.pool.nbytes
+        recent = 0 if self.recent is None else self.recent.nbytes
+        return recent + (0 if self.pool is None else self.pool.nbytes)
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
@@ -232,6 +239,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             self.books = self.options.empty_books(
                 books.batch, self.block_size, self.reach, books.num_blocks
             )
+        if self.recent is not None:
+            self.recent.reset()
 
     def change(self, books: Books, shrink: Shrink | None = None) -> None:
         """Take new books, and a smaller pool if they say so."""
@@ -254,11 +263,24 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         removed = columns_to_crop(tokens_to_remove)
         if self.books is not None:
             self.change(*self.cropped(removed))
+            self.crop_recent()
+
+    def crop_recent(self) -> None:
+        """Forget what the books have no more, among tokens in full precision."""
+        if self.recent is not None and self.books is not None:
+            self.recent.crop(self.books)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
         if self.books is not None:
-            self.change(self.books.selected(beam_idx.cpu().numpy()))
+            rows = beam_idx.cpu().numpy()
+            self.change(self.books.selected(rows))
+            self.select_recent(rows)
+
+    def select_recent(self, rows: Any) -> None:
+        """Take sequences in another order, among tokens in full precision."""
+        if self.recent is not None:
+            self.recent.select(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Take each sequence so many times."""

@@ -53,8 +53,8 @@ def test_layers_that_would_not_be_right():
         ({"kind": "fp7"}, UnsupportedDType),
         ({"kind": "int8", "k_kind": "int8", "v_kind": "int4"}, ValueError),
         ({"capacity": -1}, DimensionMismatch),
-        ({"capacity": 2.5}, DimensionMismatch),
-        ({"rotate": 1}, TypeError),
+        ({"capacity": 2.5}, TypeError),
+        ({"rotate": "no"}, TypeError),
     ],
 )
 def test_options(options, error):
