@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from numkv.attention.attend import check_sinks
 from numkv.attention.options import check_options
@@ -142,7 +143,8 @@ class BoundLayer:
             given = s_aux.detach().float().numpy()
             compute = np.dtype(kernel.compute)
             sinks = np.array(check_sinks(pool.target, given, compute, num_q_heads, True))
-            self.sinks = tensor_of(sinks)
+            with torch.inference_mode(False):  # such a tensor can be written to in any mode
+                self.sinks = tensor_of(sinks)
         self._record = kernel.layer(
             pool.k, pool.k_scale, pool.v, pool.v_scale, np.empty(0, kernel.compute) if sinks is None else sinks,
             (options.scale(pool.head_dim), options.logits_soft_cap, window - 1), True, None, _ALWAYS,
@@ -180,7 +182,8 @@ def prepared(
     step = plan.step(books, keep=layer.record_past)
     if step.new is not None or step.queries is not None or step.ranges is not None:
         return None
-    bound, num_q_heads, window = layer.bound, query.shape[1], step.seen.window
+    bound: BoundLayer | None = layer.bound
+    num_q_heads, window = query.shape[1], step.seen.window
     key = (
         query.dtype, pool.k_kind.name, pool.v_kind.name, *keys.shape[1:4:2], values.shape[3], num_q_heads,
         books.block_size, window,
@@ -216,7 +219,7 @@ def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
     heads, columns, dim = int(pool.k.shape[1]), query.shape[2], pool.head_dim
     num_q_heads = query.shape[1]
     of_token = max(num_q_heads, heads) * max(dim, pool.head_dim_v)
-    return (
+    fits: bool = (
         query.dtype == keys.dtype == values.dtype
         and query.shape == (batch, num_q_heads, columns, dim)
         and keys.shape == (batch, heads, columns, dim)
@@ -224,6 +227,7 @@ def _fits(query: Any, keys: Any, values: Any, batch: int, pool: Pool) -> bool:
         and 0 < batch * columns * of_token < pool.target.small_call
         and num_q_heads % heads == 0
     )
+    return fits
 
 
 def _can_be_stored(dtype: Any, pool: Pool) -> bool:

@@ -32,6 +32,13 @@ def model():
         (transformers.BloomConfig(), "ALiBi"),
         (transformers.T5Config(), "cross attention"),
         (transformers.MambaConfig(num_hidden_layers=2), "has none"),
+        (transformers.FalconConfig(alibi=False), "reads K and V"),
+        (transformers.DiffLlamaConfig(), "reads K and V"),
+        (transformers.DogeConfig(), "reads K and V"),
+        (transformers.JetMoeConfig(), "reads K and V"),
+        (transformers.MoshiConfig(), "do not show"),
+        (transformers.BertConfig(), "both ways"),
+        (transformers.BltConfig(), "what layers there are"),
     ],
     ids=lambda x: type(x).__name__,
 )
