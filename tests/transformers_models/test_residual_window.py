@@ -6,6 +6,7 @@ import types
 import naive
 import numpy as np
 import pytest
+import tolerances
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -103,7 +104,9 @@ def test_passes_of_a_ragged_batch(rng, seen, kinds):
             module, q, *cache.update(k, v, 0), plan, scaling=0.3, softcap=5.0, s_aux=torch.from_numpy(SINKS)
         )  # fmt: skip
         expected = reference.attend(q.numpy(), k.numpy(), v.numpy(), new)
-        assert np.abs(found.numpy() - expected)[new].max() < 1e-5
+        error = np.linalg.norm((found.numpy() - expected)[new])
+        # Less than what it makes to read a window from codes, which is 4e-3 with int8.
+        assert error < tolerances.INTEGERS * np.linalg.norm(expected[new])
 
     forward(9, (0, 6))
     forward(1)
