@@ -19,7 +19,7 @@ from numkv.transformers.layers import Pending
 
 __all__ = ["append_and_attend", "at_once"]
 
-_Tensor, _empty = torch.Tensor, torch.empty
+_Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
 
 
 def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any, s_aux: Any) -> Any:
@@ -62,7 +62,7 @@ def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any,
     query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
     if bound.sinks is not None:
         bound.sinks.copy_(s_aux.detach())
-    out = _empty(shape, dtype=group.dtype)
+    out = _empty(shape, dtype=group.dtype, device=_CPU)  # whatever the default is
     rows = query.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
     kernel = group.kernel
     if group.workers == 1:
