@@ -207,14 +207,6 @@ FAMILIES = {
         "VaultGemmaConfig",
         {"head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER, "query_pre_attn_scalar": 16},
     ),
-    "zamba": (
-        "ZambaConfig",
-        {
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "attention_head_dim": 16,
-            "attention_hidden_size": 64, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
-            "use_mamba_kernels": False,
-        },
-    ),
     "falcon_h1": (
         "FalconH1Config",
         {
