@@ -14,6 +14,14 @@ _GPT = {
     "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": False,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
+_ROUTED = {
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+_OF_ENCODER_DECODERS = {
+    "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
+    "is_decoder": True, "is_encoder_decoder": False,
+}  # fmt: skip
 _SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 
 # By family: config class, and what differs from the sizes above.
@@ -144,6 +152,61 @@ FAMILIES = {
         },
     ),
     "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            "head_dim": 16, "sliding_window": 8, "moe_intermediate_size": 32, "num_experts": 4,
+            "num_experts_per_tok": 2, "num_shared_experts": 1, "layer_types": _SLIDING_EVERY_OTHER,
+        },
+    ),
+    "apertus": ("ApertusConfig", {}),
+    "aria_text": ("AriaTextConfig", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    "bart": ("BartConfig", _OF_ENCODER_DECODERS),
+    "bert": ("BertConfig", {"is_decoder": True}),
+    "biogpt": ("BioGptConfig", {}),
+    "bitnet": ("BitNetConfig", {}),
+    "dots1": ("Dots1Config", dict(head_dim=16, sliding_window=8, **_ROUTED)),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("Glm4MoeConfig", dict(head_dim=16, **_ROUTED)),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT),
+    "granitemoeshared": ("GraniteMoeSharedConfig", dict(shared_intermediate_size=32, **_EXPERTS)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 16}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        },
+    ),
+    "modernbert_decoder": (
+        "ModernBertDecoderConfig",
+        {"local_attention": 8, "layer_types": _SLIDING_EVERY_OTHER},
+    ),
+    "nanochat": ("NanoChatConfig", {}),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": ("PhimoeConfig", dict(sliding_window=8, **_EXPERTS)),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {"head_dim": 16, "sliding_window": 8, "layer_types": _SLIDING_EVERY_OTHER, "query_pre_attn_scalar": 16},
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {

@@ -92,7 +92,9 @@ class SmallCalls:
         raise NotImplementedError
 
     @staticmethod
-    def append_attend(q_kind: str, rows_kind: str, k_kind: str, v_kind: str) -> Any:
+    def append_attend(
+        q_kind: str, rows_kind: str, k_kind: str, v_kind: str, by_address: bool = False
+    ) -> Any:
         """The function that writes new rows of K and V and attends with the queries of their tokens, checks included.
 
         Parameters
@@ -101,6 +103,8 @@ class SmallCalls:
             Kinds of queries and output, and of new rows.
         k_kind, v_kind : str
             Kinds of pools.
+        by_address : bool
+            Whether calls bring addresses in place of arrays: of rows without gaps, of the sizes that the step has.
 
         Returns
         -------

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.errors import NotSupported
@@ -11,9 +14,69 @@ from numkv.kinds import Kind
 from numkv.storage.pool import Pool, source_dtypes
 from numkv.torch.tensors import array_of, tensor_of
 from numkv.transformers.books import Step
+from numkv.transformers.bound import prepared
 from numkv.transformers.layers import Pending
 
-__all__ = ["append_and_attend"]
+__all__ = ["append_and_attend", "at_once"]
+
+_Tensor, _empty, _CPU = torch.Tensor, torch.empty, torch.device("cpu")
+
+
+def at_once(query: Any, pending: Pending, plan: Any, scaling: Any, softcap: Any, s_aux: Any) -> Any:
+    """`append_and_attend` in one compiled call, as in a pass of one token a sequence.
+
+    Parameters
+    ----------
+    query, pending, plan
+        See `append_and_attend`.
+    scaling, softcap, s_aux : float, float and tensor (num_q_heads,), or None
+        As a model hands them on.
+
+    Returns
+    -------
+    tensor (batch, T, num_q_heads, head_dim_v), or None
+        None where this pass or layer needs more; then nothing has changed.
+    """
+    layer = pending.layer
+    bound = layer.bound
+    if not (
+        bound is not None and (group := bound.group).plan is plan and layer.books is group.before
+        and layer.pool is bound.pool and not group.moves
+        and scaling == bound.scaling and softcap == bound.softcap and s_aux is bound.s_aux
+    ):  # fmt: skip
+        bound = prepared(query, pending, plan, scaling, softcap, s_aux)
+        if bound is None:
+            return None
+        group = bound.group
+    k, v = pending.keys, pending.values
+    if not (
+        type(query) is type(k) is type(v) is _Tensor and query.is_cpu and k.is_cpu and v.is_cpu
+        and query.dtype is k.dtype is v.dtype is group.dtype
+        and query.shape == group.shape_q and k.shape == group.shape_k and v.shape == group.shape_v
+        and not (query.is_neg() or k.is_neg() or v.is_neg())
+    ):  # fmt: skip
+        return None
+    shape = group.shape_out
+    if shape[1] > 1:
+        query, k, v = query.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    query, k, v = query.contiguous(), k.contiguous(), v.contiguous()
+    if bound.sinks is not None:
+        bound.sinks.copy_(s_aux.detach())
+    out = _empty(shape, dtype=group.dtype, device=_CPU)  # whatever the default is
+    rows = query.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    kernel = group.kernel
+    if group.workers == 1:
+        failed = kernel.call(bound.address, group.address, *rows, 0)
+    else:
+        failed = kernel.launched(kernel.call, group.workers, bound.address, group.address, *rows)
+    if failed:  # rows that cannot be quantised
+        return None
+    pending.done = (plan, group.step, bound.pool)
+    if group.moves:
+        layer.finish(group.step, bound.pool)
+    else:
+        layer.books = group.after
+    return out
 
 
 def append_and_attend(query: Any, pending: Pending, plan: Any, options: AttentionOptions) -> Any:
@@ -36,6 +99,12 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
     """
     q = _by_token(query, "query")
     step, pool = _append(q, pending, plan)
+    recent = pending.layer.recent
+    batch, heads, columns, _ = query.shape
+    if recent is not None:
+        wide = q if q.dtype == np.float64 else _by_token(query.float(), "query")
+        found = recent.attend(pool, step, columns, wide, options)
+        return tensor_of(found).to(query.dtype).view(batch, columns, heads, found.shape[2])
     window = plan.seen.window - 1
     options = options._replace(window_left=window if step.ranges is None else -1)
     chosen = q if step.queries is None else q[step.queries]
@@ -45,7 +114,6 @@ def append_and_attend(query: Any, pending: Pending, plan: Any, options: Attentio
         whole = out.new_zeros((q.shape[0], *out.shape[1:]))
         whole[tensor_of(step.queries)] = out
         out = whole
-    batch, heads, columns, _ = query.shape
     return out.view(batch, columns, heads, out.shape[2])
 
 
@@ -71,6 +139,8 @@ def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
     k, v = pool.check_rows(k, v, check_finite=True)
     pool = layer.make_room(step)
     pool.scatter(k, v, step.slots)
+    if layer.recent is not None:
+        layer.recent.write(k, v, step)
     layer.finish(step, pool)
     pending.done = (plan, step, pool)
     return step, pool

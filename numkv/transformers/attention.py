@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from numkv.attention.options import check_options
 from numkv.errors import NotSupported
-from numkv.transformers.append_attend import append_and_attend
+from numkv.transformers.append_attend import append_and_attend, at_once
 from numkv.transformers.layers import Rows
 from numkv.transformers.masks import Plan
 
@@ -83,11 +83,16 @@ def _over_cache(
         _refuse_mask(mask)
     if dropout or others.get("position_bias") is not None or others.get("output_attentions"):
         _refuse(dropout, others)
-    if query.requires_grad and torch.is_grad_enabled():
+    if (
+        query.requires_grad or pending.keys.requires_grad or pending.values.requires_grad
+    ) and torch.is_grad_enabled():
         raise NotSupported(
             "NumkvCache: expected a forward pass without gradients, as numkv computes none; call the model under "
             "torch.no_grad() or torch.inference_mode(), or train it without this cache"
         )
+    out = at_once(query, pending, mask, scaling, softcap, s_aux)
+    if out is not None:
+        return out
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
     return append_and_attend(query, pending, mask, options)

@@ -90,6 +90,11 @@ class Step:
         queries, lengths, starts, ranges = found
         return replace(self, queries=queries, lengths=lengths, starts=starts, ranges=ranges)
 
+    def limits(self, columns: int) -> tuple[Ints, Ints]:
+        """From where and up to where the queries of the last columns see tokens: positions, each (batch, columns)."""
+        ordinal = _ordinal(self.new, self.columns)[:, -columns:]
+        return self.before._limits(ordinal, self.seen)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Books:
@@ -334,6 +339,12 @@ class Books:
             assert new is not None
             return np.flatnonzero(new), end, np.concatenate([[0], new.sum(1).cumsum()]), None
         base = (self.first * self.block_size)[:, None]
+        low, high = self._limits(ordinal, seen)
+        ranges = np.stack([np.maximum(low - base, 0), np.maximum(high - base, 0)], -1)
+        return None, end, each, np.ascontiguousarray(ranges.reshape(-1, 2))
+
+    def _limits(self, ordinal: Ints, seen: Seen) -> tuple[Ints, Ints]:
+        """From which position on, and up to which, queries see tokens."""
         high = self.lengths[:, None] + ordinal
         if seen.chunk:
             low = (high - 1) // seen.chunk * seen.chunk
@@ -341,9 +352,7 @@ class Books:
             low = high - seen.window
         else:
             low = np.zeros_like(high)
-        low = np.where(high > 0, np.maximum(low - base, 0), 0)
-        ranges = np.stack([low, np.maximum(high - base, 0)], -1).reshape(-1, 2)
-        return None, end, each, np.ascontiguousarray(ranges)
+        return np.maximum(low, 0), high
 
     # -- what drops tokens
 

@@ -21,6 +21,19 @@ __all__ = ["NumkvCache"]
 _OF_NUMKV = {"full_attention", "sliding_attention", "chunked_attention"}
 _HYBRID = {"hybrid", "hybrid_sliding"}
 _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
+# Encoders, unless their config says that they are decoders.
+_BOTH_WAYS = {
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+# Models that do with K and V what no config says.
+_OWN_WAYS = {
+    **dict.fromkeys(
+        ("diffllama", "doge", "falcon", "jetmoe"), "code of its own that reads K and V"
+    ),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "a position bias, which adds to scores"),
+    "moshi": "windows that its masks do not show",
+}
 
 
 class NumkvCache(Cache):  # type: ignore[misc]
@@ -41,12 +54,16 @@ class NumkvCache(Cache):  # type: ignore[misc]
         Tokens of each sequence to reserve room for; without it, and past it, room grows by doubling.
     rotate : bool
         Whether rows are rotated before they are stored, which makes INT4 more exact; see docs/layouts.md.
+    residual_window : int
+        How many of each sequence's newest tokens are read in full precision, as the model computes them, beside
+        quantised storage; see `numkv.KVCache`.
 
     Raises
     ------
     NotSupported
         If the model has layers that would not be right: latent attention, which stores something else than K and V,
-        attention that chooses tokens by an index, ALiBi, cross attention.
+        attention that chooses tokens by an index, ALiBi, cross attention. If `residual_window` is given and neither K
+        nor V is quantised.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one.
 
@@ -74,12 +91,13 @@ class NumkvCache(Cache):  # type: ignore[misc]
         v_kind: Any = None,
         capacity: int | None = None,
         rotate: bool = False,
+        residual_window: int = 0,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window)
         _check_config(config)
         config = config.get_text_config(decoder=True)
         _check_config(config)
-        types, arguments = get_layer_types_and_kwargs(config)
+        types, arguments = _layers_of(config)
         layers = [
             _layer(number, name, options, given)
             for number, (name, given) in enumerate(zip(types, arguments, strict=True))
@@ -130,6 +148,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 layer.crop(tokens_to_remove)
         for layer, change in changes:
             layer.change(*change)
+            layer.crop_recent()
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
@@ -141,6 +160,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 if id(books) not in made:
                     made[id(books)] = (books, books.selected(rows))
                 layer.change(made[id(books)][1])
+                layer.select_recent(rows)
             if isinstance(layer, HybridLayer):
                 layer.reorder_states(beam_idx)
             elif not isinstance(layer, NumkvLayer):
@@ -180,20 +200,42 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any]) -> A
     return NumkvLayer(options, reach)
 
 
+def _layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Types of layers and what they are made with, if transformers can tell."""
+    try:
+        types, arguments = get_layer_types_and_kwargs(config)
+    except (AttributeError, ValueError, KeyError) as error:
+        raise NotSupported(
+            f"NumkvCache: expected a config that says what layers there are, got one of {config.model_type!r} "
+            f"({error}); use another cache"
+        ) from error
+    return types, arguments
+
+
 def _check_config(config: Any) -> None:
     """Refuse models whose attention would not be right."""
     model = getattr(config, "model_type", type(config).__name__)
-    reason = None
+    reason = _OWN_WAYS.get(model)
     if getattr(config, "is_encoder_decoder", False):
         reason = "encoder and decoder, with cross attention between them"
-    elif getattr(config, "kv_lora_rank", None):
+    elif _is_set(config, "kv_lora_rank"):
         reason = "latent attention, which stores what K and V are made of"
-    elif getattr(config, "alibi", False) or model in ("bloom", "mpt"):
+    elif _is_set(config, "alibi") or model in ("bloom", "mpt"):
         reason = "ALiBi, which adds to scores within the model"
     elif not getattr(config, "is_causal", True):
         reason = "attention that is not causal"
+    elif model in _BOTH_WAYS and not getattr(config, "is_decoder", False):
+        reason = "attention that sees both ways, as its config does not say is_decoder=True"
     if reason is not None:
         raise NotSupported(
             f"NumkvCache: expected a model with causal attention over K and V, got {model!r}, which has {reason}; use "
             "another cache"
         )
+
+
+def _is_set(config: Any, name: str) -> bool:
+    """Whether a config, or that of one of its layers, has an option."""
+    try:
+        return bool(getattr(config, name, None))
+    except Exception:  # transformers' own, for what differs from layer to layer
+        return True

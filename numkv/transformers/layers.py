@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from numkv import targets
@@ -13,7 +14,9 @@ from numkv.kinds import Kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
+from numkv.transformers.bound import BoundLayer
 from numkv.transformers.options import Options
+from numkv.transformers.recent import Recent
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
 
@@ -99,6 +102,10 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = options.block_size_for(reach)
         self.books: Books | None = None
         self.pool: Pool | None = None
+        self.recent = Recent(options.residual_window) if options.residual_window else None
+        self.bound: BoundLayer | None = None
+        # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
+        self._rows: tuple[Any, ...] | None = None
 
     def __repr__(self) -> str:
         reach = f", reach={self.reach}" if self.reach >= 0 else ""
@@ -117,15 +124,35 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
             self.options.rotate,
         )  # fmt: skip
+        if self.recent is not None:
+            kinds = _kind_of(key_states), _kind_of(value_states)
+            dims = int(dim), int(value_states.shape[3])
+            self.recent.make(self.pool.target, int(batch), int(heads), dims, kinds)
         self.is_initialized = True
 
     def update(
         self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Take new rows; they are stored by the attention function, which knows which of them are padding."""
+        made = self._rows
+        if (
+            made is not None and key_states.shape == made[0] and value_states.shape == made[1]
+            and key_states.dtype is made[2] is value_states.dtype and not is_dynamo_compiling()
+        ):  # fmt: skip
+            pending: Pending = made[3]
+            pending.keys, pending.values, pending.done = key_states, value_states, None
+            rows: tuple[Any, Any] = made[4]
+            return rows
         key, value = key_states.as_subclass(Rows), value_states.as_subclass(Rows)
-        key.pending = value.pending = Pending(self, key_states, value_states)
+        key.pending = value.pending = pending = Pending(self, key_states, value_states)
+        self._rows = None
+        if key_states.shape[2] == 1 and not is_dynamo_compiling():  # as the next ones will be
+            shapes = key_states.shape, value_states.shape
+            self._rows = (*shapes, key_states.dtype, pending, (key, value))
         return key, value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bound": None, "_rows": None}
 
     def begin(self, key_states: Any, value_states: Any) -> tuple[Books, Pool]:
         """The books and the pool that new rows meet, both checked."""
@@ -198,7 +225,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return 0 if self.pool is None else self.pool.nbytes
+        recent = 0 if self.recent is None else self.recent.nbytes
+        return recent + (0 if self.pool is None else self.pool.nbytes)
 
     def activate_past_recording(self) -> None:
         """Keep what leaves the reach until the next crop."""
@@ -211,6 +239,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
             self.books = self.options.empty_books(
                 books.batch, self.block_size, self.reach, books.num_blocks
             )
+        if self.recent is not None:
+            self.recent.reset()
 
     def change(self, books: Books, shrink: Shrink | None = None) -> None:
         """Take new books, and a smaller pool if they say so."""
@@ -233,11 +263,24 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         removed = columns_to_crop(tokens_to_remove)
         if self.books is not None:
             self.change(*self.cropped(removed))
+            self.crop_recent()
+
+    def crop_recent(self) -> None:
+        """Forget what the books have no more, among tokens in full precision."""
+        if self.recent is not None and self.books is not None:
+            self.recent.crop(self.books)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Take sequences in another order; those that are taken twice share their blocks."""
         if self.books is not None:
-            self.change(self.books.selected(beam_idx.cpu().numpy()))
+            rows = beam_idx.cpu().numpy()
+            self.change(self.books.selected(rows))
+            self.select_recent(rows)
+
+    def select_recent(self, rows: Any) -> None:
+        """Take sequences in another order, among tokens in full precision."""
+        if self.recent is not None:
+            self.recent.select(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Take each sequence so many times."""

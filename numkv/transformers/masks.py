@@ -101,6 +101,10 @@ class Plan:
         mask = sdpa_mask(**arguments)
         return mask if self.whole is self else mask[:, :, -self.columns :]
 
+    def contiguous(self) -> Plan:
+        """Itself: `generate` asks this of masks that it makes for caches of a fixed size."""
+        return self
+
     def __getitem__(self, index: Any) -> Plan:
         """The plan of the last columns, which is all that models ask for: ``[:, :, -n:, :]``."""
         each = slice(None)

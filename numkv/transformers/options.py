@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numkv.errors import DimensionMismatch
+from numkv.errors import NotSupported
 from numkv.kinds import Kind, kind
+from numkv.numbers import check_flag, check_size
 from numkv.transformers.books import Books
+from numkv.transformers.bound import Groups
 
 __all__ = ["Options"]
 
@@ -26,6 +28,8 @@ class Options:
         Tokens of each sequence to reserve room for.
     rotate : bool
         Whether rows are rotated.
+    residual_window : int
+        Tokens of each sequence that are kept in full precision, too.
     """
 
     def __init__(
@@ -35,24 +39,23 @@ class Options:
         v_kind: Any = None,
         capacity: int | None = None,
         rotate: bool = False,
+        residual_window: int = 0,
     ) -> None:
         if kind is not None and k_kind is not None and v_kind is not None:
             raise ValueError(
                 "`kind`: expected None where k_kind and v_kind are both given, got all three"
             )
         self.k_kind, self.v_kind = (_kind(x if x is not None else kind) for x in (k_kind, v_kind))
-        if capacity is not None and (
-            not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0
-        ):
-            raise DimensionMismatch(
-                f"`capacity`: expected a number of tokens or None, got {capacity!r}",
-                expected="int >= 0",
-                actual=capacity,
+        self.capacity = 0 if capacity is None else check_size("capacity", capacity)
+        self.rotate = check_flag("rotate", rotate)
+        self.residual_window = check_size("residual_window", residual_window)
+        quantises = any(of and of.has_scales for of in (self.k_kind, self.v_kind))
+        if self.residual_window and not quantises:
+            raise NotSupported(
+                f"`residual_window`: expected 0 for storage that quantises nothing, got {residual_window}; leave it "
+                "out, or choose int8 or int4"
             )
-        if not isinstance(rotate, bool):
-            raise TypeError(f"`rotate`: expected True or False, got {rotate!r}")
-        self.capacity = capacity or 0
-        self.rotate = rotate
+        self.groups = Groups()
         self._empty: dict[tuple[int, int, int, int], Books] = {}
 
     def kinds(self, of_keys: Kind, of_values: Kind) -> tuple[Kind, Kind]:

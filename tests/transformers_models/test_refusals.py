@@ -32,6 +32,13 @@ def model():
         (transformers.BloomConfig(), "ALiBi"),
         (transformers.T5Config(), "cross attention"),
         (transformers.MambaConfig(num_hidden_layers=2), "has none"),
+        (transformers.FalconConfig(alibi=False), "reads K and V"),
+        (transformers.DiffLlamaConfig(), "reads K and V"),
+        (transformers.DogeConfig(), "reads K and V"),
+        (transformers.JetMoeConfig(), "reads K and V"),
+        (transformers.MoshiConfig(), "do not show"),
+        (transformers.BertConfig(), "both ways"),
+        (transformers.BltConfig(), "what layers there are"),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -53,8 +60,8 @@ def test_layers_that_would_not_be_right():
         ({"kind": "fp7"}, UnsupportedDType),
         ({"kind": "int8", "k_kind": "int8", "v_kind": "int4"}, ValueError),
         ({"capacity": -1}, DimensionMismatch),
-        ({"capacity": 2.5}, DimensionMismatch),
-        ({"rotate": 1}, TypeError),
+        ({"capacity": 2.5}, TypeError),
+        ({"rotate": "no"}, TypeError),
     ],
 )
 def test_options(options, error):

@@ -44,6 +44,7 @@ from numkv.kernels.cpu.attention.bound import (
     BoundKernel,
     StepRecord,
     make_append_attend,
+    make_append_attend_at,
     signature_of,
     signature_of_merge,
 )
@@ -193,13 +194,17 @@ def attend(
 
 @implements(Operations.append_attend)
 @functools.cache
-def append_attend(q_kind, rows_kind, k_kind, v_kind):
+def append_attend(q_kind, rows_kind, k_kind, v_kind, by_address=False):
     compute = "float64" if "fp64" in (q_kind, k_kind, v_kind) else "float32"
     kernel = _kernel(k_kind, v_kind, compute)
     words = [WORDS[name] for name in (q_kind, rows_kind, rows_kind)]
     arrays = [array(word, 3) for word in words] + [array(words[0], 3, out=True)]
+    if by_address:
+        maker, arrays = make_append_attend_at, [types.int64] * 4
+    else:
+        maker = make_append_attend
     call = build(
-        make_append_attend, (types.int64, types.int64, *arrays, types.int64),
+        maker, (types.int64, types.int64, *arrays, types.int64),
         args=(q_kind, rows_kind, k_kind, v_kind, compute),
         label=f"append_attend, rows {rows_kind}, q {q_kind}, K {k_kind}, V {v_kind}",
     )  # fmt: skip
@@ -216,8 +221,9 @@ def append_attend(q_kind, rows_kind, k_kind, v_kind):
         )  # fmt: skip
         return (min(workers, num_threads()) if workers > 1 else 1), parts
 
+    itemsizes = (WORDS[q_kind].bitwidth // 8, WORDS[rows_kind].bitwidth // 8)
     return BoundKernel(
-        call, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
+        call, itemsizes, kernel_address(kernel), compute, _WORD_OF.get(q_kind) == compute, most_threads,
         functools.partial(_scratch_size, k_kind, v_kind, compute), plan,
         functools.cache(lambda: kernel_address(_merge_kernel(compute))),
         KV_TILE, launched,

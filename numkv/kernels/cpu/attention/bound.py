@@ -34,6 +34,7 @@ from numkv.kernels.cpu.vectors.records import (
     RECORD_ARRAY,
     array_reader,
     describe,
+    describe_dense,
     float_at,
     int_at,
     kernel_caller,
@@ -49,6 +50,7 @@ __all__ = [
     "LayerRecord",
     "StepRecord",
     "make_append_attend",
+    "make_append_attend_at",
     "signature_of",
     "signature_of_merge",
 ]
@@ -62,7 +64,9 @@ _TOKENS, _Q_HEADS, _WORKERS, _PARTS, _PARTS_AT, _MERGE, _BEFORE, _AFTER = range(
 _TABLE, _LENS, _STARTS, _SLOTS, _RANGES, _LSE, _FLOATS, _INTS, _QUERIES, _RESULTS = (
     8 + RECORD_ARRAY * i for i in range(10)
 )
-_STEP_SIZE = 8 + RECORD_ARRAY * 10
+# What a call brings, where it comes as addresses.
+_Q_GIVEN, _K_GIVEN, _V_GIVEN, _OUT_GIVEN = (8 + RECORD_ARRAY * i for i in range(10, 14))
+_STEP_SIZE = 8 + RECORD_ARRAY * 14
 
 
 def signature_of(k_kind: str, v_kind: str, compute: str) -> tuple[Any, ...]:
@@ -104,6 +108,29 @@ def _is_dense(rows):
         rows.strides[1] == rows.shape[2] * rows.strides[2]
         and rows.strides[0] == rows.shape[1] * rows.strides[1]
     )  # fmt: skip
+
+
+def make_append_attend_at(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
+    """`make_append_attend` for arrays that come as addresses: rows without gaps, in the sizes that the step says.
+
+    A tensor's address takes less time to ask for than an array on its memory to make. Whoever calls answers for it.
+    """
+    kernel_of_arrays = register_jitable(
+        make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE)
+    )
+    queries_at, rows_at = array_reader(WORDS[Q_KIND], 3), array_reader(WORDS[ROWS_KIND], 3)
+
+    def kernel(layer, step, q, k, v, out, launch):
+        put_number(step + 8 * _Q_GIVEN, 8, q)
+        put_number(step + 8 * _K_GIVEN, 8, k)
+        put_number(step + 8 * _V_GIVEN, 8, v)
+        put_number(step + 8 * _OUT_GIVEN, 8, out)
+        return kernel_of_arrays(
+            layer, step, queries_at(step, _Q_GIVEN), rows_at(step, _K_GIVEN), rows_at(step, _V_GIVEN),
+            queries_at(step, _OUT_GIVEN), launch,
+        )  # fmt: skip
+
+    return kernel
 
 
 def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
@@ -230,8 +257,10 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
 class BoundKernel(NamedTuple):
     """The compiled function for some kinds, and what it takes to make records for it."""
 
-    #: ``call(layer, step, q, k, v, out, launch) -> int``; see `make_append_attend`.
+    #: ``call(layer, step, q, k, v, out, launch) -> int``; see `make_append_attend` and `make_append_attend_at`.
     call: Callable[..., int]
+    #: Bytes of an element of q and the output, and of new rows.
+    itemsizes: tuple[int, int]
     #: Where the attention kernel is.
     address: int
     #: Dtype that attention computes in, and whether queries come in it.
@@ -330,7 +359,7 @@ class StepRecord:
     )  # fmt: skip
 
     def __init__(self, kernel: BoundKernel, extents: Extents) -> None:
-        num_seqs, num_tokens, max_blocks, q_heads, _, dim, dim_v = extents
+        num_seqs, num_tokens, max_blocks, q_heads, heads, dim, dim_v = extents
         self._kernel, self.extents = kernel, extents
         self.workers = 1
         of_plan = plan_size(num_seqs) + kernel.most_threads * WORKER_INTS
@@ -347,6 +376,12 @@ class StepRecord:
         }  # fmt: skip
         for at, x in self._memory.items():
             describe(record, at, x)
+        of_q, of_rows = kernel.itemsizes
+        for at, rows_heads, width, itemsize in (
+            (_Q_GIVEN, q_heads, dim, of_q), (_K_GIVEN, heads, dim, of_rows), (_V_GIVEN, heads, dim_v, of_rows),
+            (_OUT_GIVEN, q_heads, dim_v, of_q),
+        ):  # fmt: skip
+            describe_dense(record, at, (num_tokens, rows_heads, width), itemsize)
         if not kernel.as_it_is:
             for at, width in ((_QUERIES, dim), (_RESULTS, dim_v)):
                 rows = self._memory[at] = aligned(

@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 from numkv.kernels.cpu.vectors.emit import DOUBLE, I64
 
 __all__ = [
-    "MOST_AXES", "RECORD_ARRAY", "array_reader", "describe", "float_at", "int_at", "kernel_address",
-    "kernel_caller", "number_at", "put_number",
+    "MOST_AXES", "RECORD_ARRAY", "array_reader", "describe", "describe_dense", "float_at", "int_at",
+    "kernel_address", "kernel_caller", "number_at", "put_number",
 ]  # fmt: skip
 
 #: Axes of an array in a record, at most, and numbers that it takes.
@@ -34,6 +34,17 @@ def describe(record: np.ndarray[Any, Any], at: int, x: np.ndarray[Any, Any]) -> 
     for axis in range(x.ndim):
         record[at + 1 + axis] = x.shape[axis]
         record[at + 1 + MOST_AXES + axis] = x.strides[axis]
+
+
+def describe_dense(
+    record: np.ndarray[Any, Any], at: int, shape: tuple[int, ...], itemsize: int
+) -> None:
+    """Say in a record how an array lies that has no gaps; where, at index `at`, is left to the calls."""
+    stride = itemsize
+    for axis in reversed(range(len(shape))):
+        record[at + 1 + axis] = shape[axis]
+        record[at + 1 + MOST_AXES + axis] = stride
+        stride *= shape[axis]
 
 
 def _field(b, record, index):
