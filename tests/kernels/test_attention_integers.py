@@ -21,7 +21,6 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
     quantise_query,
 )
 from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
-from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
 from numkv.kernels.cpu.attention.llvm.scales import make_gather_groups
 from numkv.kernels.cpu.attention.records import (
     INT4_SPAN,
@@ -43,7 +42,8 @@ ROWS = 8
 # Memory to prefetch: from address 0 on, which does nothing.
 NOTHING = np.array([0, NO_MORE])
 accumulate_int8, accumulate_int4 = make_accumulate_int8("int8"), make_accumulate_int4("int4")
-gather_groups, interleave = make_gather_groups("float32"), make_interleave_queries("float32")
+gather_groups = make_gather_groups("float32")
+gather_by_group = make_gather_groups("float32", True)
 qk_int4, qk_int8 = make_qk_int4("int4"), make_qk_int8("int8")
 # What lies in memory that must not matter, or must stay as it is.
 FENCE = np.float32(12345.0)
@@ -84,15 +84,14 @@ def run_score4(
 ):  # fmt: skip
     blocks = q_step // INT4_SPAN
     groups = (dim + 31) // 32
-    gather_groups(f, scales_at, scales, scale_offsets, groups)
+    gather_by_group(f, scales_at, scales, scale_offsets, groups)
     for r in range(rows):
         spread_query(f[r * q_step : (r + 1) * q_step], q[r], np.float32(1))
         f[q_scales_at + r] = quantise_query(f, r * q_step, dim, q_step)
         sum_query_groups(f, r * q_step, dim, sums_at + r * 16 * blocks)
-    size = 16 * blocks
-    interleave_bytes(at_once, f, 0, q_step, q_step, rows_at)
-    interleave(at_once, f, sums_at, size, size, rows_at + at_once * q_step)
-    queries = Queries(rows_at, q_scales_at, rows_at + at_once * q_step)
+    for r in range(at_once):
+        interleave_bytes(1, f, r * q_step, q_step, q_step, rows_at + r * q_step // 2)
+    queries = Queries(rows_at, q_scales_at, sums_at)
     qk_int4(at_once, f, queries, Rows(codes, offsets, dim, scales_at, groups), count, s_at, NOTHING)
 
 

@@ -61,7 +61,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
             by_panels(K_KIND, V_KIND, COMPUTE),
         )
     )
-    gather_k, gather_v = make_gather(K_KIND, COMPUTE), make_gather(V_KIND, COMPUTE)
+    gather_k = make_gather(K_KIND, COMPUTE, in_integers(K_KIND, COMPUTE))
+    gather_v = make_gather(V_KIND, COMPUTE)
     K_SCALED, V_SCALED = kind(K_KIND).has_scales, kind(V_KIND).has_scales
     k_scale_steps = strides_of if K_SCALED else _no_strides
     v_scale_steps = strides_of if V_SCALED else _no_strides

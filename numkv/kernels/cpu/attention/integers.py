@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from numkv.kernels.cpu.attention import floats as floats_engine
 from numkv.kernels.cpu.attention.floats import clear
 from numkv.kernels.cpu.attention.llvm.int4_pv import make_accumulate_int4, quantise_group_probs
@@ -20,7 +22,6 @@ from numkv.kernels.cpu.attention.llvm.int8 import (
     quantise_query,
 )
 from numkv.kernels.cpu.attention.llvm.int8_qk import interleave_bytes, make_qk_int8
-from numkv.kernels.cpu.attention.llvm.qk import make_interleave_queries
 from numkv.kernels.cpu.attention.records import Outputs, Queries, Weights
 from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import HAS_FOURS
@@ -57,6 +58,14 @@ def _interleave(floats, at, sizes, count, row, place):
     )  # fmt: skip
 
 
+@inlined
+def _interleave_one(floats, at, sizes, row, to_at):
+    """A query row in bytes."""
+    interleave_bytes(
+        np.int64(1), floats, at.queries + row * sizes.pad_dim, sizes.pad_dim, sizes.pad_dim, to_at
+    )
+
+
 def _byte_keys(qk_int8):
     """``interleave, scores`` of queries in bytes."""
 
@@ -71,7 +80,6 @@ def _byte_keys(qk_int8):
 
 
 def _int4_keys(next_kind):
-    interleave_queries = make_interleave_queries("float32")
     qk_int4 = make_qk_int4(next_kind)
 
     @inlined
@@ -85,23 +93,22 @@ def _int4_keys(next_kind):
 
     @inlined
     def interleave(floats, at, sizes, count, row, place):
-        _interleave(floats, at, sizes, count, row, place)
-        size = 16 * sizes.k_spans
-        interleave_queries(
-            count,
-            floats,
-            at.query_sums + row * size,
-            size,
-            size,
-            at.interleaved_sums + place * size,
-        )
+        # Each by itself.
+        for r in range(count):
+            _interleave_one(
+                floats,
+                at,
+                sizes,
+                row + r,
+                at.interleaved + place * sizes.pad_dim + r * (sizes.pad_dim // 2),
+            )
 
     @inlined
     def scores(floats, at, sizes, count, row, place, keys, end, extents):
         queries = Queries(
             at.interleaved + place * sizes.pad_dim,
             at.query_scales + row,
-            at.interleaved_sums + place * 16 * sizes.k_spans,
+            at.query_sums + row * 16 * sizes.k_spans,
         )
         qk_int4(count, floats, queries, keys, end, at.scores, extents)
 

@@ -18,13 +18,16 @@ __all__ = ["make_gather", "make_of_head"]
 
 
 @functools.cache
-def make_gather(kind: str, compute: str) -> Callable[..., Any]:
-    """``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind.
+def make_gather(kind: str, compute: str, by_group: bool = False) -> Callable[..., Any]:
+    """``gather(floats, to_at, scale, offsets, next_offsets, groups)`` for a storage kind, of INT4 perhaps by group.
 
     It puts down the scales of a tile's tokens, which start at `offsets`, and prefetches those of the next tile.
     """
     found = kind_named(kind)
-    gather_scales, gather_groups = make_gather_scales(compute), make_gather_groups(compute)
+    gather_scales, gather_groups = (
+        make_gather_scales(compute),
+        make_gather_groups(compute, by_group),
+    )
 
     @inlined
     def prefetch_scales(scale, offsets, groups):

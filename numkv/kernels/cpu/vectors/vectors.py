@@ -241,6 +241,19 @@ class Vectors:
             ]
         return vectors
 
+    def by_turns(self, vectors):
+        """Vectors, 1, 2, 4 … of them, with their lanes by turns: ``out = stack(vectors, -1)``, in as many vectors.
+
+        ``a0 a1 a2 a3, b0 b1 b2 b3 -> a0 b0 a1 b1, a2 b2 a3 b3``
+        """
+        if len(vectors) == 1:
+            return vectors
+        pairs = zip(self.by_turns(vectors[::2]), self.by_turns(vectors[1::2]), strict=True)
+        half = self.lanes // 2
+        turns = [[x for i in some for x in (i, self.lanes + i)]
+                 for some in (range(half), range(half, self.lanes))]  # fmt: skip
+        return [self.shuffle(*pair, lanes) for pair in pairs for lanes in turns]
+
     def repeated(self, base, at, count):
         """Load `count` floats, at most as many as there are lanes, and repeat them: ``a b | a b | a b | a b``."""
         part = self.load_part(base, at, count)

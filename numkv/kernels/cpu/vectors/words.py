@@ -51,16 +51,6 @@ class Words(Vectors):
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
-    def load_int4(self, base, places, count):
-        """Load `count` bytes of INT4 codes of a row, the others 0; or of two short rows, one in each half.
-
-        They come as 32-bit lanes.
-        """
-        size = 4 * self.lanes // len(places)
-        rows = [self.load_bytes(base, at, count, size) for at in places]
-        row = rows[0] if len(rows) == 1 else self.shuffle(*rows, [*range(2 * size)])
-        return self.b.bitcast(row, self.int_type)
-
     def load_bytes(self, base, at, count, size):
         """Load `count` bytes into a vector of `size`; the others are 0."""
         type_ = ir.VectorType(I8, size)
@@ -198,7 +188,7 @@ class Words(Vectors):
         high = self.b.or_(self.b.and_(self.b.lshr(first, eight), even), self.b.and_(last, odd))
         return self.b.xor(low, self.splat_int(0x80808080 - 2**32)), high
 
-    def mixed_fours(self, a, b, c, d):
-        """Bytes of four vectors side by side, in the order of `bytes_of`: those of every fourth lane."""
-        pairs = zip(self.interleave(a, c), self.interleave(b, d), strict=True)
-        return [x for pair in pairs for x in self.interleave(*map(self.words, pair))]
+    def mixed_fours(self, parts):
+        """Bytes of the quarters of a vector side by side, in the order of `bytes_of`."""
+        size = parts.type.count // 4
+        return self.shuffle(parts, parts, [size * i + j for j in range(size) for i in (0, 2, 1, 3)])

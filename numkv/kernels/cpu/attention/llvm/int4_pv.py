@@ -1,8 +1,9 @@
 """Weighted sums of INT4 rows, in integers. Vectors have 512 bits here: 16 lanes of 32 bits.
 
 Codes are not widened: weights are taken apart into low and high bytes, and one instruction multiplies and adds fours of
-bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group. A byte is both of its
-nibbles at once: from sums of whole bytes, the sums of low nibbles leave 16 times those of high ones.
+bytes. A lane holds a column's bytes of four tokens, and a vector those of one quantisation group, for which a tile's
+tokens pass once: sums of four query rows stay in registers. A byte is both of its nibbles at once: from sums of whole
+bytes, the sums of low nibbles leave 16 times those of high ones.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import functools
 import itertools
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.attention.llvm.int4_qk import SHORT
+from numkv.kernels.cpu.attention.llvm.int4_qk import SHORT, load_groups
 from numkv.kernels.cpu.attention.llvm.int8 import add_to_output
 from numkv.kernels.cpu.attention.records import INT4_SPAN, KV_TILE
-from numkv.kernels.cpu.vectors.emit import I8, I64, for_rows, scratch_floats, steps, unpack
+from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.words import Words
 from numkv.rows.int4 import GROUP
 
 __all__ = ["make_accumulate_int4", "quantise_group_probs", "shares"]
+
+# Query rows whose sums fit into registers: of each, those of two kinds of bytes and of two of codes.
+_ROWS = 4
 
 
 def shares(rows, short):
@@ -191,7 +194,7 @@ def make_accumulate_int4(next_kind):
 
             o = rescale * o + unit * ((low @ codes) + 256 * (high @ codes)) + sums
 
-        Codes of four tokens are put side by side first, once for all rows::
+        Codes of four tokens are put side by side::
 
             bytes of tokens   t0: c0 c1 c2 ...   t1: c0 c1 c2 ...   t2: ...   t3: ...
             lanes             t0c0 t2c0 t1c0 t3c0 | t0c1 t2c1 t1c1 t3c1 | ...
@@ -202,12 +205,7 @@ def make_accumulate_int4(next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            arguments = unpack(context, b, sig.args, args)
-            short = b.icmp_signed("<=", arguments[4].dim, I64(SHORT))
-            with b.if_else(short) as (of_short, of_others):
-                for place, short in ((of_short, True), (of_others, False)):
-                    with place:
-                        _Int4(b, (next_kind, short), *arguments).emit()
+            _Int4(b, next_kind, *unpack(context, b, sig.args, args)).emit()
             return context.get_dummy_value()
 
         return types.void(i8, i8, floats, weights, values, i8, i8, outputs, extents), codegen
@@ -216,146 +214,108 @@ def make_accumulate_int4(next_kind):
 
 
 class _Int4:
-    """Emits `accumulate_int4`, for short rows or for others."""
+    """Emits `accumulate_int4`."""
 
     def __init__(
-        self, b, form, rows, count, floats, weights, values, begin, end, outputs, extents
+        self, b, next_kind, rows, count, floats, weights, values, begin, end, outputs, extents
     ):  # fmt: skip
-        next_kind, self.short = form
         self.b, self.v = b, Words(b)
         self.stream = PrefetchStream(b, next_kind, extents)
-        self.rows, self.count, self.floats, self.weights = rows, count, floats, weights
+        self.count, self.floats, self.weights = count, floats, weights
         self.values, self.outputs = values, outputs
+        self.row_bytes = b.ashr(values.dim, I64(1))
         self.spans = b.sdiv(b.add(values.dim, I64(INT4_SPAN - 1)), I64(INT4_SPAN))
-        self.width = 2 if self.short else 4
         # What `shares` says, and lanes of four tokens.
-        self.most = 16 // self.width
-        few = b.icmp_signed("<", rows, I64(self.most))
-        self.in_four = b.select(few, b.mul(rows, I64(self.width)), I64(16))
+        short = b.icmp_signed("<=", values.dim, I64(SHORT))
+        self.width = b.select(short, I64(2), I64(4))
+        self.most = b.select(short, I64(8), I64(4))
+        few = b.icmp_signed("<", rows, self.most)
+        self.in_four = b.select(few, b.mul(rows, self.width), I64(16))
         self.tokens = b.sdiv(I64(16), self.in_four)
-        self.fours = 2 if self.short else 1  # of tokens, in a turn
-        # Turns whose tokens lie between each other's are all taken.
-        longer = b.icmp_signed(">", self.tokens, I64(self.fours))
-        span = b.select(longer, self.tokens, I64(self.fours))
-        in_span, of_span = b.mul(span, I64(4)), b.sdiv(span, I64(self.fours))
-        self.first_turn = b.mul(b.sdiv(begin, in_span), of_span)
+        # Turns of four tokens that lie between each other's are all taken.
+        in_span = b.mul(self.tokens, I64(4))
+        self.first_turn = b.mul(b.sdiv(begin, in_span), self.tokens)
         turns = b.sdiv(b.add(end, b.sub(in_span, I64(1))), in_span)
-        self.turns = b.mul(turns, of_span)
-        # Of a turn eight vectors: of groups the low nibbles, then the bytes as they are.
-        self.codes = scratch_floats(b, self.v.float, KV_TILE // 4 * 8 * self.v.lanes)
-        # A turn has the elements of four blocks, and they are prefetched a block at a time: by many rows not in all
-        # turns, and if there are few rows, more while codes are mixed.
-        many = b.icmp_signed(">", rows, I64(4))
-        self.seldom = b.select(many, I64(1), I64(0))
+        self.turns = b.mul(turns, self.tokens)
+        # In a turn a line is prefetched, by many rows not in all turns.
+        self.seldom = b.select(b.icmp_signed(">", count, I64(_ROWS)), I64(1), I64(0))
 
     def emit(self):
         """The code for all numbers of query rows."""
-        if self.short:
-            self.add_span(I64(0))
-        else:
-            with steps(self.b, I64(0), self.spans, 1) as (span, _):
-                self.add_span(span)
-
-    def add_span(self, span):
-        """A span of columns."""
-        self.mix(span)
-        with steps(self.b, I64(0), self.count, 1) as (row, _):
-            self.add_row(span, row)
-
-    def issue(self, turn):
-        """Prefetch a part of what comes next."""
         b = self.b
-        with b.if_then(b.icmp_signed("==", b.and_(turn, self.seldom), I64(0))):
-            self.stream.issue(INT4_SPAN)
+        groups = b.sdiv(b.add(self.values.dim, I64(GROUP - 1)), I64(GROUP))
+        with (
+            steps(b, I64(0), groups, 1) as (group, _),
+            steps(b, I64(0), self.count, _ROWS) as (first, _),
+        ):
+            left = b.sub(self.count, first)
+            some = b.select(b.icmp_signed("<", left, I64(_ROWS)), left, I64(_ROWS))
 
-    def code_at(self, turn, i, j):
-        """Where a vector of a turn is among the codes."""
-        b = self.b
-        return b.mul(b.add(b.mul(turn, I64(8)), I64(4 * i + j)), I64(self.v.lanes))
+            def add(rows, group=group, first=first):
+                self.add_rows(group, first, rows)
 
-    def mix(self, span):
-        """Put codes of four tokens side by side, for all rows."""
-        b, v = self.b, self.v
-        at = b.mul(span, I64(INT4_SPAN // 2))
-        left = b.sub(b.ashr(self.values.dim, I64(1)), at)
-        with steps(b, self.first_turn, self.turns, 1) as (turn, _):
-            self.issue(turn)
-            for number in (2, 1):
-                with b.if_then(b.icmp_signed("<=", self.rows, I64(number))):
-                    self.stream.issue(INT4_SPAN)
-            found = [self.load_tokens(turn, j, at, left) for j in range(4)]
-            for j, x in enumerate(v.mixed_fours(*found)):
-                x = b.bitcast(x, v.int_type)
-                low = b.and_(x, v.splat_int(0x0F0F0F0F))
-                if not v.has_fours:
-                    x = b.and_(b.lshr(x, v.splat_int(4)), v.splat_int(0x0F0F0F0F))
-                for i, y in enumerate((low, x)):
-                    v.store(b.bitcast(y, v.type), self.codes, self.code_at(turn, i, j))
+            for_rows(b, some, add, _ROWS, range(1, _ROWS + 1))
 
-    def load_tokens(self, turn, j, at, left):
-        """The bytes of a turn's j-th token; of short rows those of two tokens."""
-        b, v = self.b, self.v
-        places = []
-        for i in range(self.fours):
-            four = b.add(b.mul(turn, I64(self.fours)), I64(i))
-            in_vector = b.and_(four, b.sub(self.tokens, I64(1)))
-            vector = b.add(b.mul(b.sub(four, in_vector), I64(4)), in_vector)
-            token = b.add(vector, b.mul(self.tokens, I64(j)))
-            places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
-        row = v.load_int4(self.values.words, places, left)
-        # So that each of what is mixed is of one group.
-        lanes = [4 * k + i for i in range(4) for k in range(4)]
-        return b.bitcast(v.shuffle(row, row, lanes), ir.VectorType(I8, 4 * v.lanes))
-
-    def add_row(self, span, row):
-        """A span of columns, for one row."""
+    def add_rows(self, group, first, rows):
+        """A group's columns, for some rows."""
         b, v, floats = self.b, self.v, self.floats
-        part = b.ashr(row, I64(self.most.bit_length() - 1))
+        span, in_span = b.ashr(group, I64(2)), b.and_(group, I64(3))
+        in_part = b.and_(first, b.sub(self.most, I64(1)))
+        part = b.sdiv(first, self.most)
         place = b.add(b.mul(part, self.spans), span)
-        lane = b.mul(b.and_(row, I64(self.most - 1)), I64(self.width))
-        w_here = b.add(b.add(self.weights.at, b.mul(place, I64(512))), lane)
-        # By low and high bytes of weights, what the codes are, and groups, of short rows twice.
-        sums = {
-            key: cgutils.alloca_once(b, v.int_type)
-            for key in itertools.product(range(2), range(2), range(4))
-        }
+        lanes = [b.add(b.mul(b.add(in_part, I64(r)), self.width), in_span) for r in range(rows)]
+        w_here = b.add(self.weights.at, b.mul(place, I64(512)))
+        # By low and high bytes of weights, and what the codes are.
+        keys = [*itertools.product(range(rows), range(2), range(2))]
+        sums = {key: cgutils.alloca_once(b, v.int_type) for key in keys}
         for slot in sums.values():
             b.store(v.splat_int(0), slot)
         with steps(b, self.first_turn, self.turns, 1) as (turn, _):
-            self.issue(turn)
-            for j in range(4):
-                four = b.add(b.mul(turn, I64(self.fours)), I64(j // self.width))
-                at = b.add(w_here, b.mul(four, self.in_four))
-                at = b.add(at, I64(j % self.width))
-                weights = [v.splat(v.load_one(floats, b.add(at, I64(256 * i)))) for i in range(2)]
-                for k in range(2):
-                    x = v.load_floats(self.codes, self.code_at(turn, k, j))
-                    for i in range(2):
-                        slot = sums[i, k, j]
-                        b.store(v.add_fours(b.load(slot), x, weights[i]), slot)
-        at = b.add(b.add(self.weights.scales_at, b.mul(place, I64(32))), lane)
-        for j in range(self.width):
-            self.finish(span, row, j, sums, at)
+            with b.if_then(b.icmp_signed("==", b.and_(turn, self.seldom), I64(0))):
+                self.stream.issue(INT4_SPAN)
+            codes = self.codes(turn, group)
+            at = b.add(w_here, b.mul(turn, self.in_four))
+            for r, i in itertools.product(range(rows), range(2)):
+                weight = v.load_one(floats, b.add(b.add(at, lanes[r]), I64(256 * i)))
+                weight = v.splat(weight)
+                for k, x in enumerate(codes):
+                    slot = sums[r, i, k]
+                    b.store(v.add_fours(b.load(slot), x, weight), slot)
+        at = b.add(self.weights.scales_at, b.mul(place, I64(32)))
+        for r in range(rows):
+            totals = [
+                b.add(b.load(sums[r, 0, k]), b.shl(b.load(sums[r, 1, k]), v.splat_int(8)))
+                for k in range(2)
+            ]
+            self.finish(group, b.add(first, I64(r)), totals, b.add(at, lanes[r]))
 
-    def finish(self, span, row, j, sums, at):
+    def codes(self, turn, group):
+        """A turn's codes of a group: low nibbles, and bytes as they are, or where that is too much high nibbles."""
+        b, v = self.b, self.v
+        at = b.mul(group, I64(GROUP // 2))
+        in_vector = b.and_(turn, b.sub(self.tokens, I64(1)))
+        token = b.add(b.mul(b.sub(turn, in_vector), I64(4)), in_vector)
+        places = []
+        for _ in range(4):
+            places.append(b.add(b.load(b.gep(self.values.offsets, [token])), at))
+            token = b.add(token, self.tokens)
+        x = load_groups(v, self.values.words, places, b.sub(self.row_bytes, at))
+        x = b.bitcast(v.mixed_fours(x), v.int_type)
+        low = v.splat_int(0x0F0F0F0F)
+        high = x if v.has_fours else b.and_(b.lshr(x, v.splat_int(4)), low)
+        return b.and_(x, low), high
+
+    def finish(self, group, row, totals, at):
         """Add a group's sums to the output row."""
         b, v = self.b, self.v
-        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i + j)))) for i in (0, 16))
-        totals = []
-        for k in range(2):
-            x, y = (
-                functools.reduce(b.add, [b.load(sums[i, k, n]) for n in range(j, 4, self.width)])
-                for i in range(2)
-            )
-            totals.append(b.add(x, b.shl(y, v.splat_int(8))))
+        minimum, scale = (v.splat(v.load_one(self.floats, b.add(at, I64(i)))) for i in (0, 16))
         low, high = totals
         if v.has_fours:  # of whole bytes: high nibbles count 16 times
             high = b.ashr(b.sub(high, low), v.splat_int(4))
-        column = b.add(b.mul(span, I64(INT4_SPAN)), I64(j * GROUP))
+        column = b.mul(group, I64(GROUP))
         left = b.ashr(b.sub(self.values.dim, column), I64(1))
         half = b.select(b.icmp_signed("<", left, I64(16)), left, I64(16))
-        with b.if_then(b.icmp_signed(">", left, I64(0))):
-            for x, start in ((low, column), (high, b.add(column, half))):
-                value = v.fma(b.sitofp(x, v.type), scale, minimum)
-                mask = v.lanes_below(half)
-                add_to_output(v, self.floats, self.outputs, row, value, start, mask)
+        for x, start in ((low, column), (high, b.add(column, half))):
+            value = v.fma(b.sitofp(x, v.type), scale, minimum)
+            mask = v.lanes_below(half)
+            add_to_output(v, self.floats, self.outputs, row, value, start, mask)

@@ -94,8 +94,8 @@ def make_gather_scales(compute):
 
 
 @functools.cache
-def make_gather_groups(compute):
-    """`gather_groups` for scratch memory of a float type."""
+def make_gather_groups(compute, by_group=False):
+    """`gather_groups` for scratch memory of a float type; `by_group` for K rows that are taken as integers."""
 
     @intrinsic
     def gather_groups(typing_context, to, to_at, scales, offsets, groups):
@@ -108,6 +108,8 @@ def make_gather_groups(compute):
         Scales go to ``to_at + scale_place(t, g)``, minima ``4 * KV_TILE`` floats further on for each four groups begun.
         Groups that a row does not have get zeros. Where INT4 is taken as integers, one or two groups take the place of
         two, not of four.
+
+        By group, a group's scales lie side by side, at ``to_at + g * KV_TILE + t``.
         """
 
         def codegen(context, b, sig, args):
@@ -115,12 +117,13 @@ def make_gather_groups(compute):
             if compute == "float64" or not INT4_INTEGERS:
                 gather.emit(4)
                 return context.get_dummy_value()
+            emit = gather.emit_by_group if by_group else gather.emit
             few = b.icmp_signed("<=", gather.groups, I64(2))
             with b.if_else(few) as (of_few, of_others):
                 with of_few:
-                    gather.emit(2)
+                    emit(2)
                 with of_others:
-                    gather.emit(4)
+                    emit(4)
             return context.get_dummy_value()
 
         return types.void(to, types.int64, scales, offsets, types.int64), codegen
@@ -139,9 +142,39 @@ class _Gather:
         self.minimum_at = b.mul(self.fours, I64(4 * KV_TILE))
 
     def emit(self, width):
+        """Token after token."""
+        tokens = max(1, self.v.lanes // width)  # in a vector
+
+        def put(words, j, t):
+            self._put(words, j, t, width)
+
+        self._emit(width, tokens, max(RAMP, tokens), put)
+
+    def emit_by_group(self, width):
+        """Group after group."""
         b, v = self.b, self.v
-        tokens = max(1, v.lanes // width)  # in a vector
-        at_once = max(RAMP, tokens)
+
+        def put(words, j, t):
+            pairs = b.bitcast(words, ir.VectorType(I32, width // 2 * v.lanes))
+            for i in range(width):
+                # Two words in 32 bits.
+                lanes = [*range(i // 2, pairs.type.count, width // 2)]
+                bits = v.shuffle(pairs, pairs, lanes)
+                if i % 2:
+                    bits = b.and_(bits, v.splat_int(0xFFFF0000 - 2**32))
+                else:
+                    bits = b.shl(bits, v.splat_int(16))
+                group = b.add(b.mul(j, I64(4)), I64(i))
+                at = b.add(b.add(self.to_at, b.mul(group, I64(KV_TILE))), t)
+                for value in self._values(bits):
+                    v.store(value, self.data, at)
+                    at = b.add(at, self.minimum_at)
+
+        self._emit(width, v.lanes, v.lanes, put)
+
+    def _emit(self, width, tokens, at_once, put):
+        """Call ``put(words, fours, t)`` for the words of `tokens` tokens each, looking up `at_once` of them."""
+        b, v = self.b, self.v
         words_type = ir.VectorType(I16, width * tokens)
         rows_type = ir.VectorType(I64, at_once)
         with (
@@ -157,12 +190,12 @@ class _Gather:
             with b.if_else(apart, likely=False) as (of_apart, of_together):
                 with of_apart, steps(b, I64(0), I64(at_once), tokens) as (i, _):
                     here = b.add(t, i)
-                    self._put(self._gathered(here, tokens, j, mask, width), j, here, width)
+                    put(self._gathered(here, tokens, j, mask, width), j, here)
                 with of_together:
                     for i in range(0, at_once, tokens):
                         pointer = b.gep(self.source, [b.add(row, I64(i * width))])
                         pointer = b.bitcast(pointer, words_type.as_pointer())
-                        self._put(b.load(pointer, align=2), j, b.add(t, I64(i)), width)
+                        put(b.load(pointer, align=2), j, b.add(t, I64(i)))
 
     def _gathered(self, t, tokens, j, mask, width):
         """The words of a vector of tokens, from t on, that lie anywhere."""
@@ -180,17 +213,23 @@ class _Gather:
     def _put(self, words, j, t, width):
         """Store what the words of a vector of tokens say."""
         b, v = self.b, self.v
-        wide, floats, real = (ir.VectorType(x, words.type.count) for x in (I32, FLOAT, v.float))
+        wide = ir.VectorType(I32, words.type.count)
         bits = b.shl(b.zext(words, wide), _splat(wide, 16))
+        real = ir.VectorType(v.float, words.type.count)
+        at = b.add(self.to_at, scale_place(b, t, b.mul(j, I64(4)), width))
+        for value in self._values(bits):
+            v.store(b.fpext(value, real) if v.double else value, self.data, at)
+            at = b.add(at, self.minimum_at)
+
+    def _values(self, bits):
+        """Scales and minima, of words in the upper halves of 32 bits."""
+        b, wide = self.b, bits.type
+        floats = ir.VectorType(FLOAT, wide.count)
         scale = b.bitcast(bits, floats)
         # 64 and half of the last bits of words: these have the places of 1/2, 1 and 2 beside it.
         level = b.and_(bits, _splat(wide, (OFFSETS - 1) << 16))
         level = b.bitcast(b.or_(level, _splat(wide, 0x42800000)), floats)
-        minimum = b.fmul(b.fadd(level, _splat(floats, LOWEST - 64)), scale)
-        at = b.add(self.to_at, scale_place(b, t, b.mul(j, I64(4)), width))
-        for value in (scale, minimum):
-            v.store(b.fpext(value, real) if v.double else value, self.data, at)
-            at = b.add(at, self.minimum_at)
+        return scale, b.fmul(b.fadd(level, _splat(floats, LOWEST - 64)), scale)
 
 
 def _splat(type_, value):
