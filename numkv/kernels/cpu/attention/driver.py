@@ -3,8 +3,8 @@
 Threads take items one after another, so ragged batches balance themselves, and no item's result depends on which thread
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
 whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows while V
-rows are added up.
+Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
+another item's, while V rows are added up.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ each as `fill_ramp` may write beyond::
     K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
     V_EXTENTS   extents of V rows
 
-There are tables for two turns: while V rows of one are read, K rows of the next are prefetched.
+There are tables for two turns: while V rows of one are read, K rows of the next are prefetched. Of an item's heads only
+the first one's are looked up (`locate`), the others' lie as far on as a head is wide (`locate_next_head`).
 """
 
 from __future__ import annotations
