@@ -7,10 +7,12 @@ import pytest
 from numkv.kernels.cpu.attention.offsets import (
     EXTENTS,
     K_EXTENTS,
+    TABLE,
     TURN,
     V_EXTENTS,
     layout_of,
     locate,
+    locate_next_head,
     strides_of,
 )
 from numkv.kernels.cpu.attention.records import KV_TILE
@@ -76,3 +78,37 @@ def test_lines_of_a_tile(rng, dim, dim_v, block_size, by_slot, tile, begin, end)
         assert len(asked) <= len(set(asked)) + len(slots) * (pool.shape[3] % LINE > 0)
         # In the order of tokens.
         assert list(dict.fromkeys(asked)) == list(dict.fromkeys(wanted))
+
+
+@numba.njit
+def run_locate_heads(k, k_scale, v, v_scale, end, entries, offsets):
+    """Fill the tables of tile 64: of head 1 from those of head 0, then anew."""
+    layout = layout_of(
+        k, strides_of(k_scale), True, v, strides_of(v_scale), True, np.int64(k.shape[2])
+    )
+    for head, at in ((0, 0), (1, 2 * TURN)):
+        locate(offsets[at:], 64, 0, end, entries, head, layout)
+    locate_next_head(offsets, 0, TURN, layout)
+
+
+@pytest.mark.parametrize("end", [128, 93])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("dim", "dim_v"), [(128, 128), (64, 192), (80, 80)])
+def test_tables_of_the_next_head(rng, dim, dim_v, block_size, end):
+    """They are those of the head before, moved on: rows, scales and what is prefetched."""
+    num_blocks = 128 // block_size
+    k, v = (np.zeros((num_blocks, 3, block_size, d), np.int8) for d in (dim, dim_v))
+    scales = np.zeros((num_blocks, 3, 2 * block_size), np.float32)
+    k_scale, v_scale = scales[..., ::2], scales[..., :block_size]
+    entries = rng.permutation(num_blocks).astype(np.int32)
+    offsets = np.full(3 * TURN, -1, np.int64)
+    run_locate_heads(k, k_scale, v, v_scale, end, entries, offsets)
+    moved, anew = offsets[TURN : 2 * TURN], offsets[2 * TURN :]
+    for table in range(4):
+        rows = slice(table * TABLE, table * TABLE + KV_TILE)
+        assert np.array_equal(moved[rows], anew[rows])
+    for pool, at in ((k, K_EXTENTS), (v, V_EXTENTS)):
+        asked, wanted = (asked_for(x[at : at + EXTENTS]) for x in (moved, anew))
+        # Where a head is no whole number of lines, a line before may come with them.
+        assert set(wanted) <= set(asked)
+        assert len(asked) - len(wanted) <= (pool[0, 0].nbytes % LINE > 0) * num_blocks

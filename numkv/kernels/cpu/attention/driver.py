@@ -3,8 +3,8 @@
 Threads take items one after another, so ragged batches balance themselves, and no item's result depends on which thread
 took it. Where blocks are short, an item takes several heads, one after another in every tile: memory is then read a
 whole block at a time. K and V are read once an item, a KV tile at a time, with the online softmax of Milakov and
-Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows while V
-rows are added up.
+Gimelshein (arXiv:1805.02867); a tile's V rows are prefetched while its scores are taken, the next tile's K rows, be it
+another item's, while V rows are added up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numkv.kernels.cpu.attention.offsets import (
     WORKER_INTS,
     layout_of,
     locate,
+    locate_next_head,
     strides_of,
 )
 from numkv.kernels.cpu.attention.plan import Problem, find_item, make_plan, plan_of
@@ -29,6 +30,7 @@ from numkv.kernels.cpu.attention.records import (
     KV_TILE,
     LN_2,
     LOG2_E,
+    Item,
     Rows,
     Tile,
     Visibility,
@@ -69,6 +71,8 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     store = _make_store(V_KIND, COMPUTE)
     MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE))
     TO_BASE_2 = LOG2_E
+    NOTHING = Item(*(np.int64(0),) * 10, False)
+    NOT_YET = np.int64(0) if USE_AMX else False
 
     def kernel(
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
@@ -107,26 +111,34 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
         items, b = plan.first_item[len(seq_lens)], np.int64(0)
         scale = sm_scale if soft_cap > 0 else sm_scale * TO_BASE_2
         begin()
-        while True:
-            number = next_item(plan.next_item)
-            if number >= items:
-                break
-            while plan.first_item[b + 1] <= number:
-                b += 1
-            item = find_item(problem, plan, b, number)
-            entries = block_table[b]
-            transposed = load_queries(q, k_scale, floats, spare_ints, at, sizes, item, scale)
-            # Tiles of tokens, each for one head after another.
-            tile, head = item.begin - item.begin % KV_TILE, item.first_head
-            # Tables of this turn and of the next: V of this one and K of the next are prefetched.
-            here, ahead = np.int64(0), np.int64(TURN)
-            locate(offsets, tile, item.begin, item.end, entries, head, layout)
-            while tile < item.end:
-                next_tile, next_head = tile, head + 1
-                if next_head == item.end_head:
-                    next_tile, next_head = tile + KV_TILE, item.first_head
-                next_offsets = offsets[ahead:]
-                locate(next_offsets, next_tile, item.begin, item.end, entries, next_head, layout)
+        # A turn is a tile of tokens for one head; an item's heads take it one after another. The next turn is found
+        # before this one is taken, be it another item's: V of this one and K of the next are prefetched. Tables of both
+        # lie here and ahead. An item without tokens has one turn, in which nothing is done; so has what comes first.
+        here, ahead = np.int64(0), np.int64(TURN)
+        item = coming = NOTHING
+        tile, head, transposed = np.int64(0), np.int64(0), NOT_YET
+        number = np.int64(-1)
+        while number < items:
+            next_tile, next_head = tile, head + 1
+            if next_head >= item.end_head:
+                next_tile, next_head = tile + KV_TILE, item.first_head
+            is_last = next_tile >= item.end
+            was_first = number < 0
+            if is_last:
+                number = next_item(plan.next_item)
+                if number < items:
+                    while plan.first_item[b + 1] <= number:
+                        b += 1
+                    coming = find_item(problem, plan, b, number)
+                    next_tile, next_head = coming.begin - coming.begin % KV_TILE, coming.first_head
+            if next_tile == tile and not is_last:
+                locate_next_head(offsets, here, ahead, layout)
+            else:
+                locate(
+                    offsets[ahead:], next_tile, coming.begin, coming.end, block_table[b], next_head,
+                    layout,
+                )  # fmt: skip
+            if tile < item.end:
                 now = _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at)
                 gather_k(
                     floats, at.key_scales, k_scale, offsets[here + 2 * TABLE :],
@@ -139,10 +151,17 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
                 transposed = attend_tile(
                     floats, spare_ints, at, sizes, item, seen, soft_cap, now, transposed
                 )
-                tile, head = next_tile, next_head
-                here, ahead = ahead, here
-            leave_rows(floats, at, sizes, item, transposed)
-            store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
+            if is_last:
+                if not was_first:
+                    leave_rows(floats, at, sizes, item, transposed)
+                    store(out, lse, sinks, v_scale, floats, at, sizes, item, parts_at)
+                if number < items:
+                    item = coming
+                    transposed = load_queries(
+                        q, k_scale, floats, spare_ints, at, sizes, item, scale
+                    )
+            tile, head = next_tile, next_head
+            here, ahead = ahead, here
         end()
 
     return kernel

@@ -10,7 +10,8 @@ each as `fill_ramp` may write beyond::
     K_EXTENTS   extents of K rows, as a `PrefetchStream` takes them
     V_EXTENTS   extents of V rows
 
-There are tables for two turns: while V rows of one are read, K rows of the next are prefetched.
+There are tables for two turns: while V rows of one are read, K rows of the next are prefetched. Of an item's heads only
+the first one's are looked up (`locate`), the others' lie as far on as a head is wide (`locate_next_head`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cpu.attention.records import AMX_QUERY_ROWS, KV_TILE
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp
+from numkv.kernels.cpu.vectors.arrays import RAMP, address_of, fill_ramp, fill_shifted
 from numkv.kernels.cpu.vectors.prefetch import NO_MORE
 
 __all__ = [
-    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "layout_of", "locate", "strides_of",
+    "EXTENTS", "K_EXTENTS", "TABLE", "TURN", "V_EXTENTS", "WORKER_INTS", "Layout", "layout_of", "locate",
+    "locate_next_head", "strides_of",
 ]  # fmt: skip
 
 #: Numbers of a table.
@@ -109,7 +111,9 @@ def locate(offsets, tile, begin, end, entries, head, layout):
     layout : Layout
         How K and V lie.
     """
-    if begin >= end:
+    if begin >= end:  # nothing to be read or prefetched
+        offsets[K_EXTENTS] = layout.k_rows[0]
+        offsets[K_EXTENTS + 1] = NO_MORE
         return
     unit, block_size, k_step, v_step = layout.unit, layout.block_size, layout.k_step, layout.v_step
     p, stop, at = max(tile, begin), min(tile + KV_TILE, end), np.int64(0)
@@ -158,6 +162,37 @@ def locate(offsets, tile, begin, end, entries, head, layout):
         offsets[at_extent + 1] = NO_MORE
     if first > 0 or at < KV_TILE:
         _stand_in(offsets, first, at)
+
+
+@register_jitable
+def locate_next_head(offsets, here, to, layout):
+    """Fill the tables of a turn, at `to`, from those of the same tokens of the kv head before, at `here`.
+
+    All lies as far on as a head is wide, however many runs there are: this takes a fraction of the time of `locate`.
+    """
+    fill_shifted(offsets, to, KV_TILE, here, layout.k_step[1])
+    if not layout.same:
+        fill_shifted(offsets, to + TABLE, KV_TILE, here + TABLE, layout.v_step[1])
+    if layout.k_scaled:
+        at = 2 * TABLE
+        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.k_scale_step[1])
+    if layout.v_scaled and not layout.same:
+        at = 3 * TABLE
+        fill_shifted(offsets, to + at, KV_TILE, here + at, layout.v_scale_step[1])
+    _shift_extents(offsets, here + K_EXTENTS, to + K_EXTENTS, layout.k_step[1] * layout.k_rows[2])
+    _shift_extents(offsets, here + V_EXTENTS, to + V_EXTENTS, layout.v_step[1] * layout.v_rows[2])
+
+
+@register_jitable
+def _shift_extents(offsets, source, to, shift):
+    """Extents so many bytes on: where they begin a cache line no more, prefetches take the line all the same."""
+    i = np.int64(0)
+    while offsets[source + i + 1] != NO_MORE:
+        offsets[to + i] = offsets[source + i] + shift
+        offsets[to + i + 1] = offsets[source + i + 1] + shift
+        i += 2
+    offsets[to + i] = offsets[source + i] + shift
+    offsets[to + i + 1] = NO_MORE
 
 
 @register_jitable

@@ -9,7 +9,15 @@ from numba.extending import intrinsic, register_jitable
 
 from numkv.kernels.cpu.vectors.emit import I32, I64, data_of, steps
 
-__all__ = ["RAMP", "address_of", "fill_ramp", "is_aligned", "row_of", "without_refcount"]
+__all__ = [
+    "RAMP",
+    "address_of",
+    "fill_ramp",
+    "fill_shifted",
+    "is_aligned",
+    "row_of",
+    "without_refcount",
+]
 
 #: Numbers that `fill_ramp` writes at once.
 RAMP = 8
@@ -90,19 +98,45 @@ def fill_ramp(typing_context, array, at, count, start, step):
     def codegen(context, b, sig, args):
         data = data_of(context, b, sig.args[0], args[0])
         _, at, count, start, step = args
-        type_ = ir.VectorType(I64, RAMP)
-
-        def splat(x):
-            first = b.insert_element(ir.Constant(type_, ir.Undefined), x, I32(0))
-            zeros = ir.Constant(ir.VectorType(I32, RAMP), None)
-            return b.shuffle_vector(first, first, zeros)
-
-        iota = ir.Constant(type_, [ir.Constant(I64, i) for i in range(RAMP)])
-        first = b.add(splat(start), b.mul(iota, splat(step)))
+        iota = ir.Constant(_NUMBERS, [ir.Constant(I64, i) for i in range(RAMP)])
+        first = b.add(_splat(b, start), b.mul(iota, _splat(b, step)))
         with steps(b, I64(0), count, RAMP) as (i, _):
-            value = b.add(first, splat(b.mul(i, step)))
-            pointer = b.gep(data, [b.add(at, i)])
-            b.store(value, b.bitcast(pointer, type_.as_pointer()), align=8)
+            value = b.add(first, _splat(b, b.mul(i, step)))
+            b.store(value, _numbers_at(b, data, b.add(at, i)), align=8)
         return context.get_dummy_value()
 
     return types.void(array, i8, i8, i8, i8), codegen
+
+
+@intrinsic
+def fill_shifted(typing_context, array, at, count, source, shift):
+    """``array[at : at + count] = array[source : source + count] + shift``, of an int64 array; the two do not overlap.
+
+    `count` is rounded up to whole `RAMP`.
+    """
+    i8 = types.int64
+
+    def codegen(context, b, sig, args):
+        data = data_of(context, b, sig.args[0], args[0])
+        _, at, count, source, shift = args
+        shift = _splat(b, shift)
+        with steps(b, I64(0), count, RAMP) as (i, _):
+            value = b.load(_numbers_at(b, data, b.add(source, i)), align=8)
+            b.store(b.add(value, shift), _numbers_at(b, data, b.add(at, i)), align=8)
+        return context.get_dummy_value()
+
+    return types.void(array, i8, i8, i8, i8), codegen
+
+
+_NUMBERS = ir.VectorType(I64, RAMP)
+
+
+def _splat(builder, x):
+    """A number in all lanes."""
+    first = builder.insert_element(ir.Constant(_NUMBERS, ir.Undefined), x, I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, RAMP), None))
+
+
+def _numbers_at(builder, data, at):
+    """The address of `RAMP` numbers, the first of which is number `at`."""
+    return builder.bitcast(builder.gep(data, [at]), _NUMBERS.as_pointer())
