@@ -25,6 +25,11 @@ __all__ = [
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
 
+# What a model calls for each token and layer; none of these keeps an array, or returns one but `out` and `q_out`.
+_MOMENTARY = {
+    "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "write",
+}  # fmt: skip
+
 
 def _wrapped_property(own: property) -> property:
     get = own.fget
@@ -47,7 +52,7 @@ def _on_tensors(cls: type) -> type:
         if isinstance(found, property):
             setattr(cls, name, _wrapped_property(found))
         elif inspect.isfunction(found):
-            setattr(cls, name, on_tensors(found))
+            setattr(cls, name, on_tensors(found, keeps=name not in _MOMENTARY))
     return cls
 
 

@@ -12,13 +12,16 @@ import torch
 
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
+from numkv.torch.alike import AlikeCalls
 
-__all__ = ["array_of", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of"]
+__all__ = [
+    "array_of", "converter", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of",
+]  # fmt: skip
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor
-_grad_enabled = torch.is_grad_enabled
+_grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 _INT_OF = {1: torch.uint8, 2: torch.int16}
 #: Classes of numkv, and those of `numkv.torch.objects` that take and give tensors in their place.
 counterparts: dict[type, type] = {}
@@ -128,25 +131,77 @@ def tensors_of(x: Any) -> Any:
     return x
 
 
-def on_tensors(function: _F) -> _F:
+def on_tensors(function: _F, operator: Callable[..., Any] | None = None, *, keeps: bool = True) -> _F:
     """A function or method that takes tensors where it takes arrays, and gives them where it gives arrays.
 
     What is passed to take a result comes back itself.
+
+    Parameters
+    ----------
+    function : callable
+        What takes arrays.
+    operator : callable, optional
+        What to call instead where calls are traced.
+    keeps : bool
+        Whether the function may keep an array that it is given, or return it; an `out` aside.
     """
     names = tuple(inspect.signature(function).parameters)
     output = next((name for name in _OUTPUTS if name in names), "")
+    place = names.index(output) if output else len(names)
+    convert = converter(names, keeps=keeps)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
-        arrays += args[len(names) :]  # too many: the function says so
-        named = {name: array_of(x, name) for name, x in kwargs.items()}
+        if operator is not None and _is_compiling():
+            return operator(*args, **kwargs)
+        arrays, named = convert(args, kwargs)
         found = function(*arrays, **named)
         if found is None:
             return None
-        given = kwargs.get(output)
-        if isinstance(given, _Tensor):
+        given = args[place] if len(args) > place else kwargs.get(output) if kwargs else None
+        if given is not None and isinstance(given, _Tensor):
             return (given, tensors_of(found[1])) if isinstance(found, tuple) else given
         return tensors_of(found)
 
     return call  # type: ignore[return-value]
+
+
+def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
+    """What gives the arguments of a call with arrays in place of tensors: ``convert(args, kwargs)``.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Parameters of a function, in their order.
+    keeps : bool
+        Whether arrays may outlive the call; where not, calls like earlier ones have them cheaper.
+    """
+
+    def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
+        arrays += args[len(names) :]  # too many: the function says so
+        return arrays, {name: array_of(x, name) for name, x in kwargs.items()}
+
+    if keeps:
+        return plain
+    alike = AlikeCalls()
+    known, learn = alike.arrays, alike.learn
+
+    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        tensors = [x for x in args if isinstance(x, _Tensor)]
+        if kwargs:
+            tensors += [x for x in kwargs.values() if isinstance(x, _Tensor)]
+        found = known(tensors)
+        if found is None:
+            arrays, named = plain(args, kwargs)
+            given = zip((*args, *kwargs.values()), (*arrays, *named.values()), strict=True)
+            learn(tensors, [array for x, array in given if isinstance(x, _Tensor)])
+            return arrays, named
+        found.reverse()
+        take = found.pop
+        arrays = [take() if isinstance(x, _Tensor) else x for x in args]
+        if kwargs:
+            kwargs = {n: take() if isinstance(x, _Tensor) else x for n, x in kwargs.items()}
+        return arrays, kwargs
+
+    return convert
