@@ -3,8 +3,8 @@
 PyTorch makes a NumPy array of a tensor in 0.7 us, of bfloat16 in three times that, for it finds out each time what the
 tensor is. The calls of a model differ in addresses only. So the first call of a form goes the plain way, and leaves
 behind what it found: a compiled check of PyTorch's own, by which graphs are guarded (types, dtypes, devices, dispatch
-keys, shapes, strides of all tensors in one call), and the form of each array. Later calls that pass the check get arrays
-made of forms and addresses, in a tenth of a microsecond where an address comes again.
+keys, shapes and strides of all tensors in one call), and the form of each array. Later calls that pass the check get
+arrays made of forms and addresses, or those of earlier calls where the addresses come again.
 
 Such an array holds no memory, and keeps none alive. It says where elements of a form lie, and is handed out only while
 a tensor that has its elements right there is at hand; what became of other tensors, or of this one before, does not
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from operator import call
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,53 +26,72 @@ __all__ = ["AlikeCalls"]
 
 _FIRST = 4096  # no tensor lies below
 _MEMORY = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)
+_guards: Any = None  # PyTorch's compiled check; see `_find_guards`
 _ndarray, _address_of = np.ndarray, torch.Tensor.data_ptr
-# Forms of calls that are kept, and addresses of each tensor.
-_MOST_FORMS, _MOST_ADDRESSES = 4, 256
+# Forms that are kept of calls with so many tensors, and addresses of each form.
+_MOST_FORMS, _MOST_ADDRESSES = 4, 512
 # New forms of which each is kept; of later ones only every so many-th, as shapes may change with every call.
 _EAGER = 8
 
-_Check = Callable[..., bool]
+
+class _Form(NamedTuple):
+    """What arrays of one form have in common."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> _Form:
+        """The form of an array."""
+        return cls(array.shape, array.dtype, None if array.flags.c_contiguous else array.strides)
+
+    def at(self, address: int) -> Any:
+        """The array of this form at an address."""
+        if 0 in self.shape:  # which may lie nowhere
+            return np.empty(self.shape, self.dtype)
+        return _ndarray(self.shape, self.dtype, _MEMORY, address - _FIRST, self.strides)  # type: ignore[call-overload]
 
 
-class _Form(dict[int, Any]):
-    """Arrays of one form by their addresses."""
+class _Known(NamedTuple):
+    """Calls of one form."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        super().__init__()
-        self._shape, self._dtype = array.shape, array.dtype
-        self._strides = None if array.flags.c_contiguous else array.strides
-
-    def __missing__(self, address: int) -> Any:
-        made: Any
-        if 0 in self._shape:  # which may lie nowhere
-            made = np.empty(self._shape, self._dtype)
-        else:
-            made = _ndarray(self._shape, self._dtype, _MEMORY, address - _FIRST, self._strides)
-        if len(self) >= _MOST_ADDRESSES:
-            self.clear()
-        self[address] = made
-        return made
+    check: Callable[..., bool]
+    forms: list[_Form]
+    #: Arrays by the addresses of all tensors.
+    arrays: dict[tuple[int, ...], list[Any]]
 
 
 class AlikeCalls:
     """The forms of a function's calls, and arrays for the tensors of those that have one of them."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, Sequence[tuple[_Check, list[_Form]]]] = {}
+        self._known: dict[int, list[_Known]] = {}  # by the number of tensors
         self._new = 0
 
     def arrays(self, tensors: list[Any]) -> list[Any] | None:
-        """Arrays of tensors that no array outlives the call of; None if no call with such tensors is known.
+        """Arrays of tensors, none of which is to outlive the call; None if no call with such tensors is known.
 
         Parameters
         ----------
         tensors : list of torch.Tensor
             All tensors of a call, in the order of its arguments.
+
+        Returns
+        -------
+        list of array or None
+            In the same order; not to be changed.
         """
-        for check, forms in self._forms.get(len(tensors), ()):
+        for check, forms, known in self._known.get(len(tensors), ()):
             if check(*tensors):
-                return [form[at] for form, at in zip(forms, map(_address_of, tensors), strict=True)]
+                addresses = tuple(map(_address_of, tensors))
+                found = known.get(addresses)
+                if found is None:
+                    found = [form.at(x) for form, x in zip(forms, addresses, strict=True)]
+                    if len(known) >= _MOST_ADDRESSES:
+                        known.clear()
+                    known[addresses] = found
+                return found
         return None
 
     def learn(self, tensors: list[Any], arrays: list[Any]) -> None:
@@ -80,28 +100,33 @@ class AlikeCalls:
         if _guards is None or not tensors or (self._new > _EAGER and self._new % _EAGER):
             return
         for x, array in zip(tensors, arrays, strict=True):
-            # Where gradients come in the plain way decides; and memory has to be where the array says.
+            # Where there are gradients the plain way decides; and memory has to be where the array says.
             if x.requires_grad or (array.size and x.data_ptr() != array.ctypes.data):
                 return
-        forms = [_Form(array) for array in arrays]
-        known = self._forms.get(len(tensors), ())[: _MOST_FORMS - 1]
-        self._forms[len(tensors)] = [(_check_of(tensors), forms), *known]
+        made = _Known(_check_of(tensors), [_Form.of(array) for array in arrays], {})
+        earlier = self._known.get(len(tensors), [])
+        self._known[len(tensors)] = [made, *earlier[: _MOST_FORMS - 1]]
 
 
-def _check_of(tensors: list[Any]) -> _Check:
+def _check_of(tensors: list[Any]) -> Callable[..., bool]:
     """What says whether tensors are like these, but for their addresses; it holds none of them."""
-    assert _guards is not None
-    made = _guards(
+    if len({id(x) for x in tensors}) == len(tensors):
+        return _one_check(tensors)
+    checks = [_one_check([x]) for x in tensors]  # as one check refuses a tensor that comes twice
+    return lambda *given: all(map(call, checks, given))
+
+
+def _one_check(tensors: list[Any]) -> Callable[..., bool]:
+    check: Callable[..., bool] = _guards(
         *tensors,
         dynamic_dims_sizes=[list(x.shape) for x in tensors],
         dynamic_dims_strides=[list(x.stride()) for x in tensors],
-    )
-    check: _Check = made.check
+    ).check
     return check
 
 
-def _find_guards() -> Any:
-    """PyTorch's compiled check, if this PyTorch has it and it tells apart what has to be told apart."""
+def _find_guards() -> None:
+    """Take PyTorch's compiled check, if this PyTorch has it and it tells apart what has to be told apart."""
     global _guards
     try:
         from torch._C._dynamo import guards
@@ -122,5 +147,4 @@ def _find_guards() -> Any:
         _guards = None
 
 
-_guards: Any = None
 _find_guards()

@@ -22,6 +22,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_array, _from_numpy = np.ndarray, torch.from_numpy
+_OTHERS = 256  # numbers of dtypes from here on are those of other libraries
 _INT_OF = {1: torch.uint8, 2: torch.int16}
 #: Classes of numkv, and those of `numkv.torch.objects` that take and give tensors in their place.
 counterparts: dict[type, type] = {}
@@ -106,13 +108,15 @@ def tensor_of(x: np.ndarray[Any, Any]) -> Any:
     """The tensor on an array's memory; of memory that may not be written, a copy."""
     if not x.flags.writeable:
         x = x.copy()
-    viewed = _TO_TORCH.get(x.dtype)
-    if viewed is None:
-        word = WORD_OF.get(x.dtype)
-        if word is not None and x.dtype != np.float16:
-            raise UnsupportedDType(f"this PyTorch, {torch.__version__}, has no dtype for {x.dtype}")
-        return torch.from_numpy(x)
-    return torch.from_numpy(x.view(viewed[0])).view(viewed[1])
+    dtype = x.dtype
+    if dtype.num < _OTHERS:  # NumPy's own
+        return _from_numpy(x)
+    viewed = _TO_TORCH.get(dtype)
+    if viewed is not None:
+        return _from_numpy(x.view(viewed[0])).view(viewed[1])
+    if dtype in WORD_OF:
+        raise UnsupportedDType(f"this PyTorch, {torch.__version__}, has no dtype for {dtype}")
+    return _from_numpy(x)
 
 
 def tensors_of(x: Any) -> Any:
@@ -120,7 +124,7 @@ def tensors_of(x: Any) -> Any:
 
     An object of a class that has a counterpart becomes one of that: what a cache makes takes what the cache takes.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is _array:
         return tensor_of(x)
     if type(x) in (tuple, list):
         return type(x)(map(tensors_of, x))
@@ -131,7 +135,9 @@ def tensors_of(x: Any) -> Any:
     return x
 
 
-def on_tensors(function: _F, operator: Callable[..., Any] | None = None, *, keeps: bool = True) -> _F:
+def on_tensors(
+    function: _F, operator: Callable[..., Any] | None = None, *, keeps: bool = True
+) -> _F:
     """A function or method that takes tensors where it takes arrays, and gives them where it gives arrays.
 
     What is passed to take a result comes back itself.
@@ -177,7 +183,7 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
         Whether arrays may outlive the call; where not, calls like earlier ones have them cheaper.
     """
 
-    def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
         arrays += args[len(names) :]  # too many: the function says so
         return arrays, {name: array_of(x, name) for name, x in kwargs.items()}
@@ -187,8 +193,9 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
     alike = AlikeCalls()
     known, learn = alike.arrays, alike.learn
 
-    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tensors = [x for x in args if isinstance(x, _Tensor)]
+        places = len(tensors)
         if kwargs:
             tensors += [x for x in kwargs.values() if isinstance(x, _Tensor)]
         found = known(tensors)
@@ -197,11 +204,19 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
             given = zip((*args, *kwargs.values()), (*arrays, *named.values()), strict=True)
             learn(tensors, [array for x, array in given if isinstance(x, _Tensor)])
             return arrays, named
-        found.reverse()
-        take = found.pop
-        arrays = [take() if isinstance(x, _Tensor) else x for x in args]
+        first = len(args) - places
         if kwargs:
-            kwargs = {n: take() if isinstance(x, _Tensor) else x for n, x in kwargs.items()}
-        return arrays, kwargs
+            if len(kwargs) == len(tensors) - places:
+                kwargs = dict(zip(kwargs, found[places:], strict=True))
+            else:
+                take = iter(found[places:]).__next__
+                kwargs = {n: take() if isinstance(x, _Tensor) else x for n, x in kwargs.items()}
+            found = found[:places]
+        if not first:
+            return found, kwargs
+        if places and tensors[0] is args[first]:  # they come last
+            return (*args[:first], *found), kwargs
+        take = iter(found).__next__
+        return [take() if isinstance(x, _Tensor) else x for x in args], kwargs
 
     return convert
