@@ -13,8 +13,6 @@ matter. It is good for the call alone, so this is for functions that keep no arr
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable
 from operator import call
 from typing import Any, NamedTuple
@@ -22,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from numkv.storage.addresses import array_at
+
 __all__ = ["AlikeCalls"]
 
-_FIRST = 4096  # no tensor lies below
-_MEMORY = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)
 _guards: Any = None  # PyTorch's compiled check; see `_find_guards`
-_ndarray, _address_of = np.ndarray, torch.Tensor.data_ptr
+_address_of = torch.Tensor.data_ptr
 # Forms that are kept of calls with so many tensors, and addresses of each form.
 _MOST_FORMS, _MOST_ADDRESSES = 4, 512
 # New forms of which each is kept; of later ones only every so many-th, as shapes may change with every call.
@@ -45,12 +43,6 @@ class _Form(NamedTuple):
     def of(cls, array: np.ndarray[Any, Any]) -> _Form:
         """The form of an array."""
         return cls(array.shape, array.dtype, None if array.flags.c_contiguous else array.strides)
-
-    def at(self, address: int) -> Any:
-        """The array of this form at an address."""
-        if 0 in self.shape:  # which may lie nowhere
-            return np.empty(self.shape, self.dtype)
-        return _ndarray(self.shape, self.dtype, _MEMORY, address - _FIRST, self.strides)  # type: ignore[call-overload]
 
 
 class _Known(NamedTuple):
@@ -87,7 +79,7 @@ class AlikeCalls:
                 addresses = tuple(map(_address_of, tensors))
                 found = known.get(addresses)
                 if found is None:
-                    found = [form.at(x) for form, x in zip(forms, addresses, strict=True)]
+                    found = list(map(array_at, addresses, *zip(*forms, strict=True)))
                     if len(known) >= _MOST_ADDRESSES:
                         known.clear()
                     known[addresses] = found

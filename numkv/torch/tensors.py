@@ -160,11 +160,11 @@ def on_tensors(
     def call(*args: Any, **kwargs: Any) -> Any:
         if operator is not None and _is_compiling():
             return operator(*args, **kwargs)
+        given = args[place] if len(args) > place else kwargs.get(output) if kwargs else None
         arrays, named = convert(args, kwargs)
         found = function(*arrays, **named)
         if found is None:
             return None
-        given = args[place] if len(args) > place else kwargs.get(output) if kwargs else None
         if given is not None and isinstance(given, _Tensor):
             return (given, tensors_of(found[1])) if isinstance(found, tuple) else given
         return tensors_of(found)
@@ -173,7 +173,7 @@ def on_tensors(
 
 
 def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
-    """What gives the arguments of a call with arrays in place of tensors: ``convert(args, kwargs)``.
+    """What gives a call's arguments with arrays in place of tensors: ``convert(args, kwargs)``; kwargs may change.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
 
     def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
-        arrays += args[len(names) :]  # too many: the function says so
+        arrays += [array_of(x, "too many") for x in args[len(names) :]]  # the function says so
         return arrays, {name: array_of(x, name) for name, x in kwargs.items()}
 
     if keeps:
@@ -196,8 +196,11 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
     def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tensors = [x for x in args if isinstance(x, _Tensor)]
         places = len(tensors)
-        if kwargs:
-            tensors += [x for x in kwargs.values() if isinstance(x, _Tensor)]
+        names_of = []
+        for name, x in kwargs.items():
+            if isinstance(x, _Tensor):
+                tensors.append(x)
+                names_of.append(name)
         found = known(tensors)
         if found is None:
             arrays, named = plain(args, kwargs)
@@ -205,12 +208,8 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
             learn(tensors, [array for x, array in given if isinstance(x, _Tensor)])
             return arrays, named
         first = len(args) - places
-        if kwargs:
-            if len(kwargs) == len(tensors) - places:
-                kwargs = dict(zip(kwargs, found[places:], strict=True))
-            else:
-                take = iter(found[places:]).__next__
-                kwargs = {n: take() if isinstance(x, _Tensor) else x for n, x in kwargs.items()}
+        if names_of:
+            kwargs.update(zip(names_of, found[places:], strict=True))
             found = found[:places]
         if not first:
             return found, kwargs

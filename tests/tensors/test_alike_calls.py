@@ -13,6 +13,7 @@ import numkv
 torch = pytest.importorskip("torch")
 
 import numkv.torch as on_tensors  # noqa: E402
+from numkv.storage.addresses import array_at  # noqa: E402
 from numkv.torch import alike  # noqa: E402
 from numkv.torch.alike import AlikeCalls  # noqa: E402
 from numkv.torch.tensors import array_of, converter  # noqa: E402
@@ -31,7 +32,8 @@ def same(found, wanted):
     """Whether arrays are those of the tensors: memory, shape, steps and dtype."""
     arrays = [array_of(x, "x") for x in wanted]
     return len(found) == len(arrays) and all(
-        (a.ctypes.data, a.shape, a.strides, a.dtype) == (b.ctypes.data, b.shape, b.strides, b.dtype)
+        (a.shape, a.dtype) == (b.shape, b.dtype)
+        and (not a.size or (a.ctypes.data, a.strides) == (b.ctypes.data, b.strides))
         for a, b in zip(found, arrays, strict=True)
     )
 
@@ -123,13 +125,25 @@ def test_one_tensor_whose_memory_changes():
     def stride(x):
         x.as_strided_((4, 8), (1, 1))
 
-    for change in (grow, swap, swap_and_turn, turn, set_other, set_later, transpose, widen, halve, squeeze, stride):
+    for change in (
+        grow,
+        swap,
+        swap_and_turn,
+        turn,
+        set_other,
+        set_later,
+        transpose,
+        widen,
+        halve,
+        squeeze,
+        stride,
+    ):
         for mode in (torch.enable_grad, torch.inference_mode):
             with mode():
                 x = torch.zeros(4, 8)
                 calls = AlikeCalls()
                 # By address and form alone, as `numpy` itself would forbid the storage to grow.
-                calls.learn([x], [np.ndarray((4, 8), np.float32, alike._MEMORY, x.data_ptr() - alike._FIRST)])
+                calls.learn([x], [array_at(x.data_ptr(), (4, 8), np.dtype(np.float32), None)])
                 assert calls.arrays([x]) is not None
                 change(x)
                 found = calls.arrays([x])
@@ -171,8 +185,8 @@ def test_modes_take_turns():
             with mode():
                 for y in (x, torch.ones(3), torch.ones(2)):
                     assert same(convert((y,), {})[0], [y])
-    with pytest.raises(Exception, match="vmap|functorch|storage|numpy|data pointer"):
-        torch.func.vmap(lambda y: convert((y,), {}) and y)(torch.zeros(2, 3))
+    with pytest.raises(Exception, match=r"vmap|functorch|storage|numpy|data pointer"):
+        torch.func.vmap(lambda y: (convert((y,), {}), y)[1])(torch.zeros(2, 3))
 
 
 def test_arguments_keep_their_places():
@@ -180,11 +194,12 @@ def test_arguments_keep_their_places():
     x, y, z = torch.zeros(2), torch.ones(3), torch.ones(4, dtype=torch.bfloat16)
     cases = [
         ((x, y), {}), ((x, 1, y), {}), ((1, x, y), {}), ((x, y, 1), {}), ((1, x), {"d": y}), ((x, 1), {"d": y}),
-        ((), {"c": 1, "d": x}), ((x,), {"b": None, "c": y, "d": z}), ((x, y, z, x, y), {}), ((1, 2), {}), ((x,), {"b": z}),
+        ((), {"c": 1, "d": x}), ((x,), {"b": None, "c": y, "d": z}), ((x, y, z, x, y), {}), ((1, 2), {}),
+        ((x,), {"b": z}),
     ]  # fmt: skip
     for _ in range(2):
         for args, kwargs in cases:
-            arrays, named = convert(args, kwargs)
+            arrays, named = convert(args, dict(kwargs))
             assert list(named) == list(kwargs)
             for a, b in zip((*arrays, *named.values()), (*args, *kwargs.values()), strict=True):
                 assert same([a], [b]) if isinstance(b, torch.Tensor) else a is b or b is y
