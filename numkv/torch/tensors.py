@@ -36,7 +36,7 @@ _TO_NUMPY = {
     if hasattr(torch, name.partition(".")[2])
 }
 _TO_TORCH = {
-    dtype: (np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16), own)
+    dtype.num: (np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16), own)
     for own, (_, dtype) in _TO_NUMPY.items()
 }
 
@@ -111,7 +111,7 @@ def tensor_of(x: np.ndarray[Any, Any]) -> Any:
     dtype = x.dtype
     if dtype.num < _OTHERS:  # NumPy's own
         return _from_numpy(x)
-    viewed = _TO_TORCH.get(dtype)
+    viewed = _TO_TORCH.get(dtype.num)
     if viewed is not None:
         return _from_numpy(x.view(viewed[0])).view(viewed[1])
     if dtype in WORD_OF:
@@ -197,10 +197,11 @@ def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
         tensors = [x for x in args if isinstance(x, _Tensor)]
         places = len(tensors)
         names_of = []
-        for name, x in kwargs.items():
-            if isinstance(x, _Tensor):
-                tensors.append(x)
-                names_of.append(name)
+        if kwargs:
+            for name, x in kwargs.items():
+                if isinstance(x, _Tensor):
+                    tensors.append(x)
+                    names_of.append(name)
         found = known(tensors)
         if found is None:
             arrays, named = plain(args, kwargs)

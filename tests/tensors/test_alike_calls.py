@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 import numkv
+from numkv.storage import given as given_buffers
+from numkv.storage.addresses import MEMORY, array_at
 
 torch = pytest.importorskip("torch")
 
+from test_tensor_caches import PROGRAMS  # noqa: E402
+
 import numkv.torch as on_tensors  # noqa: E402
-from numkv.storage.addresses import array_at  # noqa: E402
 from numkv.torch import alike  # noqa: E402
 from numkv.torch.alike import AlikeCalls  # noqa: E402
 from numkv.torch.tensors import array_of, converter  # noqa: E402
@@ -254,3 +257,73 @@ def test_threads_share_forms():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def test_nobody_keeps_an_array_of_a_call(monkeypatch):
+    """Methods and functions that get arrays without memory neither keep nor return them."""
+    given = []
+    arrays = AlikeCalls.arrays
+
+    def watched(self, tensors):
+        found = arrays(self, tensors)
+        given.extend(found or ())
+        return found
+
+    monkeypatch.setattr(AlikeCalls, "arrays", watched)
+    results = []
+    for program in PROGRAMS:
+        for _ in range(3):
+            results += program(on_tensors, torch.from_numpy)
+    results.clear()  # views of tensors' own memory among them keep the tensors, not these arrays
+    gc.collect()
+    unique = list({id(x): x for x in given}.values())
+    given.clear()
+    assert len(unique) > 50
+    for x in unique:
+        if x.size:
+            assert x.base is MEMORY
+            # `unique`, `x` and the argument of the question; the function's own forms; pools that are known.
+            assert sys.getrefcount(x) <= 4 + holders(x)
+
+
+def holders(x):
+    """How many known pools, which hold no memory either, have an array."""
+    of_pools = sum(1 for _, kept in given_buffers._pools.values() for y in kept if y is x)
+    words = sum(
+        1
+        for pool, _ in given_buffers._pools.values()
+        for side in (pool.k_buffer, pool.v_buffer)
+        for y in (side.words, side.scales)
+        if y is x or y.base is x
+    )
+    return of_pools + words
+
+
+def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):
+    monkeypatch.setattr(given_buffers, "_pools", {})
+    q, lens = torch.randn(1, 4, 32), torch.tensor([5])
+    k = torch.ones(1, 2, 8, 32)
+    eight, scale = k.to(torch.float8_e4m3fn), torch.ones(2)
+    for _ in range(4):
+        on_tensors.decode_attention(q, k, k, lens)
+        on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
+    assert len(given_buffers._pools) == 1
+    scale *= 3  # read anew in each call
+    found = on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
+    assert torch.allclose(found, torch.full_like(found, 3.0))
+    scale[1] = -1
+    with pytest.raises(ValueError, match="scale"):
+        on_tensors.decode_attention(q, eight, eight, lens, k_scale=scale, v_scale=scale)
+    k.fill_(2)
+    assert torch.allclose(on_tensors.decode_attention(q, k, k, lens), torch.full_like(q, 2))
+    with pytest.raises(numkv.NotSupported, match="k_scale"):
+        on_tensors.decode_attention(q, k, k, lens, k_scale=scale)
+    codes, scales = torch.ones(1, 2, 8, 32, dtype=torch.int8), torch.ones(1, 2, 8)
+    for n in (1.0, 2.0, 3.0):
+        scales.fill_(n)
+        found = on_tensors.decode_attention(q, codes, codes, lens, k_scale=scales, v_scale=scales)
+        assert torch.allclose(found, torch.full_like(q, n))
+    rows = torch.ones(1, 2, 32)
+    for _ in range(3):  # written to: the two may not be one
+        with pytest.raises(numkv.NotSupported, match="own"):
+            on_tensors.paged_append(rows, rows, k, k, torch.tensor([1]))
