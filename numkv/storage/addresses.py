@@ -16,7 +16,7 @@ __all__ = ["MEMORY", "array_at"]
 
 _FIRST = 4096  # nothing lies below
 #: All of it: the base of arrays at addresses.
-MEMORY = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)
+MEMORY: Any = (ctypes.c_char * (sys.maxsize - _FIRST)).from_address(_FIRST)
 _array = np.ndarray
 
 
@@ -34,4 +34,4 @@ def array_at(
     """
     if 0 in shape:
         return np.empty(shape, dtype)
-    return _array(shape, dtype, MEMORY, address - _FIRST, strides)  # type: ignore[call-overload,no-any-return]
+    return _array(shape, dtype, MEMORY, address - _FIRST, strides)

@@ -55,7 +55,8 @@ def _wrapped_property(own: property) -> property:
 
 def _is_plain(own: property) -> bool:
     """Whether a property gives neither arrays nor numkv's objects, by its annotation: left alone, it costs nothing."""
-    return inspect.get_annotations(own.fget).get("return") in _PLAIN  # type: ignore[arg-type]
+    assert own.fget is not None
+    return inspect.get_annotations(own.fget).get("return") in _PLAIN
 
 
 def _on_tensors(cls: type) -> type:
