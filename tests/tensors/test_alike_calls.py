@@ -10,11 +10,9 @@ import pytest
 
 import numkv
 from numkv.storage import given as given_buffers
-from numkv.storage.addresses import MEMORY, array_at
+from numkv.storage.addresses import array_at
 
 torch = pytest.importorskip("torch")
-
-from test_tensor_caches import PROGRAMS  # noqa: E402
 
 import numkv.torch as on_tensors  # noqa: E402
 from numkv.torch import alike  # noqa: E402
@@ -257,46 +255,6 @@ def test_threads_share_forms():
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(8)))
-
-
-def test_nobody_keeps_an_array_of_a_call(monkeypatch):
-    """Methods and functions that get arrays without memory neither keep nor return them."""
-    given = []
-    arrays = AlikeCalls.arrays
-
-    def watched(self, tensors):
-        found = arrays(self, tensors)
-        given.extend(found or ())
-        return found
-
-    monkeypatch.setattr(AlikeCalls, "arrays", watched)
-    results = []
-    for program in PROGRAMS:
-        for _ in range(3):
-            results += program(on_tensors, torch.from_numpy)
-    results.clear()  # views of tensors' own memory among them keep the tensors, not these arrays
-    gc.collect()
-    unique = list({id(x): x for x in given}.values())
-    given.clear()
-    assert len(unique) > 50
-    for x in unique:
-        if x.size:
-            assert x.base is MEMORY
-            # `unique`, `x` and the argument of the question; the function's own forms; pools that are known.
-            assert sys.getrefcount(x) <= 4 + holders(x)
-
-
-def holders(x):
-    """How many known pools, which hold no memory either, have an array."""
-    of_pools = sum(1 for _, kept in given_buffers._pools.values() for y in kept if y is x)
-    words = sum(
-        1
-        for pool, _ in given_buffers._pools.values()
-        for side in (pool.k_buffer, pool.v_buffer)
-        for y in (side.words, side.scales)
-        if y is x or y.base is x
-    )
-    return of_pools + words
 
 
 def test_pools_are_known_again_and_scales_of_heads_are_not(monkeypatch):

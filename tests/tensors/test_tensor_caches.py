@@ -1,17 +1,22 @@
 """numkv's caches on tensors: the same program has the same results on arrays and on tensors."""
 
 import copy
+import gc
 import inspect
 import pickle
+import sys
 
 import numpy as np
 import pytest
 
 import numkv
+from numkv.storage import given as given_buffers
+from numkv.storage.addresses import MEMORY
 
 torch = pytest.importorskip("torch")
 
 import numkv.torch as on_tensors  # noqa: E402
+from numkv.torch.alike import AlikeCalls  # noqa: E402
 
 # What gives numkv's own objects or plain ones, or what only kernels use.
 NO_ARRAYS = {
@@ -262,3 +267,43 @@ def test_gradients_are_refused():
     with torch.inference_mode():
         cache.append(torch.randn(1, 2, 32), v=torch.randn(1, 2, 32))
     assert cache.seq_len == 2
+
+
+def test_nobody_keeps_an_array_of_a_call(monkeypatch):
+    """Methods and functions that get arrays without memory neither keep nor return them."""
+    given = []
+    arrays = AlikeCalls.arrays
+
+    def watched(self, tensors):
+        found = arrays(self, tensors)
+        given.extend(found or ())
+        return found
+
+    monkeypatch.setattr(AlikeCalls, "arrays", watched)
+    results = []
+    for program in PROGRAMS:
+        for _ in range(3):
+            results += program(on_tensors, torch.from_numpy)
+    results.clear()  # views of tensors' own memory among them keep the tensors, not these arrays
+    gc.collect()
+    unique = list({id(x): x for x in given}.values())
+    given.clear()
+    assert len(unique) > 50
+    for x in unique:
+        if x.size:
+            assert x.base is MEMORY
+            # `unique`, `x` and the argument of the question; the function's own forms; pools that are known.
+            assert sys.getrefcount(x) <= 4 + holders(x)
+
+
+def holders(x):
+    """How many known pools, which hold no memory either, have an array."""
+    of_pools = sum(1 for _, kept in given_buffers._pools.values() for y in kept if y is x)
+    words = sum(
+        1
+        for pool, _ in given_buffers._pools.values()
+        for side in (pool.k_buffer, pool.v_buffer)
+        for y in (side.words, side.scales)
+        if y is x or y.base is x
+    )
+    return of_pools + words
