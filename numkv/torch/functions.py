@@ -6,10 +6,7 @@ those of `numkv`. Where ``torch.compile`` traces a call, it becomes one of an op
 
 from __future__ import annotations
 
-import functools
 from typing import Any
-
-import torch
 
 import numkv
 from numkv.torch import operators
@@ -20,21 +17,11 @@ __all__ = [
     "paged_decode_attention", "paged_prefill_attention", "paged_write", "prefill_attention", "rope_shift",
 ]  # fmt: skip
 
-_is_compiling = torch.compiler.is_compiling
-
 
 def _function(name: str) -> Any:
     """A function of numkv on tensors; its operator where calls are traced, if it has one."""
-    eager = on_tensors(getattr(numkv, name))
     operator = operators.calls.get(name)
-    if operator is None:
-        return eager
-
-    @functools.wraps(eager)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return operator(*args, **kwargs) if _is_compiling() else eager(*args, **kwargs)
-
-    return call
+    return on_tensors(getattr(numkv, name), operator, keeps=operator is None)
 
 
 append = _function("append")

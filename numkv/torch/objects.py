@@ -25,6 +25,22 @@ __all__ = [
 # For kernels, and for numkv's own books.
 _AS_THEY_ARE = {"arrays", "jit", "layer_jit", "pool", "caches", "underlying_cache"}
 
+_PLAIN = {
+    "bool",
+    "float",
+    "int",
+    "int | None",
+    "Kind",
+    "list[int]",
+    "range",
+    "str",
+    "tuple[int, ...]",
+}
+# What a model calls for each token and layer; none of these keeps an array, or returns one but `out` and `q_out`.
+_MOMENTARY = {
+    "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "write",
+}  # fmt: skip
+
 
 def _wrapped_property(own: property) -> property:
     get = own.fget
@@ -37,6 +53,12 @@ def _wrapped_property(own: property) -> property:
     return property(found, own.fset, own.fdel, own.__doc__)
 
 
+def _is_plain(own: property) -> bool:
+    """Whether a property gives neither arrays nor numkv's objects, by its annotation: left alone, it costs nothing."""
+    assert own.fget is not None
+    return inspect.get_annotations(own.fget).get("return") in _PLAIN
+
+
 def _on_tensors(cls: type) -> type:
     """Wrap what a class of this module inherits, and have it stand in for its base."""
     counterparts[cls.__mro__[1]] = cls
@@ -44,10 +66,10 @@ def _on_tensors(cls: type) -> type:
         if (name.startswith("_") and name != "__call__") or name in _AS_THEY_ARE:
             continue
         found = inspect.getattr_static(cls, name)
-        if isinstance(found, property):
+        if isinstance(found, property) and not _is_plain(found):
             setattr(cls, name, _wrapped_property(found))
         elif inspect.isfunction(found):
-            setattr(cls, name, on_tensors(found))
+            setattr(cls, name, on_tensors(found, keeps=name not in _MOMENTARY))
     return cls
 
 

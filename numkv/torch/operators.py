@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import numkv
-from numkv.torch.tensors import array_of, refuse_gradient, tensors_of
+from numkv.torch.tensors import converter, refuse_gradient, tensors_of
 
 __all__ = ["calls"]
 
@@ -79,12 +79,6 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
     torch.library.register_fake(f"numkv::{name}", fake, lib=_library)
 
 
-def _arrays(names: tuple[str, ...], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Arguments with arrays in place of tensors."""
-    arrays = [array_of(x, name) for x, name in zip(args, names, strict=True)]
-    return arrays, {name: array_of(x, name) for name, x in named.items()}
-
-
 def _no_gradients(**tensors: Any) -> None:
     """Refuse inputs whose gradients are being recorded, as the kernels do."""
     for name, x in tensors.items():
@@ -101,17 +95,19 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
     function = getattr(numkv, name)
     tensors = ", ".join(f"Tensor {x}" for x in inputs)
 
+    convert = converter(inputs, keeps=False)
+
     def run(*args: Any, **options: Any) -> Any:
-        arrays, named = _arrays(inputs, args, options)
+        arrays, named = convert(args, options)
         return tensors_of(function(*arrays, **named))
 
     def run_lse(*args: Any, **options: Any) -> Any:
-        arrays, named = _arrays(inputs, args, options)
+        arrays, named = convert(args, options)
         return tensors_of(function(*arrays, return_lse=True, **named))
 
-    def run_out(*args: Any, out: Any, **options: Any) -> None:
-        arrays, named = _arrays(inputs, args, options)
-        function(*arrays, out=array_of(out, "out"), **named)
+    def run_out(*args: Any, **options: Any) -> None:
+        arrays, named = convert(args, options)
+        function(*arrays, **named)
 
     def fake(*args: Any, v_scale: Any = None, **options: Any) -> Any:
         _no_gradients(**dict(zip(inputs, args, strict=True)))
@@ -165,8 +161,10 @@ def _define_other(name: str, inputs: str, result: str) -> None:
     positional = inputs.partition("*, ")[0]
     names = tuple(part.split("=")[0].split()[-1] for part in positional.strip(", ").split(", "))
 
+    convert = converter(names, keeps=False)
+
     def run(*args: Any, **options: Any) -> Any:
-        arrays, named = _arrays(names[: len(args)], args, options)
+        arrays, named = convert(args, options)
         return tensors_of(function(*arrays, **named))
 
     _define(name, f"({inputs}) -> {result}", run, _FAKES[name])

@@ -12,13 +12,18 @@ import torch
 
 from numkv.errors import NotSupported, UnsupportedDType
 from numkv.targets.base import TORCH_DTYPES, WORD_OF
+from numkv.torch.alike import AlikeCalls
 
-__all__ = ["array_of", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of"]
+__all__ = [
+    "array_of", "converter", "counterparts", "on_tensors", "refuse_gradient", "tensor_of", "tensors_of",
+]  # fmt: skip
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _Tensor = torch.Tensor
-_grad_enabled = torch.is_grad_enabled
+_grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_array, _from_numpy = np.ndarray, torch.from_numpy
+_OTHERS = 256  # numbers of dtypes from here on are those of other libraries
 _INT_OF = {1: torch.uint8, 2: torch.int16}
 #: Classes of numkv, and those of `numkv.torch.objects` that take and give tensors in their place.
 counterparts: dict[type, type] = {}
@@ -31,7 +36,7 @@ _TO_NUMPY = {
     if hasattr(torch, name.partition(".")[2])
 }
 _TO_TORCH = {
-    dtype: (np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16), own)
+    dtype.num: (np.dtype(np.uint8 if dtype.itemsize == 1 else np.int16), own)
     for own, (_, dtype) in _TO_NUMPY.items()
 }
 
@@ -103,13 +108,15 @@ def tensor_of(x: np.ndarray[Any, Any]) -> Any:
     """The tensor on an array's memory; of memory that may not be written, a copy."""
     if not x.flags.writeable:
         x = x.copy()
-    viewed = _TO_TORCH.get(x.dtype)
-    if viewed is None:
-        word = WORD_OF.get(x.dtype)
-        if word is not None and x.dtype != np.float16:
-            raise UnsupportedDType(f"this PyTorch, {torch.__version__}, has no dtype for {x.dtype}")
-        return torch.from_numpy(x)
-    return torch.from_numpy(x.view(viewed[0])).view(viewed[1])
+    dtype = x.dtype
+    if dtype.num < _OTHERS:  # NumPy's own
+        return _from_numpy(x)
+    viewed = _TO_TORCH.get(dtype.num)
+    if viewed is not None:
+        return _from_numpy(x.view(viewed[0])).view(viewed[1])
+    if dtype in WORD_OF:
+        raise UnsupportedDType(f"this PyTorch, {torch.__version__}, has no dtype for {dtype}")
+    return _from_numpy(x)
 
 
 def tensors_of(x: Any) -> Any:
@@ -117,7 +124,7 @@ def tensors_of(x: Any) -> Any:
 
     An object of a class that has a counterpart becomes one of that: what a cache makes takes what the cache takes.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is _array:
         return tensor_of(x)
     if type(x) in (tuple, list):
         return type(x)(map(tensors_of, x))
@@ -128,25 +135,88 @@ def tensors_of(x: Any) -> Any:
     return x
 
 
-def on_tensors(function: _F) -> _F:
+def on_tensors(
+    function: _F, operator: Callable[..., Any] | None = None, *, keeps: bool = True
+) -> _F:
     """A function or method that takes tensors where it takes arrays, and gives them where it gives arrays.
 
     What is passed to take a result comes back itself.
+
+    Parameters
+    ----------
+    function : callable
+        What takes arrays.
+    operator : callable, optional
+        What to call instead where calls are traced.
+    keeps : bool
+        Whether the function may keep an array that it is given, or return it; an `out` aside.
     """
     names = tuple(inspect.signature(function).parameters)
     output = next((name for name in _OUTPUTS if name in names), "")
+    place = names.index(output) if output else len(names)
+    convert = converter(names, keeps=keeps)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
-        arrays += args[len(names) :]  # too many: the function says so
-        named = {name: array_of(x, name) for name, x in kwargs.items()}
+        if operator is not None and _is_compiling():
+            return operator(*args, **kwargs)
+        given = args[place] if len(args) > place else kwargs.get(output) if kwargs else None
+        arrays, named = convert(args, kwargs)
         found = function(*arrays, **named)
         if found is None:
             return None
-        given = kwargs.get(output)
-        if isinstance(given, _Tensor):
+        if given is not None and isinstance(given, _Tensor):
             return (given, tensors_of(found[1])) if isinstance(found, tuple) else given
         return tensors_of(found)
 
     return call  # type: ignore[return-value]
+
+
+def converter(names: tuple[str, ...], *, keeps: bool) -> Callable[..., Any]:
+    """What gives a call's arguments with arrays in place of tensors: ``convert(args, kwargs)``; kwargs may change.
+
+    Parameters
+    ----------
+    names : tuple of str
+        Parameters of a function, in their order.
+    keeps : bool
+        Whether arrays may outlive the call; where not, calls like earlier ones have them cheaper.
+    """
+
+    def plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        arrays = [array_of(x, name) for x, name in zip(args, names, strict=False)]
+        arrays += [array_of(x, "too many") for x in args[len(names) :]]  # the function says so
+        return arrays, {name: array_of(x, name) for name, x in kwargs.items()}
+
+    if keeps:
+        return plain
+    alike = AlikeCalls()
+    known, learn = alike.arrays, alike.learn
+
+    def convert(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tensors = [x for x in args if isinstance(x, _Tensor)]
+        places = len(tensors)
+        names_of = []
+        if kwargs:
+            for name, x in kwargs.items():
+                if isinstance(x, _Tensor):
+                    tensors.append(x)
+                    names_of.append(name)
+        found = known(tensors)
+        if found is None:
+            arrays, named = plain(args, kwargs)
+            given = zip((*args, *kwargs.values()), (*arrays, *named.values()), strict=True)
+            learn(tensors, [array for x, array in given if isinstance(x, _Tensor)])
+            return arrays, named
+        first = len(args) - places
+        if names_of:
+            kwargs.update(zip(names_of, found[places:], strict=True))
+            found = found[:places]
+        if not first:
+            return found, kwargs
+        if places and tensors[0] is args[first]:  # they come last
+            return (*args[:first], *found), kwargs
+        take = iter(found).__next__
+        return [take() if isinstance(x, _Tensor) else x for x in args], kwargs
+
+    return convert
