@@ -81,6 +81,8 @@ class Measured:
         Whether there were so few others that all rounds count, disturbed ones too.
     lost : dict of str to str
         Who could not finish, and why.
+    wanted : int
+        Rounds that were wanted; 0 for those that there are.
     """
 
     rounds: list[Round]
@@ -88,6 +90,7 @@ class Measured:
     noisy: bool = False
     all_count: bool = False
     lost: dict[str, str] = field(default_factory=dict)
+    wanted: int = 0
 
     def seconds(self, name: str) -> float | None:
         """Median time of a step; None if there was none."""
@@ -196,4 +199,5 @@ def take_rounds(
         told(len(quiet), len(disturbed))
     left_out, enough = len(disturbed), len(quiet) >= fewest
     rounds = quiet if enough else quiet + disturbed
-    return Measured(rounds, left_out, gave_up and left_out > 0, not enough and left_out > 0, lost)
+    noisy, all_count = gave_up and left_out > 0, not enough and left_out > 0
+    return Measured(rounds, left_out, noisy, all_count, lost, count)

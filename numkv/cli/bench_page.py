@@ -137,9 +137,13 @@ def rows(line: Line) -> tuple[list[str], list[list[str]]]:
 def verdict(line: Line) -> str:
     """How many rounds count, what the machine read, and whether the figures can be trusted."""
     measured = line.measured
-    said = f"{len(measured.rounds)} rounds, {measured.left_out} left out as something else ran"
+    said = f"{len(measured.rounds)} rounds"
+    if len(measured.rounds) < measured.wanted:
+        said += f", as time was up before there were {measured.wanted}"
     if measured.all_count:
-        said = f"{len(measured.rounds)} rounds, {measured.left_out} of them beside something else that ran"
+        said += f", {measured.left_out} of them beside something else that ran"
+    else:
+        said += f", {measured.left_out} left out as something else ran"
     said += f"; {measured.probe() / 1e9:.1f} GB/s of read bandwidth."
     if measured.noisy or measured.all_count:
         said = f"NOISY: time was up before there were enough undisturbed rounds. {said}"

@@ -192,6 +192,8 @@ def test_what_is_said_below_a_table():
     assert "Absent: x, y: not installed" in said
     noisy = Measured(MEASURED.rounds, 3, noisy=True, all_count=True)
     assert bench_page.verdict(Line(1, noisy)).startswith("NOISY")
+    late = bench_page.verdict(Line(1, Measured(MEASURED.rounds, wanted=9)))
+    assert late.startswith("3 rounds, as time was up before there were 9, 0 left out")
     assert "3 of them beside something else" in bench_page.verdict(Line(1, noisy))
 
 

@@ -14,6 +14,7 @@ from numkv.bench import contestants, decode, models  # noqa: E402
 from numkv.bench.contestants import Kinds  # noqa: E402
 from numkv.bench.results import DYNAMIC, FLOOR, STATIC  # noqa: E402
 from numkv.cli import bench, main  # noqa: E402
+from numkv.demo.cache import CacheChoice  # noqa: E402
 
 SIZES = {
     "model_type": "qwen2", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -194,13 +195,13 @@ def test_the_command(config_file, tmp_path, capsys):
     page = tmp_path / "out" / "page.md"
     options = [
         "bench", "transformers", "--model", str(config_file), "--context", "40", "--prefill", "12", "--rounds", "2",
-        "--contestants", "dynamic", "static", "numkv", "floor", "--kind", "bf16", "int8/bf16", "int4+rotate",
+        "--contestants", "dynamic", "static", "numkv", "floor", "--kind", "fp32", "int8", "--dtype", "fp32",
         "--markdown", str(page), "--threads", "1",
     ]  # fmt: skip
     assert main(options) == 0
     printed = capsys.readouterr()
     for text in (printed.out, page.read_text()):
-        for name in ("DynamicCache + SDPA", "numkv bf16", "numkv int8/bf16", "numkv int4+rotate"):
+        for name in ("DynamicCache + SDPA", "numkv fp32", "numkv int8"):
             assert text.count(name) >= 3, name
         for title in ("Decode at 40 tokens", "Prompts of 12 tokens", "padded on the left, batch 2"):
             assert title in text
@@ -213,12 +214,22 @@ def test_the_picture(config_file, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "out" / "a.svg"
     options = ["--model", str(config_file), "--context", "20", "--rounds", "2", "--picture", str(path)]  # fmt: skip
-    options += ["--contestants", "dynamic", "numkv", "floor", "--kind", "bf16"]
+    options += ["--contestants", "dynamic", "numkv", "floor", "--kind", "fp32", "--dtype", "fp32"]
     assert main(["bench", "transformers", *options]) == 0
     drawn = path.read_text()
-    assert "numkv bf16" in drawn
+    assert "numkv fp32" in drawn
     assert "decode at 20 tokens" in drawn
     assert str(path) in capsys.readouterr().out
+
+
+def test_kinds():
+    asked = {
+        "bf16": ("bf16", "bf16", "bf16", False),
+        "int8/fp16": ("int8/fp16", "int8", "fp16", False),
+        "int4+rotate": ("int4+rotate", "int4", "int4", True),
+    }
+    for text, expected in asked.items():
+        assert bench._kinds(CacheChoice.parse(text)) == expected
 
 
 class Terminal(io.StringIO):
