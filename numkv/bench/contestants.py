@@ -31,8 +31,17 @@ __all__ = ["Contestant", "Kinds", "candidates", "queries_of"]
 
 #: Room of caches that reserve it is a multiple of this.
 _ROOM = 16
-#: Names, backends and bits of `QuantizedCache`; the last two need packages of their own.
-_QUANTISED = (("fp8", "fp8", None), ("quanto int4", "quanto", 4), ("HQQ int8", "hqq", 8))
+#: Of `QuantizedCache`, by the name on the command line: what it is called, its backend, and bits.
+_QUANTISED: dict[str, tuple[str, str, int | None]] = {
+    "fp8": ("fp8", "fp8", None),
+    "quanto": ("quanto int4", "quanto", 4),
+    "hqq": ("HQQ int8", "hqq", 8),
+}
+#: Of turboquantcpu, by the name on the command line: its modes.
+_TURBOQUANT = {
+    "turboquantcpu": "prod",
+    **{f"turboquantcpu-{mode}": mode for mode in ("mse", "qjl", "polar")},
+}
 _WITHOUT = "numkv_bench_without"
 _SMALL = 4096
 #: A cache that grows by each step may do so by one part in so many.
@@ -346,7 +355,7 @@ def candidates(
     Parameters
     ----------
     wanted : list of str
-        Of ``dynamic``, ``static``, ``quantised``, ``turboquantcpu``, ``numkv`` and ``floor``.
+        See `numkv.cli.bench.CONTESTANTS`.
     kinds : list of Kinds
         Of numkv.
     model : transformers.PreTrainedModel
@@ -373,16 +382,16 @@ def candidates(
                 return _Numkv(model, cache, room)
 
             yield f"numkv {one.label}", numkv
-    if "quantised" in wanted:
-        for name, backend, bits in _QUANTISED:
+    for asked, (name, backend, bits) in _QUANTISED.items():
+        if asked in wanted:
 
             def quantised(backend: str = backend, bits: int | None = bits) -> Contestant:
                 return Contestant(model, QuantizedCache(backend, config, nbits=bits))
 
             yield f"QuantizedCache {name} + SDPA", quantised
-    if "turboquantcpu" in wanted:
-        shared: list[Contestant] = []
-        for mode in ("prod", "mse", "qjl", "polar"):
+    shared: list[Contestant] = []
+    for asked, mode in _TURBOQUANT.items():
+        if asked in wanted:
 
             def turboquant(mode: str = mode) -> Contestant:
                 if importlib.util.find_spec("turboquantcpu") is None:

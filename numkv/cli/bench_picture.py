@@ -51,6 +51,11 @@ def draw(lines: Sequence[Line], model: str, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
 
 
+def _number(x: float) -> str:
+    """Three digits, and all of a large number."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def _plot(line: Line, model: str, ax: Any) -> None:
     measured = line.measured
     names = [name for name in line.names if name != FLOOR][::-1]
@@ -63,7 +68,8 @@ def _plot(line: Line, model: str, ax: Any) -> None:
         ax.barh(i, min(times[name], most), color=colour, height=0.7)
         ax.barh(i, min(floor, times[name]), color=_BELOW, height=0.7)
         ratio = measured.ratio(name, DYNAMIC)
-        text = f" {times[name]:,.3g}"
+        cut = "→ " if times[name] > most else ""
+        text = f" {cut}{_number(times[name])}"
         if ratio is not None and name != DYNAMIC:
             text += f"  ({ratio.middle:.2f} ×)"
         ax.text(min(times[name], most), i, text, va="center", fontsize=8)

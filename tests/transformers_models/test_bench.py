@@ -37,7 +37,7 @@ def made(config_file):
         config = models.config_of(str(config_file))
         for name, value in options.pop("config", {}).items():
             setattr(config, name, value)
-        wanted = ["dynamic", "static", "quantised", "turboquantcpu", "numkv", "floor"]
+        wanted = ["dynamic", "static", "fp8", "quanto", "turboquantcpu", "numkv", "floor"]
         given = {"wanted": wanted, "kinds": [FP32, INT8], "batch": 1, "seed": 0, "rounds": 3}
         model = models.build(config, "fp32", 0)
         return decode.Bench(model, probe=lambda: 1e9, **(given | options))
