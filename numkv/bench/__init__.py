@@ -1,3 +1,1 @@
-"""Benchmarks of whole models, for ``numkv bench``; needs the extra ``transformers``."""
-
-__all__: list[str] = []
+"""Benchmarks of whole models, for ``numkv bench``; most modules need the extra ``transformers``."""

@@ -39,6 +39,7 @@ examples:
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
+  numkv bench transformers --context 16384    tokens per second of a whole model
 """
 # What may follow a kind.
 _MORE = "; behind it +rotate, +windowN, +sinksN"
