@@ -29,6 +29,8 @@ CONTESTANTS = [
 DEFAULT_KINDS = ["bf16", "int8", "int4"]
 #: Rounds of prompts, which take seconds each, are fewer than rounds of steps by this factor.
 _PROMPTS = 4
+#: At short contexts, where steps are quick and ratios near 1, there are more of them.
+_SHORT, _MORE = 1024, 3
 _PACKAGES = ("torch", "transformers", "optimum-quanto", "hqq", "turboquantcpu")
 _NO_PICTURE = "--picture needs matplotlib, which is not installed; try pip install matplotlib"
 
@@ -158,7 +160,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds", type=_count, default=30, metavar="N",
-        help="rounds that count, for each context; a quarter for prompts (default: %(default)s)",
+        help=f"rounds that count, for each context; three times as many up to {_SHORT:,} tokens, a quarter for prompts "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--minutes", type=_minutes, default=10.0, metavar="M",
@@ -266,7 +269,7 @@ def _measured(bench: Any, job: _Job, until: float, rounds: int) -> Any:
     if job.prompt:
         bench.rounds = max(2, rounds // _PROMPTS)
         return bench.prefill(job.tokens, until, padded=job.padded)
-    bench.rounds = rounds
+    bench.rounds = rounds * _MORE if job.tokens <= _SHORT else rounds
     return bench.decode(job.tokens, until)
 
 

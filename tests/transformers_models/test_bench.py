@@ -207,7 +207,8 @@ def test_the_command(config_file, tmp_path, capsys):
             assert title in text
         assert "Absent" not in text
     assert "`numkv bench transformers --model" in page.read_text()
-    assert "40 tokens: 2 rounds" in printed.err
+    assert "40 tokens: 6 rounds" in printed.err
+    assert "prompts of 12 tokens: 2 rounds" in printed.err
 
 
 def test_the_picture(config_file, tmp_path, capsys):
