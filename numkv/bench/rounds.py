@@ -118,12 +118,8 @@ class Measured:
 
         None where these are no more than the floor's own noise.
         """
-        found = Spread.of([own - other for own, other, _ in self._pairs(name, floor)])
-        if found is None or found.low <= 0:
-            return None
-        return median(
-            size / max(own - other, 1e-12) / probe for own, other, probe in self._pairs(name, floor)
-        )
+        readable = Spread.of([(own - other) * p for own, other, p in self._pairs(name, floor)])
+        return size / readable.middle if readable is not None and readable.low > 0 else None
 
     def probe(self) -> float:
         """Median of the bandwidth."""

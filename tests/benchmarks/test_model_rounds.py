@@ -123,6 +123,8 @@ def test_ratios_and_shares_are_formed_within_a_round():
 def test_no_share_where_attention_does_not_show():
     noise = [Round({"a": 1.0 + x, FLOOR: 1.0}, 1e9) for x in (-0.1, -0.05, 0.1)]
     assert Measured(noise).share("a", FLOOR, 1000) is None
+    outlier = [Round({"a": 1.0 + x, FLOOR: 1.0}, 1e9) for x in (0.1, 0.1, 0.1, 0.1, -0.5)]
+    assert Measured(outlier).share("a", FLOOR, 10_000_000) == pytest.approx(0.1)
 
 
 def test_the_spread_is_the_middle_half():
