@@ -68,6 +68,7 @@ class Bench:
 
     def decode(self, context: int, deadline: float) -> Line:
         """Time steps at a context, until a deadline on `time.monotonic`."""
+        gc.collect()  # caches of the last context
         self.say(f"{context:,} tokens: filling caches")
         contestants, absent = self._made(candidates(self.wanted, self.kinds, self.model, context))
         self._fill(contestants, context, absent)
