@@ -15,9 +15,10 @@ import torch
 from transformers import Cache, DynamicCache, StaticCache
 
 from numkv.bench.contestants import Contestant, Kinds, candidates, queries_of
-from numkv.bench.models import num_parameters
+from numkv.bench.models import num_kv_heads, num_parameters
 from numkv.bench.results import DYNAMIC, FLOOR, STATIC, Agreement, Line
 from numkv.bench.rounds import take_rounds
+from numkv.errors import NotSupported
 from numkv.transformers import NumkvCache
 
 __all__ = ["REFERENCE", "Bench"]
@@ -87,6 +88,8 @@ class Bench:
                 expected = found
             if expected is not None and name != FLOOR:
                 agreement[name] = _agreement(found, expected)
+        if not contestants:
+            raise NotSupported(f"no contestant can run this model: {absent}")
         read = {name: one.read_by_step(context) for name, one in contestants.items()}
 
         def turn(one: Contestant) -> float:
@@ -133,9 +136,14 @@ class Bench:
     def _rows(self, context: int) -> Iterator[tuple[int, Any, Any]]:
         """Random keys and values of each layer that has attention."""
         config = self.model.config
-        heads, dim = config.num_key_value_heads, _head_dim(config)
+        heads, dim = num_kv_heads(config), _head_dim(config)
         if not self._spread:
             self._spread = queries_of(self.model, self._ids(1)[0].expand(self.batch, 4))
+        if len(self._spread) != config.num_hidden_layers:
+            raise NotSupported(
+                f"{config.model_type}: expected a model in which every layer attends by an attention function, got "
+                f"{len(self._spread)} such layers of {config.num_hidden_layers}"
+            )
         generator = torch.Generator().manual_seed(self.seed)
         dtype = self.model.dtype
         for layer in range(config.num_hidden_layers):
@@ -252,6 +260,8 @@ class Bench:
             if isinstance(cache, NumkvCache):
                 sizes[name] = int(cache.nbytes)
             del cache
+        if not found:
+            raise NotSupported(f"no contestant can run this model: {absent}")
         order = random.Random(self.seed)
         self.told(0, 0, self.rounds)
         measured = take_rounds(

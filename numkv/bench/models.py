@@ -10,7 +10,7 @@ import transformers
 
 from numkv.errors import NotSupported
 
-__all__ = ["DTYPES", "PRESETS", "build", "config_of", "num_parameters"]
+__all__ = ["DTYPES", "PRESETS", "build", "config_of", "num_kv_heads", "num_parameters"]
 
 #: Config class and sizes. The second has the attention of a model with 8 billion weights in 4 of its layers, and little
 #: beside it, so that a step is attention more than anything else.
@@ -81,3 +81,8 @@ def build(config: Any, dtype: str, seed: int) -> Any:
 def num_parameters(model: Any) -> int:
     """Weights of a model, tied ones once."""
     return sum(p.numel() for p in model.parameters())
+
+
+def num_kv_heads(config: Any) -> int:
+    """Heads of K and V; as many as those of queries where a config does not say."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -280,7 +280,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, About, Any]:
 
     from numkv.bench.contestants import Kinds
     from numkv.bench.decode import Bench
-    from numkv.bench.models import build, config_of, num_parameters
+    from numkv.bench.models import build, config_of, num_kv_heads, num_parameters
     from numkv.bench.probe import Probe
 
     transformers.logging.set_verbosity_error()
@@ -297,7 +297,7 @@ def _prepare(arguments: argparse.Namespace, bar: Bar) -> tuple[Any, About, Any]:
         model, list(arguments.contestants), [Kinds(*of) for of in kinds], arguments.batch, arguments.seed,
         arguments.rounds, probe, bar.say, bar.told,
     )  # fmt: skip
-    heads = f"{config.num_attention_heads} q and {config.num_key_value_heads} kv heads"
+    heads = f"{config.num_attention_heads} q and {num_kv_heads(config)} kv heads"
     described = (
         f"{config.num_hidden_layers} layers, hidden {config.hidden_size:,}, {heads}, vocabulary "
         f"{config.vocab_size:,}, {num_parameters(model) / 1e6:,.0f} million random weights in {arguments.dtype}"

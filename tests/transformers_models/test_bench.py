@@ -8,13 +8,16 @@ import time
 import pytest
 
 pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("transformers", minversion="5.0")
 
-from numkv.bench import contestants, decode, models  # noqa: E402
-from numkv.bench.contestants import Kinds  # noqa: E402
-from numkv.bench.results import DYNAMIC, FLOOR, STATIC  # noqa: E402
-from numkv.cli import bench, main  # noqa: E402
-from numkv.demo.cache import CacheChoice  # noqa: E402
+import decoder_models
+
+from numkv.bench import contestants, decode, models
+from numkv.bench.contestants import Kinds
+from numkv.bench.results import DYNAMIC, FLOOR, STATIC
+from numkv.cli import bench, main
+from numkv.demo.cache import CacheChoice
+from numkv.errors import NotSupported
 
 SIZES = {
     "model_type": "qwen2", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -149,6 +152,22 @@ def test_models_are_left_as_they_were(made):
     one.decode(20, time.monotonic())
     assert {name: vars(m).get("forward") for name, m in one.model.named_modules()} == before
     assert not [m for m in one.model.modules() if hasattr(m, "_numkv_bench_queries")]
+
+
+def test_models_that_cannot_be_filled_are_refused(made):
+    one = made(wanted=["dynamic", "numkv"], kinds=[FP32])
+    one.model = decoder_models.make("qwen3_next")
+    with pytest.raises(NotSupported, match="every layer attends"):
+        one.decode(20, time.monotonic())
+
+
+def test_nobody_left(made, monkeypatch):
+    def store(*_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(contestants.Contestant, "store", store)
+    with pytest.raises(NotSupported, match="no room"):
+        made(wanted=["static"]).decode(20, time.monotonic())
 
 
 # ------------------------------------------------------------------ configs
