@@ -181,22 +181,21 @@ class Bench:
             return None
         self.say(f"{context:,} tokens: reference in fp32")
         wide = copy.deepcopy(self.model).float()
-        wide.set_attn_implementation("sdpa")
-        one = Contestant(wide, DynamicCache(config=wide.config))
         try:
-            for layer, k, v in self._rows(context):
-                one.store(layer, k.float(), v.float())
-            one.keep()
-            found = []
-            for i in range(CHECKS):
-                found.append(self._step(one, ids[i], wide)[:, -1])
-                one.restore()
-            return found
-        except ValueError:  # a model that sdpa is not made for
+            wide.set_attn_implementation("sdpa")
+        except ValueError:  # a model that it is not made for
             return None
-        finally:
-            del wide, one
-            gc.collect()
+        one = Contestant(wide, DynamicCache(config=wide.config))
+        for layer, k, v in self._rows(context):
+            one.store(layer, k.float(), v.float())
+        one.keep()
+        found = []
+        for i in range(CHECKS):
+            found.append(self._step(one, ids[i], wide)[:, -1])
+            one.restore()
+        del wide, one
+        gc.collect()
+        return found
 
     def _line(
         self,

@@ -161,6 +161,14 @@ def test_models_that_cannot_be_filled_are_refused(made):
         one.decode(20, time.monotonic())
 
 
+def test_a_model_without_sdpa(made):
+    one = made(wanted=["dynamic", "numkv", "floor"], kinds=[FP32])
+    one.model = decoder_models.make("gemma2")
+    line = one.decode(20, time.monotonic())
+    assert "does not support" in line.absent[DYNAMIC]
+    assert line.names == ["numkv fp32", FLOOR]
+
+
 def test_nobody_left(made, monkeypatch):
     def store(*_):
         raise RuntimeError("no room")
