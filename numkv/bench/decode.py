@@ -73,6 +73,7 @@ class Bench:
         self.say(f"{context:,} tokens: filling caches")
         contestants, absent = self._made(candidates(self.wanted, self.kinds, self.model, context))
         self._fill(contestants, context, absent)
+        _check_some(contestants, absent)
         ids = self._ids(CHECKS)
         expected = self._reference(context, ids)
         agreement: dict[str, Agreement] = {}
@@ -88,8 +89,7 @@ class Bench:
                 expected = found
             if expected is not None and name != FLOOR:
                 agreement[name] = _agreement(found, expected)
-        if not contestants:
-            raise NotSupported(f"no contestant can run this model: {absent}")
+        _check_some(contestants, absent)
         read = {name: one.read_by_step(context) for name, one in contestants.items()}
 
         def turn(one: Contestant) -> float:
@@ -259,8 +259,7 @@ class Bench:
             if isinstance(cache, NumkvCache):
                 sizes[name] = int(cache.nbytes)
             del cache
-        if not found:
-            raise NotSupported(f"no contestant can run this model: {absent}")
+        _check_some(found, absent)
         order = random.Random(self.seed)
         self.told(0, 0, self.rounds)
         measured = take_rounds(
@@ -305,6 +304,11 @@ def _agreement(found: list[Any], expected: list[Any]) -> Agreement:
     same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
     errors = torch.cat([(a - b).norm(dim=-1) / b.norm(dim=-1) for a, b in pairs])
     return Agreement(same, errors.numel(), float(errors.mean()))
+
+
+def _check_some(contestants: dict[str, Any], absent: dict[str, str]) -> None:
+    if not contestants:
+        raise NotSupported(f"no contestant can run this model: {absent}")
 
 
 def _reason(error: Exception) -> str:

@@ -76,7 +76,7 @@ class Measured:
     left_out : int
         Rounds in which something else ran.
     noisy : bool
-        Whether time ran out before there were enough others.
+        Whether time ran out as so many were left out.
     all_count : bool
         Whether there were so few others that all rounds count, disturbed ones too.
     lost : dict of str to str
@@ -195,5 +195,6 @@ def take_rounds(
         told(len(quiet), len(disturbed))
     left_out, enough = len(disturbed), len(quiet) >= fewest
     rounds = quiet if enough else quiet + disturbed
-    noisy, all_count = gave_up and left_out > 0, not enough and left_out > 0
+    all_count = not enough and left_out > 0
+    noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else there was no time
     return Measured(rounds, left_out, noisy, all_count, lost, count)

@@ -58,8 +58,10 @@ class About:
         parts = [
             f"{self.model}: {self.described}; {self.threads} threads. {_machine()}. {self.versions}."
         ]
-        if any(line.agreement for line in lines):
-            parts.append(f"Logits are compared with {self.reference}.")
+        if any(line.agreement and not line.prompt for line in lines):
+            parts.append(f"Logits of steps are compared with {self.reference}.")
+        if any(line.agreement and line.prompt for line in lines):
+            parts.append("Logits of prompts are compared with DynamicCache's.")
         return _wrap(" ".join(parts), 100)
 
 

@@ -64,6 +64,9 @@ def test_when_time_is_up_what_there_is_counts_and_is_noisy():
 
 
 def test_time_that_is_up_on_a_quiet_machine_is_not_noise():
+    few = Scripted(1.0 if n == 2 else 0.0 for n in count())
+    late = rounds_of({"a": steps(1.0)}, 9, load=few, clock=iter([0.0, 5.0]).__next__)
+    assert (len(late.rounds), late.left_out, late.noisy) == (5, 1, False)
     found = rounds_of({"a": steps(1.0)}, 9, clock=lambda: 5.0)
     assert len(found.rounds) == 5
     assert not found.noisy

@@ -170,10 +170,10 @@ def test_a_model_without_sdpa(made):
 
 
 def test_nobody_left(made, monkeypatch):
-    def store(*_):
+    def no_cache(**_):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(contestants.Contestant, "store", store)
+    monkeypatch.setattr(contestants, "StaticCache", no_cache)
     with pytest.raises(NotSupported, match="no room"):
         made(wanted=["static"]).decode(20, time.monotonic())
 
