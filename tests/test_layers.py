@@ -31,6 +31,7 @@ LADDER = [
     [""],  # the package itself
     ["torch"],
     ["transformers"],
+    ["bench"],
     ["demo"],
     ["cli"],
     ["__main__"],
@@ -41,6 +42,7 @@ FOREIGN = {  # what the rows may import beside each other, and the core beside i
     "core": {"numpy", "numba", "ml_dtypes", "safetensors", "llvmlite", "numba_cuda"},
     "torch": {"torch"},  # rooms that have an extra of their own
     "transformers": {"torch", "transformers"},
+    "bench": {"torch", "transformers"},
 }
 
 

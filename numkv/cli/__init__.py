@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import accuracy, cache, evaluate, generate, info, plan, stream, warmup
+from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, stream, warmup
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -39,6 +39,7 @@ examples:
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
+  numkv bench transformers --context 16384    tokens per second of a whole model
 """
 # What may follow a kind.
 _MORE = "; behind it +rotate, +windowN, +sinksN"
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_anywhere()
     try:
         arguments = _parser().parse_args(argv)
+        arguments.argv = list(sys.argv[1:] if argv is None else argv)
         run: Callable[[argparse.Namespace], None] = arguments.run
         run(arguments)
         sys.stdout.flush()
@@ -248,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stream(commands)
     _add_warmup(commands)
     _add_cache(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -449,3 +452,22 @@ def _add_cache(commands: Any) -> None:
         help="with --clear: only those that were made of other sources than these",
     )
     parser.set_defaults(run=cache.run)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="tokens per second of a whole model in transformers, numkv beside transformers' own caches",
+        description="Time models.",
+    )
+    what = parser.add_subparsers(title="what to time", prog="numkv bench", required=True)
+    bench.add_options(
+        what.add_parser(
+            "transformers",
+            help="a model of Hugging Face's transformers with random weights",
+            description="Build a model with random weights from a config (nothing is downloaded), fill each "
+            "contestant's cache to a context, and time decode steps in turns: DynamicCache, StaticCache and "
+            "QuantizedCache with SDPA, turboquantcpu, numkv in the kinds asked for, and the model without attention. "
+            "What is not installed is named as absent. Nothing else should be running.",
+        )
+    )

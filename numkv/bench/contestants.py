@@ -1,0 +1,405 @@
+"""Who takes part: a cache, the attention over it, and how it goes back to where it was after a step."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    DynamicCache,
+    QuantizedCache,
+    StaticCache,
+)
+from transformers.cache_utils import DynamicLayer, StaticSlidingWindowLayer
+from transformers.masking_utils import causal_mask_function
+
+from numkv.bench.results import DYNAMIC, FLOOR, STATIC
+from numkv.errors import NotSupported
+from numkv.torch.tensors import array_of
+from numkv.transformers import NumkvCache
+from numkv.transformers.layers import NumkvLayer
+from numkv.transformers.masks import plan_of_mask
+
+__all__ = ["Contestant", "Kinds", "candidates", "queries_of"]
+
+#: Room of caches that reserve it is a multiple of this.
+_ROOM = 16
+#: Of `QuantizedCache`, by the name on the command line: what it is called, its backend, and bits.
+_QUANTISED: dict[str, tuple[str, str, int | None]] = {
+    "fp8": ("fp8", "fp8", None),
+    "quanto": ("quanto int4", "quanto", 4),
+    "hqq": ("HQQ int8", "hqq", 8),
+}
+#: Of turboquantcpu, by the name on the command line: its modes.
+_TURBOQUANT = {
+    "turboquantcpu": "prod",
+    **{f"turboquantcpu-{mode}": mode for mode in ("mse", "qjl", "polar")},
+}
+_WITHOUT = "numkv_bench_without"
+_SMALL = 4096
+#: A cache that grows by each step may do so by one part in so many.
+_GROWTH = 128
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How a `NumkvCache` stores rows.
+
+    Attributes
+    ----------
+    label : str
+        What the kinds are called.
+    k_kind, v_kind : str
+        Storage kinds.
+    rotate : bool
+        Whether rows are rotated.
+    """
+
+    label: str
+    k_kind: str
+    v_kind: str
+    rotate: bool = False
+
+
+class Contestant:
+    """A cache that is filled to some context, and the attention over it.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model.
+    cache : transformers.Cache
+        The cache, empty.
+    room : int
+        Tokens that it reserves room for; 0 where it has none to spare.
+    """
+
+    implementation = "sdpa"
+
+    def __init__(self, model: Any, cache: Any, room: int = 0) -> None:
+        self.model = model
+        self.cache = cache
+        self.room = room
+        self._kept: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+
+    def store(self, layer: int, k: Any, v: Any) -> None:
+        """Fill a layer with rows ``(batch, num_kv_heads, context, head_dim)``."""
+        self.cache.update(k, v, layer)
+
+    def keep(self) -> None:
+        """Note what `restore` goes back to: the cache as it is."""
+        self._kept = []
+        for layer in self.cache.layers:
+            held = dict(vars(layer))
+            rolls = isinstance(layer, StaticSlidingWindowLayer)  # its rows move in place
+            copies = {
+                name: x.clone()
+                for name, x in held.items()
+                if torch.is_tensor(x) and (rolls or x.numel() < _SMALL)
+            }
+            self._kept.append((layer, held, copies))
+
+    def restore(self, *, exactly: bool = False) -> None:
+        """Take away what steps have added since `keep`.
+
+        Parameters
+        ----------
+        exactly : bool
+            Whether all of it; if not, a cache may grow a little first, where taking it away changes what a step costs.
+        """
+        for layer, held, copies in self._kept:
+            vars(layer).clear()
+            vars(layer).update(held)
+            for name, x in copies.items():  # counters that are changed in place
+                held[name].copy_(x)
+
+    def enter(self) -> None:
+        """Have the model attend in this contestant's way."""
+        self.model.set_attn_implementation(self.implementation)
+
+    def leave(self) -> None:
+        """Undo `enter` where the next contestant's does not."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V, scales and room included."""
+        return sum(sum(map(_nbytes, vars(layer).values())) for layer in self.cache.layers)
+
+    def read_by_step(self, context: int) -> int:
+        """Bytes that a step has to read of them: those of the tokens, without spare room."""
+        return self.nbytes * context // max(self.room, context)
+
+
+def _nbytes(x: Any) -> int:
+    if hasattr(x, "__tensor_flatten__"):
+        return sum(_nbytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    if torch.is_tensor(x):
+        return int(x.numel() * x.element_size())
+    if isinstance(x, dict):
+        return sum(map(_nbytes, x.values()))
+    return sum(map(_nbytes, x)) if isinstance(x, (tuple, list)) else 0
+
+
+class _Dynamic(Contestant):
+    """Each step copies its rows into new memory and gives up the old, whose pages the system may have to map anew.
+
+    So that this happens as it does while text is generated, the cache grows, and is cut back rarely.
+    """
+
+    def restore(self, *, exactly: bool = False) -> None:
+        context = int(self._kept[0][1]["keys"].shape[2])
+        grown = int(self.cache.get_seq_length()) - context
+        if not exactly and grown <= context // _GROWTH:
+            return
+        self.cache.crop(-grown)
+        for layer in self.cache.layers:
+            layer.keys, layer.values = layer.keys.contiguous(), layer.values.contiguous()
+
+    def keep(self) -> None:
+        super().keep()
+        for _, held, _ in self._kept:  # nothing but how many there are, so that no memory is held
+            held["keys"] = held["values"] = held["keys"].to("meta")
+
+
+class _Numkv(Contestant):
+    implementation = "numkv"
+
+    def store(self, layer: int, k: Any, v: Any) -> None:
+        batch, _, tokens, _ = k.shape
+        plan = plan_of_mask(batch, tokens, tokens, mask_function=causal_mask_function)
+        _store(self.cache.layers[layer], k, v, plan)
+
+    def keep(self) -> None:
+        super().keep()
+        layer = self.cache.layers[0]
+        self.room = layer.pool.k.shape[0] * layer.block_size // layer.books.batch
+
+    def restore(self, *, exactly: bool = False) -> None:
+        if any(self.cache.is_sliding):  # whose layers would have to keep more for a crop
+            super().restore(exactly=exactly)
+        else:
+            self.cache.crop(int(self._kept[0][1]["books"].columns - self.cache.get_seq_length()))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.cache.nbytes)
+
+
+def _store(layer: NumkvLayer, k: Any, v: Any, plan: Any) -> None:
+    """What a forward pass does with new rows, without queries."""
+    books, _ = layer.begin(k, v)
+    step = plan.step(books, keep=False)
+    pool = layer.make_room(step)
+    rows = (
+        array_of(x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]), name)
+        for name, x in (("k", k), ("v", v))
+    )
+    pool.scatter(*pool.check_rows(*rows, check_finite=True), step.slots)
+    layer.finish(step, pool)
+
+
+class _NothingStored(Cache):  # type: ignore[misc]
+    """A cache of so many columns that keeps no rows."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(layers=DynamicCache(config=config).layers)
+        self.columns = 0
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+
+class _Floor(Contestant):
+    """Everything but attention and its cache."""
+
+    implementation = _WITHOUT
+
+    def store(self, layer: int, k: Any, v: Any) -> None:
+        self.cache.columns = int(k.shape[2])
+
+    def keep(self) -> None:
+        """There is nothing to note."""
+
+    def restore(self, *, exactly: bool = False) -> None:
+        """There is nothing to take away."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+class _TurboQuantCpu(Contestant):
+    """The package keeps compressed copies beside the model's own cache, over which the model attends.
+
+    `base` is that cache, which its modes share here.
+    """
+
+    def __init__(self, model: Any, base: Contestant, mode: str, context: int) -> None:
+        super().__init__(model, base.cache)
+        self.base = base
+        package = importlib.import_module("turboquantcpu")
+        self.compressed = package.patch_model(
+            model, mode=mode, bits=4, max_seq_len=context + _ROOM, verbose=False
+        )
+        self._patched = [(module, module.forward) for module, _ in model._tqcpu_wrapped]
+        package.unpatch_model(model)
+        self.leave()
+        self._states: list[Any] = []
+
+    def store(self, layer: int, k: Any, v: Any) -> None:
+        if self.cache.layers[layer].get_seq_length() == 0:
+            self.base.store(layer, k, v)
+        rows = (x[0].permute(1, 0, 2).contiguous() for x in (k, v))
+        self.compressed.update(layer, *rows)
+
+    def keep(self) -> None:
+        self.base.keep()
+        self._states = [dict(vars(self.compressed[i])) for i in range(len(self.compressed))]
+
+    def restore(self, *, exactly: bool = False) -> None:
+        self.base.restore(exactly=exactly)
+        for i, state in enumerate(self._states):
+            vars(self.compressed[i]).update(state)
+
+    def enter(self) -> None:
+        super().enter()
+        for module, forward in self._patched:
+            module.forward = forward
+
+    def leave(self) -> None:
+        for module, _ in self._patched:
+            module.__dict__.pop("forward", None)
+
+    def read_by_step(self, context: int) -> int:
+        return self.base.read_by_step(context)
+
+    @property
+    def nbytes(self) -> int:
+        compressed = sum(self.compressed[i].memory_bytes() for i in range(len(self.compressed)))
+        return self.base.nbytes + int(compressed)
+
+
+def _dynamic(model: Any) -> Contestant:
+    cache = DynamicCache(config=model.config)
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    return (_Dynamic if plain else Contestant)(model, cache)
+
+
+# -------------------------------------------------------------------- attention left out
+
+
+def _without(module: Any, query: Any, *others: Any, **more: Any) -> tuple[Any, None]:
+    found = getattr(module, "_numkv_bench_queries", None)
+    if found is not None:
+        scale = more.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        norm = float(query.float().square().sum(-1).mean().sqrt())
+        found.append(scale * norm)
+    dim = others[1].shape[-1]
+    return query.transpose(1, 2)[..., :dim].contiguous(), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+AttentionInterface.register(_WITHOUT, _without)
+AttentionMaskInterface.register(_WITHOUT, _no_mask)
+
+
+def queries_of(model: Any, ids: Any) -> list[float]:
+    """By layer, how far scores spread over keys of independent normal numbers with variance 1.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model.
+    ids : int64 tensor (batch, tokens)
+        What it reads.
+    """
+    found: list[float] = []
+    modules = [m for m in model.modules() if hasattr(m, "layer_idx")]
+    for module in modules:
+        module._numkv_bench_queries = found
+    try:
+        model.set_attn_implementation(_WITHOUT)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for module in modules:
+            del module._numkv_bench_queries
+    return found
+
+
+# -------------------------------------------------------------------- all of them
+
+
+def candidates(
+    wanted: list[str], kinds: list[Kinds], model: Any, context: int
+) -> Iterator[tuple[str, Callable[[], Contestant]]]:
+    """Names, and what makes each; making raises where something is missing.
+
+    Parameters
+    ----------
+    wanted : list of str
+        See `numkv.cli.bench.CONTESTANTS`.
+    kinds : list of Kinds
+        Of numkv.
+    model : transformers.PreTrainedModel
+        The model.
+    context : int
+        Tokens that will be in the caches before a step.
+    """
+    config = model.config
+    room = -(-(context + 1) // _ROOM) * _ROOM
+    if "dynamic" in wanted:
+        yield DYNAMIC, lambda: _dynamic(model)
+    if "static" in wanted:
+        yield (
+            STATIC,
+            lambda: Contestant(model, StaticCache(config=config, max_cache_len=room), room),
+        )
+    if "numkv" in wanted:
+        for one in kinds:
+
+            def numkv(one: Kinds = one) -> Contestant:
+                cache = NumkvCache(
+                    config, k_kind=one.k_kind, v_kind=one.v_kind, capacity=room, rotate=one.rotate
+                )
+                return _Numkv(model, cache, room)
+
+            yield f"numkv {one.label}", numkv
+    for asked, (name, backend, bits) in _QUANTISED.items():
+        if asked in wanted:
+
+            def quantised(backend: str = backend, bits: int | None = bits) -> Contestant:
+                return Contestant(model, QuantizedCache(backend, config, nbits=bits))
+
+            yield f"QuantizedCache {name} + SDPA", quantised
+    shared: list[Contestant] = []
+    for asked, mode in _TURBOQUANT.items():
+        if asked in wanted:
+
+            def turboquant(mode: str = mode) -> Contestant:
+                if importlib.util.find_spec("turboquantcpu") is None:
+                    raise NotSupported("not installed; pip install turboquantcpu")
+                if not shared:
+                    shared.append(_dynamic(model))
+                return _TurboQuantCpu(model, shared[0], mode, context)
+
+            yield f"turboquantcpu {mode}", turboquant
+    if "floor" in wanted:
+        yield FLOOR, lambda: _Floor(model, _NothingStored(config))

@@ -1,0 +1,200 @@
+"""Rounds in which contestants take turns, and what they say: medians of what is formed within a round."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+from numkv.bench.load import MOST, Load
+
+__all__ = ["FEWEST", "Measured", "Round", "Spread", "take_rounds"]
+
+#: Fewer rounds without other load than that say less than all rounds do.
+FEWEST = 5
+#: Contestants that are slower than the first one by more than this have a turn in one round of so many only.
+SLOW, EVERY = 2.0, 4
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn of each.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        By contestant; those that sat out are not there.
+    probe : float
+        Bytes a second that the machine reads.
+    others : float
+        The share of the cores that something else used.
+    """
+
+    seconds: dict[str, float]
+    probe: float
+    others: float = 0.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the middle half of what it is of.
+
+    Attributes
+    ----------
+    middle, low, high : float
+        The median and the quartiles.
+    count : int
+        How many numbers it is of.
+    """
+
+    middle: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread | None:
+        """That of some numbers; None of none."""
+        if not numbers:
+            return None
+        if len(numbers) == 1:
+            return cls(numbers[0], numbers[0], numbers[0], 1)
+        low, _, high = quantiles(numbers, n=4, method="inclusive")
+        return cls(median(numbers), low, high, len(numbers))
+
+
+@dataclass
+class Measured:
+    """What was measured.
+
+    Attributes
+    ----------
+    rounds : list of Round
+        Those that count.
+    left_out : int
+        Rounds in which something else ran.
+    noisy : bool
+        Whether time ran out as so many were left out.
+    all_count : bool
+        Whether there were so few others that all rounds count, disturbed ones too.
+    lost : dict of str to str
+        Who could not finish, and why.
+    wanted : int
+        Rounds that were wanted; 0 for those that there are.
+    """
+
+    rounds: list[Round]
+    left_out: int = 0
+    noisy: bool = False
+    all_count: bool = False
+    lost: dict[str, str] = field(default_factory=dict)
+    wanted: int = 0
+
+    def seconds(self, name: str) -> float | None:
+        """Median time of a step; None if there was none."""
+        found = Spread.of([x.seconds[name] for x in self.rounds if name in x.seconds])
+        return None if found is None else found.middle
+
+    def _pairs(self, name: str, base: str) -> list[tuple[float, float, float]]:
+        return [
+            (x.seconds[name], x.seconds[base], x.probe)
+            for x in self.rounds
+            if name in x.seconds and base in x.seconds
+        ]
+
+    def ratio(self, name: str, base: str) -> Spread | None:
+        """How many times as fast as `base`, within each round."""
+        return Spread.of([other / own for own, other, _ in self._pairs(name, base)])
+
+    def beyond(self, name: str, floor: str) -> float | None:
+        """Median of the seconds that a step takes beyond one of `floor`."""
+        found = Spread.of([own - other for own, other, _ in self._pairs(name, floor)])
+        return None if found is None else found.middle
+
+    def share(self, name: str, floor: str, size: int) -> float | None:
+        """Share of the bandwidth at which `size` bytes are read in the seconds beyond `floor`.
+
+        None where these are no more than the floor's own noise.
+        """
+        readable = Spread.of([(own - other) * p for own, other, p in self._pairs(name, floor)])
+        return size / readable.middle if readable is not None and readable.low > 0 else None
+
+    def probe(self) -> float:
+        """Median of the bandwidth."""
+        return median(x.probe for x in self.rounds)
+
+
+def _takes_part(number: int, own: float | None, first: float | None) -> bool:
+    """Whether a contestant has a turn in a round, by what its last step and the first contestant's took."""
+    return number % EVERY == 0 or own is None or first is None or own <= SLOW * first
+
+
+def take_rounds(
+    turns: dict[str, Callable[[], float]],
+    probe: Callable[[], float],
+    count: int,
+    deadline: float,
+    *,
+    fewest: int = FEWEST,
+    shuffled: Callable[[list[str]], list[str]] = list,
+    load: Callable[[], Load] = Load,
+    clock: Callable[[], float] = time.monotonic,
+    told: Callable[[int, int], None] = lambda done, left_out: None,
+) -> Measured:
+    """Let contestants take turns until enough rounds count, or time is up.
+
+    Parameters
+    ----------
+    turns : dict of str to callable
+        By contestant: does a step, and gives its seconds. One that raises has no further turn. The first one is what
+        is slow is measured by.
+    probe : callable
+        Gives the bandwidth, bytes a second.
+    count : int
+        Rounds without other load that are wanted.
+    deadline : float
+        When to give up, on `clock`. `fewest` rounds are taken in any case.
+    fewest : int
+        See `FEWEST`.
+    shuffled : callable
+        Puts names in the order of a round.
+    load, clock : callable
+        Make a `Load`, and tell the time.
+    told : callable
+        Is told of each round: how many count, how many are left out.
+
+    Returns
+    -------
+    Measured
+    """
+    quiet: list[Round] = []
+    disturbed: list[Round] = []
+    lost: dict[str, str] = {}
+    last: dict[str, float] = {}
+    fewest = min(fewest, count)
+    first, before, gave_up = next(iter(turns), None), probe(), False
+    while len(quiet) < count:
+        if len(quiet) + len(disturbed) >= fewest and clock() > deadline:
+            gave_up = True
+            break
+        number, watched = len(quiet), load()
+        reference = last.get(first) if first is not None else None
+        names = [x for x in turns if x not in lost and _takes_part(number, last.get(x), reference)]
+        seconds: dict[str, float] = {}
+        for name in shuffled(names):
+            try:
+                seconds[name] = last[name] = turns[name]()
+            except Exception as error:  # theirs, whatever it is
+                lost[name] = f"{type(error).__name__}: {error}".split("\n")[0]
+        others, after = watched.of_others(), probe()
+        one = Round(seconds, 2 / (1 / before + 1 / after) if before and after else math.nan, others)
+        (quiet if others <= MOST else disturbed).append(one)
+        before = after
+        told(len(quiet), len(disturbed))
+    left_out, enough = len(disturbed), len(quiet) >= fewest
+    rounds = quiet if enough else quiet + disturbed
+    all_count = not enough and left_out > 0
+    noisy = all_count or (gave_up and len(quiet) + left_out >= count)  # else there was no time
+    return Measured(rounds, left_out, noisy, all_count, lost, count)

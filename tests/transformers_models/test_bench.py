@@ -1,0 +1,276 @@
+"""`numkv bench transformers`: who takes part computes the same, goes back after a step, and is told apart if absent."""
+
+import importlib.util
+import io
+import json
+import time
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5.0")
+
+import decoder_models
+
+from numkv.bench import contestants, decode, models
+from numkv.bench.contestants import Kinds
+from numkv.bench.results import DYNAMIC, FLOOR, STATIC
+from numkv.cli import bench, main
+from numkv.demo.cache import CacheChoice
+from numkv.errors import NotSupported
+
+SIZES = {
+    "model_type": "qwen2", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+FP32, INT8 = Kinds("fp32", "fp32", "fp32"), Kinds("int8", "int8", "int8")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return tmp_path
+
+
+@pytest.fixture
+def made(config_file):
+    """A bench of three rounds over a tiny model in fp32."""
+
+    def make(**options):
+        config = models.config_of(str(config_file))
+        for name, value in options.pop("config", {}).items():
+            setattr(config, name, value)
+        wanted = ["dynamic", "static", "fp8", "quanto", "turboquantcpu", "numkv", "floor"]
+        given = {"wanted": wanted, "kinds": [FP32, INT8], "batch": 1, "seed": 0, "rounds": 3}
+        model = models.build(config, "fp32", 0)
+        return decode.Bench(model, probe=lambda: 1e9, **(given | options))
+
+    return make
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_contestants_agree_with_the_reference(made, batch):
+    line = made(batch=batch).decode(70, time.monotonic())
+    for name in (DYNAMIC, STATIC, "numkv fp32"):
+        found = line.agreement[name]
+        assert (found.same, found.predictions) == (4 * batch, 4 * batch)
+        assert found.error < 1e-5
+    assert 1e-4 < line.agreement["numkv int8"].error < 0.1
+    assert 1e-3 < line.agreement["QuantizedCache fp8 + SDPA"].error < 0.5
+    assert FLOOR not in line.agreement
+    assert {FLOOR, *line.agreement} <= set(line.names)
+    assert len(line.measured.rounds) == 3
+
+
+def test_the_reference_sees_the_rows(made):
+    """Agreement says something: without attention the logits are others."""
+    one = made(wanted=["floor"], kinds=[])
+    made_by = dict(contestants.candidates(["floor"], [], one.model, 70))
+    floor = made_by[FLOOR]()
+    ids = one._ids(4)
+    expected = one._reference(70, ids)
+    floor.store(0, *next(one._rows(70))[1:])
+    found = [one._logits(floor, ids[i]) for i in range(4)]
+    assert decode._agreement(found, expected).error > 0.3
+
+
+def test_bytes(made):
+    line = made().decode(70, time.monotonic())
+    rows = 2 * 2 * 2 * 16  # elements of a token: layers, K and V, heads, dim
+    assert line.read[DYNAMIC] == line.sizes[DYNAMIC] == 70 * rows * 4
+    assert line.read[STATIC] == pytest.approx(70 * rows * 4, rel=1e-3)
+    assert line.sizes[STATIC] == pytest.approx(80 * rows * 4, rel=1e-3)
+    assert line.read["numkv fp32"] == 70 * rows * 4
+    assert line.read["numkv int8"] == 70 * 2 * 2 * 2 * (16 + 4)
+    assert line.sizes["numkv int8"] == 256 * 2 * 2 * 2 * (16 + 4)
+    assert line.sizes[FLOOR] == 0
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_steps_leave_nothing_behind(made, window):
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
+    one = made(config=sliding if window else {})
+    ids = one._ids(1)[0]
+    names = (DYNAMIC, STATIC, "numkv fp32", "QuantizedCache fp8 + SDPA")
+    for name, make in contestants.candidates(one.wanted, one.kinds, one.model, 40):
+        if name not in names or (window and name.startswith("Quantized")):
+            continue
+        there = make()
+        one._fill({name: there}, 40, {})
+        first, size = one._logits(there, ids), there.nbytes
+        for _ in range(3):
+            again = one._logits(there, ids)
+            assert int(there.cache.get_seq_length()) == 40
+        assert (again == first).all(), name
+        assert there.nbytes == size
+
+
+def test_a_growing_cache_is_cut_back(made):
+    one = made()
+    there = dict(contestants.candidates(["dynamic"], [], one.model, 256))[DYNAMIC]()
+    one._fill({"x": there}, 256, {})
+    ids = one._ids(1)[0]
+    lengths = []
+    for _ in range(4):
+        one._step(there, ids)
+        there.restore()
+        lengths.append(there.cache.get_seq_length())
+    assert lengths == [257, 258, 256, 257]  # by one part in 128
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_prompts(made, padded):
+    line = made().prefill(24, time.monotonic(), padded=padded)
+    assert line.batch == (2 if padded else 1)
+    for name in (DYNAMIC, STATIC, "numkv fp32"):
+        assert line.agreement[name].error < 1e-5, name
+        assert line.measured.seconds(name) > 0
+    assert line.new_tokens == (36 if padded else 24)
+    assert line.sizes[DYNAMIC] > 0
+
+
+def test_who_fails_is_absent_and_the_others_go_on(made, monkeypatch):
+    real = contestants.Contestant.store
+
+    def store(self, layer, k, v):
+        if type(self.cache).__name__ == "StaticCache" and layer == 1:
+            raise RuntimeError("no room")
+        real(self, layer, k, v)
+
+    monkeypatch.setattr(contestants.Contestant, "store", store)
+    line = made().decode(20, time.monotonic())
+    assert line.absent[STATIC] == "RuntimeError: no room"
+    assert DYNAMIC in line.names
+    assert STATIC not in line.names
+    if importlib.util.find_spec("turboquantcpu") is None:
+        assert "not installed; pip install turboquantcpu" in line.absent["turboquantcpu prod"]
+
+
+def test_models_are_left_as_they_were(made):
+    one = made()
+    before = {name: vars(m).get("forward") for name, m in one.model.named_modules()}
+    one.decode(20, time.monotonic())
+    assert {name: vars(m).get("forward") for name, m in one.model.named_modules()} == before
+    assert not [m for m in one.model.modules() if hasattr(m, "_numkv_bench_queries")]
+
+
+def test_models_that_cannot_be_filled_are_refused(made):
+    one = made(wanted=["dynamic", "numkv"], kinds=[FP32])
+    one.model = decoder_models.make("qwen3_next")
+    with pytest.raises(NotSupported, match="every layer attends"):
+        one.decode(20, time.monotonic())
+
+
+def test_a_model_without_sdpa(made):
+    one = made(wanted=["dynamic", "numkv", "floor"], kinds=[FP32])
+    one.model = decoder_models.make("gemma2")
+    line = one.decode(20, time.monotonic())
+    assert "does not support" in line.absent[DYNAMIC]
+    assert line.names == ["numkv fp32", FLOOR]
+
+
+def test_nobody_left(made, monkeypatch):
+    def no_cache(**_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(contestants, "StaticCache", no_cache)
+    with pytest.raises(NotSupported, match="no room"):
+        made(wanted=["static"]).decode(20, time.monotonic())
+
+
+# ------------------------------------------------------------------ configs
+
+
+def test_presets():
+    small, big = (models.config_of(name) for name in models.PRESETS)
+    assert (small.num_hidden_layers, small.vocab_size, small.tie_word_embeddings) == (24, 151_936, True)  # fmt: skip
+    assert (big.num_attention_heads, big.num_key_value_heads, decode._head_dim(big)) == (32, 8, 128)
+    assert models.config_of("8b", layers=2).num_hidden_layers == 2
+
+
+def test_errors_are_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing"}))
+    options = ["bench", "transformers", "--model"]
+    for more, said in (
+        ([str(tmp_path)], "no config that transformers can read"),
+        ([str(tmp_path / "x.json")], "no such file"),
+        (["8b", "--kind", "int9"], "int9"),
+        (["8b", "--kind", "int8+window8"], "no tokens in full precision"),
+        (["8b", "--picture", "a.gif"], ".png or .svg"),
+        (["8b", "--context"], "nothing to measure"),
+        (["8b", "--contestants", "vllm"], "invalid choice"),
+        (["8b", "--minutes", "0"], "--minutes"),
+    ):
+        assert main([*options, *more]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "transformers", "torch"])
+def test_what_is_missing_is_named(missing, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_is_there", lambda name: name != missing)
+    options = ["--picture", "a.svg"] if missing == "matplotlib" else []
+    assert main(["bench", "transformers", *options]) == 2
+    assert f"needs {missing}, which is not installed; try pip install" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_command(config_file, tmp_path, capsys):
+    page = tmp_path / "out" / "page.md"
+    options = [
+        "bench", "transformers", "--model", str(config_file), "--context", "40", "--prefill", "12", "--rounds", "2",
+        "--contestants", "dynamic", "static", "numkv", "floor", "--kind", "fp32", "int8", "--dtype", "fp32",
+        "--markdown", str(page), "--threads", "1",
+    ]  # fmt: skip
+    assert main(options) == 0
+    printed = capsys.readouterr()
+    for text in (printed.out, page.read_text()):
+        for name in ("DynamicCache + SDPA", "numkv fp32", "numkv int8"):
+            assert text.count(name) >= 3, name
+        for title in ("Decode at 40 tokens", "Prompts of 12 tokens", "padded on the left, batch 2"):
+            assert title in text
+        assert "Absent" not in text
+    assert "`numkv bench transformers --model" in page.read_text()
+    assert "40 tokens: 6 rounds" in printed.err
+    assert "prompts of 12 tokens: 2 rounds" in printed.err
+
+
+def test_the_picture(config_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out" / "a.svg"
+    options = ["--model", str(config_file), "--context", "20", "--rounds", "2", "--picture", str(path)]  # fmt: skip
+    options += ["--contestants", "dynamic", "numkv", "floor", "--kind", "fp32", "--dtype", "fp32"]
+    assert main(["bench", "transformers", *options]) == 0
+    drawn = path.read_text()
+    assert "numkv fp32" in drawn
+    assert "decode at 20 tokens" in drawn
+    assert str(path) in capsys.readouterr().out
+
+
+def test_kinds():
+    asked = {
+        "bf16": ("bf16", "bf16", "bf16", False),
+        "int8/fp16": ("int8/fp16", "int8", "fp16", False),
+        "int4+rotate": ("int4+rotate", "int4", "int4", True),
+    }
+    for text, expected in asked.items():
+        assert bench._kinds(CacheChoice.parse(text)) == expected
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar():
+    stream = Terminal()
+    bar = bench.Bar(stream)
+    bar.say("64 tokens: filling caches")
+    bar.told(3, 1, 6)
+    bar.close()
+    assert "64 tokens: filling caches…" in stream.getvalue()
+    assert f"[{'#' * 12}{'.' * 12}] 3 of 6 rounds, 1 left out" in stream.getvalue()
+    assert stream.getvalue().endswith("\r")
