@@ -485,3 +485,18 @@ CUresult cuGraphLaunch(void *e, void *s) {
     }
     return OK;
 }
+
+/* ------------------------------------------------------------------ functions by name */
+
+extern const struct named { const char *name; void *function; } stub_table[]; /* `stub_driver.py` writes it */
+
+EXPORT CUresult cuGetProcAddress_v2(const char *name, void **f, int version, uint64_t flags, int *status) {
+    *f = strncmp(name, "cuGetProcAddress", 16) ? 0 : (void *)cuGetProcAddress_v2;
+    for (size_t i = 0; !*f && stub_table[i].name; i++)
+        if (!strcmp(stub_table[i].name, name)) *f = stub_table[i].function;
+    if (status) *status = *f ? 0 : 1;
+    return *f ? OK : NOT_FOUND;
+}
+EXPORT CUresult cuGetProcAddress(const char *name, void **f, int version, uint64_t flags) {
+    return cuGetProcAddress_v2(name, f, version, flags, 0);
+}

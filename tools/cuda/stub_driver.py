@@ -35,15 +35,36 @@ C_FILE = Path(__file__).with_name("stub_driver.c")
 
 #: What kinds of calls there are in a ledger, by the names that the stub writes down. A copy to or from pageable memory
 #: counts as one that blocks, as the driver waits or stages it.
-LAUNCHES = {"cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuLaunchHostFunc"}
+LAUNCHES = {
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuLaunchCooperativeKernel",
+    "cuGraphLaunch",
+    "cuLaunchHostFunc",
+}
 ALLOCATIONS = {
     "cuMemAlloc", "cuMemAllocAsync", "cuMemHostAlloc", "cuMemAllocManaged", "cuMemPoolCreate",
     "cuStreamCreate", "cuEventCreate", "cuModuleLoadData", "cuLibraryLoadData",
 }  # fmt: skip
-FREES = {"cuMemFree", "cuMemFreeAsync", "cuMemFreeHost", "cuMemPoolDestroy", "cuEventDestroy", "cuStreamDestroy"}
+FREES = {
+    "cuMemFree",
+    "cuMemFreeAsync",
+    "cuMemFreeHost",
+    "cuMemPoolDestroy",
+    "cuEventDestroy",
+    "cuStreamDestroy",
+}
 FILLS = {f"cuMemsetD{bits}{how}" for bits in (8, 16, 32) for how in ("", "Async")}
-ASYNC_COPIES = {"cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpyDtoD"}
-BLOCKING_COPIES = {"cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH"} | {f"{n} (pageable)" for n in ASYNC_COPIES}
+ASYNC_COPIES = {
+    "cuMemcpyAsync",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyDtoDAsync",
+    "cuMemcpyDtoD",
+}
+BLOCKING_COPIES = {"cuMemcpy", "cuMemcpyHtoD", "cuMemcpyDtoH"} | {
+    f"{n} (pageable)" for n in ASYNC_COPIES
+}
 ASYNC_WAITS = {"cuStreamWaitEvent"}
 BLOCKING_WAITS = {"cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"}
 GROUPS = {
@@ -101,23 +122,19 @@ def functions() -> list[str]:
 def source() -> str:
     """The stub's C source: the written part, the functions that it lacks, and the table that finds them by name."""
     written = C_FILE.read_text()
-    have = set(re.findall(r"^CUresult (cu\w+)\(", written, re.M))
+    have = set(re.findall(r"^(?:EXPORT )?CUresult (cu\w+)\(", written, re.M))
     wanted = set(functions())
     bare = {re.sub(r"_v\d+$", "", name) for name in wanted} | wanted
-    missing = sorted(name for name in bare if name not in have and not name.startswith("cuGetProcAddress"))
-    lines = ["", *(f'CUresult {n}(void) {{ note("{n} (missing)", 0, 0); return NOT_SUPPORTED; }}' for n in missing)]
+    missing = sorted(bare - have)
+    lines = [
+        "",
+        *(
+            f'CUresult {n}(void) {{ note("{n} (missing)", 0, 0); return NOT_SUPPORTED; }}'
+            for n in missing
+        ),
+    ]
     table = ",\n".join(f'    {{"{n}", (void *){n}}}' for n in sorted(have | set(missing)))
-    lines += [
-        "static struct { const char *name; void *f; } table[] = {", table, "};",
-        "EXPORT CUresult cuGetProcAddress_v2(const char *name, void **f, int version, uint64_t flags, int *status) {",
-        '    if (!strncmp(name, "cuGetProcAddress", 16)) { *f = (void *)cuGetProcAddress_v2; if (status) *status = 0; return OK; }',
-        "    *f = 0;",
-        "    for (size_t i = 0; i < sizeof table / sizeof *table; i++) if (!strcmp(table[i].name, name)) *f = table[i].f;",
-        "    if (status) *status = *f ? 0 : 1;",
-        "    return *f ? OK : NOT_FOUND;",
-        "}",
-        "EXPORT CUresult cuGetProcAddress(const char *name, void **f, int version, uint64_t flags) { return cuGetProcAddress_v2(name, f, version, flags, 0); }",
-    ]  # fmt: skip
+    lines += ["const struct named stub_table[] = {", table + ",", "    {0, 0}", "};"]
     return written + "\n".join(lines) + "\n"
 
 
@@ -162,7 +179,9 @@ def build(folder: Path | None = None) -> Path:
     return library
 
 
-LaunchHook = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p, ctypes.c_long)  # fmt: skip
+LaunchHook = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint), ctypes.c_void_p, ctypes.c_long
+)
 ReplayHook = ctypes.CFUNCTYPE(None, ctypes.c_long)
 
 
@@ -197,7 +216,12 @@ class Driver:
     def log(self) -> Log:
         """The calls since the last `reset`."""
         c = self._c
-        return Log([Call(c.stub_name(i).decode(), c.stub_note(i), c.stub_stream(i)) for i in range(c.stub_count())])
+        return Log(
+            [
+                Call(c.stub_name(i).decode(), c.stub_note(i), c.stub_stream(i))
+                for i in range(c.stub_count())
+            ]
+        )
 
     @contextlib.contextmanager
     def calls(self) -> Iterator[Log]:
@@ -221,13 +245,20 @@ class Driver:
 
     def allocation(self, address: int) -> tuple[int, int] | None:
         """First address and bytes of the allocation that an address lies in; None outside of all."""
-        base, size, kind, device = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int(), ctypes.c_int()
+        base, size, kind, device = (
+            ctypes.c_uint64(),
+            ctypes.c_size_t(),
+            ctypes.c_int(),
+            ctypes.c_int(),
+        )
         parts = [ctypes.byref(x) for x in (base, size, kind, device)]
         return (base.value, size.value) if self._c.stub_find(address, *parts) else None
 
     def image(self, function: int) -> bytes:
         """The code that a function was loaded from: a cubin, or PTX."""
-        return ctypes.string_at(self._c.stub_function_image(function), self._c.stub_function_image_size(function))
+        return ctypes.string_at(
+            self._c.stub_function_image(function), self._c.stub_function_image_size(function)
+        )
 
     # -- launches
 
@@ -253,7 +284,9 @@ class Driver:
         def launched(function: int, sizes: object, params: int, node: int) -> None:
             z = [int(sizes[i]) for i in range(7)]  # type: ignore[index]
             name = self._c.stub_function_name(function).decode()
-            found = Launch(function, name, (z[0], z[1], z[2]), (z[3], z[4], z[5]), z[6], params or 0, node)
+            found = Launch(
+                function, name, (z[0], z[1], z[2]), (z[3], z[4], z[5]), z[6], params or 0, node
+            )
             self._guard(launch, found)
 
         def replayed(node: int) -> None:
@@ -284,7 +317,9 @@ def load() -> Driver:
     if _loaded:
         return _loaded[0]
     if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-        raise RuntimeError("the stub driver needs a process without the simulator: NUMBA_ENABLE_CUDASIM=0")
+        raise RuntimeError(
+            "the stub driver needs a process without the simulator: NUMBA_ENABLE_CUDASIM=0"
+        )
     if "numba.cuda.cudadrv.driver" in sys.modules and _maps_a_driver():
         raise RuntimeError("a CUDA driver is loaded already; load the stub first")
     os.environ["NUMBA_ENABLE_CUDASIM"] = "0"
