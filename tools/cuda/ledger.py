@@ -365,11 +365,11 @@ def other_lines(make: Maker) -> Iterator[Line]:
     )
     yield Line("merge_states fp16", lambda: numkv.merge_states(*a, *b))
     q, k = make.array((B, Q_HEADS, DIM), np.float16), make.array((B, HEADS, 512, DIM), np.float16)
-    lens = make.array((B,), np.int64)
-    yield Line("decode_attention fp16", lambda: numkv.decode_attention(q, k, k, lens))
+    v, lens = make.array((B, HEADS, 512, DIM), np.float16), make.array((B,), np.int64)
+    yield Line("decode_attention fp16", lambda: numkv.decode_attention(q, k, v, lens))
     yield Line("attention_weights fp16", lambda: numkv.attention_weights(q, k, lens))
     new, offsets = make.array((B, HEADS, 1, DIM), np.float16), make.array((B,), np.int64)
-    yield Line("append fp16", lambda: numkv.append(new, new, k, k, offsets))
+    yield Line("append fp16", lambda: numkv.append(new, new, k, v, offsets))
     ops, rows = make.target.ops, make.array((B, HEADS, DIM), f32)
     signs, out = make.array((DIM,), f32), make.array((B, HEADS, DIM), f32)
     yield Line("rotate_rows fp32", lambda: ops.rotate_rows(rows, "fp32", signs, False, out, "fp32"))
@@ -389,9 +389,8 @@ def other_lines(make: Maker) -> Iterator[Line]:
     yield Line(
         "shift_rows fp16", lambda: ops.shift_rows(words, "fp16", none, slots, 3, angles, angles, False)
     )  # fmt: skip
-    heads = numkv.MultiHeadCompressor(
-        numkv.CompressorConfig(head_dim=DIM, bits=4), HEADS, target="cuda"
-    )
+    config = numkv.CompressorConfig(head_dim=DIM, bits=4)
+    heads = numkv.MultiHeadCompressor(HEADS, config, target="cuda")
     many = make.array((HEADS, 64, DIM), f32)
     heads.extend(many, many, check_finite=False)
     queries = make.array((HEADS, DIM), f32)
