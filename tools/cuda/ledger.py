@@ -391,7 +391,7 @@ def other_lines(make: Maker) -> Iterator[Line]:
     )  # fmt: skip
     config = numkv.CompressorConfig(head_dim=DIM, bits=4)
     heads = numkv.MultiHeadCompressor(HEADS, config, target="cuda")
-    many = make.array((HEADS, 64, DIM), f32)
+    many = make.array((64, HEADS, DIM), f32)
     heads.extend(many, many, check_finite=False)
     queries = make.array((HEADS, DIM), f32)
     yield Line("MultiHeadCompressor: attend", lambda: heads.attend(queries, check_finite=False))
