@@ -1,6 +1,6 @@
 """PTX read into instructions, basic blocks and sizes, for `tools.cuda.ptx_machine`.
 
-What is known of PTX is what NVVM makes of Numba's kernels: one entry, all functions inlined. Anything else is an error.
+What is known of PTX is what NVVM makes of Numba's kernels: one entry, and few functions. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from tools.cuda.ptx_inline import inlined
 
 __all__ = ["BITS", "Instruction", "Param", "Program", "PtxError", "parse"]
 
@@ -98,11 +100,15 @@ def parse(text: str) -> Program:
     """
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     entries = re.findall(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{;]*)\{", text, re.S)
-    if len(entries) != 1 or re.search(r"^\s*(?:\.\w+\s+)*\.func\b", text, re.M):
-        raise PtxError(f"expected one entry and no functions, got {len(entries)} entries")
+    if len(entries) != 1:
+        raise PtxError(f"expected one entry, got {len(entries)}")
     name, params, _ = entries[0]
     start = text.index("{", text.index(".entry")) + 1
-    reader = _Body(text[start : text.rindex("}")])
+    try:
+        body = inlined(text, text[start : text.index("\n}", start)])
+    except ValueError as error:
+        raise PtxError(str(error)) from error
+    reader = _Body(body)
     shared, end = _shared(text)
     program = Program(
         name, _params(params), reader.registers, shared, end, reader.local, reader.local_bytes, reader.code,
@@ -157,10 +163,12 @@ class _Body:
             self._read(statement.strip())
 
     def _read(self, s: str) -> None:
-        while match := re.match(r"([$\w]+)\s*:\s*", s):
-            self.labels[match[1]] = len(self.code)
+        # Braces around statements are scopes of registers, whose names NVVM gives one type each.
+        while match := re.match(r"(?:([$\w]+)\s*:|[{}])\s*", s):
+            if match[1]:
+                self.labels[match[1]] = len(self.code)
             s = s[match.end() :]
-        if not s or s.startswith((".pragma", ".loc", ".file", ".shared")):  # `_shared` reads those
+        if not s or s.startswith((".pragma", ".loc ", ".file", ".shared")):  # `_shared` reads those
             return
         if s.startswith(".reg"):
             self._declare(s)
@@ -172,7 +180,7 @@ class _Body:
             self.local_bytes = -(-self.local_bytes // align) * align
             self.local[match[2]] = self.local_bytes
             self.local_bytes += int(match[3])
-        elif s.startswith((".", "{", "}")):
+        elif s.startswith("."):
             raise PtxError(f"unknown directive: {s[:80]}")
         else:
             self.code.append(_instruction(s))
@@ -184,6 +192,8 @@ class _Body:
         for part in match[2].split(","):
             many = re.fullmatch(r"(%[\w$]+)<(\d+)>", part.strip())
             names = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [part.strip()]
+            if any(self.registers.get(name, match[1]) != match[1] for name in names):
+                raise PtxError(f"registers of one name and two types: {s}")
             self.registers.update(dict.fromkeys(names, match[1]))
 
 
