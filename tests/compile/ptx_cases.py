@@ -50,7 +50,13 @@ def ops():
 
 def to_words(x):
     """An array as kernels see it: 16-bit and 8-bit floats as unsigned words."""
-    return to(operands.words(x) if x.dtype.itemsize == 2 else x.view(np.uint8) if x.dtype in FP8.values() else x)
+    return to(
+        operands.words(x)
+        if x.dtype.itemsize == 2
+        else x.view(np.uint8)
+        if x.dtype in FP8.values()
+        else x
+    )
 
 
 def of_heads(rng, rows, kind, axis):
@@ -118,7 +124,17 @@ def write(rng, source, k_kind, v_kind, mode, by_slot):
     before = [[host(x) for x in pool] for pool in pools]
     q_out = to_words(np.zeros((tokens, q_heads, dim), naive.DTYPES[source]))
     normalise, rotate, interleaved = mode in (1, 4), mode != 0, mode in (3, 4)
-    head = (to_words(qkv), source, to(cos), to(sin), normalise, rotate, interleaved, *map(to, weights), 1e-5)
+    head = (
+        to_words(qkv),
+        source,
+        to(cos),
+        to(sin),
+        normalise,
+        rotate,
+        interleaved,
+        *map(to, weights),
+        1e-5,
+    )
     if by_slot:
         positions = np.arange(first, first + tokens)
         ops().scatter_write(
@@ -134,7 +150,9 @@ def write(rng, source, k_kind, v_kind, mode, by_slot):
     wanted = naive.write(qkv, q_heads, heads, dim, mode, cos, sin, *weights, 1e-5, first)
     got_q = host(q_out).view(naive.DTYPES[source])
     tolerances.assert_rows_close(got_q, wanted[0], 2e-6 + tolerances.ROUNDING[source])
-    for (got, scale), (old, old_scale), kind, rows in zip(pools, before, (k_kind, v_kind), wanted[1:], strict=True):
+    for (got, scale), (old, old_scale), kind, rows in zip(
+        pools, before, (k_kind, v_kind), wanted[1:], strict=True
+    ):
         got, scale = host(got), host(scale)
         rest = np.ones((SHAPE[0], SHAPE[2]), bool)
         rest.reshape(-1)[slots] = False
@@ -170,7 +188,9 @@ def shift(rng, kind, interleaved):
     wanted = naive.rope(values, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
     got, scales = host(pool), host(scales)
     if kind in naive.CODES:
-        after = naive.dequantise(got, scales.view(naive.DTYPES["bf16"]) if kind == "int4" else scales)
+        after = naive.dequantise(
+            got, scales.view(naive.DTYPES["bf16"]) if kind == "int4" else scales
+        )
     elif kind in FP8:
         after = got.view(FP8[kind]).astype(np.float64) * scales[:, None, None]
     else:
@@ -180,7 +200,9 @@ def shift(rng, kind, interleaved):
     )
     moved = np.zeros((SHAPE[0], SHAPE[2]), bool)
     moved.reshape(-1)[slots] = True
-    tolerances.assert_rows_close(np.swapaxes(after, 1, 2)[moved], np.swapaxes(wanted, 1, 2)[moved], bound)
+    tolerances.assert_rows_close(
+        np.swapaxes(after, 1, 2)[moved], np.swapaxes(wanted, 1, 2)[moved], bound
+    )
     kept = np.swapaxes(got, 1, 2)[~moved]
     assert np.array_equal(kept, np.swapaxes(host(to_words(words)), 1, 2)[~moved])
 
@@ -217,7 +239,10 @@ def copy_blocks(rng, word):
 
 def copy_rows(rng, dtype):
     """Rows at an offset for each sequence, of which some lie outside."""
-    new, cache = (naive.round_to(rng.standard_normal((3, 2, n, 37)) * 50, "fp32").astype(dtype) for n in (4, 9))
+    new, cache = (
+        naive.round_to(rng.standard_normal((3, 2, n, 37)) * 50, "fp32").astype(dtype)
+        for n in (4, 9)
+    )
     offsets, there = np.array([-2, 3, 7], I64), to(cache)
     ops().copy_rows(to(new), there, to(offsets))
     assert np.array_equal(host(there), naive.plan_append(new, cache, offsets))
@@ -266,7 +291,9 @@ def dequantise(rng, kind):
         words, scale = words.view(np.uint8), scale[:, None]
     else:
         words, scale = operands.stored(rows, kind)
-        values = naive.dequantise(words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale)
+        values = naive.dequantise(
+            words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale
+        )
     got = host(targets.get("cuda").dequantise(numkv.kind(kind), to(words), to(scale)))
     assert np.array_equal(got, values.astype(F32))
 
@@ -296,8 +323,19 @@ def attention_of_heads(rng, shape, k_kind, v_kind, q_kind, mass=False, **options
     n, heads = problem.q.shape[:2]
     seqs, cu = len(shape.seq_lens), problem.cu_seqlens_q
     starts = np.arange(seqs + 1, dtype=I64) if cu is None else cu.astype(I64)
-    batch = [to(x) for x in (np.arange(seqs, dtype=I32)[:, None], problem.seq_lens.astype(I64), starts, NO_RANGES)]
-    out, lse = to_words(np.zeros((n, heads, v.shape[3]), problem.q.dtype)), to(np.zeros((n, heads), F32))
+    batch = [
+        to(x)
+        for x in (
+            np.arange(seqs, dtype=I32)[:, None],
+            problem.seq_lens.astype(I64),
+            starts,
+            NO_RANGES,
+        )
+    ]
+    out, lse = (
+        to_words(np.zeros((n, heads, v.shape[3]), problem.q.dtype)),
+        to(np.zeros((n, heads), F32)),
+    )
     wanted, wanted_lse = naive.attention(problem.q, keys, values, problem.seq_lens, cu, **options)
     scale = 1 / np.sqrt(shape.head_dim)
     limits = options.get("logits_soft_cap", 0.0), options.get("window_left", -1)
@@ -340,14 +378,18 @@ def cells(rng, kind):
     batches = [([0, 1, 2, 0, 1], [0, 0, 0, 1, 1]), ([3, 2], [0, 1]), ([4, 3], [0, 1])]
     for positions, sequences in batches:
         cache.start_forward(numkv.Batch(positions=positions, sequences=sequences))
-        k, v = (naive.round_to(rng.standard_normal((len(positions), *shape)), kind) for _ in range(2))
+        k, v = (
+            naive.round_to(rng.standard_normal((len(positions), *shape)), kind) for _ in range(2)
+        )
         for i, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
             rows[sequence, position] = k[i], v[i]
         cache.put(0, to(k), to(v))
     q = naive.round_to(rng.standard_normal((2, 4, 64)), kind)
     got = host(cache.decode_attention(0, to(q)))
     for i, (position, sequence) in enumerate(zip(*batches[-1], strict=True)):
-        k, v = (np.stack([rows[sequence, p][j] for p in range(position + 1)], 1)[None] for j in (0, 1))
+        k, v = (
+            np.stack([rows[sequence, p][j] for p in range(position + 1)], 1)[None] for j in (0, 1)
+        )
         wanted, _ = naive.attention(q[i : i + 1], k, v, [position + 1])
         tolerances.assert_rows_close(got[i : i + 1], wanted, tolerances.attention(kind, kind))
 
@@ -386,7 +428,14 @@ def cases():
     made: list[Case] = []
     for kind in KINDS:
         case(append, "fp32", kind, False, 96, everyday=kind in ("int8", "int4"))
-        case(append, "fp32" if kind == "fp64" else "bf16", kind, True, 34, everyday=kind == "fp8_e4m3")
+        case(
+            append,
+            "fp32" if kind == "fp64" else "bf16",
+            kind,
+            True,
+            34,
+            everyday=kind == "fp8_e4m3",
+        )
     for kind in FLOATS:
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
@@ -423,7 +472,11 @@ def cases():
 
 def _attention(case):
     """Attention: items of 1, 4 and 8 rows of every kind, splits, rows of odd sizes, all options."""
-    small = {1: Shape(2, 2, 64, (90, 0, 1)), 4: Shape(8, 2, 64, (70, 129)), 8: Shape(6, 1, 128, (70, 66), new=(2, 3))}
+    small = {
+        1: Shape(2, 2, 64, (90, 0, 1)),
+        4: Shape(8, 2, 64, (70, 129)),
+        8: Shape(6, 1, 128, (70, 66), new=(2, 3)),
+    }
     for rows, shape in small.items():
         for kind in (*FLOATS, *naive.CODES):
             q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
@@ -448,7 +501,13 @@ def _attention(case):
     case(cells, "fp32")
     case(cells, "bf16")
     shape = Shape(4, 2, 64, (140, 3), spare=1)
-    for k_kind, q_kind in (("fp64", "fp64"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("int8", "fp32")):
+    for k_kind, q_kind in (
+        ("fp64", "fp64"),
+        ("fp32", "fp32"),
+        ("fp16", "fp32"),
+        ("bf16", "bf16"),
+        ("int8", "fp32"),
+    ):
         case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
 

@@ -118,7 +118,9 @@ def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutan
             for barrier in range(count):
                 device.change = _without(kernel, barrier)
                 outcome = run_case(device, case)
-                found.append(Mutant(case.name, ptx_device.short(kernel), barrier, count, outcome.error))
+                found.append(
+                    Mutant(case.name, ptx_device.short(kernel), barrier, count, outcome.error)
+                )
         return found
     finally:
         device.change = None
@@ -131,9 +133,23 @@ def case_table(outcomes: list[Outcome]) -> str:
     for outcome in outcomes:
         kernels = sorted({ptx_device.short(done.name) for done in outcome.launches})
         barriers = sum(done.run.barriers for done in outcome.launches)
-        verdict = "right" if not outcome.error else outcome.error.replace("|", "/").replace("\n", " ")[:200]
-        rows.append([outcome.name, ", ".join(kernels), f"{outcome.warp_instructions:,}", f"{barriers:,}", verdict])
-    return pages.table(["case", "kernels", "warp instructions", "barriers", "result"], rows, left={0, 1, 4})
+        verdict = (
+            "right"
+            if not outcome.error
+            else outcome.error.replace("|", "/").replace("\n", " ")[:200]
+        )
+        rows.append(
+            [
+                outcome.name,
+                ", ".join(kernels),
+                f"{outcome.warp_instructions:,}",
+                f"{barriers:,}",
+                verdict,
+            ]
+        )
+    return pages.table(
+        ["case", "kernels", "warp instructions", "barriers", "result"], rows, left={0, 1, 4}
+    )
 
 
 def mutant_table(found: list[Mutant]) -> str:
@@ -145,14 +161,32 @@ def mutant_table(found: list[Mutant]) -> str:
     for (case, kernel), those in by_kernel.items():
         missed = [f"barrier {m.barrier + 1}" for m in those if not m.caught]
         races = sum("race" in m.caught for m in those)
-        rows.append([kernel, case, str(len(those)), str(len(those) - len(missed)), str(races), ", ".join(missed)])
-    heads = ["kernel", "case", "barriers", "caught", "of these as races", "not missed when left out"]
+        rows.append(
+            [
+                kernel,
+                case,
+                str(len(those)),
+                str(len(those) - len(missed)),
+                str(races),
+                ", ".join(missed),
+            ]
+        )
+    heads = [
+        "kernel",
+        "case",
+        "barriers",
+        "caught",
+        "of these as races",
+        "not missed when left out",
+    ]
     return pages.table(heads, rows, left={0, 1, 5})
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run cases, and their mutants; 1 if a case fails or too few mutants are caught."""
-    parse = argparse.ArgumentParser(prog="python -m tools.cuda.interpret", description=(__doc__ or "").partition("\n")[0])
+    parse = argparse.ArgumentParser(
+        prog="python -m tools.cuda.interpret", description=(__doc__ or "").partition("\n")[0]
+    )
     parse.add_argument("--cases", default="", help="a regular expression: those only")
     parse.add_argument("--everyday", action="store_true", help="those only that CI runs")
     parse.add_argument("--mutants", action="store_true", help="leave out barriers, too")
@@ -165,13 +199,19 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         outcome = run_case(device, case)
         outcomes.append(outcome)
-        print(f"{'ok  ' if not outcome.error else 'FAIL'} {case.name} {outcome.seconds:.1f} s {outcome.error}", flush=True)
+        print(
+            f"{'ok  ' if not outcome.error else 'FAIL'} {case.name} {outcome.seconds:.1f} s {outcome.error}",
+            flush=True,
+        )
         if given.mutants and not outcome.error:
             new = mutants(device, case, known)
             found += new
             for mutant in new:
                 verdict = mutant.caught[:90] if mutant.caught else "NOT CAUGHT"
-                print(f"     {mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}: {verdict}", flush=True)
+                print(
+                    f"     {mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}: {verdict}",
+                    flush=True,
+                )
     failed = sum(bool(outcome.error) for outcome in outcomes)
     caught = sum(bool(mutant.caught) for mutant in found)
     summary = f"{len(outcomes) - failed} of {len(outcomes)} cases are right."

@@ -179,7 +179,8 @@ class Maker:
         """Pools of K and V, and keywords with their scales."""
         of = self.numkv.kind(kind)
         shape = (blocks, HEADS, BLOCK, DIM // of.elements_per_word)
-        k, v = (self.array(shape, of.dtype) for _ in range(2))
+        dtype = of.word if of.has_scales and of.scales_per != "head" else of.dtype
+        k, v = (self.array(shape, dtype) for _ in range(2))
         if not of.has_scales:
             return k, v, {}
         if of.scales_per == "head":

@@ -100,6 +100,10 @@ def _moves(text: str, places: dict[str, str]) -> str:
     """Accesses to parameters as moves between registers."""
     for name, register in places.items():
         memory = rf"\[\s*{re.escape(name)}\s*(?:\+\s*0)?\s*\]"
-        text = re.sub(rf"ld\.param\.(\w+)\s+(%[\w$]+)\s*,\s*{memory}", rf"mov.\1 \2, {register}", text)
-        text = re.sub(rf"st\.param\.(\w+)\s+{memory}\s*,\s*(%?[\w$]+)", rf"mov.\1 {register}, \2", text)
+        text = re.sub(
+            rf"ld\.param\.(\w+)\s+(%[\w$]+)\s*,\s*{memory}", rf"mov.\1 \2, {register}", text
+        )
+        text = re.sub(
+            rf"st\.param\.(\w+)\s+{memory}\s*,\s*(%?[\w$]+)", rf"mov.\1 {register}, \2", text
+        )
     return text
