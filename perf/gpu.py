@@ -2,7 +2,7 @@
 
     python -m perf.gpu [--lines REGEX] [--minutes 8] [--seconds 0.3] [--out FOLDER]
 
-First every kernel is run on the device and compared with the oracle (the cases of ``tests/compile/ptx_cases.py``), once
+First every kernel is run on the device and compared with the oracle (the cases of ``tests/ptx_cases.py``), once
 more under compute-sanitizer where that is there. Then decode, prefill, append, write and whole steps are timed by
 device events against the copy bandwidth measured in the same run. Kernels that are not on disk are compiled before, in
 parallel. It writes one Markdown page and one picture; it needs no network. Without a GPU it says so, and does nothing.
@@ -87,8 +87,7 @@ def check_cases(pattern: str) -> tuple[int, list[str]]:
 
     import numpy as np
 
-    for folder in (ROOT / "tests", ROOT / "tests" / "compile"):
-        sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(ROOT / "tests"))
     from ptx_cases import cases
 
     ran, failed = 0, []
@@ -112,13 +111,25 @@ def checked(minutes_left: float) -> list[tuple[str, str]]:
         return [*found, ("compute-sanitizer", "not installed")]
     for name in ("memcheck", "racecheck", "synccheck", "initcheck"):
         prefix = [tool, "--tool", name, "--error-exitcode", "9"]
-        found.append((f"compute-sanitizer {name}", _told([*prefix, *command, r"^(append|merge|rotate)"], MOST_TOOL_SECONDS)))
+        found.append(
+            (
+                f"compute-sanitizer {name}",
+                _told([*prefix, *command, r"^(append|merge|rotate)"], MOST_TOOL_SECONDS),
+            )
+        )
     return found
 
 
 def _told(command: list[str], seconds: float) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(30.0, seconds), cwd=ROOT, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=max(30.0, seconds),
+            cwd=ROOT,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "not done in time"
     last = [line for line in done.stdout.splitlines() if line.startswith(("checked", "failed"))]
@@ -130,9 +141,15 @@ def compiled(lines: list[Line]) -> None:
     """Have each line's kernels compiled and put on disk, by a process for each core."""
     workers = max(1, (os.cpu_count() or 1) - 1)
     kinds = dict.fromkeys((line.what, line.kind) for line in lines)
-    commands = [[sys.executable, "-m", "perf.gpu", "--warm", f"{what} {kind}"] for what, kind in kinds]
+    commands = [
+        [sys.executable, "-m", "perf.gpu", "--warm", f"{what} {kind}"] for what, kind in kinds
+    ]
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, check=False), commands))
+        list(
+            pool.map(
+                lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, check=False), commands
+            )
+        )
 
 
 # ---------------------------------------------------------------- times
@@ -150,7 +167,9 @@ def others(line: Line, seconds: float) -> list[Timing]:
     found = []
     for name, peer in PEERS.items():
         if peer.installed and line.kind in peer.kinds:
-            found.append(_timing(line, name, lambda peer=peer: peer.calls(line, gpu_lines.COLD), seconds))
+            found.append(
+                _timing(line, name, lambda peer=peer: peer.calls(line, gpu_lines.COLD), seconds)
+            )
     return found
 
 
@@ -196,19 +215,31 @@ def measured(lines: list[Line], minutes: float, seconds: float, check: bool) -> 
         for timing in [ours(line, seconds), *others(line, seconds)]:
             page.timings.append(timing)
             cuda.current_context().deallocations.clear()
-            print(timing.line, timing.contestant, timing.reason or f"{timing.typical * 1e6:,.1f} us", flush=True)
+            print(
+                timing.line,
+                timing.contestant,
+                timing.reason or f"{timing.typical * 1e6:,.1f} us",
+                flush=True,
+            )
     page.left_out, page.minutes = skipped, minutes - left()
     return page
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check, time and write; 0 without a GPU, 1 where a check failed."""
-    parse = argparse.ArgumentParser(prog="python -m perf.gpu", description=(__doc__ or "").partition("\n")[0])
+    parse = argparse.ArgumentParser(
+        prog="python -m perf.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
     parse.add_argument("--lines", default="", help="a regular expression: those only")
     parse.add_argument("--minutes", type=float, default=8.0, help="for everything")
     parse.add_argument("--seconds", type=float, default=0.3, help="for each contestant of a line")
     parse.add_argument("--no-check", action="store_true", help="time only")
-    parse.add_argument("--out", type=Path, default=ROOT / "perf" / "results", help="folder of the page and the picture")
+    parse.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "perf" / "results",
+        help="folder of the page and the picture",
+    )
     parse.add_argument("--check", help=argparse.SUPPRESS)
     parse.add_argument("--warm", help=argparse.SUPPRESS)
     given = parse.parse_args(arguments)

@@ -64,7 +64,14 @@ class Job(NamedTuple):
 
 def bytes_per_element(kind: str) -> float:
     """Of K and V, with their scales at 128 elements a row."""
-    return {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1 + 4 / 128, "int4": 0.5 + 2 / 32, "fp8_e4m3": 1}[kind]
+    return {
+        "fp32": 4,
+        "fp16": 2,
+        "bf16": 2,
+        "int8": 1 + 4 / 128,
+        "int4": 0.5 + 2 / 32,
+        "fp8_e4m3": 1,
+    }[kind]
 
 
 DECODE = {
@@ -125,7 +132,13 @@ def _q_dtype(line: Line) -> Any:
 
 def numkv_calls(line: Line, cold: int = COLD) -> Job:
     """numkv's calls of a line, over paged pools."""
-    makers = {"decode": _attend, "prefill": _attend, "append": _append, "write": _write, "step": _step}
+    makers = {
+        "decode": _attend,
+        "prefill": _attend,
+        "append": _append,
+        "write": _write,
+        "step": _step,
+    }
     return Job("numkv paged", makers[line.what](line, cold))
 
 
@@ -146,13 +159,21 @@ def _attend(line: Line, cold: int) -> list[Callable[[], object]]:
     calls = []
     for _ in range(_sets(size, cold)):
         k, v, scales = _pools(make, line, s.batch * per)
-        table = make.given(make.rng.permutation(s.batch * per).reshape(s.batch, per).astype(np.int32))
+        table = make.given(
+            make.rng.permutation(s.batch * per).reshape(s.batch, per).astype(np.int32)
+        )
         if s.queries == 1:
-            calls.append(lambda a=(q, k, v, table, lens), m=scales: numkv.paged_decode_attention(*a, out=out, **m))
+            calls.append(
+                lambda a=(q, k, v, table, lens), m=scales: numkv.paged_decode_attention(
+                    *a, out=out, **m
+                )
+            )
         else:
             starts = make.given(np.arange(s.batch + 1, dtype=np.int32) * s.queries)
             calls.append(
-                lambda a=(q, k, v, table, lens, starts), m=scales: numkv.paged_prefill_attention(*a, out=out, **m)
+                lambda a=(q, k, v, table, lens, starts), m=scales: numkv.paged_prefill_attention(
+                    *a, out=out, **m
+                )
             )
     return calls
 
@@ -165,7 +186,9 @@ def _append(line: Line, cold: int) -> list[Callable[[], object]]:
     rows = [make.random((s.batch, s.kv_heads, d), _q_dtype(line)) for d in (s.dim, s.dim_v)]
     slots = make.given(make.rng.permutation(blocks * BLOCK)[: s.batch].astype(np.int64))
     calls = []
-    for _ in range(_sets(blocks * BLOCK * s.kv_heads * (s.dim + s.dim_v) * bytes_per_element(line.kind), cold)):
+    for _ in range(
+        _sets(blocks * BLOCK * s.kv_heads * (s.dim + s.dim_v) * bytes_per_element(line.kind), cold)
+    ):
         k, v, scales = _pools(make, line, blocks)
         calls.append(lambda a=(*rows, k, v, slots), m=scales: numkv.paged_append(*a, **m))
     return calls
@@ -184,10 +207,14 @@ def _write(line: Line, cold: int) -> list[Callable[[], object]]:
         "q_out": make.random((s.batch, s.q_heads, s.dim), _q_dtype(line)),
     }  # fmt: skip
     calls = []
-    for _ in range(_sets(blocks * BLOCK * s.kv_heads * (s.dim + s.dim_v) * bytes_per_element(line.kind), cold)):
+    for _ in range(
+        _sets(blocks * BLOCK * s.kv_heads * (s.dim + s.dim_v) * bytes_per_element(line.kind), cold)
+    ):
         k, v, scales = _pools(make, line, blocks)
         calls.append(
-            lambda a=(qkv, k, v, slots), m={**more, **scales}: numkv.paged_write(*a, num_q_heads=s.q_heads, qk_mode=2, **m)
+            lambda a=(qkv, k, v, slots), m={**more, **scales}: numkv.paged_write(
+                *a, num_q_heads=s.q_heads, qk_mode=2, **m
+            )
         )
     return calls
 
@@ -235,7 +262,10 @@ def _torch_rows(line: Line, cold: int) -> Any:
     q = torch.randn(s.batch, s.q_heads, s.queries, s.dim, device="cuda", dtype=dtype)
     size = s.batch * s.kv_heads * s.length * (s.dim + s.dim_v) * dtype.itemsize
     pairs = [
-        tuple(torch.randn(s.batch, s.kv_heads, s.length, d, device="cuda", dtype=dtype) for d in (s.dim, s.dim_v))
+        tuple(
+            torch.randn(s.batch, s.kv_heads, s.length, d, device="cuda", dtype=dtype)
+            for d in (s.dim, s.dim_v)
+        )
         for _ in range(_sets(size, cold))
     ]
     return q, pairs
@@ -253,7 +283,9 @@ def _torch_sdpa(backend: str) -> Callable[[Line, int], Job]:
 
         def call(k: Any, v: Any) -> object:
             with sdpa_kernel(getattr(SDPBackend, backend)):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=causal, enable_gqa=True
+                )
 
         return Job(f"torch SDPA {backend.lower()}", [lambda k=k, v=v: call(k, v) for k, v in pairs])
 
@@ -269,11 +301,17 @@ def _flex(line: Line, cold: int) -> Job:
     if line.shape.queries > 1:
         later = line.shape.length - line.shape.queries
         mask = create_block_mask(
-            lambda b, h, i, j: i + later >= j, None, None, line.shape.queries, line.shape.length, device="cuda"
+            lambda b, h, i, j: i + later >= j,
+            None,
+            None,
+            line.shape.queries,
+            line.shape.length,
+            device="cuda",
         )
     compiled = torch.compile(flex_attention, dynamic=False)
     return Job(
-        "torch FlexAttention", [lambda k=k, v=v: compiled(q, k, v, block_mask=mask, enable_gqa=True) for k, v in pairs]
+        "torch FlexAttention",
+        [lambda k=k, v=v: compiled(q, k, v, block_mask=mask, enable_gqa=True) for k, v in pairs],
     )
 
 
@@ -281,7 +319,10 @@ def _flash_attn(line: Line, cold: int) -> Job:
     from flash_attn import flash_attn_func, flash_attn_with_kvcache
 
     q, pairs = _torch_rows(line, cold)
-    q, pairs = q.transpose(1, 2).contiguous(), [tuple(x.transpose(1, 2).contiguous() for x in p) for p in pairs]
+    q, pairs = (
+        q.transpose(1, 2).contiguous(),
+        [tuple(x.transpose(1, 2).contiguous() for x in p) for p in pairs],
+    )
     call = flash_attn_with_kvcache if line.shape.queries < line.shape.length else flash_attn_func
     return Job("flash-attn", [lambda k=k, v=v: call(q, k, v, causal=True) for k, v in pairs])
 
@@ -293,15 +334,30 @@ def _flashinfer(line: Line, cold: int) -> Job:
     s, dtype = line.shape, {"fp16": torch.float16, "bf16": torch.bfloat16}[line.kind]
     if s.queries > 1:
         q = torch.randn(s.queries, s.q_heads, s.dim, device="cuda", dtype=dtype)
-        k, v = (torch.randn(s.length, s.kv_heads, d, device="cuda", dtype=dtype) for d in (s.dim, s.dim_v))
-        return Job("FlashInfer", [lambda: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)])
+        k, v = (
+            torch.randn(s.length, s.kv_heads, d, device="cuda", dtype=dtype)
+            for d in (s.dim, s.dim_v)
+        )
+        return Job(
+            "FlashInfer", [lambda: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)]
+        )
     per = -(-s.length // BLOCK)
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND")
     starts = torch.arange(s.batch + 1, dtype=torch.int32, device="cuda") * per
     ids = torch.randperm(s.batch * per, device="cuda").int()
     last = torch.full((s.batch,), (s.length - 1) % BLOCK + 1, dtype=torch.int32, device="cuda")
-    wrapper.plan(starts, ids, last, s.q_heads, s.kv_heads, s.dim, BLOCK, q_data_type=dtype, kv_data_type=dtype)
+    wrapper.plan(
+        starts,
+        ids,
+        last,
+        s.q_heads,
+        s.kv_heads,
+        s.dim,
+        BLOCK,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
     q = torch.randn(s.batch, s.q_heads, s.dim, device="cuda", dtype=dtype)
     size = s.batch * per * BLOCK * s.kv_heads * 2 * s.dim * dtype.itemsize
     pools = [

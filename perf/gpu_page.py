@@ -45,7 +45,9 @@ class Page:
 
 def share(timing: Timing, copy: float) -> float | None:
     """Of the measured copy bandwidth; None where nothing is said of bytes."""
-    return timing.bytes / timing.typical / copy if timing.bytes and timing.seconds and copy else None
+    return (
+        timing.bytes / timing.typical / copy if timing.bytes and timing.seconds and copy else None
+    )
 
 
 def spread(timing: Timing) -> float:
@@ -93,10 +95,18 @@ def page(what: Page) -> str:
     lines += [
         "| " + " | ".join([t.line, t.contestant, *_cells(t, what.copy)]) + " |" for t in what.timings
     ]  # fmt: skip
-    compared = [(line, beside(what.timings, line)) for line in dict.fromkeys(t.line for t in what.timings)]
+    compared = [
+        (line, beside(what.timings, line)) for line in dict.fromkeys(t.line for t in what.timings)
+    ]
     compared = [(line, found) for line, found in compared if found]
     if compared:
-        lines += ["", "## Beside the fastest of the others", "", "| line | who | its time / numkv's |", "| --- | --- | --: |"]
+        lines += [
+            "",
+            "## Beside the fastest of the others",
+            "",
+            "| line | who | its time / numkv's |",
+            "| --- | --- | --: |",
+        ]
         lines += [f"| {line} | {name} | {ratio:.2f} |" for line, (name, ratio) in compared]
     if what.left_out:
         lines += ["", f"Left out for want of time: {', '.join(what.left_out)}."]
@@ -105,7 +115,11 @@ def page(what: Page) -> str:
 
 def picture(what: Page) -> str:
     """Bars of numkv's shares of the copy bandwidth, as SVG."""
-    found = [(t.line, share(t, what.copy)) for t in what.timings if t.contestant.startswith(OURS) and t.seconds]
+    found = [
+        (t.line, share(t, what.copy))
+        for t in what.timings
+        if t.contestant.startswith(OURS) and t.seconds
+    ]
     bars = [(line, part) for line, part in found if part is not None]
     height, width, left = 22, 760, 300
     rows = []

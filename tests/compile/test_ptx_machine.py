@@ -51,7 +51,11 @@ def run(body, out, given=None, n=0, blocks=1, threads=64, shared="", local="", s
                 return x.ctypes.data, x.nbytes
         return None
 
-    params = {"out": ctypes.c_uint64(out.ctypes.data), "in": ctypes.c_uint64(given.ctypes.data), "n": ctypes.c_uint32(n)}
+    params = {
+        "out": ctypes.c_uint64(out.ctypes.data),
+        "in": ctypes.c_uint64(given.ctypes.data),
+        "n": ctypes.c_uint32(n),
+    }
     compiled = Compiled(program(body, shared, local))
     as_bytes = {name: bytes(x) for name, x in params.items()}
     return ptx_machine.run(compiled, (blocks, 1, 1), (threads, 1, 1), shared_bytes, as_bytes, find)
@@ -60,7 +64,9 @@ def run(body, out, given=None, n=0, blocks=1, threads=64, shared="", local="", s
 def problems(body, out=None, **more):
     """The kinds of problems of a run, also of one that cannot go on."""
     try:
-        return set(run(body, np.zeros(64, np.uint32) if out is None else out, **more).problems.counts)
+        return set(
+            run(body, np.zeros(64, np.uint32) if out is None else out, **more).problems.counts
+        )
     except PtxError as error:
         return set(error.result.problems.counts)
 
@@ -93,12 +99,21 @@ LOAD, STORE = "ld.global.u32 %r3, [%rd5];\n", "st.global.u32 [%rd4], %r4;\n"
         ("clz.b32 %r4, %r3;", lambda x: 32 - (x & 0xFFFFFFFF).bit_length()),
         ("bfe.u32 %r4, %r3, 4, 7;", lambda x: (x >> 4) & 127),
         ("bfi.b32 %r4, %r3, %r1, 8, 4;", lambda x: (x & 15) << 8),
-        ("prmt.b32 %r4, %r3, 0, 0x0123;", lambda x: int.from_bytes((x & 0xFFFFFFFF).to_bytes(4, "little"), "big")),
+        (
+            "prmt.b32 %r4, %r3, 0, 0x0123;",
+            lambda x: int.from_bytes((x & 0xFFFFFFFF).to_bytes(4, "little"), "big"),
+        ),
         ("lop3.b32 %r4, %r3, 12, 10, 0x96;", lambda x: x ^ 12 ^ 10),
         ("setp.lt.s32 %p1, %r3, 5;\nselp.b32 %r4, 1, 2, %p1;", lambda x: 1 if x < 5 else 2),
         ("setp.lt.u32 %p1, %r3, 5;\nselp.b32 %r4, 1, 2, %p1;", lambda x: 1 if 0 <= x < 5 else 2),
-        ("cvt.u16.u32 %rs1, %r3;\ncvt.s32.s16 %r4, %rs1;", lambda x: ((x + 0x8000) & 0xFFFF) - 0x8000),
-        ("cvt.s64.s32 %rd6, %r3;\nshr.s64 %rd7, %rd6, 33;\ncvt.u32.u64 %r4, %rd7;", lambda x: x >> 33),
+        (
+            "cvt.u16.u32 %rs1, %r3;\ncvt.s32.s16 %r4, %rs1;",
+            lambda x: ((x + 0x8000) & 0xFFFF) - 0x8000,
+        ),
+        (
+            "cvt.s64.s32 %rd6, %r3;\nshr.s64 %rd7, %rd6, 33;\ncvt.u32.u64 %r4, %rd7;",
+            lambda x: x >> 33,
+        ),
         ("mov.b64 %rd6, {%r3, %r2};\nmov.b64 {%r5, %r4}, %rd6;\nmov.b32 %r4, %r5;", lambda x: x),
     ],
     ids=lambda x: x.split(";")[0] if isinstance(x, str) else "",
@@ -122,17 +137,36 @@ def test_integers(instruction, expected):
         ("max.f32 %f2, %f1, 0f00000000;", lambda x: np.fmax(x, np.float32(0))),
         ("neg.f32 %f2, %f1;", lambda x: -x),
         ("copysign.f32 %f2, %f1, 0f40000000;", lambda x: np.copysign(np.float32(2), x)),
-        ("cvt.rzi.s32.f32 %r5, %f1;\ncvt.rn.f32.s32 %f2, %r5;", lambda x: np.float32(0 if np.isnan(x) else np.clip(np.trunc(np.float64(x)), -(2**31), 2**31 - 1))),  # fmt: skip
+        (
+            "cvt.rzi.s32.f32 %r5, %f1;\ncvt.rn.f32.s32 %f2, %r5;",
+            lambda x: np.float32(
+                0 if np.isnan(x) else np.clip(np.trunc(np.float64(x)), -(2**31), 2**31 - 1)
+            ),
+        ),  # fmt: skip
         ("cvt.rn.f16.f32 %rs1, %f1;\ncvt.f32.f16 %f2, %rs1;", lambda x: np.float32(np.float16(x))),
-        ("setp.leu.f32 %p1, %f1, 0f00000000;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(not x > 0)),
-        ("setp.ne.f32 %p1, %f1, %f1;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(0)),
-        ("setp.neu.f32 %p1, %f1, %f1;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(np.isnan(x))),
-        ("cvt.f64.f32 %fd1, %f1;\nfma.rn.f64 %fd2, %fd1, %fd1, %fd1;\ncvt.rn.f32.f64 %f2, %fd2;", lambda x: np.float32(np.float64(x) ** 2 + np.float64(x))),  # fmt: skip
+        (
+            "setp.leu.f32 %p1, %f1, 0f00000000;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;",
+            lambda x: np.float32(not x > 0),
+        ),
+        (
+            "setp.ne.f32 %p1, %f1, %f1;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;",
+            lambda x: np.float32(0),
+        ),
+        (
+            "setp.neu.f32 %p1, %f1, %f1;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;",
+            lambda x: np.float32(np.isnan(x)),
+        ),
+        (
+            "cvt.f64.f32 %fd1, %f1;\nfma.rn.f64 %fd2, %fd1, %fd1, %fd1;\ncvt.rn.f32.f64 %f2, %fd2;",
+            lambda x: np.float32(np.float64(x) ** 2 + np.float64(x)),
+        ),  # fmt: skip
     ],
     ids=lambda x: x.split(";")[0] if isinstance(x, str) else "",
 )
 def test_floats(instruction, expected):
-    values = np.float32([0.0, 1.5, -2.25, 1e-3, -7e4, 3e9, -3e9, np.inf, -np.inf, np.nan] + [0.3] * 54)
+    values = np.float32(
+        [0.0, 1.5, -2.25, 1e-3, -7e4, 3e9, -3e9, np.inf, -np.inf, np.nan] + [0.3] * 54
+    )
     out = np.zeros(64, np.float32)
     body = "ld.global.f32 %f1, [%rd5];\n" + instruction + "st.global.f32 [%rd4], %f2;\n"
     assert run(body, out, values).ok
@@ -167,14 +201,17 @@ def test_threads_part_and_meet_again():
 
 SHARED = ".shared .align 4 .b8 mine[512];"
 #: Each thread stores to its place, and reads the place of another one.
-EXCHANGE = """
+EXCHANGE = (
+    """
     mov.u32 %r8, mine; shl.b32 %r9, %r2, 2; add.s32 %r10, %r8, %r9;
     xor.b32 %r11, %r2, {other}; shl.b32 %r11, %r11, 2; add.s32 %r12, %r8, %r11;
     st.shared.u32 [%r10], %r2;
     {barrier}
     ld.shared.u32 %r4, [%r12];
     {more}
-""" + STORE
+"""
+    + STORE
+)
 
 
 def exchange(barrier="bar.sync 0;", other=33, more=""):
@@ -190,16 +227,24 @@ def test_blocks_have_memory_of_their_own():
 
 
 def test_a_missing_barrier_is_a_race():
-    assert problems(exchange(barrier=""), shared=SHARED) == {"race: read after another thread wrote it"}
+    assert problems(exchange(barrier=""), shared=SHARED) == {
+        "race: read after another thread wrote it"
+    }
     # Also within a warp, whose threads need not go together.
-    assert problems(exchange(barrier="", other=1), shared=SHARED) == {"race: read after another thread wrote it"}
+    assert problems(exchange(barrier="", other=1), shared=SHARED) == {
+        "race: read after another thread wrote it"
+    }
     assert problems(exchange(barrier="bar.warp.sync -1;", other=1), shared=SHARED) == set()
-    assert problems(exchange(barrier="bar.warp.sync -1;"), shared=SHARED) == {"race: read after another thread wrote it"}
+    assert problems(exchange(barrier="bar.warp.sync -1;"), shared=SHARED) == {
+        "race: read after another thread wrote it"
+    }
 
 
 def test_a_place_written_while_another_reads_it_is_a_race():
     again = "st.shared.u32 [%r10], %r1;"
-    assert problems(exchange(more=again), n=99, shared=SHARED) == {"race: written after another thread read it"}
+    assert problems(exchange(more=again), n=99, shared=SHARED) == {
+        "race: written after another thread read it"
+    }
     assert problems(exchange(more="bar.sync 0;" + again), n=99, shared=SHARED) == set()
     everyone = "st.shared.u32 [mine], %r2;"
     assert "different values stored to one place at once" in problems(everyone, shared=SHARED)
@@ -208,11 +253,15 @@ def test_a_place_written_while_another_reads_it_is_a_race():
 
 
 def test_what_was_not_written_is_not_read():
-    assert problems("ld.shared.u32 %r4, [mine+64];", shared=SHARED) == {"uninitialised shared memory read"}
+    assert problems("ld.shared.u32 %r4, [mine+64];", shared=SHARED) == {
+        "uninitialised shared memory read"
+    }
     local = ".local .align 4 .b8 __local_depot0[8];"
     read = "mov.u64 %rd6, __local_depot0; ld.local.u32 %r4, [%rd6+4];"
     assert problems(read, local=local) == {"uninitialised local memory read"}
-    written = "mov.u64 %rd6, __local_depot0; st.local.u32 [%rd6+4], %r2; ld.local.u32 %r4, [%rd6+4];"
+    written = (
+        "mov.u64 %rd6, __local_depot0; st.local.u32 [%rd6+4], %r2; ld.local.u32 %r4, [%rd6+4];"
+    )
     assert problems(written, local=local) == set()
     sometimes = "setp.gt.u32 %p1, %r2, 3; @%p1 bra $on; mov.u32 %r7, 1; $on: add.s32 %r4, %r7, 1;"
     assert problems(sometimes) == {"register read that was not set"}
@@ -295,13 +344,26 @@ def test_functions_are_put_where_they_are_called():
     out = np.zeros(64, np.uint32)
     find = {"out": out.ctypes.data, "in": out.ctypes.data, "n": 0}
     params = {name: int(x).to_bytes(8, "little") for name, x in find.items()}
-    ptx_machine.run(Compiled(program_), (1, 1, 1), (64, 1, 1), 0, params, lambda _: (out.ctypes.data, out.nbytes))
+    ptx_machine.run(
+        Compiled(program_),
+        (1, 1, 1),
+        (64, 1, 1),
+        0,
+        params,
+        lambda _: (out.ctypes.data, out.nbytes),
+    )
     twice = [2 * t if t < 10 else t for t in range(64)]
     assert list(out) == [2 * t if t < 10 else t for t in twice]
 
 
 @pytest.mark.parametrize(
-    "body", ["wgmma.fence.sync.aligned;", "add.cc.u32 %r4, %r2, 1;", "mov.u32 %r4, %clock;", "@%p1 add.s32 %r4, %r2, 1;"]
+    "body",
+    [
+        "wgmma.fence.sync.aligned;",
+        "add.cc.u32 %r4, %r2, 1;",
+        "mov.u32 %r4, %clock;",
+        "@%p1 add.s32 %r4, %r2, 1;",
+    ],
 )
 def test_unknown_instructions_are_errors(body):
     with pytest.raises(PtxError, match=r"unknown|predicate"):

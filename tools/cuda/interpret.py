@@ -2,7 +2,7 @@
 
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.interpret [--cases REGEX] [--mutants] [--page perf/results/NAME.md]
 
-Runs the cases of ``tests/compile/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
+Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
 the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
 of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
 divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches is left out in turn, and the
@@ -59,9 +59,8 @@ class Mutant:
 
 def all_cases() -> dict[str, Any]:
     """The cases of the tests, by name."""
-    for folder in (TESTS, TESTS / "compile"):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
     import ptx_cases
 
     return ptx_cases.cases()

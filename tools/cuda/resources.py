@@ -3,7 +3,7 @@
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--cases REGEX] [--keep FILE.json] [--page perf/results/NAME.md]
 
 What runs is not the PTX that Numba shows: it is linked from optimised IR by nvJitLink, which optimises again. So the
-kernels that the cases of ``tests/compile/ptx_cases.py`` launch, with the signatures and options of the run, are
+kernels that the cases of ``tests/ptx_cases.py`` launch, with the signatures and options of the run, are
 linked for each architecture in the same way, and ptxas says what they take. Linking takes seconds a kernel: ``--keep``
 adds to what an earlier run found. A multiprocessor has 65,536 registers and 2,048 threads, so a block of 128 threads
 needs 32 registers or less to fill it; bytes of spills are read and written in the memory of the thread.
@@ -102,7 +102,9 @@ def table(rows: list[Resources]) -> str:
     for row in rows:
         by_kernel.setdefault((row.kernel, row.case), {})[row.architecture] = row
     heads = ["kernel", "first launched by"]
-    heads += [f"{name}: {what}" for name in names for what in ("registers", "spills", "local")] + ["shared"]
+    heads += [f"{name}: {what}" for name in names for what in ("registers", "spills", "local")] + [
+        "shared"
+    ]
     lines = []
     for (kernel, case), found in by_kernel.items():
         cells = [kernel, case]
@@ -111,7 +113,11 @@ def table(rows: list[Resources]) -> str:
             if one is None:
                 cells += ["", "", ""]
                 continue
-            spills = f"{one.spill_stores} / {one.spill_loads}" if one.spill_stores or one.spill_loads else "0"
+            spills = (
+                f"{one.spill_stores} / {one.spill_loads}"
+                if one.spill_stores or one.spill_loads
+                else "0"
+            )
             cells += [str(one.registers), spills, str(one.stack)]
         lines.append([*cells, f"{next(iter(found.values())).shared:,}"])
     return pages.table(heads, lines, left={0, 1})
@@ -119,9 +125,15 @@ def table(rows: list[Resources]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what each kernel takes, and write the page if asked to."""
-    parse = argparse.ArgumentParser(prog="python -m tools.cuda.resources", description=(__doc__ or "").partition("\n")[0])
+    parse = argparse.ArgumentParser(
+        prog="python -m tools.cuda.resources", description=(__doc__ or "").partition("\n")[0]
+    )
     parse.add_argument("--cases", default="", help="a regular expression: kernels of those only")
-    parse.add_argument("--keep", type=Path, help="a file of what earlier runs found, which takes what this one finds")
+    parse.add_argument(
+        "--keep",
+        type=Path,
+        help="a file of what earlier runs found, which takes what this one finds",
+    )
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
     rows: list[Resources] = []
@@ -145,10 +157,18 @@ def main(arguments: list[str] | None = None) -> int:
             given.keep.write_text(json.dumps(rows))
     spilling = {(row.kernel, row.case) for row in rows if row.spill_stores or row.spill_loads}
     everything = {(row.kernel, row.case) for row in rows}
-    summary = f"{len(everything)} kernels, of which {len(spilling)} spill on one of the architectures."
+    summary = (
+        f"{len(everything)} kernels, of which {len(spilling)} spill on one of the architectures."
+    )
     print(summary)
     if given.page:
-        pages.write(given.page, "Registers and memory of the CUDA kernels", __doc__ or "", summary, table(rows))
+        pages.write(
+            given.page,
+            "Registers and memory of the CUDA kernels",
+            __doc__ or "",
+            summary,
+            table(rows),
+        )
     return 0
 
 
