@@ -17,7 +17,7 @@ import numpy as np
 
 from perf.shapes import Shape
 
-__all__ = ["LINES", "Job", "Line", "PEERS", "numkv_calls"]  # fmt: skip
+__all__ = ["LINES", "PEERS", "Job", "Line", "numkv_calls", "turns"]
 
 #: Bytes that the buffers of a line take together: several times the L2 of any device.
 COLD = 512 << 20
@@ -79,12 +79,13 @@ DECODE = {
     "G8": Shape(8, 64, 8, 128, 8192), "H": Shape(1, 16, 1, 128, 131072), "T1": Shape(1, 32, 8, 128, 8192),
     "Q16": Shape(1, 32, 8, 128, 32768, queries=16),
 }  # fmt: skip
+TOKENS = {x: Shape(n, 32, 8, 128, 8192) for x, n in (("1", 1), ("64", 64), ("8k", 8192))}
 LINES = [
-    *(Line("decode", letter, DECODE[letter], kind) for kind in ("bf16", "int8", "int4", "fp16", "fp32") for letter in ("B8", "A")),
+    *(Line("decode", x, DECODE[x], kind) for kind in ("bf16", "int8", "int4", "fp16", "fp32") for x in ("B8", "A")),
     *(Line("decode", letter, DECODE[letter], "bf16") for letter in ("B32", "G8", "H", "T1", "Q16")),
     *(Line("prefill", "P", Shape(1, 32, 8, 128, n, queries=n), "bf16") for n in (8192,)),
-    *(Line("append", letter, Shape(n, 32, 8, 128, 8192), kind) for letter, n in (("1", 1), ("64", 64), ("8k", 8192)) for kind in ("bf16", "int8", "int4")),
-    *(Line("write", letter, Shape(n, 32, 8, 128, 8192), kind) for letter, n in (("64", 64), ("8k", 8192)) for kind in ("bf16", "int8")),
+    *(Line("append", x, TOKENS[x], kind) for x in TOKENS for kind in ("bf16", "int8", "int4")),
+    *(Line("write", x, TOKENS[x], kind) for x in ("64", "8k") for kind in ("bf16", "int8")),
     *(Line("step", "B8", DECODE["B8"], kind, layers=32) for kind in ("bf16", "int8")),
 ]  # fmt: skip
 
@@ -381,7 +382,8 @@ class Peer(NamedTuple):
 
 HALVES = ("fp16", "bf16")
 PEERS = {
-    **{f"torch SDPA {b.lower()}": Peer("torch", HALVES, _torch_sdpa(b)) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION")},
+    "torch SDPA flash_attention": Peer("torch", HALVES, _torch_sdpa("FLASH_ATTENTION")),
+    "torch SDPA cudnn_attention": Peer("torch", HALVES, _torch_sdpa("CUDNN_ATTENTION")),
     "torch SDPA efficient_attention": Peer("torch", (*HALVES, "fp32"), _torch_sdpa("EFFICIENT_ATTENTION")),
     "torch SDPA math": Peer("torch", (*HALVES, "fp32"), _torch_sdpa("MATH")),
     "torch FlexAttention": Peer("torch", HALVES, _flex),

@@ -84,10 +84,12 @@ def page(what: Page) -> str:
     today = datetime.datetime.now(datetime.UTC).date()
     lines = [
         f"# numkv on {what.device}", "",
-        f"`python -m perf.gpu`, {today}, Python {platform.python_version()}, {what.minutes:.1f} minutes. {what.versions}",
+        f"`python -m perf.gpu`, {today}, Python {platform.python_version()}, {what.minutes:.1f} minutes. "
+        f"{what.versions}",
         "",
-        f"A copy within the device's memory reads and writes {what.copy / 1e9:,.0f} GB/s; shares are of that. Times are medians of"
-        " device events, over buffers that do not fit into L2. TFLOP/s are given where a line is bound by arithmetic.",
+        f"A copy within the device's memory reads and writes {what.copy / 1e9:,.0f} GB/s; shares are of that. "
+        "Times are medians of device events, over buffers that do not fit into L2. "
+        "TFLOP/s are given where a line is bound by arithmetic.",
         "", "## Checks", "", "| what | result |", "| --- | --- |",
         *(f"| {name} | {result} |" for name, result in what.checks), "", "## Times", "",
         "| line | who | us | spread | of copy | TFLOP/s | |", "| --- | --- | --: | --: | --: | --: | --- |",
@@ -133,5 +135,6 @@ def picture(what: Page) -> str:
     top = f'<text x="{left}" y="22" font-weight="bold">Share of the copy bandwidth, {what.device}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{50 + len(bars) * height}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{top}{"".join(rows)}</svg>\n'
+        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{top}'
+        f"{''.join(rows)}</svg>\n"
     )

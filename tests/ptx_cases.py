@@ -150,7 +150,7 @@ def write(rng, source, k_kind, v_kind, mode, by_slot):
     wanted = naive.write(qkv, q_heads, heads, dim, mode, cos, sin, *weights, 1e-5, first)
     got_q = host(q_out).view(naive.DTYPES[source])
     tolerances.assert_rows_close(got_q, wanted[0], 2e-6 + tolerances.ROUNDING[source])
-    for (got, scale), (old, old_scale), kind, rows in zip(
+    for (got, scale), (old, _), kind, rows in zip(
         pools, before, (k_kind, v_kind), wanted[1:], strict=True
     ):
         got, scale = host(got), host(scale)
@@ -170,31 +170,35 @@ def write(rng, source, k_kind, v_kind, mode, by_slot):
         tolerances.assert_rows_close(values, rows, bound)
 
 
+def values_of(words, scale, kind):
+    """What a pool of keys holds, in float64."""
+    if kind in naive.CODES:
+        return naive.dequantise(
+            words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale
+        )
+    if kind in FP8:
+        return words.view(FP8[kind]).astype(np.float64) * scale[:, None, None]
+    return words.view(naive.DTYPES[kind]).astype(np.float64)
+
+
 def shift(rng, kind, interleaved):
     """Keys turned to other positions, in place; slots outside of the pool are skipped."""
     dim, half, offset = 64, 24, -5
     rows = rng.standard_normal((*SHAPE, dim))
     if kind in FP8:
-        words, scale, values = of_heads(rng, rows, kind, 1)
+        words, scale, _ = of_heads(rng, rows, kind, 1)
     else:
         words, scale = operands.stored(rows, kind)
-        values = naive.dequantise(words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale) if scale is not None else words.view(naive.DTYPES[kind]).astype(np.float64)  # fmt: skip
         scale = NO_SCALE if scale is None else scale
     slots = rng.permutation(SHAPE[0] * SHAPE[2])[:11].astype(I64)
     cos, sin = naive.rope_tables(16, 2 * half)
     pool, scales = to_words(words), to(scale)
     given = np.append(slots, [-1, SHAPE[0] * SHAPE[2]])
     ops().shift_rows(pool, kind, scales, to(given), offset, to(cos), to(sin), interleaved)
-    wanted = naive.rope(values, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
+    before = values_of(host(to_words(words)), scale, kind)
+    wanted = naive.rope(before, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
     got, scales = host(pool), host(scales)
-    if kind in naive.CODES:
-        after = naive.dequantise(
-            got, scales.view(naive.DTYPES["bf16"]) if kind == "int4" else scales
-        )
-    elif kind in FP8:
-        after = got.view(FP8[kind]).astype(np.float64) * scales[:, None, None]
-    else:
-        after = got.view(naive.DTYPES[kind]).astype(np.float64)
+    after = values_of(got, scales, kind)
     bound = {"int8": 0.01, "int4": 0.1, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}.get(kind, 0) or (
         2e-6 + tolerances.ROUNDING[kind]
     )
@@ -421,9 +425,10 @@ def compressed(rng, shape, kind):
 def cases():
     """All of them, by name."""
 
-    def case(function, *args, everyday=False, name="", **options):
+    def case(function, *args, everyday=False, **options):
         words = [str(a) for a in args] + [f"{k}={v}" for k, v in options.items()]
-        made.append(Case(f"{name or function.__name__}[{', '.join(words)}]", _call(function, args, options), everyday))  # fmt: skip
+        name = f"{function.__name__}[{', '.join(words)}]"
+        made.append(Case(name, _call(function, args, options), everyday))
 
     made: list[Case] = []
     for kind in KINDS:
@@ -454,17 +459,19 @@ def cases():
     for dtype in (np.int8, np.float16, F32, np.float64):
         case(copy_rows, np.dtype(dtype))
     for source, kind, dim, inverse in (
-        ("fp32", "fp32", 128, False), ("fp64", "fp64", 20, True), ("fp16", "fp32", 96, True), ("bf16", "bf16", 64, False),
-        ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
+        ("fp32", "fp32", 128, False), ("fp64", "fp64", 20, True), ("fp16", "fp32", 96, True),
+        ("bf16", "bf16", 64, False), ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
     ):  # fmt: skip
         case(rotate, source, kind, dim, inverse, everyday=dim == 96)
     for kind in (*naive.CODES, *FP8):
         case(dequantise, kind)
     _attention(case)
     for shape, kind in (
-        (codes.Shape(64, 1, 0, tokens=150), "fp32"), (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),
-        (codes.Shape(64, 4, 40, heads=2, group=5, tokens=140), "fp32"), (codes.Shape(32, 8, 0, group=2, tokens=20), "bf16"),
-        (codes.Shape(136, 4, 0, tokens=30), "fp32"), (codes.Shape(16, 16, 0, tokens=9), "fp64"),
+        (codes.Shape(64, 1, 0, tokens=150), "fp32"),
+        (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),
+        (codes.Shape(64, 4, 40, heads=2, group=5, tokens=140), "fp32"),
+        (codes.Shape(32, 8, 0, group=2, tokens=20), "bf16"), (codes.Shape(136, 4, 0, tokens=30), "fp32"),
+        (codes.Shape(16, 16, 0, tokens=9), "fp64"),
     ):  # fmt: skip
         case(compressed, shape, kind, everyday=kind == "fp16")
     return {c.name: c for c in made}
@@ -510,6 +517,7 @@ def _attention(case):
     ):
         case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
+    case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
 
 
 def _call(function, args, options):

@@ -127,6 +127,14 @@ def test_integers(instruction, expected):
     assert list(out) == [expected(x) & 0xFFFFFFFF for x in values]
 
 
+def as_int32(x):
+    return np.float32(0 if np.isnan(x) else np.clip(np.trunc(np.float64(x)), -(2**31), 2**31 - 1))
+
+
+def square_and_more(x):
+    return np.float32(np.float64(x) ** 2 + np.float64(x))
+
+
 @pytest.mark.parametrize(
     ("instruction", "expected"),
     [
@@ -142,7 +150,7 @@ def test_integers(instruction, expected):
             lambda x: np.float32(
                 0 if np.isnan(x) else np.clip(np.trunc(np.float64(x)), -(2**31), 2**31 - 1)
             ),
-        ),  # fmt: skip
+        ),
         ("cvt.rn.f16.f32 %rs1, %f1;\ncvt.f32.f16 %f2, %rs1;", lambda x: np.float32(np.float16(x))),
         (
             "setp.leu.f32 %p1, %f1, 0f00000000;\nselp.f32 %f2, 0f3F800000, 0f00000000, %p1;",
@@ -158,8 +166,8 @@ def test_integers(instruction, expected):
         ),
         (
             "cvt.f64.f32 %fd1, %f1;\nfma.rn.f64 %fd2, %fd1, %fd1, %fd1;\ncvt.rn.f32.f64 %f2, %fd2;",
-            lambda x: np.float32(np.float64(x) ** 2 + np.float64(x)),
-        ),  # fmt: skip
+            square_and_more,
+        ),
     ],
     ids=lambda x: x.split(";")[0] if isinstance(x, str) else "",
 )
@@ -248,7 +256,8 @@ def test_a_place_written_while_another_reads_it_is_a_race():
     assert problems(exchange(more="bar.sync 0;" + again), n=99, shared=SHARED) == set()
     everyone = "st.shared.u32 [mine], %r2;"
     assert "different values stored to one place at once" in problems(everyone, shared=SHARED)
-    first = "setp.eq.u32 %p1, %r2, 0; @%p1 bra $a; bra.uni $b; $a: st.shared.u32 [mine], 1; $b: st.shared.u32 [mine], 2;"
+    first = "setp.eq.u32 %p1, %r2, 0; @%p1 bra $a; bra.uni $b; $a: st.shared.u32 [mine], 1; "
+    first += "$b: st.shared.u32 [mine], 2;"
     assert problems(first, shared=SHARED) == {"race: two threads write"}
 
 
@@ -265,7 +274,8 @@ def test_what_was_not_written_is_not_read():
     assert problems(written, local=local) == set()
     sometimes = "setp.gt.u32 %p1, %r2, 3; @%p1 bra $on; mov.u32 %r7, 1; $on: add.s32 %r4, %r7, 1;"
     assert problems(sometimes) == {"register read that was not set"}
-    always = "setp.gt.u32 %p1, %r2, 3; @%p1 bra $on; mov.u32 %r7, 1; bra.uni $end; $on: mov.u32 %r7, 2; $end: add.s32 %r4, %r7, 1;"
+    always = "setp.gt.u32 %p1, %r2, 3; @%p1 bra $on; mov.u32 %r7, 1; bra.uni $end; "
+    always += "$on: mov.u32 %r7, 2; $end: add.s32 %r4, %r7, 1;"
     assert problems(always) == set()
 
 
@@ -326,11 +336,16 @@ def test_atomics():
 
 
 def test_functions_are_put_where_they_are_called():
-    text = HEAD.format(shared="", local="", body="""
+    text = HEAD.format(
+        shared="",
+        local="",
+        body="""
     { .reg .b32 temp_param_reg; .param .b32 param0; st.param.b32 [param0+0], %r2; .param .b32 retval0;
     call.uni (retval0), twice, ( param0 ); ld.param.b32 %r4, [retval0+0]; }
     { .param .b32 param0; st.param.b32 [param0], %r4; .param .b32 retval0;
-    call.uni (retval0), twice, ( param0 ); ld.param.b32 %r4, [retval0]; }""" + STORE)  # fmt: skip
+    call.uni (retval0), twice, ( param0 ); ld.param.b32 %r4, [retval0]; }"""
+        + STORE,
+    )
     function = """
 .func (.param .b32 func_retval0) twice( .param .b32 twice_param_0 )
 {

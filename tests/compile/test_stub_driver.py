@@ -1,8 +1,9 @@
-"""The stub of a driver: what Numba and cuda.core ask of it is done and written down, and what a driver refuses is refused."""
+"""The stub of a driver: what is asked of it is done and written down; what a driver refuses is refused."""
 
 import numpy as np
 import pytest
 from ptx_on_cuda import device
+
 from tools.cuda import ledger, pages, resources, stub_driver
 
 driver = device.driver
@@ -39,7 +40,7 @@ def test_a_copy_there_and_back():
     assert log.groups()["blocking copies"] == 2
     assert log.groups()["allocations"] == 1
     assert [call.note for call in log.calls if call.name == "cuMemAlloc"] == [x.nbytes]
-    base, size = driver.allocation(there.gpu_data.device_pointer.value if hasattr(there.gpu_data.device_pointer, "value") else int(there.gpu_data.device_pointer))  # fmt: skip
+    _, size = driver.allocation(there.__cuda_array_interface__["data"][0])
     assert size == x.nbytes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COMPARISONS", "FUNCTIONS", "convert_to_int", "divide", "fma32", "fma64", "high", "permute", "shift_left", "shift_right"]  # fmt: skip
+__all__ = ["COMPARISONS", "FUNCTIONS"]
 
 Values = Any
 

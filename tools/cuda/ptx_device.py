@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -123,12 +124,9 @@ class Device:
 
 
 def short(name: str) -> str:
-    """A kernel's name without its types, and without what mangling puts between."""
-    import re
-
-    parts = [m for m in re.findall(r"\d+((?:make_)?[a-z]\w*?)(?=\d|B|$)", name.partition("B")[0])]
-    made = [p for p in parts if p.startswith("make_")]
-    return made[0].removeprefix("make_") if made else name[:60]
+    """The name of a kernel's factory, out of its mangled name."""
+    found = re.search(r"\d+make_([a-z_]+?)\d+_3clocals", name)
+    return found[1] if found else name[:60]
 
 
 _started: list[Device] = []

@@ -31,6 +31,13 @@ THREADS_AT_ONCE = 1024
 #: Basic blocks that a batch may run before it is said to hang.
 MOST_STEPS = 3_000_000
 
+#: What an atomic operation makes of the old value and the given one.
+ATOMICS: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+Find = Callable[[int], "tuple[int, int] | None"]
+
 FAR = np.int64(1) << np.int64(40)
 
 
@@ -144,7 +151,9 @@ def unset_somewhere(program: Program) -> set[str]:
 class _Batch:
     """Blocks that run at once."""
 
-    def __init__(self, compiled: Compiled, blocks: int, block: tuple[int, int, int], shared_bytes: int, find: Callable[[int], tuple[int, int] | None], result: Run) -> None:  # fmt: skip
+    def __init__(
+        self, compiled: Compiled, blocks: int, block: tuple[int, int, int], shared_bytes: int, find: Find, result: Run
+    ) -> None:  # fmt: skip
         self.compiled, self.program, self.result = compiled, compiled.program, result
         self.blocks, self.block, self.shared_bytes = blocks, block, shared_bytes
         self.threads = block[0] * block[1] * block[2]
@@ -280,7 +289,8 @@ class _Batch:
 
     def _windows(self, a: Any) -> list[tuple[str, int, Any]]:
         high = a >> np.uint64(56)
-        spaces = {0: ("global", 0), SHARED_WINDOW >> 56: ("shared", SHARED_WINDOW), LOCAL_WINDOW >> 56: ("local", LOCAL_WINDOW)}  # fmt: skip
+        windows = {"global": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+        spaces = {window >> 56: (space, window) for space, window in windows.items()}
         return [(*spaces.get(int(h), ("global", 0)), high == h) for h in np.unique(high)]
 
     def _by_window(self, a: Any, lanes: Any, at: int, size: int, count: int) -> list[Any]:
@@ -305,13 +315,14 @@ class _Batch:
             else:
                 (self.shared if space == "shared" else self.local).store(b, size, parts, own, at)
 
-    def atomic(self, space: str, operation: str, base: Any, offset: int, values: tuple[Any, ...], mask: Any, at: int) -> Any:  # fmt: skip
+    def atomic(
+        self, space: str, operation: str, base: Any, offset: int, values: tuple[Any, ...], mask: Any, at: int
+    ) -> Any:  # fmt: skip
         """One thread after another reads a word and puts another in its place; what they read."""
         a, lanes = self._addresses(base, offset, mask)
         parts = [np.broadcast_to(v, (self.total,)) for v in values]
         parts = parts if mask is None else [v[mask] for v in parts]
         dtype = parts[0].dtype
-        functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}  # fmt: skip
         found = np.zeros(len(a), dtype)
         if space != "global":
             raise PtxError(f"atomics in {space} memory are not known")
@@ -323,7 +334,7 @@ class _Batch:
                 new = (
                     parts[0][i : i + 1]
                     if operation == "exch"
-                    else functions[operation](old, parts[0][i : i + 1])
+                    else ATOMICS[operation](old, parts[0][i : i + 1])
                 )
             self.memory.store(
                 a[i : i + 1], dtype.itemsize, [new.astype(dtype).view(f"u{dtype.itemsize}")], at

@@ -1,4 +1,4 @@
-"""A plugin of pytest: tests of the target "cuda" run on the interpreter of PTX, without a GPU and without the simulator.
+"""A plugin of pytest: tests of the target "cuda" run on the interpreter of PTX, without a GPU or the simulator.
 
     NUMBA_ENABLE_CUDASIM=0 python -m pytest -p tools.cuda.ptx_plugin tests/kernels -k cuda
 

@@ -209,7 +209,8 @@ class Translator:
             name = first + "imum" if of[0] != "f" or "NaN" in modes else "f" + first
             return self._call(f"np.{name}", to, of, args, masked)
         if first in ("neg", "abs", "not") and modes <= {"ftz"}:
-            return self._call({"neg": "np.negative", "abs": "np.absolute", "not": "np.invert"}[first], to, of, args, masked)  # fmt: skip
+            name = {"neg": "np.negative", "abs": "np.absolute", "not": "np.invert"}[first]
+            return self._call(name, to, of, args, masked)
         if first == "copysign":
             return self._call("np.copysign", to, of, args[::-1], masked)
         if first in arithmetic.FUNCTIONS and of[0] == "f" and modes <= {"approx", "ftz", "rn"}:
@@ -473,7 +474,8 @@ class Translator:
         of, memory = parts[-1], x.operands[0 if parts[0] == "red" else 1]
         base, offset = self._address(memory)
         values = [self.read(o, of) for o in x.operands[1 if parts[0] == "red" else 2 :]]
-        call = f"atomic('{space}', '{operation}', {base}, {offset}, ({', '.join(values)},), {'M' if masked else 'None'}, {at})"
+        mask = "M" if masked else "None"
+        call = f"atomic('{space}', '{operation}', {base}, {offset}, ({', '.join(values)},), {mask}, {at})"
         if parts[0] == "red" or x.operands[0] == "_":
             return [call]
         return [

@@ -1,6 +1,6 @@
 """Registers, spills, local and shared memory of the machine code that runs, for several architectures; no GPU needed.
 
-    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--cases REGEX] [--keep FILE.json] [--page perf/results/NAME.md]
+    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--cases REGEX] [--keep FILE.json] [--page FILE.md]
 
 What runs is not the PTX that Numba shows: it is linked from optimised IR by nvJitLink, which optimises again. So the
 kernels that the cases of ``tests/ptx_cases.py`` launch, with the signatures and options of the run, are
