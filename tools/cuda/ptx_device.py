@@ -145,8 +145,10 @@ def start() -> Device:
     # Kernels on disk are machine code; what is kept here is PTX, so it needs a place of its own.
     folder = Path(tempfile.gettempdir(), f"numkv-ptx-{os.getuid()}")
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["NUMBA_CACHE_DIR"] = str(folder)
     driver = stub_driver.load()
+    from numba.core import config
+
+    os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR = str(folder)  # numba may have been imported before
     driver.poison(0xA5)
     _give_ptx()
     _started.append(Device(driver))
