@@ -281,7 +281,7 @@ def test_what_was_not_written_is_not_read():
 
 def test_barriers_that_not_all_threads_reach():
     half = "setp.gt.u32 %p1, %r2, 31; @%p1 bra $over; bar.sync 0; $over: add.s32 %r4, %r2, 1; bar.sync 0;"
-    assert problems(half) == {"threads of a block wait at different barriers"}
+    assert "threads of a block wait at different barriers" in problems(half)
     some = "setp.gt.u32 %p1, %r2, 31; @%p1 bra $end; bar.sync 0; $end: "
     assert problems(some + "add.s32 %r4, %r2, 1;") == {"barrier that some threads have left behind"}
 

@@ -7,6 +7,7 @@ from ptx_on_cuda import device
 from tools.cuda import ledger, pages, resources, stub_driver
 
 driver = device.driver
+few_blocks = pytest.mark.filterwarnings("ignore:Grid size")
 
 
 def cuda():
@@ -77,6 +78,7 @@ def test_memory_of_pools():
     assert driver.allocation(64) is None
 
 
+@few_blocks
 def test_a_launch_is_seen_with_its_sizes_and_checked():
     seen = []
     hooks = driver._hooks
@@ -114,6 +116,7 @@ def test_what_would_break_a_capture_is_refused():
         builder.end_building()
 
 
+@few_blocks
 def test_a_captured_launch_runs_when_it_is_replayed():
     """By the interpreter, with the contents that memory has then."""
 

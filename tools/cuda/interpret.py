@@ -12,6 +12,7 @@ is left out in turn, and the case has to fail.
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 import time
@@ -23,10 +24,14 @@ from typing import Any
 
 import numpy as np
 
+from numkv.kernels.dispatch import FILES
 from tools.cuda import pages, ptx_device
 from tools.cuda.ptx_program import Program
 
 __all__ = ["Mutant", "Outcome", "all_cases", "mutants", "run_case"]
+
+#: Blocks of a launch.
+MOST_BLOCKS = 3
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 
@@ -63,7 +68,17 @@ def all_cases() -> dict[str, Any]:
         sys.path.insert(0, str(TESTS))
     import ptx_cases
 
+    few_blocks()
     return ptx_cases.cases()
+
+
+def few_blocks() -> None:
+    """Have numkv launch as few blocks as it does in the simulator: so each takes several items, one after another."""
+    for file in (*FILES, "attention.splits"):
+        importlib.import_module(f"numkv.kernels.cuda.{file}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("numkv.kernels.cuda") and hasattr(module, "MAX_BLOCKS"):
+            module.MAX_BLOCKS = MOST_BLOCKS  # type: ignore[attr-defined]
 
 
 def run_case(device: ptx_device.Device, case: Any) -> Outcome:

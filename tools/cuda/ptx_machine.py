@@ -111,6 +111,9 @@ def _successors(program: Program) -> dict[int, list[int]]:
 def unset_somewhere(program: Program) -> set[str]:
     """Registers that are read where some path through the program has not set them."""
     names = {register: 1 << i for i, register in enumerate(program.registers)}
+    for x in program.code:
+        if unknown := [r for part in reads_and_writes(x) for r in part if r not in names]:
+            raise PtxError(f"unknown register: {unknown[0]} in {x.text}")
     sets: dict[int, int] = {}
     for start, end in program.blocks.items():
         sets[start] = 0

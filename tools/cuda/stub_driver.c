@@ -202,6 +202,9 @@ CUresult cuStreamGetCaptureInfo_v2(void *s, int *status, unsigned long long *id,
 CUresult cuStreamGetCaptureInfo_v3(void *s, int *status, unsigned long long *id, void **graph, void **deps, void **edges, size_t *n) {
     return cuStreamGetCaptureInfo_v2(s, status, id, graph, deps, n);
 }
+CUresult cuStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void **graph, void **deps, void **edges, size_t *n) {
+    return cuStreamGetCaptureInfo_v2(s, status, id, graph, deps, n);
+}
 CUresult cuThreadExchangeStreamCaptureMode(int *mode) { return OK; }
 CUresult cuEventCreate(void **e, uint flags) { note("cuEventCreate", flags, 0); Event *made = calloc(1, sizeof(Event)); made->flags = flags; *e = made; return OK; }
 CUresult cuEventDestroy(void *e) { note("cuEventDestroy", 0, 0); free(e); return OK; }
@@ -470,6 +473,11 @@ CUresult cuLaunchKernelEx(const Config *c, void *f, void **params, void **extra)
 CUresult cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long f) { note("cuGraphInstantiate", 0, 0); *e = g; return OK; }
 CUresult cuGraphInstantiateWithParams(void **e, void *g, void *p) { return cuGraphInstantiateWithFlags(e, g, 0); }
 CUresult cuGraphInstantiate(void **e, void *g, unsigned long long f) { return cuGraphInstantiateWithFlags(e, g, f); }
+CUresult cuUserObjectCreate(void **o, void *p, void *destroy, uint count, uint flags) { *o = malloc(16); return OK; } /* never destroyed */
+CUresult cuUserObjectRetain(void *o, uint count) { return OK; }
+CUresult cuUserObjectRelease(void *o, uint count) { return OK; }
+CUresult cuGraphRetainUserObject(void *g, void *o, uint count, uint flags) { return OK; }
+CUresult cuGraphReleaseUserObject(void *g, void *o, uint count) { return OK; }
 CUresult cuGraphExecDestroy(void *e) { return OK; }
 CUresult cuGraphDestroy(void *g) { return OK; } /* kept, as what was instantiated is the same */
 CUresult cuGraphUpload(void *e, void *s) { note("cuGraphUpload", 0, s); return OK; }
