@@ -92,7 +92,9 @@ class CudaTarget:
             host = np.ascontiguousarray(x).reshape(x.shape)
             # Numba copies no dtypes of ml_dtypes, as they have no buffers.
             word = WORD_OF.get(x.dtype)
-            return self.typed(self._cuda.to_device(host if word is None else host.view(word)), x.dtype)
+            return self.typed(
+                self._cuda.to_device(host if word is None else host.view(word)), x.dtype
+            )
         return self.accept(x, name)
 
     def accept(self, x: Any, name: str) -> Array:

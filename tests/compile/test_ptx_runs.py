@@ -5,13 +5,12 @@ A few cases run always; all of them with ``--nightly``, or by ``python -m tools.
 
 import numpy as np
 import pytest
-from ptx_cases import cases
 from ptx_on_cuda import device
 
 from numkv.kinds import kinds
 from tools.cuda import interpret
 
-CASES = cases()
+CASES = interpret.all_cases()
 PARAMS = [
     pytest.param(case, id=name, marks=[] if case.everyday else pytest.mark.nightly)
     for name, case in CASES.items()

@@ -66,13 +66,10 @@ class Compiled:
         self.tracked = unset_somewhere(program)
         self.translator = Translator(program, self.tracked)
         self._code: dict[tuple[int, bool], types.CodeType] = {}
-        text = " ".join(
-            x.opcode for x in program.code if x.opcode.startswith(("ld", "st", "atom", "red"))
-        )
-        small = [
-            n for n, of in ((1, "8"), (2, "16")) if any(f".{t}{of} " in text + " " for t in "usb")
-        ]
-        self.grain = min([4, *small])
+        elsewhere = {"global", "local", "param", "const"}
+        accesses = [x.parts for x in program.code if x.parts[0] in ("ld", "st", "atom", "red")]
+        sizes = [BITS.get(p[-1], 8) // 8 for p in accesses if not elsewhere & set(p)]
+        self.grain = min([4, *sizes])
 
     def code(self, start: int, masked: bool) -> types.CodeType:
         """The code of a basic block, for all threads or for those of a mask."""
