@@ -204,3 +204,20 @@ def test_the_linkers_log():
     )
     with pytest.raises(ValueError, match="registers"):
         resources.of_log("case", "kernel", "sm_90", "nothing")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8_e4m3"])
+def test_narrow_floats_go_to_the_device_and_back(kind):
+    """Numba copies no dtypes of ml_dtypes; what the target, and files, copy are their words."""
+    import numkv
+    from numkv import targets
+    from numkv.files.rows import HostBuffers
+
+    where, x = targets.get("cuda"), np.arange(6).reshape(2, 3).astype(numkv.kind(kind).dtype)
+    there = where.asarray(x)
+    assert there.dtype == x.dtype
+    assert np.array_equal(where.to_host(there), x)
+    buffers, other = HostBuffers(where), where.empty((2, 3), x.dtype)
+    buffers.of(other)[...] = x
+    buffers.upload()
+    assert np.array_equal(where.to_host(other), x)
