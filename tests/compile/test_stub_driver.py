@@ -106,7 +106,7 @@ def test_a_launch_is_seen_with_its_sizes_and_checked():
 def test_what_would_break_a_capture_is_refused():
     stream = core().create_stream()
     builder = stream.create_graph_builder()
-    builder.begin_building()
+    builder.begin_building(mode="global")
     try:
         with pytest.raises(Exception, match="STREAM_CAPTURE_UNSUPPORTED"):
             cuda().device_array(10, np.float32)
