@@ -231,7 +231,8 @@ class CudaTarget:
         if isinstance(x, np.ndarray):
             return x
         device: Any = self.accept(x, "array")
-        host = self.words(device).copy_to_host()
+        words: Any = self.words(device)
+        host = words.copy_to_host()
         return host if host.dtype == device.dtype else host.view(device.dtype)
 
     # -- views
