@@ -288,5 +288,6 @@ class HostBuffers:
         """Copy what has been filled to the target."""
         for x, twin in self._twins.values():
             if x.size:
-                x.copy_to_device(twin)
+                words: Any = self._target.words(x)  # Numba copies no dtypes of ml_dtypes
+                words.copy_to_device(twin.view(words.dtype))
         self._twins.clear()

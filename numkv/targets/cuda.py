@@ -89,7 +89,12 @@ class CudaTarget:
             raise masked(name)
         if self._on_host(x):
             x = CpuTarget().asarray(x, name)
-            return self._cuda.to_device(np.ascontiguousarray(x).reshape(x.shape))
+            host = np.ascontiguousarray(x).reshape(x.shape)
+            # Numba copies no dtypes of ml_dtypes, as they have no buffers.
+            word = WORD_OF.get(x.dtype)
+            return self.typed(
+                self._cuda.to_device(host if word is None else host.view(word)), x.dtype
+            )
         return self.accept(x, name)
 
     def accept(self, x: Any, name: str) -> Array:
@@ -226,7 +231,9 @@ class CudaTarget:
         if isinstance(x, np.ndarray):
             return x
         device: Any = self.accept(x, "array")
-        return device.copy_to_host()
+        words: Any = self.words(device)
+        host = words.copy_to_host()
+        return host if host.dtype == device.dtype else host.view(device.dtype)
 
     # -- views
 

@@ -237,8 +237,7 @@ def _floats_of(context, b, kind, chunk):
     """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
     i32, single = ir.IntType(32), ir.FloatType()
     if kind == "int4":
-        # What lifts the low and the high nibbles to bits 1 to 4 of their bytes.
-        for shift in (-1, 3):
+        for shift in (0, 4):  # the low nibbles, then the high ones
             for i in range(chunk.type.count):
                 yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
         return

@@ -1,0 +1,527 @@
+"""Small calls of every CUDA kernel and kind, each compared with the float64 oracle; for the interpreter of PTX.
+
+A case runs a call of numkv on the target "cuda" and asserts its result. What its kernels did beside that is looked at
+by who calls: `tools.cuda.ptx_device`. Shapes are such that loops go round, tails are ragged and blocks take several
+items; a few have more threads than work.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_dtypes
+import naive
+import numpy as np
+import operands
+import paged_problems
+import problems
+import tolerances
+from kernels import test_compress as codes
+from problems import Shape
+
+import numkv
+from numkv import targets
+
+FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+FLOATS = list(naive.DTYPES)
+KINDS = [*FLOATS, *naive.CODES, *FP8]
+F32, I32, I64 = np.float32, np.int32, np.int64
+NO_SCALE, NO_RANGES = np.zeros((0, 0, 0), F32), np.zeros((0, 2), I64)
+
+
+class Case(NamedTuple):
+    """A call and its check."""
+
+    name: str
+    run: Callable[[np.random.Generator], None]
+    everyday: bool = False  #: in every run of CI
+
+
+def to(x):
+    return targets.get("cuda").asarray(x)
+
+
+def host(x):
+    return targets.get("cuda").to_host(x)
+
+
+def ops():
+    return targets.get("cuda").ops
+
+
+def to_words(x):
+    """An array as kernels see it: 16-bit and 8-bit floats as unsigned words."""
+    return to(
+        operands.words(x)
+        if x.dtype.itemsize == 2
+        else x.view(np.uint8)
+        if x.dtype in FP8.values()
+        else x
+    )
+
+
+def of_heads(rng, rows, kind, axis):
+    """Words of rows in an 8-bit float, the scales of their heads, and values."""
+    scale = (rng.random(rows.shape[axis]) + 0.5).astype(F32)
+    along = scale.reshape([-1 if i == axis else 1 for i in range(rows.ndim)])
+    top = {"fp8_e4m3": F32(448), "fp8_e5m2": F32(57344)}[kind]
+    words = np.clip(rows.astype(F32) / along, -top, top).astype(FP8[kind])
+    return words, scale, words.astype(np.float64) * along
+
+
+# ---------------------------------------------------------------- writing
+
+SHAPE = (7, 2, 5)  # blocks, kv heads, tokens of a block
+
+
+def empty_pool(rng, kind, dim):
+    """A pool of a recognisable filling and its scales."""
+    if kind in FP8:
+        scale = (rng.random(SHAPE[1]) + 0.5).astype(F32)
+        return np.full((*SHAPE, dim), operands.UNTOUCHED, np.uint8), scale
+    return operands.pool(kind, SHAPE, dim)
+
+
+def pool_after(pool, scale, kind, rows, slots):
+    """What it holds after rows ``(tokens, heads, dim)`` went into slots."""
+    if kind not in FP8:
+        return operands.after(pool, scale, kind, rows, slots)
+    pool, top = pool.copy(), {"fp8_e4m3": F32(448), "fp8_e5m2": F32(57344)}[kind]
+    words = np.clip(rows.astype(F32) / scale[:, None], -top, top).astype(FP8[kind]).view(np.uint8)
+    for t, slot in enumerate(slots):
+        if slot >= 0:
+            pool[slot // SHAPE[2], :, slot % SHAPE[2]] = words[t]
+    return pool, scale
+
+
+def append(rng, source, kind, by_slot, dim):
+    """Rows of one sequence by its block table, or of many by slots, of which one is skipped."""
+    rows = naive.round_to(rng.standard_normal((13, SHAPE[1], dim)), source)
+    pool, scale = empty_pool(rng, kind, dim)
+    where = to(pool), to(scale)
+    if by_slot:
+        slots = rng.permutation(SHAPE[0] * SHAPE[2])[:13].astype(I64)
+        slots[4] = -1
+        ops().scatter_rows(to_words(rows), source, where[0], kind, where[1], to(slots))
+    else:
+        table = rng.permutation(SHAPE[0])[:4].astype(I32)
+        slots = operands.slots_of(table, 3, 13, SHAPE[2])
+        ops().append_rows(to_words(rows), source, where[0], kind, where[1], to(table), 3)
+    for got, want in zip(where, pool_after(pool, scale, kind, rows, slots), strict=True):
+        operands.assert_same(host(got), want)
+
+
+def write(rng, source, k_kind, v_kind, mode, by_slot):
+    """The fused write: split, norm, rotation and write; floats as the oracle's, codes as those of the rows written."""
+    q_heads, heads, dim, tokens = 3, SHAPE[1], 64, 6
+    width = (q_heads + 2 * heads) * dim
+    qkv = naive.round_to(rng.standard_normal((tokens, width)), source)
+    compute = np.float64 if "fp64" in (source, k_kind, v_kind) else F32
+    cos, sin = naive.rope_tables(16, dim, dtype=compute)
+    weights = [(1 + 0.1 * rng.standard_normal(dim)).astype(compute) for _ in range(2)]
+    first, slots = 4, rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
+    table = rng.permutation(SHAPE[0])[:3].astype(I32)
+    pools = [[to(x) for x in empty_pool(rng, kind, dim)] for kind in (k_kind, v_kind)]
+    before = [[host(x) for x in pool] for pool in pools]
+    q_out = to_words(np.zeros((tokens, q_heads, dim), naive.DTYPES[source]))
+    normalise, rotate, interleaved = mode in (1, 4), mode != 0, mode in (3, 4)
+    head = (
+        to_words(qkv),
+        source,
+        to(cos),
+        to(sin),
+        normalise,
+        rotate,
+        interleaved,
+        *map(to, weights),
+        1e-5,
+    )
+    if by_slot:
+        positions = np.arange(first, first + tokens)
+        ops().scatter_write(
+            *head, to(positions), q_out, pools[0][0], k_kind, pools[0][1], pools[1][0], v_kind, pools[1][1],
+            to(slots),
+        )  # fmt: skip
+    else:
+        slots = operands.slots_of(table, first, tokens, SHAPE[2])
+        ops().write_rows(
+            *head, first, q_out, pools[0][0], k_kind, pools[0][1], pools[1][0], v_kind, pools[1][1], to(table),
+            first,
+        )  # fmt: skip
+    wanted = naive.write(qkv, q_heads, heads, dim, mode, cos, sin, *weights, 1e-5, first)
+    got_q = host(q_out).view(naive.DTYPES[source])
+    tolerances.assert_rows_close(got_q, wanted[0], 2e-6 + tolerances.ROUNDING[source])
+    for (got, scale), (old, _), kind, rows in zip(
+        pools, before, (k_kind, v_kind), wanted[1:], strict=True
+    ):
+        got, scale = host(got), host(scale)
+        rest = np.ones((SHAPE[0], SHAPE[2]), bool)
+        rest.reshape(-1)[slots] = False
+        assert np.array_equal(np.swapaxes(got, 1, 2)[rest], np.swapaxes(old, 1, 2)[rest])
+        found = np.stack([got[s // SHAPE[2], :, s % SHAPE[2]] for s in slots])
+        if kind in FLOATS:
+            values, bound = found.view(naive.DTYPES[kind]), 2e-6 + 2 * tolerances.ROUNDING[kind]
+        elif kind in FP8:
+            values = found.view(FP8[kind]).astype(np.float64) * scale[:, None]
+            bound = 0.08 if kind == "fp8_e4m3" else 0.15
+        else:
+            of = np.stack([scale[s // SHAPE[2], :, s % SHAPE[2]] for s in slots])
+            of = of.view(naive.DTYPES["bf16"]) if kind == "int4" else of
+            values, bound = naive.dequantise(found, of), 0.02 if kind == "int8" else 0.2
+        tolerances.assert_rows_close(values, rows, bound)
+
+
+def values_of(words, scale, kind):
+    """What a pool of keys holds, in float64."""
+    if kind in naive.CODES:
+        return naive.dequantise(
+            words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale
+        )
+    if kind in FP8:
+        return words.view(FP8[kind]).astype(np.float64) * scale[:, None, None]
+    return words.view(naive.DTYPES[kind]).astype(np.float64)
+
+
+def shift(rng, kind, interleaved):
+    """Keys turned to other positions, in place; slots outside of the pool are skipped."""
+    dim, half, offset = 64, 24, -5
+    rows = rng.standard_normal((*SHAPE, dim))
+    if kind in FP8:
+        words, scale, _ = of_heads(rng, rows, kind, 1)
+    else:
+        words, scale = operands.stored(rows, kind)
+        scale = NO_SCALE if scale is None else scale
+    slots = rng.permutation(SHAPE[0] * SHAPE[2])[:11].astype(I64)
+    cos, sin = naive.rope_tables(16, 2 * half)
+    pool, scales = to_words(words), to(scale)
+    given = np.append(slots, [-1, SHAPE[0] * SHAPE[2]])
+    ops().shift_rows(pool, kind, scales, to(given), offset, to(cos), to(sin), interleaved)
+    before = values_of(host(to_words(words)), scale, kind)
+    wanted = naive.rope(before, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
+    got, scales = host(pool), host(scales)
+    after = values_of(got, scales, kind)
+    bound = {"int8": 0.01, "int4": 0.1, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}.get(kind, 0) or (
+        2e-6 + tolerances.ROUNDING[kind]
+    )
+    moved = np.zeros((SHAPE[0], SHAPE[2]), bool)
+    moved.reshape(-1)[slots] = True
+    tolerances.assert_rows_close(
+        np.swapaxes(after, 1, 2)[moved], np.swapaxes(wanted, 1, 2)[moved], bound
+    )
+    kept = np.swapaxes(got, 1, 2)[~moved]
+    assert np.array_equal(kept, np.swapaxes(host(to_words(words)), 1, 2)[~moved])
+
+
+# ---------------------------------------------------------------- copies and rows
+
+
+def copy_tokens(rng, word, within):
+    """Rows between pools, or within one."""
+    dtype = np.dtype(f"u{word}")
+    source, there = (rng.integers(0, 200, (4, 3, 5, 7)).astype(dtype) for _ in range(2))
+    a, b = rng.permutation(20)[:9].astype(I64), rng.permutation(20)[:9].astype(I64)
+    if within:
+        a = np.concatenate([np.arange(6, 15), np.arange(15, 18)]).astype(I64)
+        b = a - 6
+        there = source.copy()
+    here = to(source)
+    target = here if within else to(there)
+    ops().copy_tokens(here, to(a), target, to(b))
+    wanted = np.swapaxes(there, 1, 2).reshape(20, 3, 7).copy()
+    wanted[b] = np.swapaxes(source, 1, 2).reshape(20, 3, 7)[a]
+    assert np.array_equal(np.swapaxes(host(target), 1, 2).reshape(20, 3, 7), wanted)
+
+
+def copy_blocks(rng, word):
+    """Blocks between pools: of as many words as a block of threads takes at once, and some more."""
+    dtype = np.dtype(f"u{word}")
+    source, there = (rng.integers(0, 200, (4, 1, 1, 1027)).astype(dtype) for _ in range(2))
+    a, b, target = np.array([2, 0, 2, 9], I32), np.array([1, 3, 0, 2], I32), to(there)
+    ops().copy_blocks(to(source), to(a), target, to(b))
+    there[b[:3]] = source[a[:3]]
+    assert np.array_equal(host(target), there)
+
+
+def copy_rows(rng, dtype):
+    """Rows at an offset for each sequence, of which some lie outside."""
+    new, cache = (
+        naive.round_to(rng.standard_normal((3, 2, n, 37)) * 50, "fp32").astype(dtype)
+        for n in (4, 9)
+    )
+    offsets, there = np.array([-2, 3, 7], I64), to(cache)
+    ops().copy_rows(to(new), there, to(offsets))
+    assert np.array_equal(host(there), naive.plan_append(new, cache, offsets))
+
+
+def non_finite(rng, kind):
+    """The first of several; and none."""
+    rows = naive.round_to(rng.standard_normal((11, 3, 37)), kind)
+    assert ops().first_non_finite(to_words(rows), kind) == -1
+    rows.reshape(-1)[[700, 901, 333]] = np.inf, np.nan, -np.inf
+    assert ops().first_non_finite(to_words(rows), kind) == 333
+
+
+def rotate(rng, source, kind, dim, inverse):
+    """Rows times the matrix of signs and a Hadamard transform."""
+    signs = rng.choice(np.array([-1, 1], F32), dim)
+    x = naive.round_to(rng.standard_normal((7, 3, dim)), source)
+    out = to_words(np.zeros(x.shape, naive.DTYPES[kind]))
+    ops().rotate_rows(to_words(x), source, to(signs), inverse, out, kind)
+    matrix = naive.rotation(signs)
+    wanted = x.astype(np.float64) @ (matrix if inverse else matrix.T)
+    bound = (1e-15 if "fp64" in (source, kind) else 6e-7) + tolerances.ROUNDING[kind]
+    tolerances.assert_rows_close(host(out).view(naive.DTYPES[kind]), wanted, bound)
+
+
+def merge(rng, kind):
+    """Two results, of which one or both saw nothing."""
+    o = [naive.round_to(rng.standard_normal((5, 3, 70)), kind) for _ in range(2)]
+    lse = [rng.standard_normal((5, 3)).astype(F32) for _ in range(2)]
+    lse[0][1], lse[1][2], o[0][1] = -np.inf, -np.inf, np.nan
+    lse[0][3] = lse[1][3] = -np.inf
+    out, total = to_words(np.zeros_like(o[0])), to(np.zeros((5, 3), F32))
+    ops().merge_states(to_words(o[0]), to(lse[0]), to_words(o[1]), to(lse[1]), kind, out, total)
+    o[0][1] = 0
+    wanted, wanted_lse = naive.merge_states(o[0], lse[0], o[1], lse[1])
+    bound = max(1e-6, 2 * tolerances.ROUNDING[kind])
+    tolerances.assert_rows_close(host(out).view(naive.DTYPES[kind]), wanted, bound)
+    tolerances.assert_lse_close(host(total), wanted_lse)
+
+
+def dequantise(rng, kind):
+    """Stored rows of one block as floats."""
+    rows = rng.standard_normal((3, 9, 96))
+    if kind in FP8:
+        words, scale, values = of_heads(rng, rows, kind, 0)
+        words, scale = words.view(np.uint8), scale[:, None]
+    else:
+        words, scale = operands.stored(rows, kind)
+        values = naive.dequantise(
+            words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale
+        )
+    got = host(targets.get("cuda").dequantise(numkv.kind(kind), to(words), to(scale)))
+    assert np.array_equal(got, values.astype(F32))
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention(rng, shape, k_kind, q_kind, v_kind=None, block_size=16, **options):
+    """Over shuffled blocks, with garbage wherever nothing may be read."""
+    problem = paged_problems.make(rng, shape, k_kind, q_kind, v_kind=v_kind, block_size=block_size)
+    if options.pop("sinks", False):
+        options["sinks"] = rng.standard_normal(shape.num_q_heads).astype(F32)
+    problem.check(to, host, **options)
+
+
+def attention_of_heads(rng, shape, k_kind, v_kind, q_kind, mass=False, **options):
+    """Over 8-bit floats and others, contiguous; and the attention that each token gets."""
+    problem = problems.make(rng, shape, "fp32", q_kind)
+    stored = []
+    for x, kind in ((problem.k, k_kind), (problem.v, v_kind)):
+        if kind in FP8:
+            stored.append(of_heads(rng, np.nan_to_num(x), kind, 1))
+        else:
+            words = naive.round_to(np.nan_to_num(x), kind)
+            stored.append((words, NO_SCALE, words.astype(np.float64)))
+    (k, k_scale, keys), (v, v_scale, values) = stored
+    n, heads = problem.q.shape[:2]
+    seqs, cu = len(shape.seq_lens), problem.cu_seqlens_q
+    starts = np.arange(seqs + 1, dtype=I64) if cu is None else cu.astype(I64)
+    batch = [
+        to(x)
+        for x in (
+            np.arange(seqs, dtype=I32)[:, None],
+            problem.seq_lens.astype(I64),
+            starts,
+            NO_RANGES,
+        )
+    ]
+    out, lse = (
+        to_words(np.zeros((n, heads, v.shape[3]), problem.q.dtype)),
+        to(np.zeros((n, heads), F32)),
+    )
+    wanted, wanted_lse = naive.attention(problem.q, keys, values, problem.seq_lens, cu, **options)
+    scale = 1 / np.sqrt(shape.head_dim)
+    limits = options.get("logits_soft_cap", 0.0), options.get("window_left", -1)
+    q = to_words(problem.q), q_kind, to_words(k), k_kind, to(k_scale)
+    compute = np.float64 if "fp64" in (q_kind, k_kind, v_kind) else F32
+    ops().attend(
+        *q, to_words(v), v_kind, to(v_scale), *batch, 0, scale, *limits, to(np.zeros(0, compute)), out, lse
+    )  # fmt: skip
+    bound = max(tolerances.attention(k_kind if k_kind in FLOATS else "fp32", q_kind), 1e-5)
+    tolerances.assert_rows_close(host(out).view(problem.q.dtype), wanted, bound)
+    tolerances.assert_lse_close(host(lse), wanted_lse)
+    if mass:
+        weights = to(np.full((seqs, *k.shape[1:3]), np.nan, F32))
+        ops().attention_weights(*q, *batch, 0, lse, scale, *limits, weights)
+        expected = naive.attention_weights(problem.q, keys, problem.seq_lens, starts, **options)
+        tolerances.assert_weights_close(host(weights), expected, k_kind)
+
+
+def mass(rng, shape, k_kind, q_kind):
+    """The attention that each token gets, over contiguous caches; NaN past a length."""
+    problem = problems.make(rng, shape, "fp32", q_kind)
+    k, scales, values = problem.k, {}, problem.k
+    if k_kind in naive.CODES:
+        k, scale = naive.quantise(np.nan_to_num(problem.k), k_kind)
+        scales, values = {"k_scale": to(scale)}, naive.dequantise(k, scale)
+    elif k_kind != "fp32":
+        k = values = naive.round_to(problem.k, k_kind)
+    starts = np.arange(len(shape.seq_lens) + 1)
+    got = host(numkv.attention_weights(to(problem.q), to(k), to(problem.seq_lens), **scales))
+    wanted = naive.attention_weights(problem.q, np.nan_to_num(values), problem.seq_lens, starts)
+    tolerances.assert_weights_close(got, wanted, k_kind)
+
+
+def cells(rng, kind):
+    """Attention by slots and ranges: a cache of cells in which two sequences share tokens."""
+    shape = (2, 64)
+    cache = numkv.CausalCache()
+    cache.init(kind, 4, 64, 32, target="cuda")
+    rows = {}
+    batches = [([0, 1, 2, 0, 1], [0, 0, 0, 1, 1]), ([3, 2], [0, 1]), ([4, 3], [0, 1])]
+    for positions, sequences in batches:
+        cache.start_forward(numkv.Batch(positions=positions, sequences=sequences))
+        k, v = (
+            naive.round_to(rng.standard_normal((len(positions), *shape)), kind) for _ in range(2)
+        )
+        for i, (position, sequence) in enumerate(zip(positions, sequences, strict=True)):
+            rows[sequence, position] = k[i], v[i]
+        cache.put(0, to(k), to(v))
+    q = naive.round_to(rng.standard_normal((2, 4, 64)), kind)
+    got = host(cache.decode_attention(0, to(q)))
+    for i, (position, sequence) in enumerate(zip(*batches[-1], strict=True)):
+        k, v = (
+            np.stack([rows[sequence, p][j] for p in range(position + 1)], 1)[None] for j in (0, 1)
+        )
+        wanted, _ = naive.attention(q[i : i + 1], k, v, [position + 1])
+        tolerances.assert_rows_close(got[i : i + 1], wanted, tolerances.attention(kind, kind))
+
+
+# ---------------------------------------------------------------- compressed heads
+
+
+def compressed(rng, shape, kind):
+    """Encoded, decoded, scored and attended to."""
+    problem = codes.Problem(rng, shape, "cuda", to, host, kind)
+    # Keys of one size, so that many tokens count.
+    sizes = np.linalg.norm(problem.rows.astype(np.float64), axis=-1, keepdims=True)
+    problem.rows = naive.round_to(problem.rows.astype(np.float64) / sizes, kind)
+    problem.by_head = np.swapaxes(problem.rows.astype(np.float64), 1, 2)
+    codes.check_encoded(problem.encoded())
+    out = to(np.full((shape.heads, shape.tokens, shape.dim), np.nan, F32))
+    back = to(np.ascontiguousarray(np.swapaxes(problem.rotation, 1, 2)))
+    ops().decode_rows(*problem.v[:2], shape.begin, to(problem.levels), back, out)
+    tolerances.assert_rows_close(host(out), problem.decoded(problem.v), 2e-6)
+    codes.assert_scores_close(problem.scores(0.3), problem.expected_scores(0.3), problem, 0.3)
+    scale = 0.3 if shape.projections else 2.0
+    expected = codes.naive_codes.attend(problem.expected_scores(scale), problem.decoded(problem.v))
+    tolerances.assert_rows_close(problem.attend(scale), expected, 3e-5)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def cases():
+    """All of them, by name."""
+
+    def case(function, *args, everyday=False, **options):
+        words = [str(a) for a in args] + [f"{k}={v}" for k, v in options.items()]
+        name = f"{function.__name__}[{', '.join(words)}]"
+        made.append(Case(name, _call(function, args, options), everyday))
+
+    made: list[Case] = []
+    for kind in KINDS:
+        case(append, "fp32", kind, False, 96, everyday=kind in ("int8", "int4"))
+        case(
+            append,
+            "fp32" if kind == "fp64" else "bf16",
+            kind,
+            True,
+            34,
+            everyday=kind == "fp8_e4m3",
+        )
+    for kind in FLOATS:
+        case(append, kind, kind, True, 40)
+        case(append, "fp16", kind, False, 40)
+        case(non_finite, kind)
+        case(merge, kind, everyday=kind == "fp16")
+    for mode, kind in zip((0, 1, 2, 3, 4, 1, 4, 2), KINDS, strict=True):
+        case(write, "bf16" if kind != "fp64" else "fp64", kind, kind, mode, False)
+        case(write, "fp32", kind, kind, (mode + 2) % 5, True, everyday=kind == "int8")
+        case(shift, kind, mode % 2 == 1, everyday=kind == "int8")
+    case(write, "fp16", "int8", "int4", 2, True)
+    case(write, "fp64", "int8", "fp16", 4, False)
+    for word in (1, 2, 4, 8):
+        case(copy_tokens, word, False, everyday=word == 2)
+        case(copy_tokens, word, True)
+        case(copy_blocks, word)
+    for dtype in (np.int8, np.float16, F32, np.float64):
+        case(copy_rows, np.dtype(dtype))
+    for source, kind, dim, inverse in (
+        ("fp32", "fp32", 128, False), ("fp64", "fp64", 20, True), ("fp16", "fp32", 96, True),
+        ("bf16", "bf16", 64, False), ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
+    ):  # fmt: skip
+        case(rotate, source, kind, dim, inverse, everyday=dim == 96)
+    for kind in (*naive.CODES, *FP8):
+        case(dequantise, kind)
+    _attention(case)
+    for shape, kind in (
+        (codes.Shape(64, 1, 0, tokens=150), "fp32"),
+        (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),
+        (codes.Shape(64, 4, 40, heads=2, group=5, tokens=140), "fp32"),
+        (codes.Shape(32, 8, 0, group=2, tokens=20), "bf16"), (codes.Shape(136, 4, 0, tokens=30), "fp32"),
+        (codes.Shape(16, 16, 0, tokens=9), "fp64"),
+    ):  # fmt: skip
+        case(compressed, shape, kind, everyday=kind == "fp16")
+    return {c.name: c for c in made}
+
+
+def _attention(case):
+    """Attention: items of 1, 4 and 8 rows of every kind, splits, rows of odd sizes, all options."""
+    small = {
+        1: Shape(2, 2, 64, (90, 0, 1)),
+        4: Shape(8, 2, 64, (70, 129)),
+        8: Shape(6, 1, 128, (70, 66), new=(2, 3)),
+    }
+    for rows, shape in small.items():
+        for kind in (*FLOATS, *naive.CODES):
+            q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
+            case(attention, shape, kind, q_kind, everyday=rows == 4 and kind in ("bf16", "int8"))
+        for kind in FP8:
+            case(attention_of_heads, shape, kind, kind, "bf16", mass=True)
+    long = Shape(4, 1, 64, (700, 300), spare=0)
+    for kind, q_kind in (("fp32", "fp32"), ("bf16", "fp16"), ("int8", "bf16"), ("int4", "fp64")):
+        case(attention, long, kind, q_kind, everyday=kind == "fp32")
+    for kind in (*FLOATS, *naive.CODES):  # rows that are no multiples of 16 bytes
+        case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)
+    case(attention, Shape(8, 1, 64, (70,), head_dim_v=1100), "bf16", "bf16")
+    for k_kind, v_kind, q_kind in (
+        ("fp16", "bf16", "fp32"), ("int8", "fp16", "fp16"), ("fp32", "int8", "bf16"), ("int8", "int4", "fp16"),
+        ("int4", "fp16", "fp32"), ("fp64", "int4", "fp32"), ("int8", "int8", "fp64"),
+    ):  # fmt: skip
+        case(attention, Shape(4, 1, 64, (80,)), k_kind, q_kind, v_kind)
+    options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": 0.3}
+    case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "bf16", "bf16", **options)
+    case(attention, Shape(4, 2, 64, (600,)), "fp32", "fp32", **{**options, "window_left": 500})
+    case(attention_of_heads, Shape(3, 1, 7, (150,)), "fp8_e4m3", "fp32", "fp32", window_left=90)
+    case(cells, "fp32")
+    case(cells, "bf16")
+    shape = Shape(4, 2, 64, (140, 3), spare=1)
+    for k_kind, q_kind in (
+        ("fp64", "fp64"),
+        ("fp32", "fp32"),
+        ("fp16", "fp32"),
+        ("bf16", "bf16"),
+        ("int8", "fp32"),
+    ):
+        case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
+    case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
+    case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
+
+
+def _call(function, args, options):
+    def run(rng):
+        function(rng, *args, **options)
+
+    return run

@@ -1,0 +1,243 @@
+"""Every CUDA kernel's real PTX on small inputs against the oracle, and what happens when a barrier is missing.
+
+    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.interpret [--cases REGEX] [--mutants] [--page perf/results/NAME.md]
+
+Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
+the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
+of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
+divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches
+is left out in turn, and the case has to fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from numkv.kernels.dispatch import FILES
+from tools.cuda import pages, ptx_device
+from tools.cuda.ptx_program import Program
+
+__all__ = ["Mutant", "Outcome", "all_cases", "mutants", "run_case"]
+
+#: Blocks of a launch.
+MOST_BLOCKS = 3
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+
+
+@dataclass
+class Outcome:
+    """What a case did."""
+
+    name: str
+    error: str  #: empty if it passed
+    seconds: float
+    launches: list[ptx_device.Done] = field(default_factory=list)
+
+    @property
+    def warp_instructions(self) -> int:
+        """Of all launches."""
+        return sum(done.run.warp_instructions for done in self.launches)
+
+
+@dataclass
+class Mutant:
+    """A kernel without one of its barriers."""
+
+    case: str
+    kernel: str
+    barrier: int  #: among those of the program
+    barriers: int
+    caught: str  #: by what; empty if by nothing
+
+
+def all_cases() -> dict[str, Any]:
+    """The cases of the tests, by name."""
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    import ptx_cases
+
+    few_blocks()
+    return ptx_cases.cases()
+
+
+def few_blocks() -> None:
+    """Have numkv launch as few blocks as it does in the simulator: so each takes several items, one after another."""
+    for file in (*FILES, "attention.splits"):
+        importlib.import_module(f"numkv.kernels.cuda.{file}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("numkv.kernels.cuda") and hasattr(module, "MAX_BLOCKS"):
+            module.MAX_BLOCKS = MOST_BLOCKS  # type: ignore[attr-defined]
+
+
+def run_case(device: ptx_device.Device, case: Any) -> Outcome:
+    """Run a case, with the same random numbers in every run."""
+    device.forget()
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    start, error = time.perf_counter(), ""
+    try:
+        case.run(rng)
+    except Exception as problem:  # of a mutant: anything may come of it
+        error = f"{type(problem).__name__}: {problem}"
+    try:
+        device.check()
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    return Outcome(case.name, error, time.perf_counter() - start, list(device.launches))
+
+
+def _without(name: str, barrier: int) -> Callable[[str, Program], Program]:
+    made: dict[int, Program] = {}
+
+    def change(kernel: str, program: Program) -> Program:
+        if kernel != name:
+            return program
+        if id(program) not in made:
+            made[id(program)] = program.without(program.barriers()[barrier])
+        return made[id(program)]
+
+    return change
+
+
+def mutants(device: ptx_device.Device, case: Any, known: set[str]) -> list[Mutant]:
+    """Leave out each barrier of each kernel of a case that passes; kernels in `known` are left as they are."""
+    programs: dict[str, Program] = {}
+
+    def note(kernel: str, program: Program) -> Program:
+        programs[kernel] = program
+        return program
+
+    device.change = note
+    try:
+        whole = run_case(device, case)
+        if whole.error:
+            raise RuntimeError(f"{case.name} fails as it is: {whole.error}")
+        found = []
+        for kernel, program in programs.items():
+            if kernel in known:
+                continue
+            known.add(kernel)
+            count = len(program.barriers())
+            for barrier in range(count):
+                device.change = _without(kernel, barrier)
+                outcome = run_case(device, case)
+                found.append(
+                    Mutant(case.name, ptx_device.short(kernel), barrier, count, outcome.error)
+                )
+        return found
+    finally:
+        device.change = None
+        device.forget()
+
+
+def case_table(outcomes: list[Outcome]) -> str:
+    """A line for each case."""
+    rows = []
+    for outcome in outcomes:
+        kernels = sorted({ptx_device.short(done.name) for done in outcome.launches})
+        barriers = sum(done.run.barriers for done in outcome.launches)
+        verdict = (
+            "right"
+            if not outcome.error
+            else outcome.error.replace("|", "/").replace("\n", " ")[:200]
+        )
+        rows.append(
+            [
+                outcome.name,
+                ", ".join(kernels),
+                f"{outcome.warp_instructions:,}",
+                f"{barriers:,}",
+                verdict,
+            ]
+        )
+    return pages.table(
+        ["case", "kernels", "warp instructions", "barriers", "result"], rows, left={0, 1, 4}
+    )
+
+
+def mutant_table(found: list[Mutant]) -> str:
+    """A line for each kernel, with the barriers that nothing missed."""
+    by_kernel: dict[tuple[str, str], list[Mutant]] = {}
+    for mutant in found:
+        by_kernel.setdefault((mutant.case, mutant.kernel), []).append(mutant)
+    rows = []
+    for (case, kernel), those in by_kernel.items():
+        missed = [f"barrier {m.barrier + 1}" for m in those if not m.caught]
+        races = sum("race" in m.caught for m in those)
+        rows.append(
+            [
+                kernel,
+                case,
+                str(len(those)),
+                str(len(those) - len(missed)),
+                str(races),
+                ", ".join(missed),
+            ]
+        )
+    heads = [
+        "kernel",
+        "case",
+        "barriers",
+        "caught",
+        "of these as races",
+        "not missed when left out",
+    ]
+    return pages.table(heads, rows, left={0, 1, 5})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run cases, and their mutants; 1 if a case fails or too few mutants are caught."""
+    parse = argparse.ArgumentParser(
+        prog="python -m tools.cuda.interpret", description=(__doc__ or "").partition("\n")[0]
+    )
+    parse.add_argument("--cases", default="", help="a regular expression: those only")
+    parse.add_argument("--everyday", action="store_true", help="those only that CI runs")
+    parse.add_argument("--mutants", action="store_true", help="leave out barriers, too")
+    parse.add_argument("--page", type=Path, help="write a Markdown page")
+    given = parse.parse_args(arguments)
+    device = ptx_device.start()
+    outcomes, found, known = [], [], set()
+    for case in all_cases().values():
+        if not re.search(given.cases, case.name) or (given.everyday and not case.everyday):
+            continue
+        outcome = run_case(device, case)
+        outcomes.append(outcome)
+        print(
+            f"{'ok  ' if not outcome.error else 'FAIL'} {case.name} {outcome.seconds:.1f} s {outcome.error}",
+            flush=True,
+        )
+        if given.mutants and not outcome.error:
+            new = mutants(device, case, known)
+            found += new
+            for mutant in new:
+                verdict = mutant.caught[:90] if mutant.caught else "NOT CAUGHT"
+                print(
+                    f"     {mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}: {verdict}",
+                    flush=True,
+                )
+    failed = sum(bool(outcome.error) for outcome in outcomes)
+    caught = sum(bool(mutant.caught) for mutant in found)
+    summary = f"{len(outcomes) - failed} of {len(outcomes)} cases are right."
+    if found:
+        summary += f" {caught} of {len(found)} missing barriers are caught ({100 * caught / len(found):.0f} %)."
+    print(summary)
+    if given.page:
+        parts = [summary, "## Cases", case_table(outcomes)]
+        parts += ["## Kernels with a barrier left out", mutant_table(found)] if found else []
+        pages.write(given.page, "CUDA kernels on an interpreter of PTX", __doc__ or "", *parts)
+    return 1 if failed or caught < 0.8 * len(found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""numkv's CUDA target, run by the interpreter of PTX: the stub driver, with kernels that compute.
+
+    from tools.cuda import ptx_device
+    device = ptx_device.start()  # before numba.cuda is imported
+    ... calls of numkv with target "cuda" ...
+    device.launches  # what each kernel did
+
+Whatever launches a kernel, its PTX comes out of the same linker that makes the machine code elsewhere: of the
+optimised program, with the signature and the options of the run. Results are those of calls of numkv; they are compared
+by who calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.cuda import stub_driver
+from tools.cuda.ptx_machine import Compiled, Run, run
+from tools.cuda.ptx_program import Program, PtxError, parse
+
+__all__ = ["Device", "Done", "start"]
+
+
+class Done(NamedTuple):
+    """A launch that has run."""
+
+    name: str  #: of the kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    run: Run
+
+
+class Device:
+    """A device that interprets what is launched on it.
+
+    Attributes
+    ----------
+    launches : list of Done
+        What has run, in order.
+    change : function or None
+        Takes a kernel's name and its program and gives the one to run: for mutants.
+    """
+
+    def __init__(self, driver: stub_driver.Driver) -> None:
+        self.driver = driver
+        self.launches: list[Done] = []
+        self.change: Callable[[str, Program], Program] | None = None
+        self._programs: dict[bytes, Program] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._kept: dict[int, tuple[stub_driver.Launch, dict[str, bytes]]] = {}
+        driver.on_launch(self._launch, self._replay)
+
+    def check(self) -> None:
+        """Raise what went wrong in a launch: the interpreter's error, or problems that it found."""
+        error, self.driver.error = self.driver.error, None
+        if error is not None:
+            raise error
+        for done in self.launches:
+            if not done.run.ok:
+                raise PtxError(
+                    f"{short(done.name)}: {dict(done.run.problems.counts)} {done.run.problems.where}"
+                )
+
+    def forget(self) -> None:
+        """Forget launches and errors."""
+        self.launches.clear()
+        self.driver.error = None
+
+    def program(self, function: int) -> Program:
+        """The program of a function of the driver."""
+        image = self.driver.image(function)
+        if image not in self._programs:
+            if image[:4] == b"\x7fELF":
+                raise PtxError("machine code was loaded; the interpreter needs PTX")
+            self._programs[image] = parse(image.rstrip(b"\0").decode())
+        return self._programs[image]
+
+    def _launch(self, launch: stub_driver.Launch) -> None:
+        program = self.program(launch.function)
+        pointers = (ctypes.c_void_p * len(program.params)).from_address(launch.params)
+        params = {
+            p.name: ctypes.string_at(at, p.size)
+            for p, at in zip(program.params, pointers, strict=True)
+        }
+        if launch.node:
+            self._kept[launch.node] = launch, params
+        else:
+            self._run(launch, program, params)
+
+    def _replay(self, node: int) -> None:
+        launch, params = self._kept[node]
+        self._run(launch, self.program(launch.function), params)
+
+    def _run(self, launch: stub_driver.Launch, program: Program, params: dict[str, bytes]) -> None:
+        if self.driver.error is not None:
+            return  # what comes after a failure says nothing
+        if self.change is not None:
+            program = self.change(launch.name, program)
+        key = id(program)
+        compiled = self._compiled.get(key)
+        if compiled is None or compiled.program is not program:
+            compiled = self._compiled[key] = Compiled(program)
+        try:
+            result = run(
+                compiled,
+                launch.grid,
+                launch.block,
+                launch.shared_bytes,
+                params,
+                self.driver.allocation,
+            )
+        except PtxError as error:
+            found = getattr(error, "result", None)
+            if found is not None:
+                self.launches.append(Done(launch.name, launch.grid, launch.block, found))
+            raise
+        self.launches.append(Done(launch.name, launch.grid, launch.block, result))
+
+
+def short(name: str) -> str:
+    """The name of a kernel's factory, out of its mangled name."""
+    found = re.search(r"\d+make_([a-z_]+?)\d+_3clocals", name)
+    return found[1] if found else name[:60]
+
+
+_started: list[Device] = []
+
+
+def start() -> Device:
+    """Load the stub driver and have the linker give PTX in place of machine code; the same device in every call.
+
+    Raises
+    ------
+    RuntimeError
+        If a driver has been loaded before, or the simulator is on.
+    """
+    if _started:
+        return _started[0]
+    # Kernels on disk are machine code; what is kept here is PTX, so it needs a place of its own.
+    folder = Path(tempfile.gettempdir(), f"numkv-ptx-{os.getuid()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    driver = stub_driver.load()
+    from numba.core import config
+
+    os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR = str(
+        folder
+    )  # numba may have been imported before
+    driver.poison(0xA5)
+    _give_ptx()
+    _started.append(Device(driver))
+    return _started[0]
+
+
+def _give_ptx() -> None:
+    """Have Numba's linker make PTX of what it would make machine code of."""
+    from cuda.core import ObjectCode
+    from numba.cuda.cudadrv import driver
+
+    def complete(self: Any) -> Any:
+        ptx = self.get_linked_ptx()
+        return ObjectCode.from_cubin(ptx if isinstance(ptx, bytes) else ptx.encode())
+
+    driver._Linker.complete = complete
