@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from numkv.arrays import Array
 from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
@@ -51,7 +49,82 @@ class Operations(OperationsOfCodes, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
-    def copy_rows(new: Array, cache: Array, offsets: Array, stream: Any = None) -> None:
+    def append_both(
+        k: Array,
+        k_rows_kind: str,
+        k_pool: Array,
+        k_kind: str,
+        k_scale: Array,
+        v: Array,
+        v_rows_kind: str,
+        v_pool: Array,
+        v_kind: str,
+        v_scale: Array,
+        block_table: Array,
+        start: int,
+        look: int = 0,
+    ) -> None:
+        """Append the rows of K and V of one sequence: `append_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k, k_rows_kind, k_pool, k_kind, k_scale
+            See `append_rows`.
+        v, v_rows_kind, v_pool, v_kind, v_scale
+            The same of V.
+        block_table, start
+            See `append_rows`.
+        look : int
+            On CUDA a number of `numkv.kernels.cuda.late`: rows that are to be quantised and hold NaN or infinity are
+            stored as zeros, and reported under it. 0 for none; the CPU's callers look themselves.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def scatter_both(
+        k: Array,
+        k_rows_kind: str,
+        k_pool: Array,
+        k_kind: str,
+        k_scale: Array,
+        v: Array,
+        v_rows_kind: str,
+        v_pool: Array,
+        v_kind: str,
+        v_scale: Array,
+        slot_mapping: Array,
+        look: int = 0,
+    ) -> None:
+        """Put each row of K and V into its slot: `scatter_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, look
+            See `append_both`.
+        slot_mapping
+            See `scatter_rows`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_both(
+        k_new: Array, k_cache: Array, v_new: Array, v_cache: Array, offsets: Array
+    ) -> None:
+        """Copy rows of K and V into caches: `copy_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k_new, k_cache
+            See `copy_rows`.
+        v_new, v_cache
+            The same of V, in words as wide.
+        offsets
+            See `copy_rows`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_rows(new: Array, cache: Array, offsets: Array) -> None:
         """Copy rows into a cache at an offset per sequence; rows outside the cache are skipped.
 
         Parameters
@@ -62,8 +135,6 @@ class Operations(OperationsOfCodes, SmallCalls):
             The cache, in the same words.
         offsets : int64 array (batch,)
             Row of each sequence that its first new row goes to; any value.
-        stream : object, optional
-            On CUDA the stream to run on; the default stream if None. The CPU has none.
         """
         raise NotImplementedError
 
@@ -151,7 +222,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         out : array (num_tokens, num_q_heads, head_dim_v)
             Result, in the words of `q_kind`.
         lse : float32 array (num_tokens, num_q_heads)
-            Log of the sum of exponentials.
+            Log of the sum of exponentials; on CUDA ``(0, 0)`` where nobody asks for it.
         """
         raise NotImplementedError
 
@@ -356,6 +427,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         v_kind: str,
         v_scale: Array,
         slot_mapping: Array,
+        look: int = 0,
     ) -> None:
         """Split, normalise, rotate and write the new tokens of many sequences.
 
@@ -371,6 +443,8 @@ class Operations(OperationsOfCodes, SmallCalls):
         slot_mapping : int64 array (num_tokens,)
             ``block * block_size + offset`` of each token; -1 leaves K and V out, as does, on CUDA, any slot outside
             the pool.
+        look
+            See `append_both`.
         """
         raise NotImplementedError
 
@@ -396,6 +470,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         v_scale: Array,
         block_table: Array,
         start: int,
+        look: int = 0,
     ) -> None:
         """Split, normalise, rotate and write one sequence's new tokens.
 
@@ -428,5 +503,7 @@ class Operations(OperationsOfCodes, SmallCalls):
             The sequence's blocks.
         start : int
             Position of the first new token.
+        look
+            See `append_both`.
         """
         raise NotImplementedError

@@ -282,13 +282,15 @@ class Pool:
 
     def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
         """Write checked rows of one sequence, by its block table."""
-        self.k_buffer.append(k, block_table, start)
-        self.v_buffer.append(v, block_table, start)
+        self.target.ops.append_both(*self._sides(k, v), block_table, start)
 
     def scatter(self, k: Array, v: Array, slot_mapping: Array) -> None:
         """Write checked rows into slots."""
-        self.k_buffer.scatter(k, slot_mapping)
-        self.v_buffer.scatter(v, slot_mapping)
+        self.target.ops.scatter_both(*self._sides(k, v), slot_mapping)
+
+    def _sides(self, k: Array, v: Array) -> tuple[Any, ...]:
+        """Rows of K and of V with where they go, as operations take them."""
+        return (*self.k_buffer.with_rows(k), *self.v_buffer.with_rows(v))
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
         """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool."""

@@ -286,14 +286,19 @@ class AppendPlan:
         d, target = self.descriptor, self._target
         if 0 in (d.batch_size, d.num_heads, d.new_len, d.max_cache_len):
             return
-        for new, cache, dim in (
-            (args.k_new, args.k_cache, d.d_k),
-            (args.v_new, args.v_cache, d.d_v),
-        ):
-            if dim:
-                target.ops.copy_rows(
-                    target.words(new), target.words(cache), args.cache_offsets, stream
-                )
+        words = target.words
+        if d.d_k and d.d_v:
+            target.ops.copy_both(
+                words(args.k_new),
+                words(args.k_cache),
+                words(args.v_new),
+                words(args.v_cache),
+                args.cache_offsets,
+            )
+        elif d.d_k:
+            target.ops.copy_rows(words(args.k_new), words(args.k_cache), args.cache_offsets)
+        elif d.d_v:
+            target.ops.copy_rows(words(args.v_new), words(args.v_cache), args.cache_offsets)
 
     def __repr__(self) -> str:
         return f"AppendPlan({self.descriptor!r}, target={self._target.name})"

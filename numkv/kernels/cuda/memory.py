@@ -1,0 +1,210 @@
+"""Device memory that calls borrow, and the arrays over it: nothing is allocated or freed where calls repeat.
+
+Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When nobody holds an array any more, its memory goes
+back there at once, though kernels may still be using it: what takes it next runs after them, on the same stream. What
+has been handed to other libraries does not go back, as these may use it on streams of their own: it is freed, for which
+the driver waits. Nor does what is taken while a stream is captured: it stays with the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numkv.kernels.cuda.streams import SIMULATED, Place, current
+
+__all__ = ["empty", "foreign", "reinterpret", "viewed"]
+
+#: Bytes that a stream keeps for later calls, beyond which memory is freed.
+MOST_KEPT = 1 << 28
+
+
+def _size_class(nbytes: int) -> int:
+    """Bytes of the piece that holds so many: few sizes, so that calls of nearly the same shape share pieces."""
+    step = max(512, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+if SIMULATED:
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of the current place, whose elements are undefined."""
+        return cuda.device_array(shape, dtype)
+
+    def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        """Another view of an array's memory; not in the simulator."""
+        raise NotImplementedError
+
+    def foreign(*args: Any) -> Any:
+        """An array over another library's memory; not in the simulator."""
+        raise NotImplementedError
+
+    def reinterpret(x: Any, dtype: Any) -> Any:
+        """The same memory as elements of another dtype of as many bytes."""
+        return x.view(dtype)
+
+else:
+    from numba.cuda.cudadrv import dummyarray
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+    from numba.cuda.cudadrv.driver import MemoryPointer, binding
+
+    class Piece(MemoryPointer):  # type: ignore[misc]
+        """Memory of a place, which goes back there in the end.
+
+        Attributes
+        ----------
+        exported : bool
+            Whether others have it.
+        """
+
+        def __init__(self, place: Place, pointer: Any, size: int, kept: bool) -> None:
+            super().__init__(place.context, pointer, size)
+            self.place, self.exported, self._kept = place, False, kept
+
+        def __del__(self) -> None:
+            place, size = self.place, self.size
+            if self._kept:  # by a graph
+                return
+            if self.exported or place.kept + size > MOST_KEPT:
+                _free(place.device, self.device_pointer)
+                return
+            place.kept += size
+            place.free.setdefault(size, []).append(self.device_pointer)
+
+    def _free(device: int, pointer: Any) -> None:
+        try:
+            with cuda.gpus[device]:
+                binding.cuMemFree(pointer)
+        except Exception:
+            pass
+
+    class DeviceArray(DeviceNDArray):  # type: ignore[misc]
+        """Numba's device array, made in a tenth of the time, which other libraries take by DLPack."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_dummy":  # what Numba's own methods for views work with
+                found = dummyarray.Array.from_desc(0, self.shape, self.strides, self.dtype.itemsize)
+                self._dummy = found
+                return found
+            raise AttributeError(name)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            _export(self)
+            description: dict[str, Any] = DeviceNDArray.__cuda_array_interface__.fget(self)
+            description["stream"] = None
+            return description
+
+        def view(self, dtype: Any) -> Any:
+            """The same memory as elements of another dtype."""
+            dtype = np.dtype(dtype)
+            if dtype.itemsize == self.dtype.itemsize:
+                return viewed(self, self.shape, self.strides, dtype)
+            return DeviceNDArray.view(self, dtype)
+
+        def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+            return _dlpack_view(self).__dlpack__(stream=stream, **options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, self.gpu_data.context.device.id
+
+    def _export(x: Any) -> None:
+        """Others have the memory from now on: it does not go back."""
+        owner = x.gpu_data.owner
+        if isinstance(owner, Piece):
+            owner.exported = True
+
+    def _dlpack_view(x: Any) -> Any:
+        from cuda.core import Buffer
+        from cuda.core.utils import StridedMemoryView
+
+        _export(x)
+        memory = Buffer.from_handle(int(x.gpu_data.device_pointer), max(1, x.alloc_size), owner=x)
+        steps = tuple(n // x.dtype.itemsize for n in x.strides)
+        return StridedMemoryView.from_buffer(memory, x.shape, strides=steps, dtype=x.dtype)
+
+    def _made(
+        shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, gpu_data: Any, stream: Any = 0
+    ) -> Any:
+        x = DeviceArray.__new__(DeviceArray)
+        x.ndim, x.shape, x.strides, x.dtype = len(shape), shape, strides, dtype
+        x.size = math.prod(shape)
+        x.alloc_size = 0
+        if x.size:
+            steps = zip(shape, strides, strict=True)
+            x.alloc_size = dtype.itemsize + sum((n - 1) * abs(step) for n, step in steps)
+        x.gpu_data, x.stream = gpu_data, stream
+        return x
+
+    def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+        """Strides of a contiguous array."""
+        strides, step = [], itemsize
+        for n in reversed(shape):
+            strides.append(step)
+            step *= n
+        return tuple(reversed(strides))
+
+    def _piece(place: Place, nbytes: int) -> Any:
+        """Memory of a place: a piece that lies there, or a new one."""
+        if not nbytes:
+            return MemoryPointer(place.context, binding.CUdeviceptr(0), 0)
+        size = _size_class(nbytes)
+        kept = place.capturing()
+        try:
+            pointer = place.free[size].pop()  # one step, which threads do not divide
+            place.kept -= size
+        except (KeyError, IndexError):
+            pointer = _allocate(size)
+        return Piece(place, pointer, size, kept)
+
+    def _allocate(size: int) -> Any:
+        error, pointer = binding.cuMemAlloc(size)
+        if error == binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"the CUDA device has no room for {size} bytes")
+        if error != binding.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemAlloc: {error.name}")
+        return pointer
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of the current place, whose elements are undefined."""
+        dtype = np.dtype(dtype)
+        place = current()
+        nbytes = math.prod(shape) * dtype.itemsize
+        return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, _piece(place, nbytes))
+
+    def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        """Another view of an array's memory, from its first element on."""
+        return _made(shape, strides, dtype, x.gpu_data, x.stream)
+
+    def reinterpret(x: Any, dtype: Any) -> Any:
+        """The same memory as elements of another dtype of as many bytes."""
+        return _made(x.shape, x.strides, np.dtype(dtype), x.gpu_data, x.stream)
+
+    def foreign(
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        dtype: Any,
+        owner: Any,
+    ) -> Any:
+        """An array over another library's memory.
+
+        Parameters
+        ----------
+        pointer : int
+            Of the element whose indices are all 0.
+        shape, strides : tuple of int
+            In bytes; None for a contiguous array.
+        dtype : numpy.dtype
+            Of the elements.
+        owner : object
+            What keeps the memory.
+        """
+        if strides is None:
+            strides = _packed(shape, dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = MemoryPointer(current().context, binding.CUdeviceptr(pointer), nbytes, owner=owner)
+        return _made(shape, strides, dtype, memory)
