@@ -119,7 +119,10 @@ def attend(
     if k.rotation is not None:
         q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
         assert q_kind is not None
-    lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    if return_lse or target.values_on_host:
+        lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    else:
+        lse = _no_lse(target.name)
     if not (num_tokens and num_q_heads):
         return (out, lse) if return_lse else out
     target.ops.attend(
@@ -167,6 +170,12 @@ def check_own_memory(
 def no_ranges(target: str) -> Array:
     """Ranges for queries that have none."""
     return targets.get(target).empty((0, 2), np.int64)
+
+
+@functools.cache
+def _no_lse(target: str) -> Array:
+    """What kernels of CUDA take where nobody asks for the lse."""
+    return targets.get(target).empty((0, 0), _FLOAT32)
 
 
 @functools.cache

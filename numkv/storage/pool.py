@@ -280,20 +280,34 @@ class Pool:
         """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
         return self.buffer(which).typed_scales()
 
-    def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
-        """Write checked rows of one sequence, by its block table."""
-        self.target.ops.append_both(*self._sides(k, v), block_table, start)
+    def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
+        """Write checked rows of one sequence, by its block table; `look` is what `watch` gave."""
+        of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
+        self.target.ops.append_both(*of_k, *of_v, block_table, start, look)
 
-    def scatter(self, k: Array, v: Array, slot_mapping: Array) -> None:
-        """Write checked rows into slots."""
-        self.target.ops.scatter_both(*self._sides(k, v), slot_mapping)
+    def scatter(self, k: Array, v: Array, slot_mapping: Array, look: int = 0) -> None:
+        """Write checked rows into slots; `look` is what `watch` gave."""
+        of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
+        self.target.ops.scatter_both(*of_k, *of_v, slot_mapping, look)
 
-    def _sides(self, k: Array, v: Array) -> tuple[Any, ...]:
-        """Rows of K and of V with where they go, as operations take them."""
-        return (*self.k_buffer.with_rows(k), *self.v_buffer.with_rows(v))
+    def watch(self, k: Array, v: Array) -> int:
+        """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
+
+        Returns
+        -------
+        int
+            What `append` and `scatter` take; 0 where there is nothing to look for, or the host has looked.
+        """
+        kinds = self.k_kind, self.v_kind
+        if self.target.values_on_host or not any(kind.has_scales for kind in kinds):
+            return 0
+        return self.target.watch(("k", tuple(k.shape), kinds[0]), ("v", tuple(v.shape), kinds[1]))
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
-        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool."""
+        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool.
+
+        Where the host does not see their values, `check_finite` waits for the device.
+        """
         check_finite = check_flag("check_finite", check_finite, True)
         k, v = self.k_buffer.check_rows("k", k), self.v_buffer.check_rows("v", v)
         if v.shape[0] != k.shape[0]:

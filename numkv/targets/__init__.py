@@ -51,6 +51,9 @@ _CPU: Target = CpuTarget()
 
 @functools.cache
 def _cuda() -> Target:
+    from numkv.targets.cuda_loading import load_cuda
+
+    load_cuda()
     from numkv.targets.cuda import CudaTarget
 
     return CudaTarget()
@@ -72,6 +75,10 @@ def of(x: Any) -> Target:
     if isinstance(x, np.ndarray):
         return _CPU
     try:
+        if getattr(x, "__cuda_ndarray__", False):  # whose interface takes long to make
+            return get("cuda")
+        if type(x).__module__ == "torch" and hasattr(x, "is_cuda"):
+            return get("cuda") if x.is_cuda else _CPU
         if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
             return get("cuda")
         device = getattr(x, "__dlpack_device__", None)

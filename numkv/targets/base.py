@@ -81,8 +81,51 @@ class Target(Protocol):
     def accept(self, x: Any, name: str) -> arrays.Array:
         """`x` as an array of this target, without a copy, or an error that names it."""
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse, as `stream`, what operations cannot run on."""
+    #: What `run` passes on as the stream of a function that is to run where this thread works.
+    here: Any
+
+    def on(self, stream: Any, *arrays: Any) -> Any:
+        """A context in which operations run on a stream.
+
+        Parameters
+        ----------
+        stream : object
+            On CUDA the stream; if None, the one that the library of the first foreign array has current, else the
+            legacy default stream. On the CPU None.
+        *arrays : object
+            What a caller passed.
+        """
+
+    def run(
+        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Run a public function on a stream: it is called again, with `here` as its stream.
+
+        Parameters
+        ----------
+        function : function
+            The function.
+        call : object
+            A `numkv.targets.call.Call`: the names of its arguments.
+        stream : object
+            See `on`.
+        arrays, options : tuple
+            Its arguments, in that order.
+        """
+
+    def watch(
+        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind]
+    ) -> int:
+        """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
+
+        Parameters
+        ----------
+        k, v : tuple of str, tuple and Kind
+            What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
+        """
+
+    def raise_late(self, wait: bool = False) -> None:
+        """Raise `NonFiniteInput` for what a kernel has reported since; with `wait` for all that has been launched."""
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -18,6 +19,7 @@ from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_arr
 
 __all__ = ["CpuTarget"]
 
+_NOTHING = contextlib.nullcontext()
 # Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.
 _MOST_WORK = 10_000
 # Without what NumPy does first for arrays of other libraries, which takes three times as long as the function itself.
@@ -32,6 +34,7 @@ class CpuTarget:
     has_jit_views = True
     has_streams = False
     small_call = SERIAL_ELEMENTS
+    here = None
 
     @property
     def ops(self) -> Operations:
@@ -106,11 +109,26 @@ class CpuTarget:
 
         return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse any stream: operations are done when they return."""
-        raise NotSupported(
-            f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
-        )
+    def on(self, stream: Any, *arrays: Any) -> Any:
+        """A context in which nothing differs; any stream is refused, as operations are done when they return."""
+        if stream is not None:
+            raise NotSupported(
+                f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
+            )
+        return _NOTHING
+
+    def run(
+        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Refuse the stream: nothing else asks this."""
+        self.on(stream)
+
+    def watch(self, k: Any, v: Any) -> int:
+        """0: values are looked at before they are written."""
+        return 0
+
+    def raise_late(self, wait: bool = False) -> None:
+        """Do nothing: nothing is reported late."""
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""

@@ -33,8 +33,8 @@ from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED
 
 __all__ = [
-    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "array", "jit", "launch", "number_at",
-    "recorded",
+    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "array", "core_launch", "jit", "launch",
+    "number_at",
 ]  # fmt: skip
 
 #: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
@@ -78,7 +78,7 @@ else:
 
 
 class Launch(NamedTuple):
-    """A launch as it was made; see `recorded`."""
+    """A launch as it was made; see `numkv.kernels.cuda.streams.recorded`."""
 
     kernel: Any  #: `Kernel`
     blocks: int
@@ -282,27 +282,6 @@ def jit(
 THREADS = 8 if SIMULATED else 128
 
 
-class _Recording(threading.local):
-    """The launches of this thread that are written down."""
-
-    launches: list[Launch] | None = None
-
-
-_recording = _Recording()
-
-
-class recorded:  # noqa: N801 - it reads like a function
-    """Write down the launches of this thread that are made meanwhile; they are made as well."""
-
-    def __enter__(self) -> list[Launch]:
-        self._before = _recording.launches
-        found = _recording.launches = []
-        return found
-
-    def __exit__(self, *error: object) -> None:
-        _recording.launches = self._before
-
-
 def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: int = 0) -> None:
     """Launch a kernel over at most `MAX_BLOCKS` blocks, on `streams.current`; nothing happens where there are none.
 
@@ -326,11 +305,12 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
         _simulate(kernel, (blocks, threads, 0, shared_bytes), args)
         return
     threads = threads if type(threads) is tuple else (threads,)
-    if _recording.launches is not None:
-        _recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
+    recording = streams.recording()
+    if recording is not None:
+        recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
     here = streams.current()
     code, config = kernel.loaded(here.device), kernel.config(blocks, threads, shared_bytes)
-    _core_launch(here.stream, config, code, *kernel.flat(args))
+    core_launch(here.stream, config, code, *kernel.flat(args))
 
 
 def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> None:
@@ -344,4 +324,6 @@ def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> 
 
 
 if not SIMULATED:
-    from cuda.core import launch as _core_launch
+    from cuda.core import launch as core_launch
+else:
+    core_launch = None

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
-__all__ = ["empty", "foreign", "reinterpret", "viewed"]
+__all__ = ["buffer", "empty", "foreign", "pointer_of", "reinterpret", "take", "viewed"]
 
 #: Bytes that a stream keeps for later calls, beyond which memory is freed.
 MOST_KEPT = 1 << 28
@@ -34,22 +35,26 @@ if SIMULATED:
         """A new array of the current place, whose elements are undefined."""
         return cuda.device_array(shape, dtype)
 
-    def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-        """Another view of an array's memory; not in the simulator."""
-        raise NotImplementedError
+    buffer = empty
 
-    def foreign(*args: Any) -> Any:
-        """An array over another library's memory; not in the simulator."""
-        raise NotImplementedError
+    def pointer_of(x: Any) -> int:
+        """The address of an array's first element."""
+        return int(x._ary.__array_interface__["data"][0])
+
+    def _none(*args: Any) -> Any:
+        raise NotImplementedError("the simulator's arrays lie in host memory")
+
+    viewed = foreign = take = _none
 
     def reinterpret(x: Any, dtype: Any) -> Any:
         """The same memory as elements of another dtype of as many bytes."""
         return x.view(dtype)
 
 else:
+    from cuda.bindings import driver
     from numba.cuda.cudadrv import dummyarray
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
-    from numba.cuda.cudadrv.driver import MemoryPointer, binding
+    from numba.cuda.cudadrv.driver import MemoryPointer
 
     class Piece(MemoryPointer):  # type: ignore[misc]
         """Memory of a place, which goes back there in the end.
@@ -77,7 +82,7 @@ else:
     def _free(device: int, pointer: Any) -> None:
         try:
             with cuda.gpus[device]:
-                binding.cuMemFree(pointer)
+                driver.cuMemFree(pointer)
         except Exception:
             pass
 
@@ -147,10 +152,10 @@ else:
             step *= n
         return tuple(reversed(strides))
 
-    def _piece(place: Place, nbytes: int) -> Any:
+    def take(place: Place, nbytes: int) -> Any:
         """Memory of a place: a piece that lies there, or a new one."""
         if not nbytes:
-            return MemoryPointer(place.context, binding.CUdeviceptr(0), 0)
+            return MemoryPointer(place.context, driver.CUdeviceptr(0), 0)
         size = _size_class(nbytes)
         kept = place.capturing()
         try:
@@ -161,19 +166,39 @@ else:
         return Piece(place, pointer, size, kept)
 
     def _allocate(size: int) -> Any:
-        error, pointer = binding.cuMemAlloc(size)
-        if error == binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        # Of memory that a graph is to keep no other thread's capture shall hear.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        try:
+            error, pointer = driver.cuMemAlloc(size)
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"the CUDA device has no room for {size} bytes")
-        if error != binding.CUresult.CUDA_SUCCESS:
+        if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"cuMemAlloc: {error.name}")
         return pointer
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array of the current place, whose elements are undefined."""
         dtype = np.dtype(dtype)
-        place = current()
         nbytes = math.prod(shape) * dtype.itemsize
-        return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, _piece(place, nbytes))
+        memory = take(current(), nbytes)
+        recording = streams.recording()
+        if recording is not None and nbytes:
+            recording.scratch[int(memory.device_pointer)] = nbytes
+        return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, memory)
+
+    def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array that lives long: its memory is freed in the end, not kept for others."""
+        made = empty(shape, dtype)
+        _export(made)
+        streams.spoil()
+        return made
+
+    def pointer_of(x: Any) -> int:
+        """The address of an array's first element."""
+        return int(x.gpu_data.device_pointer)
 
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """Another view of an array's memory, from its first element on."""
@@ -206,5 +231,5 @@ else:
         if strides is None:
             strides = _packed(shape, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
-        memory = MemoryPointer(current().context, binding.CUdeviceptr(pointer), nbytes, owner=owner)
+        memory = MemoryPointer(current().context, driver.CUdeviceptr(pointer), nbytes, owner=owner)
         return _made(shape, strides, dtype, memory)

@@ -13,7 +13,10 @@ from typing import Any
 from numba import cuda
 from numba.core import config
 
-__all__ = ["SIMULATED", "Place", "current", "on", "place"]
+__all__ = [
+    "SIMULATED", "Place", "Recording", "current", "default", "follow", "is_ready", "on",
+    "one_device", "place", "ready", "recorded", "recording", "spoil",
+]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
@@ -29,24 +32,31 @@ class Place:
         Pointer of the stream; 0 is the legacy default stream.
     stream, context : object
         The stream, as `cuda.core` takes it, and the device's context, as Numba has it; None in the simulator.
+    mark : object
+        The event by which other streams wait for this one; None until one has.
     free : dict of int to list
         Pieces of memory that nobody uses, by size; see `numkv.kernels.cuda.memory`.
     kept : int
         Bytes of these.
     """
 
-    __slots__ = ("context", "device", "free", "handle", "kept", "stream")
+    __slots__ = ("context", "device", "free", "handle", "kept", "mark", "stream")
 
     def __init__(self, device: int, handle: int) -> None:
         self.device, self.handle = device, handle
         self.free: dict[int, list[Any]] = {}
         self.kept = 0
-        self.stream = self.context = None
+        self.stream = self.context = self.mark = None
         if not SIMULATED:
             from cuda.core import Stream
 
             self.stream = Stream.from_handle(handle)
             self.context = cuda.gpus[device].get_primary_context()
+
+    def synchronize(self) -> None:
+        """Wait for what has been launched here."""
+        if self.stream is not None:
+            self.stream.sync()
 
     def capturing(self) -> bool:
         """Whether what is launched here becomes a part of a CUDA graph."""
@@ -61,10 +71,30 @@ class Place:
 _places: dict[tuple[int, int], Place] = {}
 
 
+class Recording:
+    """What a call did, for it to be done again; see `numkv.kernels.cuda.replays`.
+
+    Attributes
+    ----------
+    launches : list
+        `numkv.kernels.cuda.launches.Launch` objects.
+    scratch : dict of int to int
+        Memory that was taken meanwhile: pointers, and bytes.
+    spoiled : bool
+        Whether something happened that launches alone do not repeat: a copy, say.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+        self.scratch: dict[int, int] = {}
+        self.spoiled = False
+
+
 class _Here(threading.local):
-    """The place of this thread of the host."""
+    """The place of this thread of the host, and what it writes down."""
 
     place: Place | None = None
+    recording: Recording | None = None
     ready = False  # whether the driver knows this thread
 
 
@@ -86,7 +116,7 @@ def current() -> Place:
 
 def default() -> Place:
     """The default stream of this thread's device."""
-    if SIMULATED or (_one_device() and _is_ready()):
+    if SIMULATED or (one_device() and is_ready()):
         return place(0, 0)
     return place(cuda.get_current_device().id, 0)
 
@@ -102,7 +132,7 @@ class on:  # noqa: N801 - it reads like a function
     def __enter__(self) -> Place:
         self._before = _here.place
         self._context = None
-        if not (SIMULATED or (_one_device() and _is_ready())):
+        if not (SIMULATED or (one_device() and is_ready())):
             self._context = cuda.gpus[self._place.device]
             self._context.__enter__()
         _here.place = self._place
@@ -114,7 +144,7 @@ class on:  # noqa: N801 - it reads like a function
             self._context.__exit__(*error)
 
 
-def _is_ready() -> bool:
+def is_ready() -> bool:
     """Have the driver know this thread."""
     if not _here.ready:
         cuda.current_context()
@@ -122,7 +152,7 @@ def _is_ready() -> bool:
     return True
 
 
-def _one_device() -> bool:
+def one_device() -> bool:
     """Whether there is no other device that this thread may have turned to."""
     if not _counted:
         _counted.append(len(cuda.gpus))
@@ -130,3 +160,49 @@ def _one_device() -> bool:
 
 
 _counted: list[int] = []
+
+
+def ready(place: Place) -> bool:
+    """Whether this thread can launch at a place as it is, without `on`."""
+    return one_device() and is_ready()
+
+
+def follow(handle: int) -> None:
+    """Have the current place run what comes next after what another stream has got so far; the host does not wait."""
+    spoil()
+    if SIMULATED:
+        return
+    here = current()
+    there = place(here.device, handle)
+    if there.mark is None:
+        from cuda.bindings import driver
+
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        _, there.mark = driver.cuEventCreate(flags)
+    from cuda.bindings import driver
+
+    driver.cuEventRecord(there.mark, there.handle)
+    driver.cuStreamWaitEvent(here.handle, there.mark, 0)
+
+
+def recording() -> Recording | None:
+    """What this thread writes down at the moment."""
+    return _here.recording
+
+
+def spoil() -> None:
+    """Say that this call does what launches alone do not repeat."""
+    if _here.recording is not None:
+        _here.recording.spoiled = True
+
+
+class recorded:  # noqa: N801 - it reads like a function
+    """Write down what this thread does meanwhile."""
+
+    def __enter__(self) -> Recording:
+        self._before = _here.recording
+        found = _here.recording = Recording()
+        return found
+
+    def __exit__(self, *error: object) -> None:
+        _here.recording = self._before
