@@ -12,7 +12,7 @@ import numpy as np
 from numkv.arrays import Array
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
-from numkv.kernels.cuda.replays import Given, Replay, replay_of
+from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
 from numkv.targets.call import Call
 
@@ -137,29 +137,36 @@ class _Unlike(Exception):
     """An argument that the short way does not know."""
 
 
-def _numba(x: Any) -> tuple[int, Any]:
-    if x.stream:
-        raise _Unlike
-    return int(x.gpu_data.device_pointer), (x.shape, x.strides, x.dtype)
+# Of an argument its pointer, what else matters of it, and the stream of its library: None where it does not say, for
+# torch the device, as a negative number.
+_Read = tuple[int, Any, int | None]
 
 
-def _torch(x: Any) -> tuple[int, Any]:
+def _numba(x: Any) -> _Read:
+    stream = handle_of(x.stream) if x.stream else None
+    return int(x.gpu_data.device_pointer), (x.shape, x.strides, x.dtype, stream), stream
+
+
+def _torch(x: Any) -> _Read:
     if not x.is_cuda or x.requires_grad:
         raise _Unlike
-    return x.data_ptr(), (x.shape, x.stride(), x.dtype, x.device)
+    device = x.device
+    return x.data_ptr(), (x.shape, x.stride(), x.dtype, device), -1 - device.index
 
 
-def _interface(x: Any) -> tuple[int, Any]:
+def _interface(x: Any) -> _Read:
     d = x.__cuda_array_interface__
-    return d["data"][0], (d["shape"], d["strides"], d["typestr"], str(getattr(x, "dtype", "")))
+    stream = d.get("stream")
+    layout = d["shape"], d["strides"], d["typestr"], getattr(x, "dtype", None), stream
+    return d["data"][0], layout, None if stream is None else handle_of(stream)
 
 
-def _number(x: Any) -> tuple[int, Any]:
-    return 0, (type(x), x)
+def _number(x: Any) -> _Read:
+    return 0, x, None
 
 
 @functools.cache
-def _reader(of: type) -> Callable[[Any], tuple[int, Any]] | None:
+def _reader(of: type) -> Callable[[Any], _Read] | None:
     """What tells the pointer and the layout of an argument of a type; None where nothing does."""
     if of is type(None) or of in (bool, int, float, str):
         return _number
@@ -198,34 +205,63 @@ class Calls:
         """
         if call.late:
             raise_late()
-        place = place_of(stream, arrays)
-        key: Any = None
-        pointers: list[int] = []
-        if not SIMULATED and streams.recording() is None:
-            try:
-                layout: list[Any] = [function, place.handle, place.device]
-                for x in arrays:
-                    pointer, described = _reader(type(x))(x)  # type: ignore[misc,arg-type]
-                    pointers.append(pointer)
-                    layout.append((type(x), described, pointer & 15))
-                for x in options:
-                    layout.append((type(x), x))
-                key = tuple(layout)
-                replay = self._replays.get(key)
-            except (_Unlike, TypeError, KeyError, AttributeError):
-                key = replay = None
-            if replay is not None and streams.ready(place) and replay.run(place, pointers):
-                return None if replay.result < 0 else arrays[replay.result]
-        given = dict(zip(call.arrays, arrays, strict=True)) | dict(
-            zip(call.options, options, strict=True)
-        )
+        if SIMULATED:
+            with streams.on(place_of(stream, arrays)):
+                return function(**_named(call, arrays, options), stream=HERE)
+        key, place, pointers = self._short(function, stream, arrays, options)
+        replay = self._replays.get(key)
+        if replay is not None and streams.ready(place):
+            held = replay.run(place, pointers)
+            if held is not None:
+                return self._returned(replay, held, call, arrays) if replay.results else None
         with streams.on(place):
             if key is None:
-                return function(**given, stream=HERE)
+                return function(**_named(call, arrays, options), stream=HERE)
             with streams.recorded() as recording:
-                result = function(**given, stream=HERE)
+                result = function(**_named(call, arrays, options), stream=HERE)
             self._keep(key, recording, call, arrays, result, place)
         return result
+
+    def _short(
+        self, function: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[Any, streams.Place, list[int]]:
+        """What identifies the call, or None if it cannot be repeated; where it runs; and pointers of its arrays."""
+        layout: list[Any] = [function]
+        pointers: list[int] = []
+        producer: int | None = None
+        try:
+            for x in arrays:
+                of = type(x)
+                pointer, described, named = _reader(of)(x)  # type: ignore[misc,arg-type]
+                pointers.append(pointer)
+                layout += (of, described, pointer & 15)
+                if named is not None and producer is None:
+                    producer = named
+            for x in options:
+                layout += (type(x), x)
+            if stream is not None or not streams.one_device():
+                place = place_of(stream, arrays)
+            else:
+                handle = producer or 0
+                place = streams.place(0, torch_stream(-1 - handle) if handle < 0 else handle)
+            layout += (place.handle, place.device)
+            key = tuple(layout)
+            hash(key)
+        except (_Unlike, TypeError, KeyError, AttributeError):
+            return None, place_of(stream, arrays), pointers
+        return None if streams.recording() is not None else key, place, pointers
+
+    def _returned(
+        self, replay: Replay, held: list[Any], call: Call, arrays: tuple[Any, ...]
+    ) -> Any:
+        """What a call returns that was made the short way."""
+        found = []
+        for x in replay.results:
+            if type(x) is Made:
+                found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
+            else:
+                found.append(self._accept(arrays[x], call.arrays[x]))
+        return tuple(found) if len(found) > 1 else found[0]
 
     def _keep(
         self, key: Any, recording: streams.Recording, call: Call, arrays: tuple[Any, ...], result: Any,
@@ -234,9 +270,7 @@ class Calls:
         """Keep what was recorded for the short way, if launches are all that it takes."""
         if recording.spoiled:
             return
-        returned = next((i for i, x in enumerate(arrays) if x is result and x is not None), -1)
-        if result is not None and returned < 0:
-            return
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
         given: list[Any] = []
         for name, x in zip(call.arrays, arrays, strict=True):
             if x is None or isinstance(x, (bool, int, float)):
@@ -248,11 +282,16 @@ class Calls:
             steps = zip(a.shape, a.strides, strict=True)
             nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
             given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
-        replay = replay_of(recording, given, call.written, returned, place)
+        replay = replay_of(recording, given, call.written, results, place)
         if replay is not None:
             if len(self._replays) >= MOST_REPLAYS:
                 self._replays.clear()
             self._replays[key] = replay
+
+
+def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments by their names."""
+    return dict(zip((*call.arrays, *call.options), (*arrays, *options), strict=True))
 
 
 def raise_late(wait: bool = False) -> None:

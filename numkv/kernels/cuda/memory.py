@@ -17,7 +17,17 @@ from numba import cuda
 from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
-__all__ = ["buffer", "empty", "foreign", "pointer_of", "reinterpret", "take", "viewed"]
+__all__ = [
+    "DeviceArray",
+    "buffer",
+    "empty",
+    "foreign",
+    "over",
+    "pointer_of",
+    "reinterpret",
+    "take",
+    "viewed",
+]
 
 #: Bytes that a stream keeps for later calls, beyond which memory is freed.
 MOST_KEPT = 1 << 28
@@ -44,7 +54,8 @@ if SIMULATED:
     def _none(*args: Any) -> Any:
         raise NotImplementedError("the simulator's arrays lie in host memory")
 
-    viewed = foreign = take = _none
+    viewed = foreign = take = over = _none
+    DeviceArray: Any = None
 
     def reinterpret(x: Any, dtype: Any) -> Any:
         """The same memory as elements of another dtype of as many bytes."""
@@ -203,6 +214,12 @@ else:
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """Another view of an array's memory, from its first element on."""
         return _made(shape, strides, dtype, x.gpu_data, x.stream)
+
+    def over(
+        piece: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> Any:
+        """An array over memory that `take` gave."""
+        return _made(shape, strides, dtype, piece)
 
     def reinterpret(x: Any, dtype: Any) -> Any:
         """The same memory as elements of another dtype of as many bytes."""

@@ -15,7 +15,7 @@ from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.launches import core_launch
 from numkv.kernels.cuda.streams import Place, Recording
 
-__all__ = ["Given", "Replay", "replay_of"]
+__all__ = ["Given", "Made", "Replay", "replay_of"]
 
 # More bytes than there are addresses.
 _ANYWHERE = 1 << 64
@@ -26,6 +26,15 @@ class Given(NamedTuple):
 
     pointer: int
     nbytes: int  #: from its first to its last byte; 0 if it has no elements
+
+
+class Made(NamedTuple):
+    """An array that a call makes."""
+
+    scratch: int  #: which of the memory that the call takes for itself
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
 
 
 class _Again(NamedTuple):
@@ -43,25 +52,31 @@ class Replay:
 
     Attributes
     ----------
-    result : int
-        Which of the given arrays the call returns; -1 for None.
+    results : list of int or Made
+        What the call returns: numbers of given arrays, and arrays that it makes.
     """
 
-    __slots__ = ("_apart", "_held", "_launches", "_scratch", "result")
+    __slots__ = ("_apart", "_held", "_launches", "_scratch", "results")
 
     def __init__(
         self, launches: list[_Again], scratch: list[int], apart: list[tuple[int, int, int, int, int]],
-        held: list[Any], result: int,
+        held: list[Any], results: Sequence[Any],
     ) -> None:  # fmt: skip
         self._launches, self._scratch, self._apart = launches, scratch, apart
-        self._held, self.result = held, result
+        self._held, self.results = held, results
 
-    def run(self, place: Place, pointers: Sequence[int]) -> bool:
-        """Make the launches with arrays at `pointers`; False, and nothing is done, where these may overlap anew."""
+    def run(self, place: Place, pointers: Sequence[int]) -> list[Any] | None:
+        """Make the launches with arrays at `pointers`.
+
+        Returns
+        -------
+        list or None
+            The memory that the call took; None, and nothing is done, where arrays may overlap anew.
+        """
         for i, j, of_i, of_j, before in self._apart:
             distance = pointers[j] - pointers[i]
             if distance != before and -of_j < distance < of_i:
-                return False
+                return None
         held = [memory.take(place, n) for n in self._scratch]
         for code, config, args, given, scratch in self._launches:
             args = args.copy()
@@ -70,14 +85,14 @@ class Replay:
             for at, i in scratch:
                 args[at] = int(held[i].device_pointer)
             core_launch(place.stream, config, code, *args)
-        return True
+        return held
 
 
 def replay_of(
     recording: Recording,
     given: Sequence[Given | None],
     written: frozenset[int],
-    result: int,
+    results: Sequence[Any],
     place: Place,
 ) -> Replay | None:
     """What makes a recorded call again, or None where launches alone do not.
@@ -90,8 +105,8 @@ def replay_of(
         Its arrays; None for arguments that are no arrays.
     written : set of int
         Which of them the call writes to.
-    result : int
-        See `Replay`.
+    results : sequence of array
+        What it returned.
     place : Place
         Where it ran.
     """
@@ -126,4 +141,13 @@ def replay_of(
                 apart.append((i, j, _ANYWHERE, _ANYWHERE, 0))
             elif i in written or j in written:
                 apart.append((i, j, x.nbytes, y.nbytes, y.pointer - x.pointer))
-    return Replay(launches, [recording.scratch[p] for p in scratch], apart, held, result)
+    returned: list[Any] = []
+    for x in results:
+        pointer = memory.pointer_of(x)
+        if pointer in where:
+            returned.append(where[pointer])
+        elif pointer in recording.scratch:
+            returned.append(Made(scratch.index(pointer), x.shape, x.strides, x.dtype))
+        else:
+            return None
+    return Replay(launches, [recording.scratch[p] for p in scratch], apart, held, returned)
