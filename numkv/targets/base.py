@@ -84,7 +84,7 @@ class Target(Protocol):
     #: What `run` passes on as the stream of a function that is to run where this thread works.
     here: Any
 
-    def on(self, stream: Any, *arrays: Any) -> Any:
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which operations run on a stream.
 
         Parameters
@@ -94,7 +94,12 @@ class Target(Protocol):
             legacy default stream. On the CPU None.
         *arrays : object
             What a caller passed.
+        after : object
+            What `place` gave, where that has got so far at least before anything runs.
         """
+
+    def place(self) -> Any:
+        """Where this thread works; None on the CPU."""
 
     def run(
         self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
@@ -165,6 +170,9 @@ class Target(Protocol):
 
     def index(self, x: Any, dtype: Any) -> arrays.Array:
         """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[arrays.Array]:
+        """`index` of many NumPy arrays, each with its dtype; on CUDA by one copy, which nobody waits for."""
 
     def reals(
         self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]

@@ -109,7 +109,7 @@ class CpuTarget:
 
         return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
-    def on(self, stream: Any, *arrays: Any) -> Any:
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which nothing differs; any stream is refused, as operations are done when they return."""
         if stream is not None:
             raise NotSupported(
@@ -122,6 +122,9 @@ class CpuTarget:
     ) -> Any:  # fmt: skip
         """Refuse the stream: nothing else asks this."""
         self.on(stream)
+
+    def place(self) -> None:
+        """None: there is one."""
 
     def watch(self, k: Any, v: Any) -> int:
         """0: values are looked at before they are written."""
@@ -193,6 +196,10 @@ class CpuTarget:
     def index(self, x: Any, dtype: Any) -> Array:
         """A host integer array as a NumPy array of `dtype`; a copy only where the dtype differs."""
         return np.asarray(x, dtype)
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
+        """Many arrays of integers as kernels take them."""
+        return [self.index(x, dtype) for x, dtype in given]
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a NumPy array of `dtype` and `shape`; converted if it has another float dtype."""

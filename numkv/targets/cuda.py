@@ -170,9 +170,13 @@ class CudaTarget:
 
     # -- streams
 
-    def on(self, stream: Any, *arrays: Any) -> Any:
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
-        return streams.on(calls.place_of(stream, arrays))
+        return streams.on(calls.place_of(stream, arrays), after)
+
+    def place(self) -> Any:
+        """Where this thread works."""
+        return streams.current()
 
     def run(
         self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
@@ -282,6 +286,13 @@ class CudaTarget:
         if isinstance(x, np.ndarray):
             return self._upload(np.ascontiguousarray(x, dtype).reshape(x.shape))
         return x
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
+        """Many arrays of integers, by one copy."""
+        host = [np.ascontiguousarray(x, dtype).reshape(x.shape) for x, dtype in given]
+        if self._simulated:
+            return [self._upload(x) for x in host]
+        return uploads.upload_all(host)
 
     def _upload(self, x: HostArray) -> Array:
         """A copy on the device, which nobody waits for."""

@@ -63,20 +63,19 @@ class Step:
         self.positions = np.concatenate(
             [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
         )
-        index = store.target.index
-        self._positions = index(self.positions, np.int64)
-        self._lens = index(lens, np.int64)
         self._longest = int(lens.max(initial=0))
-        self._starts = index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        self._tables, self._slots = [], []
-        for group in range(len(store.groups)):
-            table = store.block_table(sequences.values(), group)
-            slots = slot_mapping(table, lens, store.block_size, new_lens=new_lens)
-            self._tables.append(index(table, np.int32))
-            self._slots.append(index(slots, np.int64))
+        host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
+        groups = range(len(store.groups))
+        tables = [store.block_table(sequences.values(), group) for group in groups]
+        for table in tables:
+            host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
+        wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
+        self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
+        self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        self._place = store.target.place()
 
     @property
     def num_tokens(self) -> int:
@@ -171,7 +170,9 @@ class Step:
         return self._store.place(check_index("layer", layer, self._store.num_layers))
 
     @writes
-    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(
+        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Write ready rows of the new tokens.
 
         Parameters
@@ -182,6 +183,8 @@ class Step:
             Rows of all sequences, one after another.
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -189,10 +192,11 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
-        k, v = pool.check_rows(k, v, check_finite=check_finite)
-        self._check_tokens("k", int(k.shape[0]))
-        pool.scatter(k, v, self._slots[group])
-        self._written[layer] = True
+        with self._on(stream, k, v):
+            k, v = pool.check_rows(k, v, check_finite=check_finite)
+            self._check_tokens("k", int(k.shape[0]))
+            pool.scatter(k, v, self._slots[group])
+            self._written[layer] = True
 
     @writes
     def write(
@@ -209,6 +213,7 @@ class Step:
         eps: float = 1e-6,
         q_out: Any = None,
         check_finite: bool = True,
+        stream: Any = None,
     ) -> Array:
         """Split and normalise the new tokens' projections, apply RoPE, and write K and V, in one pass.
 
@@ -220,6 +225,8 @@ class Step:
             Projections of all sequences, one after another.
         num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out, check_finite
             See `numkv.ContiguousLayer.write`; angles are those of `positions`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -233,27 +240,29 @@ class Step:
         """
         pool, group = self._layer(layer)
         slots = self._slots[group]
-        tokens, q = fast_path.pool_write(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
-            self._positions, 0, slots, 0, 0, check_finite,
-        )  # fmt: skip
-        if tokens >= 0:
-            self._written[layer] = True
-            return q
-        p = Projection.check(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
-        )
-        self._check_tokens("qkv", p.num_tokens)
-        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
-            raise IndexError(
-                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                "make the tables longer"
+        if stream is None:
+            tokens, q = fast_path.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                self._positions, 0, slots, 0, 0, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                self._written[layer] = True
+                return q
+        with self._on(stream, qkv):
+            p = Projection.check(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
             )
-        if check_flag("check_finite", check_finite, True):
-            p.check_finite(pool)
-        p.scatter(pool, slots, self._positions)
-        self._written[layer] = True
-        return p.q_out
+            self._check_tokens("qkv", p.num_tokens)
+            if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+                raise IndexError(
+                    f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
+                    "make the tables longer"
+                )
+            if check_flag("check_finite", check_finite, True):
+                p.check_finite(pool)
+            p.scatter(pool, slots, self._positions)
+            self._written[layer] = True
+            return p.q_out
 
     @writes
     def attention(
@@ -266,6 +275,7 @@ class Step:
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
 
@@ -275,7 +285,7 @@ class Step:
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -291,11 +301,12 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        self._check_tokens("q", int(q.shape[0]))
-        window = self._store.groups[group].window
-        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
-        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        with self._on(stream, q):
+            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+            self._check_tokens("q", int(q.shape[0]))
+            window = self._store.groups[group].window
+            options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+            return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     @writes
     def attention_weights(
@@ -306,6 +317,7 @@ class Step:
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        stream: Any = None,
     ) -> Array:
         """How much attention each token of the step's sequences gets from the new tokens' queries.
 
@@ -318,7 +330,7 @@ class Step:
         lse : float32 array (num_tokens, num_q_heads), optional
             What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
             costs as much as that call.
-        sm_scale, logits_soft_cap
+        sm_scale, logits_soft_cap, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -333,12 +345,24 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        self._check_tokens("q", int(q.shape[0]))
-        options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-        return attention_mass(
-            pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
-        )
+        with self._on(stream, q):
+            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+            self._check_tokens("q", int(q.shape[0]))
+            options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
+            return attention_mass(
+                pool,
+                self._tables[group],
+                q,
+                self._lens,
+                self._starts,
+                self._longest,
+                options,
+                lse=lse,
+            )
+
+    def _on(self, stream: Any, *arrays: Any) -> Any:
+        """A context for what runs on a stream, after the step's tables have arrived there."""
+        return self._store.target.on(stream, *arrays, after=self._place)
 
     def _end(self) -> None:
         """Take no more rows."""

@@ -18,16 +18,8 @@ from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
 __all__ = [
-    "DeviceArray",
-    "buffer",
-    "empty",
-    "foreign",
-    "over",
-    "pointer_of",
-    "reinterpret",
-    "take",
-    "viewed",
-]
+    "DeviceArray", "buffer", "empty", "foreign", "over", "part", "pointer_of", "reinterpret", "take", "viewed",
+]  # fmt: skip
 
 #: Bytes that a stream keeps for later calls, beyond which memory is freed.
 MOST_KEPT = 1 << 28
@@ -54,7 +46,7 @@ if SIMULATED:
     def _none(*args: Any) -> Any:
         raise NotImplementedError("the simulator's arrays lie in host memory")
 
-    viewed = foreign = take = over = _none
+    viewed = foreign = take = over = part = _none
     DeviceArray: Any = None
 
     def reinterpret(x: Any, dtype: Any) -> Any:
@@ -214,6 +206,11 @@ else:
     def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """Another view of an array's memory, from its first element on."""
         return _made(shape, strides, dtype, x.gpu_data, x.stream)
+
+    def part(x: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A contiguous array in the memory of bytes, from byte `start` on."""
+        pointer = int(x.gpu_data.device_pointer) + start
+        return foreign(pointer, shape, None, dtype, x)
 
     def over(
         piece: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]

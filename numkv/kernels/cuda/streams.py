@@ -124,10 +124,10 @@ def default() -> Place:
 class on:  # noqa: N801 - it reads like a function
     """Have this thread work at a place, for a while."""
 
-    __slots__ = ("_before", "_context", "_place")
+    __slots__ = ("_after", "_before", "_context", "_place")
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, after: Place | None = None) -> None:
+        self._place, self._after = place, after
 
     def __enter__(self) -> Place:
         self._before = _here.place
@@ -136,6 +136,8 @@ class on:  # noqa: N801 - it reads like a function
             self._context = cuda.gpus[self._place.device]
             self._context.__enter__()
         _here.place = self._place
+        if self._after is not None and self._after is not self._place:
+            follow(self._after.handle)
         return self._place
 
     def __exit__(self, *error: object) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = ["upload"]
+__all__ = ["upload", "upload_all"]
 
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
@@ -77,3 +77,19 @@ def upload(x: np.ndarray[Any, Any]) -> Any:
             made.gpu_data.device_pointer, ring.address + at, nbytes, here.handle
         )
     return made
+
+
+def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
+    """Copies of contiguous arrays on the current place, side by side, by one copy."""
+    starts, end = [], 0
+    for x in arrays:
+        starts.append(end)
+        end += -(-x.nbytes // 64) * 64
+    together = np.empty(end, np.uint8)
+    for x, start in zip(arrays, starts, strict=True):
+        together[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
+    on_device = upload(together)
+    return [
+        memory.part(on_device, start, x.shape, x.dtype)
+        for x, start in zip(arrays, starts, strict=True)
+    ]
