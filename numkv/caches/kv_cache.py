@@ -299,7 +299,9 @@ class KVCache(StoredRows):
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
 
-    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(
+        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Append the rows of one token or of several to a layer; the length stays.
 
         Parameters
@@ -311,7 +313,11 @@ class KVCache(StoredRows):
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite : bool
-            Whether rows that will be quantised are checked for NaN and infinity first.
+            Whether rows that will be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the
+            kernel that writes them, which stores zeros in their place. A later call then raises, until these tokens
+            are truncated.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -324,6 +330,9 @@ class KVCache(StoredRows):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
+        if stream is not None:
+            with self._target.on(stream, k, v):
+                return self.append(layer, k, v, check_finite=check_finite)
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -338,10 +347,11 @@ class KVCache(StoredRows):
                 if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
                     rows = (k[None], v[None])
                 if self._append_small(layer, *rows, check_finite):
-                    return
-            k = self._token_rows("k", k, self.head_dim)
-            v = self._token_rows("v", v, self.head_dim_v)
-            self._append(layer, k, v, check_finite)
+                    return None
+            with self._target.on(None, k, v):
+                k = self._token_rows("k", k, self.head_dim)
+                v = self._token_rows("v", v, self.head_dim_v)
+                self._append(layer, k, v, check_finite)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
@@ -457,7 +467,11 @@ class KVCache(StoredRows):
         ------
         NumkvError
             If a layer has fewer rows than that.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity; truncate the cache to drop them.
         """
+        for number in range(self.num_layers):
+            self._refuse_bad(number)
         length = len(self) + check_size("n", n)
         most = int(self._lengths.min(initial=_MOST_TOKENS))
         if length > most:
@@ -486,6 +500,7 @@ class KVCache(StoredRows):
         self._cut(check_index("length", length, len(self), inclusive=True))
 
     def _cut(self, length: int) -> None:
+        self._mend(length)
         self._length[0] = length
         for layer, rows in enumerate(self._lengths.tolist()):  # NumPy's `clip` needs memory
             self._lengths[layer] = min(max(rows, 0), length)

@@ -108,6 +108,7 @@ class Layer(SingleSequence):
         )
 
     def _cut(self, length: int) -> None:
+        self._mend(length)
         self._lengths[0] = length
         self._table[:] = self._ids
         if self._full_precision is not None:
@@ -239,7 +240,7 @@ class Layer(SingleSequence):
             self._on_target = version, table
         return table
 
-    def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(self, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:
         """Append ready rows: no norm, no RoPE.
 
         Parameters
@@ -248,7 +249,11 @@ class Layer(SingleSequence):
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
             fp32, fp16 or bf16.
         check_finite : bool
-            Whether rows that will be quantised are checked for NaN and infinity first.
+            Whether rows that will be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the
+            kernel that writes them, which stores zeros in their place. A later call then raises, until these tokens
+            are truncated.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -259,6 +264,9 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
+        if stream is not None:
+            with self._target.on(stream, k, v):
+                return self.append(k, v, check_finite=check_finite)
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -347,6 +355,7 @@ class Layer(SingleSequence):
         pos_offset: int | None = None,
         q_out: Any = None,
         check_finite: bool = True,
+        stream: Any = None,
     ) -> Array:
         """Split fused projections, apply RMS norm and RoPE to q and k, and write K and V, in one pass.
 
@@ -370,7 +379,9 @@ class Layer(SingleSequence):
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
         check_finite : bool
-            Whether projections that will be quantised (k, v or both) are checked for NaN and infinity first.
+            Whether projections that will be quantised (k, v or both) are checked for NaN and infinity; see `append`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -388,6 +399,13 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError
             If an argument is missing, or has another shape, dtype, layout, value or target.
         """
+        if stream is not None:
+            with self._target.on(stream, qkv):
+                return self.write(
+                    qkv, num_q_heads=num_q_heads, cos=cos, sin=sin, qk_mode=qk_mode, q_norm_weight=q_norm_weight,
+                    k_norm_weight=k_norm_weight, eps=eps, pos_offset=pos_offset, q_out=q_out,
+                    check_finite=check_finite,
+                )  # fmt: skip
         access, call = self._access, object()
         writer = access.writer
         try:
@@ -422,6 +440,19 @@ class Layer(SingleSequence):
             if tokens >= 0:
                 self._lengths[0] = start + tokens
                 return q
+        with self._target.on(None, qkv):
+            return self._write_here(
+                qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
+                check_finite,
+            )  # fmt: skip
+
+    def _write_here(
+        self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,
+        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
+    ) -> Array:  # fmt: skip
+        """What `_write` does where no short way is taken."""
+        pool = self._pool
+        self._refuse_bad()
         p = Projection.check(
             pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )
@@ -429,14 +460,19 @@ class Layer(SingleSequence):
         self._check_room(start, tokens)
         first = start if pos_offset is None else pos_offset
         p.check_positions(first)
-        if check_flag("check_finite", check_finite, True):
+        check_finite = check_flag("check_finite", check_finite, True)
+        first_look = check_finite and (
+            self._target.values_on_host or self._full_precision is not None
+        )
+        if first_look:
             p.check_finite(pool)
+        look = p.watch(pool, self._marker(start)) if check_finite and not first_look else 0
         room = self._room
         self._take_room(start + tokens)
         try:
             if self._full_precision is None:
                 host = self._target.values_on_host
-                p.write(pool, self._ids if host else self._block_table(0)[0], start, first)
+                p.write(pool, self._ids if host else self._block_table(0)[0], start, first, look)
                 self._lengths[0] = start + tokens
             else:  # by way of unrounded floats, which then go the way of `append`
                 staging = self._full_precision.staging(tokens)
@@ -521,6 +557,7 @@ class Layer(SingleSequence):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
@@ -528,7 +565,7 @@ class Layer(SingleSequence):
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -546,6 +583,9 @@ class Layer(SingleSequence):
             See `numkv.decode_attention`.
         """
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        if stream is not None:
+            with self._target.on(stream, q):
+                return self._attend(0, q, options)
         return self._attend(0, q, options)
 
     @reads

@@ -18,9 +18,10 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
@@ -75,6 +76,8 @@ class SingleSequence:
         "_tables",
     )
 
+    #: On CUDA, the first position with rows that were NaN or infinite, once that is known.
+    _bad: int | None = None
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -304,6 +307,8 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
+        self._target.raise_late(wait=True)
+        self._refuse_bad()
         for layer in range(len(self._lengths)):
             self._stored(layer)
         self._check_books()
@@ -352,27 +357,60 @@ class SingleSequence:
 
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        k, v = self._pools[layer].check_rows(k, v, check_finite=check_finite)
+        with self._target.on(None, k, v):
+            self._append_here(layer, k, v, check_finite)
+
+    def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        pool = self._pools[layer]
+        self._refuse_bad(layer)
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and (pool.target.values_on_host or self._full_precision is not None)
+        k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
+        look = pool.watch(k, v, self._marker(start)) if check_finite and not first else 0
         try:
-            self._store(layer, k, v, start)
+            self._store(layer, k, v, start, look)
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
+
+    def _marker(self, start: int) -> Callable[[int], None]:
+        """What notes a token, counted from position `start`, whose rows are not what they should be."""
+
+        def mark(token: int) -> None:
+            position = start + token
+            self._bad = position if self._bad is None else min(position, self._bad)
+
+        return mark
+
+    def _refuse_bad(self, layer: int = 0) -> None:
+        """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
+        self._target.raise_late()
+        if self._bad is not None and self._bad < self._stored(layer):
+            raise NonFiniteInput(
+                f"expected finite rows, got NaN or infinity at position {self._bad}, where zeros are stored; truncate "
+                f"to {self._bad} tokens",
+                index=self._bad,
+            )
+
+    def _mend(self, length: int) -> None:
+        """Forget a bad token from position `length` on, as it is dropped."""
+        if self._bad is not None and length <= self._bad:
+            self._bad = None
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
         """Give back memory that was got for tokens from position `start` on, which are not stored after all."""
         if int(self._lengths[layer]) == start:
             self._give_back(room, self._shorter(room))
 
-    def _store(self, layer: int, k: Array, v: Array, start: int) -> None:
+    def _store(self, layer: int, k: Array, v: Array, start: int, look: int = 0) -> None:
         """Write checked rows, for which there is room, and count them."""
         table = self._tables[layer]
         if not self._target.values_on_host:
             table = self._block_table(layer)[0]
         if self._full_precision is None:
-            self._pools[layer].append(k, v, table, start)
+            self._pools[layer].append(k, v, table, start, look)
         else:
             self._full_precision.append(self._pools[layer], layer, k, v, table, start)
         self._lengths[layer] = start + int(k.shape[0])
@@ -442,6 +480,10 @@ class SingleSequence:
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         """Attend with the queries of a layer's last tokens."""
+        with self._target.on(None, q):
+            return self._attend_here(layer, q, options)
+
+    def _attend_here(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
         if self._full_precision is not None:
@@ -451,6 +493,10 @@ class SingleSequence:
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
+        with self._target.on(None, q):
+            return self._mass_here(layer, q, options, lse)
+
+    def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
         if self._full_precision is not None:

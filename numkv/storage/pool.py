@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -290,8 +291,15 @@ class Pool:
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
         self.target.ops.scatter_both(*of_k, *of_v, slot_mapping, look)
 
-    def watch(self, k: Array, v: Array) -> int:
+    def watch(self, k: Array, v: Array, mark: Callable[[int], None] | None = None) -> int:
         """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
+
+        Parameters
+        ----------
+        k, v : array (num_tokens, num_kv_heads, dim)
+            The rows.
+        mark : function, optional
+            Takes the number of the first bad token, when that is known.
 
         Returns
         -------
@@ -301,7 +309,8 @@ class Pool:
         kinds = self.k_kind, self.v_kind
         if self.target.values_on_host or not any(kind.has_scales for kind in kinds):
             return 0
-        return self.target.watch(("k", tuple(k.shape), kinds[0]), ("v", tuple(v.shape), kinds[1]))
+        of_k, of_v = ("k", tuple(k.shape), kinds[0]), ("v", tuple(v.shape), kinds[1])
+        return self.target.watch(of_k, of_v, mark)
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
         """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -119,14 +120,17 @@ class Target(Protocol):
         """
 
     def watch(
-        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind]
-    ) -> int:
+        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
+        mark: Callable[[int], None] | None = None,
+    ) -> int:  # fmt: skip
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
 
         Parameters
         ----------
         k, v : tuple of str, tuple and Kind
             What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
+        mark : function, optional
+            Takes the number of the first bad token, before the error is raised.
         """
 
     def raise_late(self, wait: bool = False) -> None:

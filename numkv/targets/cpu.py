@@ -126,7 +126,7 @@ class CpuTarget:
     def place(self) -> None:
         """None: there is one."""
 
-    def watch(self, k: Any, v: Any) -> int:
+    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
         """0: values are looked at before they are written."""
         return 0
 

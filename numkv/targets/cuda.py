@@ -172,7 +172,8 @@ class CudaTarget:
 
     def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
-        return streams.on(calls.place_of(stream, arrays), after)
+        inside = streams.chosen() if stream is None else None
+        return streams.on(inside or calls.place_of(stream, arrays), after)
 
     def place(self) -> Any:
         """Where this thread works."""
@@ -184,9 +185,9 @@ class CudaTarget:
         """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
         return self._calls.run(function, call, stream, arrays, options)
 
-    def watch(self, k: Any, v: Any) -> int:
+    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
-        return calls.watch(k, v)
+        return calls.watch(k, v, mark)
 
     def raise_late(self, wait: bool = False) -> None:
         """Raise `NonFiniteInput` for what a kernel has reported since; with `wait` for all that has been launched."""

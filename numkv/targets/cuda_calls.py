@@ -304,9 +304,12 @@ def raise_late(wait: bool = False) -> None:
             raise _late_error(report)
 
 
-def watch(k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind]) -> int:
+def watch(
+    k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
+    mark: Callable[[int], None] | None,
+) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
-    return late.number((k, v))
+    return late.number((k, v, mark))
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:
@@ -317,6 +320,8 @@ def _late_error(report: late.Report) -> NonFiniteInput:
         )
     name, shape, kind = report.what[report.of_v]
     index = tuple(int(i) for i in np.unravel_index(report.index, shape))
+    if report.what[2] is not None:
+        report.what[2](index[0])
     return NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
         "call; the row was stored as zeros",

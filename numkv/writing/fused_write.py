@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -209,12 +210,13 @@ class Projection:
             self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
             pool.append(*_rows_of(aside), block_table, start, look)
 
-    def watch(self, pool: Pool) -> int:
+    def watch(self, pool: Pool, mark: Callable[[int], None] | None = None) -> int:
         """Have the kernel look for NaN and infinity in what it quantises; see `Pool.watch`."""
         if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             return 0
         shape = tuple(self.qkv.shape)
-        return pool.target.watch(("qkv", shape, pool.k_kind), ("qkv", shape, pool.v_kind))
+        of_k, of_v = ("qkv", shape, pool.k_kind), ("qkv", shape, pool.v_kind)
+        return pool.target.watch(of_k, of_v, mark)
 
     def scatter(self, pool: Pool, slot_mapping: Array, positions: Array, look: int = 0) -> None:
         """Write the new tokens of many sequences, and q to `q_out`.

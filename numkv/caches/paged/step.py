@@ -182,7 +182,8 @@ class Step:
         k, v : array (num_tokens, num_kv_heads, head_dim)
             Rows of all sequences, one after another.
         check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity first.
+            Whether rows to be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the kernel that
+            writes them, and a later call raises, `PagedKVCache.commit` at the latest that finds it.
         stream : object, optional
             See `numkv.paged_decode_attention`.
 
@@ -192,10 +193,14 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
+        pool.target.raise_late()
         with self._on(stream, k, v):
-            k, v = pool.check_rows(k, v, check_finite=check_finite)
+            check_finite = check_flag("check_finite", check_finite, True)
+            first = check_finite and pool.target.values_on_host
+            k, v = pool.check_rows(k, v, check_finite=first)
             self._check_tokens("k", int(k.shape[0]))
-            pool.scatter(k, v, self._slots[group])
+            look = pool.watch(k, v, self._mark) if check_finite and not first else 0
+            pool.scatter(k, v, self._slots[group], look)
             self._written[layer] = True
 
     @writes
@@ -248,6 +253,7 @@ class Step:
             if tokens >= 0:
                 self._written[layer] = True
                 return q
+        pool.target.raise_late()
         with self._on(stream, qkv):
             p = Projection.check(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
@@ -258,9 +264,12 @@ class Step:
                     f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
                     "make the tables longer"
                 )
-            if check_flag("check_finite", check_finite, True):
+            check_finite = check_flag("check_finite", check_finite, True)
+            first = check_finite and pool.target.values_on_host
+            if first:
                 p.check_finite(pool)
-            p.scatter(pool, slots, self._positions)
+            look = p.watch(pool, self._mark) if check_finite and not first else 0
+            p.scatter(pool, slots, self._positions, look)
             self._written[layer] = True
             return p.q_out
 
@@ -359,6 +368,13 @@ class Step:
                 options,
                 lse=lse,
             )
+
+    def _mark(self, token: int) -> None:
+        """Note that a new token has rows that are not what they should be."""
+        ends = np.cumsum(self.new_lens)
+        seq = self.sequences[int(np.searchsorted(ends, token, "right"))]
+        position = int(self.positions[token])
+        self._store.bad[seq] = min(position, self._store.bad.get(seq, position))
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +100,8 @@ class BlockStore:
         Pool and group of each layer, by their numbers.
     layer_pools : dict of int to Pool
         The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
+    bad : dict of int to int
+        On CUDA, of sequences that have rows which were NaN or infinite, the first such position.
     """
 
     target: Target
@@ -108,6 +110,7 @@ class BlockStore:
     blocks: BlockPool
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
+    bad: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:

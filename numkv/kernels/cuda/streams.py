@@ -14,7 +14,7 @@ from numba import cuda
 from numba.core import config
 
 __all__ = [
-    "SIMULATED", "Place", "Recording", "current", "default", "follow", "is_ready", "on",
+    "SIMULATED", "Place", "Recording", "chosen", "current", "default", "follow", "is_ready", "on",
     "one_device", "place", "ready", "recorded", "recording", "spoil",
 ]  # fmt: skip
 
@@ -112,6 +112,11 @@ def place(device: int, handle: int) -> Place:
 def current() -> Place:
     """Where this thread works: where `on` says, else on the default stream of its device."""
     return _here.place or default()
+
+
+def chosen() -> Place | None:
+    """Where `on` says that this thread works; None outside of it."""
+    return _here.place
 
 
 def default() -> Place:
