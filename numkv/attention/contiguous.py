@@ -44,6 +44,7 @@ def decode_attention(
     v: Any,
     seq_lens: Any,
     *,
+    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -53,7 +54,6 @@ def decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Any:
     """Attend with one query per sequence over a contiguous cache.
 
@@ -154,6 +154,7 @@ def prefill_attention(
     seq_lens: Any,
     cu_seqlens_q: Any,
     *,
+    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -163,7 +164,6 @@ def prefill_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
-    stream: Any = None,
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 

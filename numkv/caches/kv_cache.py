@@ -299,9 +299,7 @@ class KVCache(StoredRows):
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
 
-    def append(
-        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> None:
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:  # fmt: skip
         """Append the rows of one token or of several to a layer; the length stays.
 
         Parameters
@@ -312,12 +310,8 @@ class KVCache(StoredRows):
             Keys, in the kind's own dtype or in float32; for int8 and int4 in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
-        check_finite : bool
-            Whether rows that will be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the
-            kernel that writes them, which stores zeros in their place. A later call then raises, until these tokens
-            are truncated.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
+        check_finite, stream
+            See `ContiguousLayer.append`.
 
         Raises
         ------
@@ -332,7 +326,8 @@ class KVCache(StoredRows):
         """
         if stream is not None:
             with self._target.on(stream, k, v):
-                return self.append(layer, k, v, check_finite=check_finite)
+                self.append(layer, k, v, check_finite=check_finite)
+            return
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -347,11 +342,10 @@ class KVCache(StoredRows):
                 if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
                     rows = (k[None], v[None])
                 if self._append_small(layer, *rows, check_finite):
-                    return None
+                    return
             with self._target.on(None, k, v):
-                k = self._token_rows("k", k, self.head_dim)
-                v = self._token_rows("v", v, self.head_dim_v)
-                self._append(layer, k, v, check_finite)
+                rows = self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)  # fmt: skip
+                self._append(layer, *rows, check_finite)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
@@ -467,11 +461,7 @@ class KVCache(StoredRows):
         ------
         NumkvError
             If a layer has fewer rows than that.
-        NonFiniteInput
-            On CUDA, if rows that were quantised held NaN or infinity; truncate the cache to drop them.
         """
-        for number in range(self.num_layers):
-            self._refuse_bad(number)
         length = len(self) + check_size("n", n)
         most = int(self._lengths.min(initial=_MOST_TOKENS))
         if length > most:
@@ -480,6 +470,7 @@ class KVCache(StoredRows):
                 f"`n`: expected at most {most - len(self)}, the rows appended to layer "
                 f"{layer} since the last advance, got {n}; append to every layer first"
             )
+        self._refuse_bad(int(self._lengths.argmax()) if self.num_layers else None)
         self._length[0] = length
 
     @drops

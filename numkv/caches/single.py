@@ -7,6 +7,7 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
+from numkv.targets.call import Mark
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
@@ -76,8 +78,8 @@ class SingleSequence:
         "_tables",
     )
 
-    #: On CUDA, the first position with rows that were NaN or infinite, once that is known.
-    _bad: int | None = None
+    #: On CUDA, the first position with rows that were NaN or infinite, once that is known, and the error.
+    _bad: tuple[int, NonFiniteInput] | None = None
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -307,7 +309,7 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
-        self._target.raise_late(wait=True)
+        self._target.collect_late(wait=True)
         self._refuse_bad()
         for layer in range(len(self._lengths)):
             self._stored(layer)
@@ -375,28 +377,27 @@ class SingleSequence:
             self._unmake_room(layer, start, room)
             raise
 
-    def _marker(self, start: int) -> Callable[[int], None]:
+    def _marker(self, start: int) -> Mark:
         """What notes a token, counted from position `start`, whose rows are not what they should be."""
+        cache = weakref.ref(self)  # its memory is not kept for that
 
-        def mark(token: int) -> None:
-            position = start + token
-            self._bad = position if self._bad is None else min(position, self._bad)
+        def mark(token: int, error: NonFiniteInput) -> None:
+            of = cache()
+            if of is not None and (of._bad is None or start + token < of._bad[0]):
+                of._bad = start + token, error
 
         return mark
 
-    def _refuse_bad(self, layer: int = 0) -> None:
+    def _refuse_bad(self, layer: int | None = 0) -> None:
         """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
-        self._target.raise_late()
-        if self._bad is not None and self._bad < self._stored(layer):
-            raise NonFiniteInput(
-                f"expected finite rows, got NaN or infinity at position {self._bad}, where zeros are stored; truncate "
-                f"to {self._bad} tokens",
-                index=self._bad,
-            )
+        self._target.collect_late()
+        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
+            position, error = self._bad
+            raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
 
     def _mend(self, length: int) -> None:
         """Forget a bad token from position `length` on, as it is dropped."""
-        if self._bad is not None and length <= self._bad:
+        if self._bad is not None and length <= self._bad[0]:
             self._bad = None
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
@@ -478,9 +479,9 @@ class SingleSequence:
             raise too_many_queries(tokens, length)
         return q, length
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
         """Attend with the queries of a layer's last tokens."""
-        with self._target.on(None, q):
+        with self._target.on(stream, q):
             return self._attend_here(layer, q, options)
 
     def _attend_here(self, layer: int, q: Any, options: AttentionOptions) -> Any:

@@ -183,13 +183,13 @@ class StoredRows(SingleSequence):
         layer: int,
         q: Any,
         *,
+        stream: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
-        stream: Any = None,
     ) -> Any:
         """Attend over all rows appended to a layer; the queries are those of the last ones.
 

@@ -6,7 +6,10 @@ from numkv.arrays import Array
 from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Side"]
+
+#: New rows, their kind, the pool that they go to, its kind, and its scales.
+Side = tuple[Array, str, Array, str, Array]
 
 
 class Operations(OperationsOfCodes, SmallCalls):
@@ -49,29 +52,13 @@ class Operations(OperationsOfCodes, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
-    def append_both(
-        k: Array,
-        k_rows_kind: str,
-        k_pool: Array,
-        k_kind: str,
-        k_scale: Array,
-        v: Array,
-        v_rows_kind: str,
-        v_pool: Array,
-        v_kind: str,
-        v_scale: Array,
-        block_table: Array,
-        start: int,
-        look: int = 0,
-    ) -> None:
+    def append_both(k: Side, v: Side, block_table: Array, start: int, look: int = 0) -> None:
         """Append the rows of K and V of one sequence: `append_rows` of each, on CUDA in one launch.
 
         Parameters
         ----------
-        k, k_rows_kind, k_pool, k_kind, k_scale
-            See `append_rows`.
-        v, v_rows_kind, v_pool, v_kind, v_scale
-            The same of V.
+        k, v : tuple
+            Of each `rows`, `rows_kind`, `pool`, `pool_kind` and `scale`, as `append_rows` takes them.
         block_table, start
             See `append_rows`.
         look : int
@@ -81,25 +68,12 @@ class Operations(OperationsOfCodes, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
-    def scatter_both(
-        k: Array,
-        k_rows_kind: str,
-        k_pool: Array,
-        k_kind: str,
-        k_scale: Array,
-        v: Array,
-        v_rows_kind: str,
-        v_pool: Array,
-        v_kind: str,
-        v_scale: Array,
-        slot_mapping: Array,
-        look: int = 0,
-    ) -> None:
+    def scatter_both(k: Side, v: Side, slot_mapping: Array, look: int = 0) -> None:
         """Put each row of K and V into its slot: `scatter_rows` of each, on CUDA in one launch.
 
         Parameters
         ----------
-        k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, look
+        k, v, look
             See `append_both`.
         slot_mapping
             See `scatter_rows`.
@@ -412,9 +386,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         qkv_kind: str,
         cos: Array,
         sin: Array,
-        normalise: bool,
-        rotate: bool,
-        interleaved: bool,
+        mode: tuple[bool, bool, bool],
         q_weight: Array,
         k_weight: Array,
         eps: float,
@@ -433,7 +405,7 @@ class Operations(OperationsOfCodes, SmallCalls):
 
         Parameters
         ----------
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
+        qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps
             See `write_rows`.
         positions : int64 array (num_tokens,)
             Row of `cos` and `sin` for each token; on CUDA a token with a row outside them is left out altogether. Not
@@ -454,9 +426,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         qkv_kind: str,
         cos: Array,
         sin: Array,
-        normalise: bool,
-        rotate: bool,
-        interleaved: bool,
+        mode: tuple[bool, bool, bool],
         q_weight: Array,
         k_weight: Array,
         eps: float,
@@ -482,8 +452,8 @@ class Operations(OperationsOfCodes, SmallCalls):
             Their kind.
         cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
             Tables of angles, of one dtype.
-        normalise, rotate, interleaved : bool
-            Whether q and k are normalised; whether they are rotated, and in which pairs.
+        mode : tuple of bool
+            Whether q and k are normalised; whether they are rotated; whether pairs are neighbours.
         q_weight, k_weight : array (head_dim,)
             Norm weights in the computing dtype: float64 if any of the kinds is fp64, else float32.
         eps : float

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Mark
 
 __all__ = ["Pool", "refuse_non_finite", "source_dtypes"]
 
@@ -284,14 +284,14 @@ class Pool:
     def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
         """Write checked rows of one sequence, by its block table; `look` is what `watch` gave."""
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
-        self.target.ops.append_both(*of_k, *of_v, block_table, start, look)
+        self.target.ops.append_both(of_k, of_v, block_table, start, look)
 
     def scatter(self, k: Array, v: Array, slot_mapping: Array, look: int = 0) -> None:
         """Write checked rows into slots; `look` is what `watch` gave."""
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
-        self.target.ops.scatter_both(*of_k, *of_v, slot_mapping, look)
+        self.target.ops.scatter_both(of_k, of_v, slot_mapping, look)
 
-    def watch(self, k: Array, v: Array, mark: Callable[[int], None] | None = None) -> int:
+    def watch(self, k: Array, v: Array, mark: Mark | None = None) -> int:
         """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
 
         Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -12,6 +11,7 @@ from numkv import arrays
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
+from numkv.targets.call import Mark
 
 __all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
@@ -121,7 +121,7 @@ class Target(Protocol):
 
     def watch(
         self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-        mark: Callable[[int], None] | None = None,
+        mark: Mark | None = None,
     ) -> int:  # fmt: skip
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
 
@@ -130,11 +130,11 @@ class Target(Protocol):
         k, v : tuple of str, tuple and Kind
             What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
         mark : function, optional
-            Takes the number of the first bad token, before the error is raised.
+            Takes the number of the first bad token, and the error; without it the error is raised by a later function.
         """
 
-    def raise_late(self, wait: bool = False) -> None:
-        """Raise `NonFiniteInput` for what a kernel has reported since; with `wait` for all that has been launched."""
+    def collect_late(self, wait: bool = False) -> None:
+        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""

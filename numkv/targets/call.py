@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["Call"]
+from collections.abc import Callable
+
+from numkv.errors import NonFiniteInput
+
+__all__ = ["Call", "Mark"]
+
+#: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, and the error.
+Mark = Callable[[int, NonFiniteInput], None]
 
 
 class Call:

@@ -130,7 +130,7 @@ class CpuTarget:
         """0: values are looked at before they are written."""
         return 0
 
-    def raise_late(self, wait: bool = False) -> None:
+    def collect_late(self, wait: bool = False) -> None:
         """Do nothing: nothing is reported late."""
 
     def share_memory(self, a: Any, b: Any) -> bool:

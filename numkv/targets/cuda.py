@@ -189,9 +189,9 @@ class CudaTarget:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
         return calls.watch(k, v, mark)
 
-    def raise_late(self, wait: bool = False) -> None:
-        """Raise `NonFiniteInput` for what a kernel has reported since; with `wait` for all that has been launched."""
-        calls.raise_late(wait)
+    def collect_late(self, wait: bool = False) -> None:
+        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
+        calls.collect_late(wait)
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""

@@ -14,9 +14,18 @@ from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
 from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
-from numkv.targets.call import Call
+from numkv.targets.call import Call, Mark
 
-__all__ = ["HERE", "Calls", "handle_of", "place_of", "raise_late", "torch_stream", "watch"]
+__all__ = [
+    "HERE",
+    "Calls",
+    "collect_late",
+    "handle_of",
+    "place_of",
+    "raise_late",
+    "torch_stream",
+    "watch",
+]
 
 SIMULATED = streams.SIMULATED
 
@@ -294,19 +303,34 @@ def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dic
     return dict(zip((*call.arrays, *call.options), (*arrays, *options), strict=True))
 
 
-def raise_late(wait: bool = False) -> None:
-    """Raise what writes before found in their rows, as far as it has arrived; with `wait` once all are done."""
+_pending: list[NonFiniteInput] = []
+
+
+def raise_late() -> None:
+    """Raise what writes of functions before found in their rows, as far as it has arrived."""
+    collect_late()
+    if _pending:
+        raise _pending.pop(0)
+
+
+def collect_late(wait: bool = False) -> None:
+    """Hand out what has been reported: to the objects that wrote, and to the next function; see `Target`."""
     if wait:
         late.wait()
     if late.arrived():
         report = late.take()
         if report is not None:
-            raise _late_error(report)
+            error = _late_error(report)
+            mark = None if report.what is None else report.what[2]
+            if mark is None:
+                _pending.append(error)
+            else:
+                mark(error.index[0], error)  # type: ignore[index]
 
 
 def watch(
     k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-    mark: Callable[[int], None] | None,
+    mark: Mark | None,
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
     return late.number((k, v, mark))
@@ -320,8 +344,6 @@ def _late_error(report: late.Report) -> NonFiniteInput:
         )
     name, shape, kind = report.what[report.of_v]
     index = tuple(int(i) for i in np.unravel_index(report.index, shape))
-    if report.what[2] is not None:
-        report.what[2](index[0])
     return NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
         "call; the row was stored as zeros",

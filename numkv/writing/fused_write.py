@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.pool import Pool, refuse_non_finite
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Mark
 
 __all__ = ["DEFAULT_EPS", "Projection", "QKMode"]
 
@@ -210,7 +210,7 @@ class Projection:
             self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
             pool.append(*_rows_of(aside), block_table, start, look)
 
-    def watch(self, pool: Pool, mark: Callable[[int], None] | None = None) -> int:
+    def watch(self, pool: Pool, mark: Mark | None = None) -> int:
         """Have the kernel look for NaN and infinity in what it quantises; see `Pool.watch`."""
         if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             return 0
@@ -244,8 +244,8 @@ class Projection:
     def _run(self, write: Any, angles: Any, pool: Pool, *places: Any, look: int = 0) -> None:
         words = pool.target.words
         write(
-            words(self.qkv), self.kind.name, self.cos, self.sin, self.mode.normalises, self.rotates,
-            self.mode.interleaved, self.q_weight, self.k_weight, self.eps, angles,
+            words(self.qkv), self.kind.name, self.cos, self.sin,
+            (self.mode.normalises, self.rotates, self.mode.interleaved), self.q_weight, self.k_weight, self.eps, angles,
             words(self.q_out), pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name,
             pool.v_scale, *places, look,
         )  # fmt: skip

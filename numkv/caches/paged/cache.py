@@ -44,7 +44,7 @@ from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
 from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
-from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.kinds import Kind
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
@@ -229,7 +229,7 @@ class PagedKVCache(WholeCache):
             dropped=state.rows_dropped() if length < state.length else state.dropped,
         )
         self._exchange({self._number(seq): after}, held(dropped))
-        if length <= self._store.bad.get(self._number(seq), -1):
+        if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]
 
     @writes
@@ -373,10 +373,10 @@ class PagedKVCache(WholeCache):
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
-        self._store.target.raise_late()
+        self._store.target.collect_late()
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
-            self._refuse_bad(seq, state.length)
+            self._store.refuse_bad(seq, state.length)
         lens = _new_lens(new_lens, len(seqs))
         room = reserve_room(self._store, states, lens)
         try:
@@ -432,9 +432,9 @@ class PagedKVCache(WholeCache):
             )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
-            self._store.target.raise_late()
+            self._store.target.collect_late()
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
-                self._refuse_bad(seq, state.length + n)
+                self._store.refuse_bad(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
         step._end()
@@ -467,17 +467,6 @@ class PagedKVCache(WholeCache):
                 "`step`: expected an open step of this cache, got "
                 f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
             )
-
-    def _refuse_bad(self, seq: int, length: int) -> None:
-        """Refuse to go on with a sequence of which a kernel has found a token to be NaN or infinite."""
-        bad = self._store.bad.get(seq, length)
-        if bad < length:
-            raise NonFiniteInput(
-                f"sequence {seq}: expected finite rows, got NaN or infinity at position {bad}, where zeros are stored; "
-                f"truncate it to {bad} tokens, or roll the step back",
-                index=bad,
-            )
-        self._store.bad.pop(seq, None)
 
     def _check_open(self, step: Step) -> None:
         if not step.open:

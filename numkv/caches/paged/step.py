@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,10 +16,11 @@ from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
+from numkv.targets.call import Mark
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -63,7 +65,7 @@ class Step:
         self.positions = np.concatenate(
             [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
         )
-        self._longest = int(lens.max(initial=0))
+        self._ends, self._longest = lens.tolist(), int(lens.max(initial=0))
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
@@ -193,13 +195,13 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
-        pool.target.raise_late()
+        self._refuse_bad()
         with self._on(stream, k, v):
             check_finite = check_flag("check_finite", check_finite, True)
             first = check_finite and pool.target.values_on_host
             k, v = pool.check_rows(k, v, check_finite=first)
             self._check_tokens("k", int(k.shape[0]))
-            look = pool.watch(k, v, self._mark) if check_finite and not first else 0
+            look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
             pool.scatter(k, v, self._slots[group], look)
             self._written[layer] = True
 
@@ -253,7 +255,7 @@ class Step:
             if tokens >= 0:
                 self._written[layer] = True
                 return q
-        pool.target.raise_late()
+        self._refuse_bad()
         with self._on(stream, qkv):
             p = Projection.check(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
@@ -268,7 +270,7 @@ class Step:
             first = check_finite and pool.target.values_on_host
             if first:
                 p.check_finite(pool)
-            look = p.watch(pool, self._mark) if check_finite and not first else 0
+            look = p.watch(pool, self._marker()) if check_finite and not first else 0
             p.scatter(pool, slots, self._positions, look)
             self._written[layer] = True
             return p.q_out
@@ -369,12 +371,26 @@ class Step:
                 lse=lse,
             )
 
-    def _mark(self, token: int) -> None:
-        """Note that a new token has rows that are not what they should be."""
-        ends = np.cumsum(self.new_lens)
-        seq = self.sequences[int(np.searchsorted(ends, token, "right"))]
-        position = int(self.positions[token])
-        self._store.bad[seq] = min(position, self._store.bad.get(seq, position))
+    def _marker(self) -> Mark:
+        """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
+        store = weakref.ref(self._store)
+        sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
+
+        def mark(token: int, error: NonFiniteInput) -> None:
+            of = store()
+            if of is not None:
+                seq = sequences[int(np.searchsorted(ends, token, "right"))]
+                found = int(positions[token]), error
+                of.bad[seq] = min(found, of.bad.get(seq, found), key=lambda x: x[0])
+
+        return mark
+
+    def _refuse_bad(self) -> None:
+        """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
+        self._store.target.collect_late()
+        if self._store.bad:
+            for seq, length in zip(self.sequences, self._ends, strict=True):
+                self._store.refuse_bad(seq, length)
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""

@@ -315,21 +315,15 @@ def small_copy(rows_kind):
 
 
 @implements(Operations.append_both)
-def append_both(
-    k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, block_table,
-    start, look=0,
-):  # fmt: skip
-    append_rows(k, k_rows_kind, k_pool, k_kind, k_scale, block_table, start)
-    append_rows(v, v_rows_kind, v_pool, v_kind, v_scale, block_table, start)
+def append_both(k, v, block_table, start, look=0):
+    append_rows(*k, block_table, start)
+    append_rows(*v, block_table, start)
 
 
 @implements(Operations.scatter_both)
-def scatter_both(
-    k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, slot_mapping,
-    look=0,
-):  # fmt: skip
-    scatter_rows(k, k_rows_kind, k_pool, k_kind, k_scale, slot_mapping)
-    scatter_rows(v, v_rows_kind, v_pool, v_kind, v_scale, slot_mapping)
+def scatter_both(k, v, slot_mapping, look=0):
+    scatter_rows(*k, slot_mapping)
+    scatter_rows(*v, slot_mapping)
 
 
 @implements(Operations.copy_both)

@@ -188,11 +188,9 @@ def _blocks(rows, pool_kind, scale):
     return min(wanted, max(1, MAX_BLOCKS // 2))
 
 
-def _both(
-    k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, places, start,
-    look, by_slot,
-):  # fmt: skip
-    kernel = _append(k_rows_kind, k_kind, v_rows_kind, v_kind, by_slot)
+def _both(k_side, v_side, places, start, look, by_slot):
+    (k, k_src, k_pool, k_kind, k_scale), (v, v_src, v_pool, v_kind, v_scale) = k_side, v_side
+    kernel = _append(k_src, k_kind, v_src, v_kind, by_slot)
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
         kernel, k_blocks + v_blocks, (LANES, ROWS), k, k_pool, k_scale, v, v_pool, v_scale, places,
@@ -223,25 +221,13 @@ def scatter_rows(rows, rows_kind, pool, pool_kind, scale, slot_mapping):
 
 
 @implements(Operations.append_both)
-def append_both(
-    k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, block_table,
-    start, look=0,
-):  # fmt: skip
-    _both(
-        k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, block_table,
-        start, look, False,
-    )  # fmt: skip
+def append_both(k, v, block_table, start, look=0):
+    _both(k, v, block_table, start, look, False)
 
 
 @implements(Operations.scatter_both)
-def scatter_both(
-    k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale, slot_mapping,
-    look=0,
-):  # fmt: skip
-    _both(
-        k, k_rows_kind, k_pool, k_kind, k_scale, v, v_rows_kind, v_pool, v_kind, v_scale,
-        slot_mapping, 0, look, True,
-    )  # fmt: skip
+def scatter_both(k, v, slot_mapping, look=0):
+    _both(k, v, slot_mapping, 0, look, True)
 
 
 @implements(Operations.small_append)

@@ -49,9 +49,10 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     SHAPE = (ROWS, LANES)
 
     def kernel(
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, places, start, look, found, raised,
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, found, raised,
     ):  # fmt: skip
+        normalise, rotate, interleaved, eps, first_angle, start = options
         num_q_heads, dim = q_out.shape[1], q_out.shape[2]
         num_blocks, num_kv_heads = k_pool.shape[0], k_pool.shape[1]
         block_size = np.int64(k_pool.shape[2])
@@ -141,16 +142,17 @@ def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool,
     real, i64, flag = getattr(types, compute), types.int64, types.boolean
     angles = array(getattr(types, table), 2)
     signature = (
-        array(WORDS[src], 2), angles, angles, flag, flag, flag, array(real, 1), array(real, 1),
-        types.float64, INDICES, i64, array(WORDS[src], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]),
-        array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, i64, array(i64, 1), array(i64, 1),
+        array(WORDS[src], 2), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64, i64)),
+        array(real, 1), array(real, 1), INDICES, array(WORDS[src], 3), array(WORDS[k_kind], 4),
+        array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
+        array(i64, 1),
     )  # fmt: skip
     return jit(make_write_rows, (src, k_kind, v_kind, compute, by_slot), signature, 6)
 
 
 def _write(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
-    first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, places, start, look, by_slot,
+    qkv, qkv_kind, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_kind, k_scale, v_pool,
+    v_kind, v_scale, places, look, by_slot,
 ):  # fmt: skip
     compute = q_weight.dtype
     kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name)
@@ -158,33 +160,36 @@ def _write(
     widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
     launch(
         kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
-        qkv, cos, sin, bool(normalise), bool(rotate), bool(interleaved), q_weight, k_weight, float(eps), angles,
-        int(first_angle), q_out, k_pool, k_scale, v_pool, v_scale, places, int(start), look, *late.flags(),
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, *late.flags(),
         shared_bytes=ROWS * widest * compute.itemsize,
     )  # fmt: skip
 
 
+def _options(mode, eps, first_angle, start):
+    """Numbers as the kernel takes them."""
+    return (*map(bool, mode), float(eps), int(first_angle), int(start))
+
+
 @implements(Operations.write_rows)
 def write_rows(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start, look=0,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, first_angle, q_out, k_pool, k_kind, k_scale,
+    v_pool, v_kind, v_scale, block_table, start, look=0,
 ):  # fmt: skip
     _write(
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
-        block_table, first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
-        block_table, start, look, False,
+        qkv, qkv_kind, cos, sin, _options(mode, eps, first_angle, start), q_weight, k_weight, block_table,
+        q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, look, False,
     )  # fmt: skip
 
 
 @implements(Operations.scatter_write)
 def scatter_write(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping, look=0,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, positions, q_out, k_pool, k_kind, k_scale,
+    v_pool, v_kind, v_scale, slot_mapping, look=0,
 ):  # fmt: skip
     _write(
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
-        positions, 0, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
-        slot_mapping, 0, look, True,
+        qkv, qkv_kind, cos, sin, _options(mode, eps, 0, 0), q_weight, k_weight, positions, q_out, k_pool,
+        k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping, look, True,
     )  # fmt: skip
 
 
