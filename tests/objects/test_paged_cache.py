@@ -160,7 +160,7 @@ def test_rows_that_cannot_be_quantised(target, to):
         return
     step.append(0, to(k), to(v))
     for _ in range(2):  # again and again
-        with pytest.raises(numkv.NonFiniteInput, match="`v`.*zeros") as caught:
+        with pytest.raises(numkv.NonFiniteInput, match=r"`v`.*zeros") as caught:
             step.append(1, to(k), to(k))
         assert caught.value.index == (1, 0, 3)
     cache.rollback(step)
