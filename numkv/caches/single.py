@@ -486,7 +486,7 @@ class SingleSequence:
 
     def _attend_here(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
             return self._full_precision.attend(pool, table, layer, q, length, options)
         lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
@@ -499,7 +499,7 @@ class SingleSequence:
 
     def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
             mass = self._full_precision.attention_mass(pool, table, layer, q, length, options, lse)
         else:

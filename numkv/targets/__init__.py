@@ -15,7 +15,7 @@ from numkv.errors import NumkvError
 from numkv.targets.base import Array, Target
 from numkv.targets.cpu import CpuTarget
 
-__all__ = ["Array", "CpuTarget", "Target", "get", "of"]
+__all__ = ["Array", "CpuTarget", "Target", "by_key", "get", "of"]
 
 
 def get(target: str) -> Target:
@@ -57,6 +57,11 @@ def _cuda() -> Target:
     from numkv.targets.cuda import CudaTarget
 
     return CudaTarget()
+
+
+def by_key(key: str) -> Target:
+    """The target of a key; see `numkv.targets.base.Target`. What is made by one is for arrays of that key alone."""
+    return _CPU if key == "cpu" else _cuda()
 
 
 def of(x: Any) -> Target:

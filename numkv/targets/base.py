@@ -65,6 +65,13 @@ class Target(Protocol):
     small_call: int
 
     @property
+    def key(self) -> str:
+        """What things are kept by that are made once and used again: where this thread works.
+
+        On CUDA a device and a stream, in whose order they have been made.
+        """
+
+    @property
     def ops(self) -> Operations:
         """The target's operations: see `numkv.kernels`."""
 

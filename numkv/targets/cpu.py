@@ -30,6 +30,7 @@ class CpuTarget:
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
+    key = "cpu"
     values_on_host = True
     has_jit_views = True
     has_streams = False

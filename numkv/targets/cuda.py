@@ -52,6 +52,12 @@ class CudaTarget:
         self._calls = calls.Calls(self.accept)
 
     @property
+    def key(self) -> str:
+        """Device and stream on which this thread works."""
+        here = streams.current()
+        return f"cuda:{here.device}:{here.handle}"
+
+    @property
     def ops(self) -> Operations:
         """CUDA's operations."""
         return load("cuda")

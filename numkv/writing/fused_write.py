@@ -64,7 +64,7 @@ def _check_mode(qk_mode: Any) -> QKMode:
 
 @functools.cache
 def _empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    return targets.get(target).empty(shape, dtype)
+    return targets.by_key(target).empty(shape, dtype)
 
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
@@ -123,10 +123,10 @@ class Projection:
         names = (kind.name, pool.k_kind.name, pool.v_kind.name)
         compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
         if mode is QKMode.COPY:
-            cos = sin = _empty(target.name, (0, 0), _FLOAT32)
+            cos = sin = _empty(target.key, (0, 0), _FLOAT32)
         else:
             cos, sin = _check_tables(target, cos, sin, mode, dim)
-        q_weight = k_weight = _empty(target.name, (0,), compute)
+        q_weight = k_weight = _empty(target.key, (0,), compute)
         if mode.normalises:
             weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
             for name, weight in weights.items():
@@ -207,7 +207,7 @@ class Projection:
             self._run(ops.write_rows, first, pool, block_table, start, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
-            self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.key, 1)[0], 0)
             pool.append(*_rows_of(aside), block_table, start, look)
 
     def watch(self, pool: Pool, mark: Mark | None = None) -> int:
