@@ -364,6 +364,7 @@ class SingleSequence:
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         pool = self._pools[layer]
+        self._target.refuse_capture("append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and (pool.target.values_on_host or self._full_precision is not None)

@@ -143,6 +143,9 @@ class Target(Protocol):
     def collect_late(self, wait: bool = False) -> None:
         """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
 

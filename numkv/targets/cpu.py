@@ -134,6 +134,9 @@ class CpuTarget:
     def collect_late(self, wait: bool = False) -> None:
         """Do nothing: nothing is reported late."""
 
+    def refuse_capture(self, what: str) -> None:
+        """Do nothing: there are no graphs."""
+
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""
         if not _may_share_memory(a, b):

@@ -199,6 +199,14 @@ class CudaTarget:
         """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
         calls.collect_late(wait)
 
+    def refuse_capture(self, what: str) -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+        if streams.current().capturing():
+            raise NotSupported(
+                f"{what}: expected a stream that is not captured, as a CUDA graph would repeat this with the same "
+                "numbers; capture functions such as paged_append and paged_decode_attention over device arrays"
+            )
+
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
         return may_overlap(self._lies(a), self._lies(b))
@@ -235,6 +243,7 @@ class CudaTarget:
         if isinstance(x, np.ndarray):
             return x
         streams.spoil()
+        self.refuse_capture("a copy to the host")
         device: Any = self.accept(x, "array")
         streams.current().synchronize()
         return device.copy_to_host()
@@ -299,11 +308,14 @@ class CudaTarget:
         host = [np.ascontiguousarray(x, dtype).reshape(x.shape) for x, dtype in given]
         if self._simulated:
             return [self._upload(x) for x in host]
+        streams.spoil()
+        self.refuse_capture("a copy to the device")
         return uploads.upload_all(host)
 
     def _upload(self, x: HostArray) -> Array:
         """A copy on the device, which nobody waits for."""
         streams.spoil()
+        self.refuse_capture("a copy to the device")
         if self._simulated:
             return self._cuda.to_device(x)
         return uploads.upload(x)
