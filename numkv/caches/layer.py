@@ -441,7 +441,7 @@ class Layer(SingleSequence):
             p.check_positions(first)
             check_finite = check_flag("check_finite", check_finite, True)
             kept_apart = self._full_precision is not None
-            first_look = check_finite and (kept_apart or self._target.values_on_host)
+            first_look = check_finite and (kept_apart or pool.looks_first)
             if first_look:
                 p.check_finite(pool)
             look = p.watch(pool, self._marker(start)) if check_finite and not first_look else 0

@@ -367,7 +367,7 @@ class SingleSequence:
         self._target.refuse_capture("append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
-        first = check_finite and (pool.target.values_on_host or self._full_precision is not None)
+        first = check_finite and (pool.looks_first or self._full_precision is not None)
         k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)

@@ -291,6 +291,11 @@ class Pool:
         of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
         self.target.ops.scatter_both(of_k, of_v, slot_mapping, look)
 
+    @property
+    def looks_first(self) -> bool:
+        """Whether rows are looked at before they are written: rotation would hide where they are not finite."""
+        return self.target.values_on_host or self.rotate
+
     def watch(self, k: Array, v: Array, mark: Mark | None = None) -> int:
         """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
 

@@ -198,7 +198,7 @@ class Step:
         self._refuse_bad()
         with self._on(stream, k, v):
             check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.target.values_on_host
+            first = check_finite and pool.looks_first
             k, v = pool.check_rows(k, v, check_finite=first)
             self._check_tokens("k", int(k.shape[0]))
             look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
@@ -267,7 +267,7 @@ class Step:
                     "make the tables longer"
                 )
             check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.target.values_on_host
+            first = check_finite and pool.looks_first
             if first:
                 p.check_finite(pool)
             look = p.watch(pool, self._marker()) if check_finite and not first else 0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numkv.kernels.cuda import streams
+from numkv.kernels.cuda import dlpack, streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
 __all__ = [
@@ -113,8 +113,20 @@ else:
                 return viewed(self, self.shape, self.strides, dtype)
             return DeviceNDArray.view(self, dtype)
 
-        def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
-            return _dlpack_view(self).__dlpack__(stream=stream, **options)
+        def __dlpack__(
+            self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+        ) -> Any:  # fmt: skip
+            """A capsule for another library, which works on `stream`."""
+            device = self.__dlpack_device__()
+            if copy or (dl_device is not None and tuple(map(int, dl_device)) != device):
+                raise BufferError("expected to hand the memory over where it is, without a copy")
+            owner = self.gpu_data.owner
+            if stream != -1 and isinstance(owner, Piece):
+                handle = 0 if stream in (None, 1) else int(stream)
+                with streams.on(streams.place(owner.place.device, handle), owner.place):
+                    pass  # the consumer's stream waits for ours
+            _export(self)
+            return dlpack.capsule(self, pointer_of(self), device[1])
 
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, self.gpu_data.context.device.id
@@ -124,15 +136,6 @@ else:
         owner = x.gpu_data.owner
         if isinstance(owner, Piece):
             owner.exported = True
-
-    def _dlpack_view(x: Any) -> Any:
-        from cuda.core import Buffer
-        from cuda.core.utils import StridedMemoryView
-
-        _export(x)
-        memory = Buffer.from_handle(int(x.gpu_data.device_pointer), max(1, x.alloc_size), owner=x)
-        steps = tuple(n // x.dtype.itemsize for n in x.strides)
-        return StridedMemoryView.from_buffer(memory, x.shape, strides=steps, dtype=x.dtype)
 
     def _made(
         shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, gpu_data: Any, stream: Any = 0

@@ -16,7 +16,7 @@ from numba import cuda, types
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
-from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
+from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -118,7 +118,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 largest = peak(x, at, width, lane) if stored else np.float32(0)
                 if stored and look > 0 and first_bad >= 0 and (K_LOOKS if is_qk else V_LOOKS):
                     largest = np.float32(np.inf)
-                    cuda.atomic.min(found, 0, look + t * qkv.shape[1] + first_bad)
+                    side = np.int64(0) if is_qk else np.int64(V_SIDE)
+                    cuda.atomic.min(found, 0, look + side + t * qkv.shape[1] + first_bad)
                     cuda.threadfence_system()
                     raised[0] = 1
                 squares[warp, lane] = largest
