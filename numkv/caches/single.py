@@ -482,10 +482,10 @@ class SingleSequence:
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
         """Attend with the queries of a layer's last tokens."""
-        with self._target.on(stream, q):
-            return self._attend_here(layer, q, options)
-
-    def _attend_here(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+        there = self._target
+        if (stream is not None or there.has_streams) and stream is not there.here:
+            with there.on(stream, q):
+                return self._attend(layer, q, options, there.here)
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
