@@ -283,6 +283,9 @@ class AppendPlan:
         DimensionMismatch, UnsupportedDType, NotSupported
             See `can_implement`; nothing is written.
         """
+        if stream is None and not self._target.has_streams:
+            self._run(args)
+            return
         with self._target.on(stream, *(getattr(args, name, None) for name in _ARRAYS)):
             self._run(args)
 
