@@ -82,7 +82,7 @@ def of(x: Any) -> Target:
     try:
         if getattr(x, "__cuda_ndarray__", False):  # whose interface takes long to make
             return get("cuda")
-        if type(x).__module__ == "torch" and hasattr(x, "is_cuda"):
+        if type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "is_cuda"):
             return get("cuda") if x.is_cuda else _CPU
         if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
             return get("cuda")
