@@ -206,3 +206,22 @@ def test_what_a_file_holds(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="cannot be used"):
         assert disk_cache.load(path, bytes) is None
     assert not path.exists()
+
+
+# ---------------------------------------------------------------- other libraries
+
+
+class Tensor:
+    """What a tensor on the device looks like whose gradient is recorded."""
+
+    __module__ = "torch"
+    is_cuda = requires_grad = True
+    dtype = "torch.float32"
+    shape = (1, 1, 8)
+
+
+def test_a_tensor_that_requires_grad_is_refused_by_name(there):
+    pools = [there.asarray(np.zeros((2, 1, 4, 8), F32)) for _ in range(2)]
+    rows, slots = there.asarray(np.ones((1, 1, 8), F32)), there.asarray(np.zeros(1, I64))
+    with pytest.raises(numkv.NotSupported, match=r"`v`: .*requires_grad=True; pass v\.detach\(\)"):
+        numkv.paged_append(rows, Tensor(), *pools, slots)
