@@ -86,9 +86,9 @@ def attend(
     scale = options.scale(head_dim)
     _, logits_soft_cap, window_left, sinks, return_lse, out = options
     if ranges is None:
-        ranges = no_ranges(target.name)
+        ranges = no_ranges(target.key)
     if sinks is None:
-        sinks = _no_sinks(target.name, compute)
+        sinks = _no_sinks(target.key, compute)
     else:
         sinks = check_sinks(target, sinks, compute, num_q_heads, validate)
     dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
@@ -119,7 +119,10 @@ def attend(
     if k.rotation is not None:
         q, q_kind = k.rotation.forward(target, q, compute), kind_of_dtype(compute)
         assert q_kind is not None
-    lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    if return_lse or target.values_on_host:
+        lse = target.empty((num_tokens, num_q_heads), _FLOAT32)
+    else:
+        lse = _no_lse(target.key)
     if not (num_tokens and num_q_heads):
         return (out, lse) if return_lse else out
     target.ops.attend(
@@ -166,12 +169,18 @@ def check_own_memory(
 @functools.cache
 def no_ranges(target: str) -> Array:
     """Ranges for queries that have none."""
-    return targets.get(target).empty((0, 2), np.int64)
+    return targets.by_key(target).empty((0, 2), np.int64)
+
+
+@functools.cache
+def _no_lse(target: str) -> Array:
+    """What kernels of CUDA take where nobody asks for the lse."""
+    return targets.by_key(target).empty((0, 0), _FLOAT32)
 
 
 @functools.cache
 def _no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
-    return targets.get(target).empty((0,), dtype)
+    return targets.by_key(target).empty((0,), dtype)
 
 
 def check_group(num_q_heads: int, num_kv_heads: int) -> None:

@@ -17,6 +17,7 @@ from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Target
+from numkv.targets.call import Call
 
 __all__ = [
     "decode_attention",
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 _FLOAT32 = np.dtype(np.float32)
+_OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"
+_DECODE = Call("q k v seq_lens sinks out k_scale v_scale", _OPTIONS, "out")
+_PREFILL = Call("q k v seq_lens cu_seqlens_q sinks out k_scale v_scale", _OPTIONS, "out")
+_MERGE = Call("o_a lse_a o_b lse_b", "")
 
 
 def _contiguous_pool(target: Target, k: Any, v: Any, scales: tuple[Any, Any]) -> Pool:
@@ -39,6 +44,7 @@ def decode_attention(
     v: Any,
     seq_lens: Any,
     *,
+    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -82,6 +88,10 @@ def decode_attention(
     validate : bool
         On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
         checked.
+    stream : object, optional
+        On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
+        pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
+        on the CPU.
 
     Returns
     -------
@@ -112,8 +122,12 @@ def decode_attention(
     >>> numkv.decode_attention(np.ones((1, 4, 8), np.float32), k, v, [3])[0, 0, 0]  # mean of 0, 1, 2
     np.float32(1.0)
     """
-    validate = check_flag("validate", validate)
     target = targets.of(k)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
+        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        return target.run(decode_attention, _DECODE, stream, arrays, asked)
+    validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
     head_dim = words * pool.k_buffer.kind.elements_per_word
@@ -125,11 +139,11 @@ def decode_attention(
             actual=q.shape[0],
         )
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
-    starts = one_query_each(target.name, num_seqs)
+    starts = one_query_each(target.key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
     return attend(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, options, validate=validate
+        pool, one_block_each(target.key, num_seqs), q, lens, starts, options, validate=validate
     )
 
 
@@ -140,6 +154,7 @@ def prefill_attention(
     seq_lens: Any,
     cu_seqlens_q: Any,
     *,
+    stream: Any = None,
     sm_scale: float | None = None,
     logits_soft_cap: float | None = 0.0,
     window_left: int | None = -1,
@@ -165,7 +180,7 @@ def prefill_attention(
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream
         See `decode_attention`.
 
     Returns
@@ -182,8 +197,12 @@ def prefill_attention(
     UnsupportedDType, NotSupported, IndexError
         See `decode_attention`.
     """
-    validate = check_flag("validate", validate)
     target = targets.of(k)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k, v, seq_lens, cu_seqlens_q, sinks, out, k_scale, v_scale)
+        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
+    validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
     head_dim = words * pool.k_buffer.kind.elements_per_word
@@ -194,11 +213,13 @@ def prefill_attention(
     check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
     return attend(
-        pool, one_block_each(target.name, num_seqs), q, lens, starts, options, validate=validate
+        pool, one_block_each(target.key, num_seqs), q, lens, starts, options, validate=validate
     )
 
 
-def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Array]:
+def merge_states(
+    o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, stream: Any = None
+) -> tuple[Array, Array]:
     """Merge two attention results over disjoint parts of the same KV range.
 
     Parameters
@@ -207,6 +228,8 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
         Outputs over the two parts.
     lse_a, lse_b : float32 array (num_tokens, num_q_heads)
         Their natural logs of sums of exponentials.
+    stream : object, optional
+        See `decode_attention`.
 
     Returns
     -------
@@ -227,6 +250,11 @@ def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> tuple[Array, Arr
     natural logs.
     """
     target = targets.of(o_a)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        merged: tuple[Array, Array] = target.run(
+            merge_states, _MERGE, stream, (o_a, lse_a, o_b, lse_b), ()
+        )
+        return merged
     shape = ("num_tokens", "num_q_heads", "head_dim_v")
     o_a = check_array(target, "o_a", o_a, QUERY_DTYPES, shape)
     o_b = check_array(target, "o_b", o_b, (o_a.dtype,), tuple(o_a.shape))

@@ -79,7 +79,7 @@ def attention_mass(
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
     if ranges is None:
-        ranges = no_ranges(target.name)
+        ranges = no_ranges(target.key)
     target.ops.attention_weights(
         target.words(q), q_kind.name, pool.k, pool.k_kind.name, pool.k_scale, block_table, seq_lens,
         q_starts, ranges, int(by_slot), lse, scale, float(options.logits_soft_cap),
@@ -164,11 +164,11 @@ def attention_weights(
                 expected=num_seqs,
                 actual=num_tokens,
             )
-        starts = one_query_each(target.name, num_seqs)
+        starts = one_query_each(target.key, num_seqs)
     else:
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
     options = check_options(sm_scale, logits_soft_cap, window_left)
-    table = one_block_each(target.name, num_seqs)
+    table = one_block_each(target.key, num_seqs)
     return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)

@@ -16,12 +16,18 @@ from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
+from numkv.targets.call import Call
 
 __all__ = ["paged_decode_attention", "paged_prefill_attention"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
+_OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"
+_DECODE = Call("q k_pool v_pool block_table seq_lens sinks out k_scale v_scale", _OPTIONS, "out")
+_PREFILL = Call(
+    "q k_pool v_pool block_table seq_lens cu_seqlens_q sinks out k_scale v_scale", _OPTIONS, "out"
+)
 
 
 def _check_batch(
@@ -62,6 +68,7 @@ def paged_decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    stream: Any = None,
 ) -> Any:
     """Attend with one query per sequence over paged pools.
 
@@ -83,6 +90,10 @@ def paged_decode_attention(
         number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the lengths and blocks too, which waits for the device. On the CPU they are always checked.
+    stream : object, optional
+        On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
+        pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
+        on the CPU.
 
     Returns
     -------
@@ -98,12 +109,16 @@ def paged_decode_attention(
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError
         See `numkv.decode_attention`.
     """
-    validate = check_flag("validate", validate)
     target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
+        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        return target.run(paged_decode_attention, _DECODE, stream, arrays, asked)
+    validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
     num_seqs = int(q.shape[0])
-    starts = one_query_each(target.name, num_seqs)
+    starts = one_query_each(target.key, num_seqs)
     table = check_integers(target, "block_table", block_table, (num_seqs, "max_blocks"), _INT32)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
@@ -129,6 +144,7 @@ def paged_prefill_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    stream: Any = None,
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
 
@@ -142,7 +158,7 @@ def paged_prefill_attention(
         Prefix sums of the numbers of queries.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate
+    k_scale, v_scale, validate, stream
         See `paged_decode_attention`.
 
     Returns
@@ -159,8 +175,23 @@ def paged_prefill_attention(
     IndexError, UnsupportedDType, NotSupported, ValueError
         See `paged_decode_attention`.
     """
-    validate = check_flag("validate", validate)
     target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (
+            q,
+            k_pool,
+            v_pool,
+            block_table,
+            seq_lens,
+            cu_seqlens_q,
+            sinks,
+            out,
+            k_scale,
+            v_scale,
+        )
+        asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        return target.run(paged_prefill_attention, _PREFILL, stream, arrays, asked)
+    validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)

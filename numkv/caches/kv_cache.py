@@ -132,7 +132,7 @@ class KVCache(StoredRows):
         layers = len(self._lengths)
         self._pools = pools_of_layers(self._pool)
         self._tables = [np.array([layer], np.int32) for layer in range(layers)]
-        ids = one_block_each(self._target.name, layers)
+        ids = one_block_each(self._target.key, layers)
         self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
         self._current = np.ones(1, np.int64)  # whether the buffers of `jit` are the cache's own
 
@@ -299,7 +299,7 @@ class KVCache(StoredRows):
     def _block_table(self, layer: int) -> Array:
         return self._device_tables[layer]
 
-    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:  # fmt: skip
         """Append the rows of one token or of several to a layer; the length stays.
 
         Parameters
@@ -310,8 +310,8 @@ class KVCache(StoredRows):
             Keys, in the kind's own dtype or in float32; for int8 and int4 in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
-        check_finite : bool
-            Whether rows that will be quantised are checked for NaN and infinity first.
+        check_finite, stream
+            See `ContiguousLayer.append`.
 
         Raises
         ------
@@ -324,6 +324,10 @@ class KVCache(StoredRows):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
+        if stream is not None:
+            with self._target.on(stream, k, v):
+                self.append(layer, k, v, check_finite=check_finite)
+            return
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -339,9 +343,9 @@ class KVCache(StoredRows):
                     rows = (k[None], v[None])
                 if self._append_small(layer, *rows, check_finite):
                     return
-            k = self._token_rows("k", k, self.head_dim)
-            v = self._token_rows("v", v, self.head_dim_v)
-            self._append(layer, k, v, check_finite)
+            with self._target.on(None, k, v):
+                rows = self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)  # fmt: skip
+                self._append(layer, *rows, check_finite)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
@@ -466,6 +470,7 @@ class KVCache(StoredRows):
                 f"`n`: expected at most {most - len(self)}, the rows appended to layer "
                 f"{layer} since the last advance, got {n}; append to every layer first"
             )
+        self._refuse_bad(int(self._lengths.argmax()) if self.num_layers else None)
         self._length[0] = length
 
     @drops
@@ -486,6 +491,7 @@ class KVCache(StoredRows):
         self._cut(check_index("length", length, len(self), inclusive=True))
 
     def _cut(self, length: int) -> None:
+        self._mend(length)
         self._length[0] = length
         for layer, rows in enumerate(self._lengths.tolist()):  # NumPy's `clip` needs memory
             self._lengths[layer] = min(max(rows, 0), length)

@@ -108,6 +108,7 @@ class Layer(SingleSequence):
         )
 
     def _cut(self, length: int) -> None:
+        self._mend(length)
         self._lengths[0] = length
         self._table[:] = self._ids
         if self._full_precision is not None:
@@ -239,7 +240,7 @@ class Layer(SingleSequence):
             self._on_target = version, table
         return table
 
-    def append(self, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(self, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:
         """Append ready rows: no norm, no RoPE.
 
         Parameters
@@ -248,17 +249,23 @@ class Layer(SingleSequence):
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
             fp32, fp16 or bf16.
         check_finite : bool
-            Whether rows that will be quantised are checked for NaN and infinity first.
+            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
+            written, as zeros: later calls raise until these tokens are truncated.
+        stream
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
         CacheFull
             If there is no room for all of them; nothing is written.
         NonFiniteInput
-            If rows to be quantised hold NaN or infinity; nothing is written.
+            See `check_finite`; on the CPU nothing is written.
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
+        if stream is not None:
+            with self._target.on(stream, k, v):
+                return self.append(k, v, check_finite=check_finite)
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -347,6 +354,7 @@ class Layer(SingleSequence):
         pos_offset: int | None = None,
         q_out: Any = None,
         check_finite: bool = True,
+        stream: Any = None,
     ) -> Array:
         """Split fused projections, apply RMS norm and RoPE to q and k, and write K and V, in one pass.
 
@@ -369,8 +377,8 @@ class Layer(SingleSequence):
             Row of `cos` and `sin` for the first token; `seq_len` if None. Where K and V go is always `seq_len`.
         q_out : array (num_tokens, num_q_heads, head_dim), optional
             Takes q; of qkv's dtype.
-        check_finite : bool
-            Whether projections that will be quantised (k, v or both) are checked for NaN and infinity first.
+        check_finite, stream
+            See `append`; of projections, k, v or both are quantised.
 
         Returns
         -------
@@ -397,7 +405,7 @@ class Layer(SingleSequence):
                 access.dropped |= 1
             return self._write(
                 qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, pos_offset, q_out,
-                check_finite,
+                check_finite, stream,
             )  # fmt: skip
         finally:
             if "call" in writer and writer["call"] is call:
@@ -407,12 +415,12 @@ class Layer(SingleSequence):
 
     def _write(
         self, qkv: Any, num_q_heads: int, cos: Any, sin: Any, qk_mode: QKMode | int, q_norm_weight: Any,
-        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool,
+        k_norm_weight: Any, eps: float, pos_offset: int | None, q_out: Any, check_finite: bool, stream: Any,
     ) -> Array:  # fmt: skip
         pool = self._pool
         if pos_offset is not None:
             pos_offset = check_index("pos_offset", pos_offset, _MOST_POSITIONS)
-        if self._full_precision is None:
+        if self._full_precision is None and stream is None:
             start = self._stored(0)
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
@@ -422,30 +430,36 @@ class Layer(SingleSequence):
             if tokens >= 0:
                 self._lengths[0] = start + tokens
                 return q
-        p = Projection.check(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
-        )
-        tokens, start = p.num_tokens, self._stored(0)
-        self._check_room(start, tokens)
-        first = start if pos_offset is None else pos_offset
-        p.check_positions(first)
-        if check_flag("check_finite", check_finite, True):
-            p.check_finite(pool)
-        room = self._room
-        self._take_room(start + tokens)
-        try:
-            if self._full_precision is None:
-                host = self._target.values_on_host
-                p.write(pool, self._ids if host else self._block_table(0)[0], start, first)
-                self._lengths[0] = start + tokens
-            else:  # by way of unrounded floats, which then go the way of `append`
-                staging = self._full_precision.staging(tokens)
-                p.write(staging, one_block_each(self._target.name, 1)[0], 0, first)
-                self._store(0, *self._full_precision.staged(staging, tokens), start)
-        except BaseException:
-            self._unmake_room(0, start, room)
-            raise
-        return p.q_out
+        with self._target.on(stream, qkv):
+            self._refuse_bad()
+            p = Projection.check(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+            )
+            tokens, start = p.num_tokens, self._stored(0)
+            self._check_room(start, tokens)
+            first = start if pos_offset is None else pos_offset
+            p.check_positions(first)
+            check_finite = check_flag("check_finite", check_finite, True)
+            kept_apart = self._full_precision is not None
+            first_look = check_finite and (kept_apart or pool.looks_first)
+            if first_look:
+                p.check_finite(pool)
+            look = p.watch(pool, self._marker(start)) if check_finite and not first_look else 0
+            room = self._room
+            self._take_room(start + tokens)
+            try:
+                if self._full_precision is None:
+                    table = self._ids if pool.target.values_on_host else self._block_table(0)[0]
+                    p.write(pool, table, start, first, look)
+                    self._lengths[0] = start + tokens
+                else:  # by way of unrounded floats, which then go the way of `append`
+                    staging = self._full_precision.staging(tokens)
+                    p.write(staging, one_block_each(self._target.key, 1)[0], 0, first)
+                    self._store(0, *self._full_precision.staged(staging, tokens), start)
+            except BaseException:
+                self._unmake_room(0, start, room)
+                raise
+            return p.q_out
 
     @drops
     def truncate(self, length: int) -> None:
@@ -521,6 +535,7 @@ class Layer(SingleSequence):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
@@ -528,7 +543,7 @@ class Layer(SingleSequence):
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -546,7 +561,7 @@ class Layer(SingleSequence):
             See `numkv.decode_attention`.
         """
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
-        return self._attend(0, q, options)
+        return self._attend(0, q, options, stream)
 
     @reads
     def attention_weights(

@@ -7,6 +7,7 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -18,15 +19,17 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
-from numkv.errors import NotSupported, NumkvError
+from numkv.errors import NonFiniteInput, NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
+from numkv.targets.call import Mark
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
@@ -75,6 +78,8 @@ class SingleSequence:
         "_tables",
     )
 
+    #: On CUDA, the first position with rows that were NaN or infinite, once that is known, and the error.
+    _bad: tuple[int, NonFiniteInput] | None = None
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -304,6 +309,8 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
+        self._target.collect_late(wait=True)
+        self._refuse_bad()
         for layer in range(len(self._lengths)):
             self._stored(layer)
         self._check_books()
@@ -352,27 +359,60 @@ class SingleSequence:
 
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        k, v = self._pools[layer].check_rows(k, v, check_finite=check_finite)
+        with self._target.on(None, k, v):
+            self._append_here(layer, k, v, check_finite)
+
+    def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        pool = self._pools[layer]
+        self._target.refuse_capture("append")
+        self._refuse_bad(layer)
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and (pool.looks_first or self._full_precision is not None)
+        k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
+        look = pool.watch(k, v, self._marker(start)) if check_finite and not first else 0
         try:
-            self._store(layer, k, v, start)
+            self._store(layer, k, v, start, look)
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
+
+    def _marker(self, start: int) -> Mark:
+        """What notes a token, counted from position `start`, whose rows are not what they should be."""
+        cache = weakref.ref(self)  # its memory is not kept for that
+
+        def mark(token: int, error: NonFiniteInput) -> None:
+            of = cache()
+            if of is not None and (of._bad is None or start + token < of._bad[0]):
+                of._bad = start + token, error
+
+        return mark
+
+    def _refuse_bad(self, layer: int | None = 0) -> None:
+        """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
+        self._target.collect_late()
+        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
+            position, error = self._bad
+            raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
+
+    def _mend(self, length: int) -> None:
+        """Forget a bad token from position `length` on, as it is dropped."""
+        if self._bad is not None and length <= self._bad[0]:
+            self._bad = None
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
         """Give back memory that was got for tokens from position `start` on, which are not stored after all."""
         if int(self._lengths[layer]) == start:
             self._give_back(room, self._shorter(room))
 
-    def _store(self, layer: int, k: Array, v: Array, start: int) -> None:
+    def _store(self, layer: int, k: Array, v: Array, start: int, look: int = 0) -> None:
         """Write checked rows, for which there is room, and count them."""
         table = self._tables[layer]
         if not self._target.values_on_host:
             table = self._block_table(layer)[0]
         if self._full_precision is None:
-            self._pools[layer].append(k, v, table, start)
+            self._pools[layer].append(k, v, table, start, look)
         else:
             self._full_precision.append(self._pools[layer], layer, k, v, table, start)
         self._lengths[layer] = start + int(k.shape[0])
@@ -440,10 +480,14 @@ class SingleSequence:
             raise too_many_queries(tokens, length)
         return q, length
 
-    def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
         """Attend with the queries of a layer's last tokens."""
+        there = self._target
+        if (stream is not None or there.has_streams) and stream is not there.here:
+            with there.on(stream, q):
+                return self._attend(layer, q, options, there.here)
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
             return self._full_precision.attend(pool, table, layer, q, length, options)
         lens, starts = one_length(target, length), one_sequence(target, int(q.shape[0]))
@@ -451,8 +495,12 @@ class SingleSequence:
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
+        with self._target.on(None, q):
+            return self._mass_here(layer, q, options, lse)
+
+    def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         q, length = self._check_queries(layer, q)
-        pool, table, target = self._pools[layer], self._block_table(layer), self._target.name
+        pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
             mass = self._full_precision.attention_mass(pool, table, layer, q, length, options, lse)
         else:

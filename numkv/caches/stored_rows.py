@@ -183,6 +183,7 @@ class StoredRows(SingleSequence):
         layer: int,
         q: Any,
         *,
+        stream: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
@@ -198,7 +199,7 @@ class StoredRows(SingleSequence):
             Which layer.
         q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
             Queries; each sees its own position and earlier ones.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream
             See `numkv.decode_attention`; `out` has the rank of q.
 
         Returns
@@ -219,6 +220,12 @@ class StoredRows(SingleSequence):
         """
         layer = check_index("layer", layer, len(self._lengths))
         target = self._target
+        if stream is not None:
+            with target.on(stream, q):
+                return self.decode_attention(
+                    layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
+                    sinks=sinks, return_lse=return_lse, out=out,
+                )  # fmt: skip
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:

@@ -192,9 +192,9 @@ class RopeShift:
         target.ops.shift_rows(k, kind, scale, slots, offset, cos, sin, self._interleaved)
 
     def _tables_on(self, target: Target) -> tuple[Array, ...]:
-        if target.name not in self._on_target:
-            self._on_target[target.name] = tuple(target.asarray(x) for x in self._tables)
-        return self._on_target[target.name]
+        if target.key not in self._on_target:
+            self._on_target[target.key] = tuple(target.asarray(x) for x in self._tables)
+        return self._on_target[target.key]
 
     def _turn_rotated(self, pool: Pool, slots: Array, offset: int) -> None:
         """Turn keys that are stored in another basis, which are brought back from it, some at a time."""

@@ -80,7 +80,7 @@ _quantisers: weakref.WeakValueDictionary[Any, Quantiser] = weakref.WeakValueDict
 
 def quantiser_of(config: CompressorConfig, num_heads: int, target: Target) -> Quantiser:
     """The quantiser of a config: the same object for all compressors that need the same one."""
-    key = (config, num_heads, target.name)
+    key = (config, num_heads, target.key)
     found = _quantisers.get(key)
     if found is None:
         found = _quantisers[key] = Quantiser.make(config, num_heads, target)

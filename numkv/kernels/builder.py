@@ -29,7 +29,17 @@ from numkv.errors import NotSupported
 from numkv.kernels.disk_cache import KernelCache, warn_no_cache
 from numkv.kinds import kinds
 
-__all__ = ["PROGRESS", "SCALES", "WORDS", "array", "build", "cache_stats", "tell"]
+__all__ = [
+    "PROGRESS",
+    "SCALES",
+    "WORDS",
+    "array",
+    "build",
+    "cache_stats",
+    "compiled",
+    "note",
+    "tell",
+]
 
 log = logging.getLogger("numkv.kernels")
 
@@ -92,7 +102,7 @@ def _is_watched() -> bool:
 @functools.cache
 def _explain() -> None:
     _write(
-        "compiled kernels stay on disk, but for those of CUDA; `numkv warmup` makes them ahead of time, "
+        "compiled kernels stay on disk; `numkv warmup` makes those of the CPU ahead of time, "
         f"{PROGRESS}=0 hides these lines"
     )
 
@@ -198,7 +208,21 @@ def build(
         dispatcher.compile(signature)
     dispatcher.disable_compile()
     hit = sum(dispatcher.stats.cache_hits.values()) > 0
-    _stats["hits" if hit else "misses"] += 1
+    note(hit)
     if not hit:
         log.info("compiled %s in %.1f s", label, time.perf_counter() - started)
     return dispatcher
+
+
+def note(hit: bool) -> None:
+    """Count a kernel that was loaded from the disk cache, or compiled; see `cache_stats`."""
+    _stats["hits" if hit else "misses"] += 1
+
+
+@contextlib.contextmanager
+def compiled(label: str) -> Iterator[None]:
+    """Say that a kernel is being compiled, and how long it took; for kernels that `build` does not make."""
+    tell(label)
+    started = time.perf_counter()
+    yield
+    log.info("compiled %s in %.1f s", label, time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels on disk: one file for each build, which says itself whether it is whole and up to date.
+"""Compiled kernels on disk: one file for each build, which says itself whether it is whole and up to date.
 
 Numba's own disk cache does not fit here for three reasons. It stamps the one file that defines a function, so an edited
 row function would leave stale kernels behind. It identifies a closure by pickling what it closes over, so a kernel made
@@ -13,7 +13,8 @@ that is damaged is reported once, removed, and the kernel compiled. Files are re
 processes that compile the same kernel at the same time do the work twice, and either file serves.
 
 The files are pickles and machine code: a folder of theirs must not be writable by those who are not trusted to run code
-here.
+here. Files of CUDA kernels (`path_of`, `load`, `save`) have the same form, but for what comes last: the name of the
+entry and the machine code.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from numba.core.caching import (
 from numba.core.serialize import dumps
 
 __all__ = [
-    "SUFFIX", "KernelCache", "folder_of", "is_stale", "kernel_files", "places", "source_digest", "warn_no_cache",
+    "SUFFIX", "KernelCache", "folder_of", "is_stale", "kernel_files", "load", "path_of", "places", "save",
+    "source_digest", "warn_no_cache",
 ]  # fmt: skip
 
 #: Ending of the files' names.
@@ -197,36 +199,14 @@ class KernelCache(_Cache):  # type: ignore[misc]
         codegen : object
             Numba's code generator, which knows the processor.
         """
-        parts = (
-            *self._identity,
-            str(signature),
-            str(codegen.magic_tuple()),
-            sys.version,
-            numba.__version__,
-            np.__version__,
-            *(f"{name}={getattr(config, name, None)}" for name in _SETTINGS),
-        )
-        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-        return self._folder / f"{self._identity[1]}-{key}{SUFFIX}"
+        parts = (*self._identity, str(signature), str(codegen.magic_tuple()))
+        return _named(self._folder, self._identity[1], parts)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled kernel, or None where there is none that can be used."""
         target_context.refresh()
         path = self.path(sig, target_context.codegen())
-        try:
-            found = self._impl.rebuild(target_context, pickle.loads(_read(path)))
-        except FileNotFoundError:
-            found = None
-        except OSError as error:
-            found = None
-            warn_no_cache(str(error))
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever a damaged file leads to
-            found = None
-            with contextlib.suppress(OSError):
-                path.unlink()
-            _warn(f"the compiled kernel {path} cannot be used ({error!r}); it is compiled again")
+        found = load(path, lambda x: self._impl.rebuild(target_context, pickle.loads(x)))
         if found is None:
             self._on_miss()
         return found
@@ -235,12 +215,75 @@ class KernelCache(_Cache):  # type: ignore[misc]
         """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
         if not self._impl.check_cachable(data):
             return
-        content = dumps(self._impl.reduce(data))
-        try:
-            self._impl.locator.ensure_cache_path()
-            _write(self.path(sig, data.codegen), content)
-        except OSError as error:
-            warn_no_cache(str(error))
+        save(self.path(sig, data.codegen), dumps(self._impl.reduce(data)))
+
+
+def _named(folder: Path, name: str, parts: tuple[str, ...]) -> Path:
+    """The file of what is made from `parts`, under these versions and settings."""
+    parts = (
+        *parts, sys.version, numba.__version__, np.__version__,
+        *(f"{setting}={getattr(config, setting, None)}" for setting in _SETTINGS),
+    )  # fmt: skip
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    return folder / f"{name}-{key}{SUFFIX}"
+
+
+def path_of(function: Callable[..., Any], name: str, parts: tuple[str, ...]) -> Path | None:
+    """The file of a kernel that Numba's dispatcher does not load itself.
+
+    Parameters
+    ----------
+    function : function
+        The kernel in Python.
+    name : str
+        What the file's name begins with.
+    parts : tuple of str
+        What the kernel is made from, beside the sources and this Python.
+
+    Returns
+    -------
+    Path or None
+        None where there is no folder for files, which is said once.
+    """
+    try:
+        return _named(folder_of(function), name, parts)
+    except RuntimeError as error:
+        warn_no_cache(str(error))
+        return None
+
+
+def load(path: Path, unpack: Callable[[bytes], Any]) -> Any:
+    """What a file holds, or None where there is none that can be used; a damaged one is reported and removed.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    unpack : function
+        Makes of its content what is returned; whatever it raises says that the file is damaged.
+    """
+    try:
+        return unpack(_read(path))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warn_no_cache(str(error))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a damaged file leads to
+        with contextlib.suppress(OSError):
+            path.unlink()
+        _warn(f"the compiled kernel {path} cannot be used ({error!r}); it is compiled again")
+    return None
+
+
+def save(path: Path, content: bytes) -> None:
+    """Keep a compiled kernel; a folder that cannot be written is said once, and no reason to fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, content)
+    except OSError as error:
+        warn_no_cache(str(error))
 
 
 def _read(path: Path) -> bytes:

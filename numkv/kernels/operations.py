@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from numkv.arrays import Array
 from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
 
-__all__ = ["Operations"]
+__all__ = ["Operations", "Side"]
+
+#: New rows, their kind, the pool that they go to, its kind, and its scales.
+Side = tuple[Array, str, Array, str, Array]
 
 
 class Operations(OperationsOfCodes, SmallCalls):
@@ -51,7 +52,53 @@ class Operations(OperationsOfCodes, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
-    def copy_rows(new: Array, cache: Array, offsets: Array, stream: Any = None) -> None:
+    def append_both(k: Side, v: Side, block_table: Array, start: int, look: int = 0) -> None:
+        """Append the rows of K and V of one sequence: `append_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k, v : tuple
+            Of each `rows`, `rows_kind`, `pool`, `pool_kind` and `scale`, as `append_rows` takes them.
+        block_table, start
+            See `append_rows`.
+        look : int
+            On CUDA a number of `numkv.kernels.cuda.late`: rows that are to be quantised and hold NaN or infinity are
+            stored as zeros, and reported under it. 0 for none; the CPU's callers look themselves.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def scatter_both(k: Side, v: Side, slot_mapping: Array, look: int = 0) -> None:
+        """Put each row of K and V into its slot: `scatter_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k, v, look
+            See `append_both`.
+        slot_mapping
+            See `scatter_rows`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_both(
+        k_new: Array, k_cache: Array, v_new: Array, v_cache: Array, offsets: Array
+    ) -> None:
+        """Copy rows of K and V into caches: `copy_rows` of each, on CUDA in one launch.
+
+        Parameters
+        ----------
+        k_new, k_cache
+            See `copy_rows`.
+        v_new, v_cache
+            The same of V, in words as wide.
+        offsets
+            See `copy_rows`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def copy_rows(new: Array, cache: Array, offsets: Array) -> None:
         """Copy rows into a cache at an offset per sequence; rows outside the cache are skipped.
 
         Parameters
@@ -62,8 +109,6 @@ class Operations(OperationsOfCodes, SmallCalls):
             The cache, in the same words.
         offsets : int64 array (batch,)
             Row of each sequence that its first new row goes to; any value.
-        stream : object, optional
-            On CUDA the stream to run on; the default stream if None. The CPU has none.
         """
         raise NotImplementedError
 
@@ -151,7 +196,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         out : array (num_tokens, num_q_heads, head_dim_v)
             Result, in the words of `q_kind`.
         lse : float32 array (num_tokens, num_q_heads)
-            Log of the sum of exponentials.
+            Log of the sum of exponentials; on CUDA ``(0, 0)`` where nobody asks for it.
         """
         raise NotImplementedError
 
@@ -341,9 +386,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         qkv_kind: str,
         cos: Array,
         sin: Array,
-        normalise: bool,
-        rotate: bool,
-        interleaved: bool,
+        mode: tuple[bool, bool, bool],
         q_weight: Array,
         k_weight: Array,
         eps: float,
@@ -356,12 +399,13 @@ class Operations(OperationsOfCodes, SmallCalls):
         v_kind: str,
         v_scale: Array,
         slot_mapping: Array,
+        look: int = 0,
     ) -> None:
         """Split, normalise, rotate and write the new tokens of many sequences.
 
         Parameters
         ----------
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps
+        qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps
             See `write_rows`.
         positions : int64 array (num_tokens,)
             Row of `cos` and `sin` for each token; on CUDA a token with a row outside them is left out altogether. Not
@@ -371,6 +415,8 @@ class Operations(OperationsOfCodes, SmallCalls):
         slot_mapping : int64 array (num_tokens,)
             ``block * block_size + offset`` of each token; -1 leaves K and V out, as does, on CUDA, any slot outside
             the pool.
+        look
+            See `append_both`.
         """
         raise NotImplementedError
 
@@ -380,9 +426,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         qkv_kind: str,
         cos: Array,
         sin: Array,
-        normalise: bool,
-        rotate: bool,
-        interleaved: bool,
+        mode: tuple[bool, bool, bool],
         q_weight: Array,
         k_weight: Array,
         eps: float,
@@ -396,6 +440,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         v_scale: Array,
         block_table: Array,
         start: int,
+        look: int = 0,
     ) -> None:
         """Split, normalise, rotate and write one sequence's new tokens.
 
@@ -407,8 +452,8 @@ class Operations(OperationsOfCodes, SmallCalls):
             Their kind.
         cos, sin : float32 or float64 array (num_positions, rotary_dim / 2)
             Tables of angles, of one dtype.
-        normalise, rotate, interleaved : bool
-            Whether q and k are normalised; whether they are rotated, and in which pairs.
+        mode : tuple of bool
+            Whether q and k are normalised; whether they are rotated; whether pairs are neighbours.
         q_weight, k_weight : array (head_dim,)
             Norm weights in the computing dtype: float64 if any of the kinds is fp64, else float32.
         eps : float
@@ -428,5 +473,7 @@ class Operations(OperationsOfCodes, SmallCalls):
             The sequence's blocks.
         start : int
             Position of the first new token.
+        look
+            See `append_both`.
         """
         raise NotImplementedError

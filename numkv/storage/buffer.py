@@ -213,19 +213,16 @@ class Buffer:
 
     def append(self, rows: Array, block_table: Array, start: int) -> None:
         """Write checked rows of one sequence, by its block table."""
-        rows = self.rotated(rows)
-        self.target.ops.append_rows(
-            self.target.words(rows), source_kind(rows), self.words, self.kind.name, self.scales,
-            block_table, start,
-        )  # fmt: skip
+        self.target.ops.append_rows(*self.with_rows(rows), block_table, start)
 
     def scatter(self, rows: Array, slot_mapping: Array) -> None:
         """Write checked rows into slots."""
+        self.target.ops.scatter_rows(*self.with_rows(rows), slot_mapping)
+
+    def with_rows(self, rows: Array) -> tuple[Array, str, Array, str, Array]:
+        """Checked rows, rotated if the buffer is, and where they go, as operations take them."""
         rows = self.rotated(rows)
-        self.target.ops.scatter_rows(
-            self.target.words(rows), source_kind(rows), self.words, self.kind.name, self.scales,
-            slot_mapping,
-        )  # fmt: skip
+        return self.target.words(rows), source_kind(rows), self.words, self.kind.name, self.scales
 
     def rotated(self, rows: Array) -> Array:
         """Rows as they are stored, but for their kind: rotated, or as they are."""

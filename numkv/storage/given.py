@@ -72,7 +72,7 @@ def _checked(
     ):  # fmt: skip
         of_k, of_v = kind_of_dtype(k.dtype), kind_of_dtype(v.dtype)
         if of_k is not None and of_v is not None:
-            none = _no_scale(target.name)
+            none = _no_scale(target.key)
             return Pool(
                 Buffer(target, target.words(k), none, of_k),
                 Buffer(target, target.words(v), none, of_v),
@@ -107,7 +107,7 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
             f"`{name}`: expected None for {found} storage, got an array; scales belong to quantised kinds"
         )
     else:
-        scales = _no_scale(target.name)
+        scales = _no_scale(target.key)
     return Buffer(target, target.words(x), scales, found)
 
 
@@ -115,7 +115,7 @@ def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
     """The scales of heads on the target: 1, a number, or an array with one for each head."""
     if scale is None or is_number(scale):
         number = check_number(name, scale, default=1.0)
-        return _same_for_heads(target.name, name, number, heads)
+        return _same_for_heads(target.key, name, number, heads)
     if target.values_on_host:
         return head_scales(name, scale, heads)
     return check_array(target, name, scale, (_FLOAT32,), (heads,))
@@ -123,12 +123,12 @@ def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def _same_for_heads(target: str, name: str, scale: float, heads: int) -> Array:
-    return targets.get(target).asarray(head_scales(name, scale, heads))
+    return targets.by_key(target).asarray(head_scales(name, scale, heads))
 
 
 @functools.cache
 def _no_scale(target: str) -> Array:
-    return targets.get(target).empty((0, 0, 0), _FLOAT32)
+    return targets.by_key(target).empty((0, 0, 0), _FLOAT32)
 
 
 def check_written(pool: Pool, names: tuple[str, str]) -> None:

@@ -35,7 +35,7 @@ def cache_arrays(
     -------
     CacheArrays
     """
-    no_table, no_lens, no_slots = _nothing(pool.target.name)
+    no_table, no_lens, no_slots = _nothing(pool.target.key)
     return CacheArrays(
         *pool.arrays(),
         no_table if block_table is None else block_table,
@@ -47,7 +47,7 @@ def cache_arrays(
 @functools.cache
 def _nothing(target: str) -> tuple[Array, Array, Array]:
     """A table, lengths and slots of length 0."""
-    place = targets.get(target)
+    place = targets.by_key(target)
     return place.empty((0, 0), np.int32), place.empty((0,), np.int64), place.empty((0,), np.int64)
 
 

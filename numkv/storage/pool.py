@@ -16,6 +16,7 @@ from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Mark
 
 __all__ = ["Pool", "refuse_non_finite", "source_dtypes"]
 
@@ -280,18 +281,47 @@ class Pool:
         """The scales of K or of V as a user sees them, in `Kind.scale_dtype`."""
         return self.buffer(which).typed_scales()
 
-    def append(self, k: Array, v: Array, block_table: Array, start: int) -> None:
-        """Write checked rows of one sequence, by its block table."""
-        self.k_buffer.append(k, block_table, start)
-        self.v_buffer.append(v, block_table, start)
+    def append(self, k: Array, v: Array, block_table: Array, start: int, look: int = 0) -> None:
+        """Write checked rows of one sequence, by its block table; `look` is what `watch` gave."""
+        of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
+        self.target.ops.append_both(of_k, of_v, block_table, start, look)
 
-    def scatter(self, k: Array, v: Array, slot_mapping: Array) -> None:
-        """Write checked rows into slots."""
-        self.k_buffer.scatter(k, slot_mapping)
-        self.v_buffer.scatter(v, slot_mapping)
+    def scatter(self, k: Array, v: Array, slot_mapping: Array, look: int = 0) -> None:
+        """Write checked rows into slots; `look` is what `watch` gave."""
+        of_k, of_v = self.k_buffer.with_rows(k), self.v_buffer.with_rows(v)
+        self.target.ops.scatter_both(of_k, of_v, slot_mapping, look)
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether rows are looked at before they are written: rotation would hide where they are not finite."""
+        return self.target.values_on_host or self.rotate
+
+    def watch(self, k: Array, v: Array, mark: Mark | None = None) -> int:
+        """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
+
+        Parameters
+        ----------
+        k, v : array (num_tokens, num_kv_heads, dim)
+            The rows.
+        mark : function, optional
+            Takes the number of the first bad token, when that is known.
+
+        Returns
+        -------
+        int
+            What `append` and `scatter` take; 0 where there is nothing to look for, or the host has looked.
+        """
+        kinds = self.k_kind, self.v_kind
+        if self.target.values_on_host or not any(kind.has_scales for kind in kinds):
+            return 0
+        of_k, of_v = ("k", tuple(k.shape), kinds[0]), ("v", tuple(v.shape), kinds[1])
+        return self.target.watch(of_k, of_v, mark)
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
-        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool."""
+        """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool.
+
+        Where the host does not see their values, `check_finite` waits for the device.
+        """
         check_finite = check_flag("check_finite", check_finite, True)
         k, v = self.k_buffer.check_rows("k", k), self.v_buffer.check_rows("v", v)
         if v.shape[0] != k.shape[0]:

@@ -40,4 +40,4 @@ def one_length(target: str, length: int) -> Array:
 def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
     """An array of the target that nobody writes to."""
     host.flags.writeable = False
-    return targets.get(target).index(host, host.dtype)
+    return targets.by_key(target).index(host, host.dtype)

@@ -15,7 +15,7 @@ from numkv.errors import NumkvError
 from numkv.targets.base import Array, Target
 from numkv.targets.cpu import CpuTarget
 
-__all__ = ["Array", "CpuTarget", "Target", "get", "of"]
+__all__ = ["Array", "CpuTarget", "Target", "by_key", "get", "of"]
 
 
 def get(target: str) -> Target:
@@ -51,9 +51,17 @@ _CPU: Target = CpuTarget()
 
 @functools.cache
 def _cuda() -> Target:
+    from numkv.targets.cuda_loading import load_cuda
+
+    load_cuda()
     from numkv.targets.cuda import CudaTarget
 
     return CudaTarget()
+
+
+def by_key(key: str) -> Target:
+    """The target of a key; see `numkv.targets.base.Target`. What is made by one is for arrays of that key alone."""
+    return _CPU if key == "cpu" else _cuda()
 
 
 def of(x: Any) -> Target:
@@ -72,6 +80,10 @@ def of(x: Any) -> Target:
     if isinstance(x, np.ndarray):
         return _CPU
     try:
+        if getattr(x, "__cuda_ndarray__", False):  # whose interface takes long to make
+            return get("cuda")
+        if type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "is_cuda"):
+            return get("cuda") if x.is_cuda else _CPU
         if hasattr(x, "__cuda_array_interface__") or "cuda" in type(x).__module__:
             return get("cuda")
         device = getattr(x, "__dlpack_device__", None)

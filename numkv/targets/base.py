@@ -11,6 +11,7 @@ from numkv import arrays
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
+from numkv.targets.call import Mark
 
 __all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
@@ -64,6 +65,13 @@ class Target(Protocol):
     small_call: int
 
     @property
+    def key(self) -> str:
+        """What things are kept by that are made once and used again: where this thread works.
+
+        On CUDA a device and a stream, in whose order they have been made.
+        """
+
+    @property
     def ops(self) -> Operations:
         """The target's operations: see `numkv.kernels`."""
 
@@ -81,8 +89,62 @@ class Target(Protocol):
     def accept(self, x: Any, name: str) -> arrays.Array:
         """`x` as an array of this target, without a copy, or an error that names it."""
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse, as `stream`, what operations cannot run on."""
+    #: What `run` passes on as the stream of a function that is to run where this thread works.
+    here: Any
+
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
+        """A context in which operations run on a stream.
+
+        Parameters
+        ----------
+        stream : object
+            On CUDA the stream; if None, the one that the library of the first foreign array has current, else the
+            legacy default stream. On the CPU None.
+        *arrays : object
+            What a caller passed.
+        after : object
+            What `place` gave, where that has got so far at least before anything runs.
+        """
+
+    def place(self) -> Any:
+        """Where this thread works; None on the CPU."""
+
+    def run(
+        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Run a public function on a stream: it is called again, with `here` as its stream.
+
+        Parameters
+        ----------
+        function : function
+            The function.
+        call : object
+            A `numkv.targets.call.Call`: the names of its arguments.
+        stream : object
+            See `on`.
+        arrays, options : tuple
+            Its arguments, in that order.
+        """
+
+    def watch(
+        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
+        mark: Mark | None = None,
+    ) -> int:  # fmt: skip
+        """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
+
+        Parameters
+        ----------
+        k, v : tuple of str, tuple and Kind
+            What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
+        mark : function, optional
+            Takes the number of the first bad token, and the error; without it the error is raised by a later function.
+        """
+
+    def collect_late(self, wait: bool = False) -> None:
+        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
@@ -122,6 +184,9 @@ class Target(Protocol):
 
     def index(self, x: Any, dtype: Any) -> arrays.Array:
         """Integers, here or in a NumPy array, as the array of this target that its kernels take."""
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[arrays.Array]:
+        """`index` of many NumPy arrays, each with its dtype; on CUDA by one copy, which nobody waits for."""
 
     def reals(
         self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -18,6 +19,7 @@ from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_arr
 
 __all__ = ["CpuTarget"]
 
+_NOTHING = contextlib.nullcontext()
 # Steps of NumPy's search for a byte that two arrays share; interleaved views take a few.
 _MOST_WORK = 10_000
 # Without what NumPy does first for arrays of other libraries, which takes three times as long as the function itself.
@@ -28,10 +30,12 @@ class CpuTarget:
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
+    key = "cpu"
     values_on_host = True
     has_jit_views = True
     has_streams = False
     small_call = SERIAL_ELEMENTS
+    here = None
 
     @property
     def ops(self) -> Operations:
@@ -106,11 +110,32 @@ class CpuTarget:
 
         return x.view(getattr(torch, WORD_OF[dtype].name)).numpy().view(dtype)
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse any stream: operations are done when they return."""
-        raise NotSupported(
-            f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
-        )
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
+        """A context in which nothing differs; any stream is refused, as operations are done when they return."""
+        if stream is not None:
+            raise NotSupported(
+                f"`stream`: expected None on the CPU target, got {type(stream).__name__}"
+            )
+        return _NOTHING
+
+    def run(
+        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Refuse the stream: nothing else asks this."""
+        self.on(stream)
+
+    def place(self) -> None:
+        """None: there is one."""
+
+    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+        """0: values are looked at before they are written."""
+        return 0
+
+    def collect_late(self, wait: bool = False) -> None:
+        """Do nothing: nothing is reported late."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Do nothing: there are no graphs."""
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""
@@ -175,6 +200,10 @@ class CpuTarget:
     def index(self, x: Any, dtype: Any) -> Array:
         """A host integer array as a NumPy array of `dtype`; a copy only where the dtype differs."""
         return np.asarray(x, dtype)
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
+        """Many arrays of integers as kernels take them."""
+        return [self.index(x, dtype) for x, dtype in given]
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a NumPy array of `dtype` and `shape`; converted if it has another float dtype."""

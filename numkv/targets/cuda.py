@@ -6,42 +6,23 @@ is first asked for.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
-from numba.core import config
 
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
+from numkv.kernels.cuda import memory, streams, uploads
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
+from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
+from numkv.targets.cuda_loading import load_cuda
 from numkv.targets.memory import Memory, may_overlap
 
 __all__ = ["CudaTarget"]
-
-_REMEDY = (
-    'install an NVIDIA driver and `pip install "numkv[cuda]"`, or set NUMBA_ENABLE_CUDASIM=1 '
-    "before Python starts for Numba's simulator"
-)
-
-
-def _load_cuda() -> Any:
-    """``numba.cuda``, or an error that says what is missing."""
-    simulated = bool(config.ENABLE_CUDASIM)
-    if not simulated and importlib.util.find_spec("numba_cuda") is None:
-        raise NotSupported(f'target "cuda" needs the package numba-cuda; {_REMEDY}')
-    try:
-        from numba import cuda
-    except ImportError as error:
-        raise NotSupported(f'target "cuda" does not load ({error}); {_REMEDY}') from error
-    if not cuda.is_available():
-        reason = " ".join(str(cuda.cuda_error() or "no device").split())
-        raise NotSupported(f'target "cuda": there is no usable GPU ({reason}); {_REMEDY}')
-    return cuda
 
 
 def _names_a_dtype(typestr: str) -> bool:
@@ -63,10 +44,18 @@ class CudaTarget:
     has_jit_views = False
     has_streams = True
     small_call = 0
+    here = calls.HERE
 
     def __init__(self) -> None:
-        self._cuda = _load_cuda()
-        self._simulated = bool(config.ENABLE_CUDASIM)
+        self._cuda = load_cuda()
+        self._simulated = streams.SIMULATED
+        self._calls = calls.Calls(self.accept)
+
+    @property
+    def key(self) -> str:
+        """Device and stream on which this thread works."""
+        here = streams.current()
+        return f"cuda:{here.device}:{here.handle}"
 
     @property
     def ops(self) -> Operations:
@@ -90,11 +79,8 @@ class CudaTarget:
         if self._on_host(x):
             x = CpuTarget().asarray(x, name)
             host = np.ascontiguousarray(x).reshape(x.shape)
-            # Numba copies no dtypes of ml_dtypes, as they have no buffers.
-            word = WORD_OF.get(x.dtype)
-            return self.typed(
-                self._cuda.to_device(host if word is None else host.view(word)), x.dtype
-            )
+            word = WORD_OF.get(x.dtype)  # Numba copies no dtypes of ml_dtypes, as they have no buffers
+            return self.typed(self._upload(host if word is None else host.view(word)), x.dtype)
         return self.accept(x, name)
 
     def accept(self, x: Any, name: str) -> Array:
@@ -122,16 +108,12 @@ class CudaTarget:
                 f"`{name}`: expected an array on the CUDA device, got {what}; copy it with "
                 f'numkv.targets.get("cuda").asarray({name})'
             )
+        if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
+            return self._from_torch(x, name)
         dtype = TORCH_DTYPES.get(str(getattr(x, "dtype", "")))
-        if dtype is not None:  # no typestr names it
-            import torch
-
-            # Older versions of torch have no uint16.
-            word = torch.int16 if dtype.itemsize == 2 else torch.uint8
-            return self._cuda.as_cuda_array(x.detach().view(word)).view(dtype)
         interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None and _names_a_dtype(interface["typestr"]):
-            return self._cuda.as_cuda_array(x)
+        if interface is not None and (dtype is not None or _names_a_dtype(interface["typestr"])):
+            return self._from_interface(x, interface, dtype)
         if hasattr(x, "__dlpack__"):
             return self._from_dlpack(x, name)
         raise UnsupportedDType(
@@ -139,6 +121,33 @@ class CudaTarget:
             f"__cuda_array_interface__ or __dlpack__), got {type(x).__name__}; make one with "
             f'numkv.targets.get("cuda").asarray({name})'
         )
+
+    def _from_torch(self, x: Any, name: str) -> Array:
+        """A tensor on the device, whatever its dtype."""
+        if x.requires_grad:
+            raise NotSupported(
+                f"`{name}`: expected a tensor without a gradient, as numkv computes none, got one with "
+                f"requires_grad=True; pass {name}.detach()"
+            )
+        spelling = str(x.dtype)
+        dtype = TORCH_DTYPES.get(spelling) or np.dtype(spelling.partition(".")[2])
+        if streams.current().handle != (there := calls.torch_stream(x.device.index)):
+            streams.follow(there)
+        steps = tuple(n * dtype.itemsize for n in x.stride())
+        return memory.foreign(x.data_ptr(), tuple(x.shape), steps, dtype, x)
+
+    def _from_interface(self, x: Any, interface: dict[str, Any], dtype: Any) -> Array:
+        """What an object's ``__cuda_array_interface__`` describes; the device waits for its stream, not the host."""
+        if self._simulated:
+            array = self._cuda.as_cuda_array(x)
+            return array if dtype is None else array.view(dtype)
+        there = interface.get("stream")
+        if there is not None and (handle := calls.handle_of(there)) != streams.current().handle:
+            streams.follow(handle)
+        dtype = np.dtype(interface["typestr"]) if dtype is None else dtype
+        strides = interface.get("strides")
+        pointer, shape = interface["data"][0] or 0, tuple(interface["shape"])
+        return memory.foreign(pointer, shape, None if strides is None else tuple(strides), dtype, x)
 
     @staticmethod
     def _on_host(x: Any) -> bool:
@@ -157,33 +166,47 @@ class CudaTarget:
         from cuda.core.utils import StridedMemoryView
 
         try:
-            view = StridedMemoryView.from_dlpack(x, stream_ptr=0)
+            view = StridedMemoryView.from_dlpack(x, stream_ptr=streams.current().handle)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise NotSupported(
                 f"`{name}`: {type(x).__name__} does not hand its memory over by DLPack ({error})"
             ) from error
         dtype = np.dtype(view.dtype)
         strides = view.strides  # in elements; None if contiguous
-        description = {
-            "shape": tuple(view.shape),
-            "strides": None if strides is None else tuple(n * dtype.itemsize for n in strides),
-            "data": (view.ptr, view.readonly),
-            "typestr": WORD_OF.get(dtype, dtype).str,
-            "version": 3,
-        }
-        array = self._cuda.from_cuda_array_interface(description, owner=view)
-        return self.typed(array, dtype)
+        steps = None if strides is None else tuple(n * dtype.itemsize for n in strides)
+        return memory.foreign(view.ptr, tuple(view.shape), steps, dtype, view)
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse what is no stream: Numba's, 0 for the default one, or an object with ``__cuda_stream__``."""
-        if self._simulated:
-            found = isinstance(stream, self._cuda.stream)
-        else:
-            found = hasattr(stream, "handle") or hasattr(stream, "__cuda_stream__")
-        if not (found or (type(stream) is int and stream == 0)):
+    # -- streams
+
+    def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
+        """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
+        inside = streams.chosen() if stream is None else None
+        return streams.on(inside or calls.place_of(stream, arrays), after)
+
+    def place(self) -> Any:
+        """Where this thread works."""
+        return streams.current()
+
+    def run(
+        self, function: Any, call: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
+        return self._calls.run(function, call, stream, arrays, options)
+
+    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+        """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
+        return calls.watch(k, v, mark)
+
+    def collect_late(self, wait: bool = False) -> None:
+        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
+        calls.collect_late(wait)
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+        if streams.current().capturing():
             raise NotSupported(
-                f"`stream`: expected a stream of numba.cuda, or None, got {type(stream).__name__}; make one with "
-                "numba.cuda.stream() or numba.cuda.external_stream(pointer)"
+                f"{what}: expected a stream that is not captured, as a CUDA graph would repeat this with the same "
+                "numbers; capture functions such as paged_append and paged_decode_attention over device arrays"
             )
 
     def share_memory(self, a: Any, b: Any) -> bool:
@@ -196,42 +219,36 @@ class CudaTarget:
 
     def _lies(self, x: Any) -> Memory:
         """Where a device array lies."""
-        if self._simulated:
-            address = x._ary.__array_interface__["data"][0]
-        else:
-            address = x.__cuda_array_interface__["data"][0]
-        return Memory(int(address), tuple(x.shape), tuple(x.strides), int(x.dtype.itemsize))
+        return Memory(memory.pointer_of(x), tuple(x.shape), tuple(x.strides), int(x.dtype.itemsize))
 
     # -- making arrays
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new device array whose elements are undefined."""
-        try:
-            return self._cuda.device_array(tuple(shape), np.dtype(dtype))
-        except Exception as error:
-            if "OUT_OF_MEMORY" not in str(error):
-                raise
-            raise MemoryError(
-                f"the CUDA device has no room for an array {tuple(shape)} of {np.dtype(dtype)} ({error})"
-            ) from error
+        """A new device array whose elements are undefined, in memory of the current stream."""
+        return memory.empty(tuple(shape), np.dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new device array of zeros."""
-        array = self.empty(shape, dtype)
+        """A new device array of zeros, for buffers."""
+        array: Any = memory.buffer(tuple(shape), np.dtype(dtype))
         if self._simulated:
             array[...] = 0
         elif array.size:
-            from numba.cuda.cudadrv.driver import device_memset
+            from cuda.bindings import driver
 
-            device_memset(array, 0, array.nbytes)
+            size, handle = array.alloc_size, streams.current().handle
+            driver.cuMemsetD8Async(array.gpu_data.device_pointer, 0, size, handle)
+            streams.current().synchronize()  # buffers are used on any stream
         return array
 
     def to_host(self, x: Any) -> HostArray:
         """A copy of `x` as a NumPy array; waits for the device."""
         if isinstance(x, np.ndarray):
             return x
+        streams.spoil()
+        self.refuse_capture("a copy to the host")
         device: Any = self.accept(x, "array")
         words: Any = self.words(device)
+        streams.current().synchronize()
         host = words.copy_to_host()
         return host if host.dtype == device.dtype else host.view(device.dtype)
 
@@ -240,11 +257,11 @@ class CudaTarget:
     def words(self, x: Any) -> Array:
         """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
         word = WORD_OF.get(x.dtype)
-        return x if word is None else x.view(word)
+        return x if word is None else memory.reinterpret(x, word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
         """The array that a user sees of float words: the inverse of `words`."""
-        return words.view(dtype) if dtype in WORD_OF else words
+        return memory.reinterpret(words, dtype) if dtype in WORD_OF else words
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
@@ -260,12 +277,8 @@ class CudaTarget:
         tokens, width = x.shape
         if self._simulated:
             return x.reshape((tokens, 1, width))
-        from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
         by_token, by_element = x.strides
-        return DeviceNDArray(  # its own reshape is for contiguous arrays
-            (tokens, 1, width), (by_token, by_token, by_element), x.dtype, x.stream, x.gpu_data
-        )
+        return memory.viewed(x, (tokens, 1, width), (by_token, by_token, by_element), x.dtype)
 
     def token_major(self, x: Any) -> Array:
         """A view of shape ``(tokens, heads, dim)`` on an array of shape ``(heads, tokens, dim)``."""
@@ -283,19 +296,33 @@ class CudaTarget:
         """A view of an array, with its axes in another order."""
         if self._simulated:
             return x.transpose(axes)
-        from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
         shape, strides = (tuple(sizes[i] for i in axes) for sizes in (x.shape, x.strides))
-        # Its own transpose is for two axes.
-        return DeviceNDArray(shape, strides, x.dtype, x.stream, x.gpu_data)
+        return memory.viewed(x, shape, strides, x.dtype)  # Numba's own transpose is for two axes
 
     # -- small arguments
 
     def index(self, x: Any, dtype: Any) -> Array:
         """Integers as a device array: a NumPy array is copied as `dtype`; kernels take device arrays of any width."""
         if isinstance(x, np.ndarray):
-            return self._cuda.to_device(np.ascontiguousarray(x, dtype).reshape(x.shape))
+            return self._upload(np.ascontiguousarray(x, dtype).reshape(x.shape))
         return x
+
+    def index_all(self, given: list[tuple[Any, Any]]) -> list[Array]:
+        """Many arrays of integers, by one copy."""
+        host = [np.ascontiguousarray(x, dtype).reshape(x.shape) for x, dtype in given]
+        if self._simulated:
+            return [self._upload(x) for x in host]
+        streams.spoil()
+        self.refuse_capture("a copy to the device")
+        return uploads.upload_all(host)
+
+    def _upload(self, x: HostArray) -> Array:
+        """A copy on the device, which nobody waits for."""
+        streams.spoil()
+        self.refuse_capture("a copy to the device")
+        if self._simulated:
+            return self._cuda.to_device(x)
+        return uploads.upload(x)
 
     def reals(self, name: str, x: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """A small float argument as a device array of `dtype` and `shape`; converted on the host if it must be."""
@@ -303,4 +330,4 @@ class CudaTarget:
         check_real(name, x, dtype, shape)
         if x.dtype == dtype:
             return x
-        return self._cuda.to_device(self.to_host(x).astype(dtype))
+        return self._upload(self.to_host(x).astype(dtype))

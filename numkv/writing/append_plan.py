@@ -22,6 +22,7 @@ from numkv.checks import check_apart, check_array, check_integers, check_size, c
 from numkv.errors import UnsupportedDType
 from numkv.kinds import QUERY_DTYPES, Kind, kind, kind_of_dtype
 from numkv.targets.base import Target
+from numkv.targets.call import Call
 from numkv.writing import fast_path
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
 
 _EXTENTS = ("batch_size", "num_heads", "new_len", "max_cache_len", "d_k", "d_v")
 _INT64 = (np.dtype(np.int64),)
+_ARRAYS = ("k_new", "v_new", "k_cache", "v_cache", "cache_offsets")
+_APPEND = Call(" ".join(_ARRAYS), "", "k_cache v_cache")
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,7 @@ class AppendPlan:
         args : AppendArgs
             The arrays; checked as by `can_implement`.
         stream : object, optional
-            CUDA stream to run on. None on the CPU.
+            See `numkv.paged_decode_attention`.
         workspace : object, optional
             Ignored: none is needed.
 
@@ -280,26 +283,38 @@ class AppendPlan:
         DimensionMismatch, UnsupportedDType, NotSupported
             See `can_implement`; nothing is written.
         """
-        if stream is not None:
-            self._target.check_stream(stream)
+        if stream is None and not self._target.has_streams:
+            self._run(args)
+            return
+        with self._target.on(stream, *(getattr(args, name, None) for name in _ARRAYS)):
+            self._run(args)
+
+    def _run(self, args: AppendArgs) -> None:
         args = self._check(args)
         d, target = self.descriptor, self._target
         if 0 in (d.batch_size, d.num_heads, d.new_len, d.max_cache_len):
             return
-        for new, cache, dim in (
-            (args.k_new, args.k_cache, d.d_k),
-            (args.v_new, args.v_cache, d.d_v),
-        ):
-            if dim:
-                target.ops.copy_rows(
-                    target.words(new), target.words(cache), args.cache_offsets, stream
-                )
+        words = target.words
+        if d.d_k and d.d_v:
+            target.ops.copy_both(
+                words(args.k_new),
+                words(args.k_cache),
+                words(args.v_new),
+                words(args.v_cache),
+                args.cache_offsets,
+            )
+        elif d.d_k:
+            target.ops.copy_rows(words(args.k_new), words(args.k_cache), args.cache_offsets)
+        elif d.d_v:
+            target.ops.copy_rows(words(args.v_new), words(args.v_cache), args.cache_offsets)
 
     def __repr__(self) -> str:
         return f"AppendPlan({self.descriptor!r}, target={self._target.name})"
 
 
-def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any) -> None:
+def append(
+    k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: Any, *, stream: Any = None
+) -> None:
     """Copy new rows into caches at an offset per sequence: `AppendPlan` in one call.
 
     Rows that would land outside ``[0, max_cache_len)`` are skipped without a word. Extents and dtype come from the
@@ -317,6 +332,8 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         Written in place.
     cache_offsets : int64 array (batch_size,)
         Row of each sequence that its first new row goes to.
+    stream : object, optional
+        See `numkv.paged_decode_attention`.
 
     Raises
     ------
@@ -324,9 +341,12 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         If an array has another shape, dtype, layout or target, or a cache shares memory with another array; nothing
         is written.
     """
-    if fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
+    if stream is None and fast_path.append(k_new, v_new, k_cache, v_cache, cache_offsets):
         return
     target = targets.of(k_cache)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        target.run(append, _APPEND, stream, (k_new, v_new, k_cache, v_cache, cache_offsets), ())
+        return
     shape = ("batch_size", "num_heads", "max_cache_len", "d")
     k = check_array(target, "k_cache", k_cache, QUERY_DTYPES, shape)
     v = target.accept(v_cache, "v_cache")
@@ -339,4 +359,4 @@ def append(k_new: Any, v_new: Any, k_cache: Any, v_cache: Any, cache_offsets: An
         batch_size, num_heads, new.shape[2], max_cache_len, d_k, v.shape[3], k.dtype
     )
     plan = AppendPlan.select(descriptor, target=target.name)
-    plan.run(AppendArgs(k_new, v_new, k_cache, v_cache, cache_offsets))
+    plan._run(AppendArgs(k_new, v_new, k_cache, v_cache, cache_offsets))

@@ -16,6 +16,7 @@ from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.pool import Pool, refuse_non_finite
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Mark
 
 __all__ = ["DEFAULT_EPS", "Projection", "QKMode"]
 
@@ -63,7 +64,7 @@ def _check_mode(qk_mode: Any) -> QKMode:
 
 @functools.cache
 def _empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    return targets.get(target).empty(shape, dtype)
+    return targets.by_key(target).empty(shape, dtype)
 
 
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
@@ -122,10 +123,10 @@ class Projection:
         names = (kind.name, pool.k_kind.name, pool.v_kind.name)
         compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
         if mode is QKMode.COPY:
-            cos = sin = _empty(target.name, (0, 0), _FLOAT32)
+            cos = sin = _empty(target.key, (0, 0), _FLOAT32)
         else:
             cos, sin = _check_tables(target, cos, sin, mode, dim)
-        q_weight = k_weight = _empty(target.name, (0,), compute)
+        q_weight = k_weight = _empty(target.key, (0,), compute)
         if mode.normalises:
             weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
             for name, weight in weights.items():
@@ -185,7 +186,7 @@ class Projection:
         stop = int(self.qkv.shape[1]) if pool.v_kind.has_scales else v_first
         refuse_non_finite(pool.target, "qkv", self.qkv[:, parts[0][0] : stop], parts)
 
-    def write(self, pool: Pool, block_table: Array, start: int, first: int) -> None:
+    def write(self, pool: Pool, block_table: Array, start: int, first: int, look: int = 0) -> None:
         """Write one sequence's new tokens, and q to `q_out`.
 
         Parameters
@@ -198,16 +199,26 @@ class Projection:
             Position of the first new token.
         first : int
             Row of `cos` and `sin` for it.
+        look : int
+            What `watch` gave.
         """
         ops = pool.target.ops
         if not pool.rotate:
-            self._run(ops.write_rows, first, pool, block_table, start)
+            self._run(ops.write_rows, first, pool, block_table, start, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
-            self._run(ops.write_rows, first, aside, one_block_each(pool.target.name, 1)[0], 0)
-            pool.append(*_rows_of(aside), block_table, start)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.key, 1)[0], 0)
+            pool.append(*_rows_of(aside), block_table, start, look)
 
-    def scatter(self, pool: Pool, slot_mapping: Array, positions: Array) -> None:
+    def watch(self, pool: Pool, mark: Mark | None = None) -> int:
+        """Have the kernel look for NaN and infinity in what it quantises; see `Pool.watch`."""
+        if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
+            return 0
+        shape = tuple(self.qkv.shape)
+        of_k, of_v = ("qkv", shape, pool.k_kind), ("qkv", shape, pool.v_kind)
+        return pool.target.watch(of_k, of_v, mark)
+
+    def scatter(self, pool: Pool, slot_mapping: Array, positions: Array, look: int = 0) -> None:
         """Write the new tokens of many sequences, and q to `q_out`.
 
         Parameters
@@ -218,23 +229,25 @@ class Projection:
             Where each token goes; -1 leaves its K and V out.
         positions : int64 array (num_tokens,)
             Row of `cos` and `sin` for each.
+        look : int
+            What `watch` gave.
         """
         ops, target = pool.target.ops, pool.target
         if not pool.rotate:
-            self._run(ops.scatter_write, positions, pool, slot_mapping)
+            self._run(ops.scatter_write, positions, pool, slot_mapping, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
             slots = target.index(np.arange(self.num_tokens), np.int64)
             self._run(ops.scatter_write, positions, aside, slots)
-            pool.scatter(*_rows_of(aside), slot_mapping)
+            pool.scatter(*_rows_of(aside), slot_mapping, look)
 
-    def _run(self, write: Any, angles: Any, pool: Pool, *places: Any) -> None:
+    def _run(self, write: Any, angles: Any, pool: Pool, *places: Any, look: int = 0) -> None:
         words = pool.target.words
         write(
-            words(self.qkv), self.kind.name, self.cos, self.sin, self.mode.normalises, self.rotates,
-            self.mode.interleaved, self.q_weight, self.k_weight, self.eps, angles,
+            words(self.qkv), self.kind.name, self.cos, self.sin,
+            (self.mode.normalises, self.rotates, self.mode.interleaved), self.q_weight, self.k_weight, self.eps, angles,
             words(self.q_out), pool.k, pool.k_kind.name, pool.k_scale, pool.v, pool.v_kind.name,
-            pool.v_scale, *places,
+            pool.v_scale, *places, look,
         )  # fmt: skip
 
     def _aside(self, pool: Pool) -> Pool:

@@ -13,6 +13,7 @@ from numkv.kernels import validate as values
 from numkv.storage.given import check_written, stored_pool
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
+from numkv.targets.call import Call
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -20,6 +21,14 @@ __all__ = ["paged_append", "paged_write"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
+_POOLS = "k_pool v_pool k_scale v_scale"
+_APPEND = Call(
+    "k v k_pool v_pool slot_mapping k_scale v_scale", "check_finite validate", _POOLS, late=True
+)
+_WRITE = Call(
+    "qkv k_pool v_pool slot_mapping positions cos sin q_norm_weight k_norm_weight q_out k_scale v_scale",
+    "num_q_heads qk_mode eps check_finite validate", f"{_POOLS} q_out", late=True,
+)  # fmt: skip
 
 
 def _check_slots(
@@ -55,6 +64,7 @@ def paged_append(
     v_scale: Any = None,
     check_finite: bool | None = True,
     validate: bool | None = False,
+    stream: Any = None,
 ) -> None:
     """Put ready rows into slots of paged pools.
 
@@ -74,31 +84,43 @@ def paged_append(
         bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
         divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None; the same in all calls.
     check_finite : bool
-        Whether rows that are to be quantised are looked at first.
+        Whether rows that are to be quantised are looked at: on the CPU first; on CUDA, without `validate`, by the
+        kernel that writes them. A row with NaN or infinity is then stored as zeros, and a later call raises.
     validate : bool
-        On CUDA, check the slots too, which waits for the device; else a slot outside the pool is skipped there. On
-        the CPU they are always checked.
+        On CUDA, check slots and finiteness first, which waits for the device; else a slot outside the pool is skipped
+        there. On the CPU they are always checked.
+    stream : object, optional
+        See `numkv.paged_decode_attention`.
 
     Raises
     ------
     IndexError
         If a slot is neither -1 nor in the pool; nothing is written.
     NonFiniteInput
-        If rows to be quantised hold NaN or infinity; nothing is written.
+        If rows to be quantised hold NaN or infinity; nothing is written. On CUDA, without `validate`: if those of an
+        earlier call did.
     DimensionMismatch, UnsupportedDType, NotSupported, TypeError
         If an array has another shape, dtype, layout or target, or shares memory with what is written; see
         docs/arguments.md.
     """
     if validate is not False:
         validate = check_flag("validate", validate)
-    if fast_path.paged_append(k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite):
+    if stream is None and fast_path.paged_append(
+        k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale, check_finite
+    ):
         return
     target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (k, v, k_pool, v_pool, slot_mapping, k_scale, v_scale)
+        target.run(paged_append, _APPEND, stream, arrays, (check_finite, validate))
+        return
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     check_written(pool, _NAMES)
-    k, v = pool.check_rows(k, v, check_finite=check_finite)
-    slots = _check_slots(target, pool, slot_mapping, int(k.shape[0]), validate)
-    pool.scatter(k, v, slots)
+    check_finite = check_flag("check_finite", check_finite, True)
+    first = check_finite and (target.values_on_host or bool(validate))
+    k, v = pool.check_rows(k, v, check_finite=first)
+    slots = _check_slots(target, pool, slot_mapping, int(k.shape[0]), bool(validate))
+    pool.scatter(k, v, slots, pool.watch(k, v) if check_finite and not first else 0)
 
 
 def _copies(qk_mode: Any) -> bool:
@@ -125,6 +147,7 @@ def paged_write(
     v_scale: Any = None,
     check_finite: bool | None = True,
     validate: bool | None = False,
+    stream: Any = None,
 ) -> Array:
     """Split fused projections, normalise and rotate q and k, and write K and V into slots, in one pass.
 
@@ -148,6 +171,8 @@ def paged_write(
         divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None; the same in all calls.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
+    stream : object, optional
+        See `numkv.paged_decode_attention`.
 
     Returns
     -------
@@ -159,7 +184,7 @@ def paged_write(
     IndexError
         If a slot is neither -1 nor in the pool, or a position has no row in the tables; nothing is written.
     NonFiniteInput
-        If projections to be quantised hold NaN or infinity; nothing is written.
+        If projections to be quantised hold NaN or infinity; nothing is written. On CUDA see `paged_append`.
     DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
         If an argument is missing, or has another shape, dtype, layout, value or target, or shares memory with what is
         written; see docs/arguments.md.
@@ -167,6 +192,15 @@ def paged_write(
     if validate is not False:
         validate = check_flag("validate", validate)
     target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (
+            qkv, k_pool, v_pool, slot_mapping, positions, cos, sin, q_norm_weight, k_norm_weight, q_out,
+            k_scale, v_scale,
+        )  # fmt: skip
+        q: Array = target.run(
+            paged_write, _WRITE, stream, arrays, (num_q_heads, qk_mode, eps, check_finite, validate)
+        )
+        return q
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     if type(slot_mapping) is np.ndarray and (positions is None) == _copies(qk_mode):
         slots = fast_path.as_int64(slot_mapping)
@@ -203,7 +237,8 @@ def paged_write(
                 )
     else:
         positions = slots  # looked at by no one
-    if check_finite:
+    first = check_finite and (target.values_on_host or bool(validate))
+    if first:
         p.check_finite(pool)
-    p.scatter(pool, slots, positions)
+    p.scatter(pool, slots, positions, p.watch(pool) if check_finite and not first else 0)
     return p.q_out

@@ -25,8 +25,7 @@ from numba.np.numpy_support import from_dtype
 
 import numkv.kernels.cuda as cuda_kernels
 from numkv import device as row_functions
-from numkv.kernels.cuda.copy import make_copy_blocks
-from numkv.kernels.cuda.simd import jit
+from numkv.kernels.builder import compiled
 from numkv.kinds import kinds
 
 TARGETS = [(8, 0), (9, 0)]
@@ -66,7 +65,8 @@ def assert_compiles(monkeypatch, python, signature, cc):
 
 def test_who_waits_is_told(monkeypatch, capsys):
     monkeypatch.setenv("NUMKV_PROGRESS", "1")
-    jit(make_copy_blocks(8))
+    with compiled("copy_blocks for CUDA"):
+        pass
     assert "numkv: compiling copy_blocks for CUDA\n" in capsys.readouterr().err
 
 

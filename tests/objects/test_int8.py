@@ -29,10 +29,11 @@ def test_non_finite_input(target, to, host, store, bad, source, which):
     rows[1, 1, 2] = bad
     rows[2, 0, 0] = bad  # the first one is named
     given = (rows, good) if which == "k" else (good, rows)
-    with pytest.raises(numkv.NonFiniteInput, match=about(which)) as caught:
-        store(*given, to, host, target)
-    if store not in (in_contiguous, in_paged):  # these come in two parts
-        assert caught.value.index == (1, 1, 2)
+    if target != "cuda":  # there a later call says it: tests/kernels/test_launches.py
+        with pytest.raises(numkv.NonFiniteInput, match=about(which)) as caught:
+            store(*given, to, host, target)
+        if store not in (in_contiguous, in_paged):  # these come in two parts
+            assert caught.value.index == (1, 1, 2)
     store(*given, to, host, target, check_finite=False)
 
 
@@ -43,6 +44,10 @@ def snapshot(*arrays):
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("how", ["append", "write"])
 def test_a_refused_row_changes_nothing(target, to, host, rng, kind, how):
+    if target == "cuda":
+        pytest.skip(
+            "there rows are stored as zeros, and a later call says it: tests/kernels/test_launches.py"
+        )
     layer = numkv.ContiguousLayer(6, 1, 4, kind="int8", target=target)
     if kind == "paged":
         layer = numkv.PagedLayer(3, 2, 1, 4, kind="int8", target=target)
@@ -76,6 +81,7 @@ def test_float_kinds_take_anything(target, to, host):
     assert np.all(np.isnan(host(layer.k)[layer.block_indices[0], 0, 0]))
     with pytest.raises(numkv.NonFiniteInput, match=about("v")):
         layer.append(to(v), to(k))
+        layer.check()  # on CUDA the kernel finds it
 
 
 def test_float64_rows_are_refused(target, to):

@@ -155,7 +155,25 @@ def test_rows_that_cannot_be_quantised(target, to):
     step = cache.reserve([cache.add()], 2)
     k, v = (np.ascontiguousarray(x) for x in rows(0, [1, 2]))
     v[1, 0, 3] = np.nan
-    refused(cache, numkv.NonFiniteInput, "`v`", step.append, 0, to(k), to(v))
+    if target == "cpu":
+        refused(cache, numkv.NonFiniteInput, "`v`", step.append, 0, to(k), to(v))
+        return
+    step.append(0, to(k), to(v))
+    for _ in range(2):  # again and again
+        with pytest.raises(numkv.NonFiniteInput, match=r"`v`.*zeros") as caught:
+            step.append(1, to(k), to(k))
+        assert caught.value.index == (1, 0, 3)
+    cache.rollback(step)
+    (seq,) = cache.sequences
+    step = cache.reserve([seq], 2)
+    for layer in range(2):
+        step.append(layer, to(k), to(k))
+    step.append(0, to(k), to(v))
+    with pytest.raises(numkv.NonFiniteInput, match=f"truncate sequence {seq} to 1 tokens"):
+        cache.commit(step)
+    cache.commit(step, accepted=[1])
+    cache.commit(cache.reserve([seq], 0))
+    cache.check()
 
 
 @pytest.mark.parametrize("rotate", [False, True])

@@ -37,7 +37,7 @@ def test_bad_slots_before_bad_rows(target, to, host):
     rows[2, 1, 3] = np.nan
     slots = to(np.array([0, -1, 1], I32))
     with pytest.raises(numkv.NonFiniteInput) as caught:
-        numkv.paged_append(to(rows), to(rows), k_pool, v_pool, slots, **scales)
+        numkv.paged_append(to(rows), to(rows), k_pool, v_pool, slots, validate=True, **scales)
     assert caught.value.index == (2, 1, 3)
     assert np.all(host(k_pool) == 77)
     assert np.all(host(scales["v_scale"]) == 7)

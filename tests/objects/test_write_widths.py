@@ -124,6 +124,7 @@ def test_the_place_of_what_is_not_finite(target, to, rng, dim_v):
                 to(np.arange(2)),
                 num_q_heads=Q_HEADS,
                 qk_mode=0,
+                validate=True,
                 **scales,
             )
         assert caught.value.index == (1, column)

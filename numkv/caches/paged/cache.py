@@ -185,7 +185,9 @@ class PagedKVCache(WholeCache):
             The sequence.
         """
         state = self._idle(seq)
-        self._exchange({self._number(seq): None}, state.blocks())
+        number = self._number(seq)
+        self._exchange({number: None}, state.blocks())
+        self._store.bad.pop(number, None)
 
     @writes
     def truncate(self, seq: int, length: int) -> None:
@@ -227,6 +229,8 @@ class PagedKVCache(WholeCache):
             dropped=state.rows_dropped() if length < state.length else state.dropped,
         )
         self._exchange({self._number(seq): after}, held(dropped))
+        if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
+            del self._store.bad[self._number(seq)]
 
     @writes
     def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
@@ -369,7 +373,10 @@ class PagedKVCache(WholeCache):
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+        self._store.target.collect_late()
         states = {seq: self._idle(seq) for seq in seqs}
+        for seq, state in states.items():
+            self._store.refuse_bad(seq, state.length)
         lens = _new_lens(new_lens, len(seqs))
         room = reserve_room(self._store, states, lens)
         try:
@@ -424,6 +431,10 @@ class PagedKVCache(WholeCache):
                 f"{missing[0]}{' and others' if len(missing) > 1 else ''}; append them, or roll the step back"
             )
         states = {seq: self._sequences[seq] for seq in step.sequences}
+        if keep.any():
+            self._store.target.collect_late()
+            for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
+                self._store.refuse_bad(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
         step._end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,10 +16,11 @@ from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
+from numkv.targets.call import Mark
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -63,20 +65,19 @@ class Step:
         self.positions = np.concatenate(
             [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
         )
-        index = store.target.index
-        self._positions = index(self.positions, np.int64)
-        self._lens = index(lens, np.int64)
-        self._longest = int(lens.max(initial=0))
-        self._starts = index(np.concatenate([[0], np.cumsum(new_lens)]), np.int64)
+        self._ends, self._longest = lens.tolist(), int(lens.max(initial=0))
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        self._tables, self._slots = [], []
-        for group in range(len(store.groups)):
-            table = store.block_table(sequences.values(), group)
-            slots = slot_mapping(table, lens, store.block_size, new_lens=new_lens)
-            self._tables.append(index(table, np.int32))
-            self._slots.append(index(slots, np.int64))
+        host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
+        groups = range(len(store.groups))
+        tables = [store.block_table(sequences.values(), group) for group in groups]
+        for table in tables:
+            host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
+        wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
+        self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
+        self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        self._place = store.target.place()
 
     @property
     def num_tokens(self) -> int:
@@ -171,7 +172,9 @@ class Step:
         return self._store.place(check_index("layer", layer, self._store.num_layers))
 
     @writes
-    def append(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def append(
+        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Write ready rows of the new tokens.
 
         Parameters
@@ -181,7 +184,10 @@ class Step:
         k, v : array (num_tokens, num_kv_heads, head_dim)
             Rows of all sequences, one after another.
         check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity first.
+            Whether rows to be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the kernel that
+            writes them, and a later call raises, `PagedKVCache.commit` at the latest that finds it.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -189,10 +195,15 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
-        k, v = pool.check_rows(k, v, check_finite=check_finite)
-        self._check_tokens("k", int(k.shape[0]))
-        pool.scatter(k, v, self._slots[group])
-        self._written[layer] = True
+        self._refuse_bad()
+        with self._on(stream, k, v):
+            check_finite = check_flag("check_finite", check_finite, True)
+            first = check_finite and pool.looks_first
+            k, v = pool.check_rows(k, v, check_finite=first)
+            self._check_tokens("k", int(k.shape[0]))
+            look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
+            pool.scatter(k, v, self._slots[group], look)
+            self._written[layer] = True
 
     @writes
     def write(
@@ -209,6 +220,7 @@ class Step:
         eps: float = 1e-6,
         q_out: Any = None,
         check_finite: bool = True,
+        stream: Any = None,
     ) -> Array:
         """Split and normalise the new tokens' projections, apply RoPE, and write K and V, in one pass.
 
@@ -220,6 +232,8 @@ class Step:
             Projections of all sequences, one after another.
         num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out, check_finite
             See `numkv.ContiguousLayer.write`; angles are those of `positions`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -233,27 +247,33 @@ class Step:
         """
         pool, group = self._layer(layer)
         slots = self._slots[group]
-        tokens, q = fast_path.pool_write(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
-            self._positions, 0, slots, 0, 0, check_finite,
-        )  # fmt: skip
-        if tokens >= 0:
-            self._written[layer] = True
-            return q
-        p = Projection.check(
-            pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
-        )
-        self._check_tokens("qkv", p.num_tokens)
-        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
-            raise IndexError(
-                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                "make the tables longer"
+        if stream is None:
+            tokens, q = fast_path.pool_write(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
+                self._positions, 0, slots, 0, 0, check_finite,
+            )  # fmt: skip
+            if tokens >= 0:
+                self._written[layer] = True
+                return q
+        self._refuse_bad()
+        with self._on(stream, qkv):
+            p = Projection.check(
+                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
             )
-        if check_flag("check_finite", check_finite, True):
-            p.check_finite(pool)
-        p.scatter(pool, slots, self._positions)
-        self._written[layer] = True
-        return p.q_out
+            self._check_tokens("qkv", p.num_tokens)
+            if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+                raise IndexError(
+                    f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
+                    "make the tables longer"
+                )
+            check_finite = check_flag("check_finite", check_finite, True)
+            first = check_finite and pool.looks_first
+            if first:
+                p.check_finite(pool)
+            look = p.watch(pool, self._marker()) if check_finite and not first else 0
+            p.scatter(pool, slots, self._positions, look)
+            self._written[layer] = True
+            return p.q_out
 
     @writes
     def attention(
@@ -266,6 +286,7 @@ class Step:
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
 
@@ -275,7 +296,7 @@ class Step:
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -291,11 +312,12 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        self._check_tokens("q", int(q.shape[0]))
-        window = self._store.groups[group].window
-        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
-        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        with self._on(stream, q):
+            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+            self._check_tokens("q", int(q.shape[0]))
+            window = self._store.groups[group].window
+            options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+            return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     @writes
     def attention_weights(
@@ -306,6 +328,7 @@ class Step:
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        stream: Any = None,
     ) -> Array:
         """How much attention each token of the step's sequences gets from the new tokens' queries.
 
@@ -318,7 +341,7 @@ class Step:
         lse : float32 array (num_tokens, num_q_heads), optional
             What `attention` returned with ``return_lse=True`` for these queries and options; computed if None, which
             costs as much as that call.
-        sm_scale, logits_soft_cap
+        sm_scale, logits_soft_cap, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -333,12 +356,45 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        self._check_tokens("q", int(q.shape[0]))
-        options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-        return attention_mass(
-            pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
-        )
+        with self._on(stream, q):
+            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+            self._check_tokens("q", int(q.shape[0]))
+            options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
+            return attention_mass(
+                pool,
+                self._tables[group],
+                q,
+                self._lens,
+                self._starts,
+                self._longest,
+                options,
+                lse=lse,
+            )
+
+    def _marker(self) -> Mark:
+        """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
+        store = weakref.ref(self._store)
+        sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
+
+        def mark(token: int, error: NonFiniteInput) -> None:
+            of = store()
+            if of is not None:
+                seq = sequences[int(np.searchsorted(ends, token, "right"))]
+                found = int(positions[token]), error
+                of.bad[seq] = min(found, of.bad.get(seq, found), key=lambda x: x[0])
+
+        return mark
+
+    def _refuse_bad(self) -> None:
+        """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
+        self._store.target.collect_late()
+        if self._store.bad:
+            for seq, length in zip(self.sequences, self._ends, strict=True):
+                self._store.refuse_bad(seq, length)
+
+    def _on(self, stream: Any, *arrays: Any) -> Any:
+        """A context for what runs on a stream, after the step's tables have arrived there."""
+        return self._store.target.on(stream, *arrays, after=self._place)
 
     def _end(self) -> None:
         """Take no more rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup
+from numkv.errors import NonFiniteInput
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
@@ -100,6 +101,8 @@ class BlockStore:
         Pool and group of each layer, by their numbers.
     layer_pools : dict of int to Pool
         The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
+    bad : dict of int to tuple
+        On CUDA, of sequences that have rows which were NaN or infinite, the first such position, and the error.
     """
 
     target: Target
@@ -108,6 +111,19 @@ class BlockStore:
     blocks: BlockPool
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
+    bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
+
+    def refuse_bad(self, seq: int, length: int) -> None:
+        """Refuse to go on with a sequence of `length` tokens of which a kernel has found one NaN or infinite."""
+        if not self.bad:
+            return
+        position, error = self.bad.get(seq, (length, None))
+        if error is not None and position < length:
+            raise NonFiniteInput(
+                f"{error}; truncate sequence {seq} to {position} tokens, or roll its step back",
+                error.index,
+            )
+        self.bad.pop(seq, None)
 
     @property
     def num_layers(self) -> int:

@@ -321,9 +321,13 @@ class StoredSequences:
         NumkvError
             If something is wrong, or the cache is being changed by another thread.
         """
+        self._store.target.collect_late(wait=True)
         before = self._generation
         self._refuse_changing(before)
         states = dict(self._sequences)
+        for seq, state in states.items():
+            if state.reserved is None:
+                self._store.refuse_bad(seq, state.length)
         problem = check_books(self._store, states) or check_scales(self._store, states.values())
         self._refuse_changing(before)
         if problem:

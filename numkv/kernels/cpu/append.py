@@ -37,7 +37,10 @@ from numkv.rows.codec import row_codec
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
-__all__ = ["append_rows", "copy_rows", "scatter_rows", "small_append", "small_copy"]
+__all__ = [
+    "append_both", "append_rows", "copy_both", "copy_rows", "scatter_both", "scatter_rows", "small_append",
+    "small_copy",
+]  # fmt: skip
 
 
 def row_writer(SRC, DST):
@@ -262,7 +265,7 @@ def _copy_rows(bytes_: int) -> Any:
 
 
 @implements(Operations.copy_rows)
-def copy_rows(new, cache, offsets, stream=None):
+def copy_rows(new, cache, offsets):
     bits = f"u{new.dtype.itemsize}"
     kernel = _copy_rows(new.dtype.itemsize)
     run(kernel, workers_for(new.size), new.view(bits), cache.view(bits), offsets)
@@ -309,3 +312,21 @@ def small_copy(rows_kind):
     new, cache = array(word, 4), array(word, 4, out=True)
     signature = (new, new, cache, cache, array(types.int64, 1))
     return build(make_small_copy, signature, args=(), label=f"small_copy, {rows_kind}")
+
+
+@implements(Operations.append_both)
+def append_both(k, v, block_table, start, look=0):
+    append_rows(*k, block_table, start)
+    append_rows(*v, block_table, start)
+
+
+@implements(Operations.scatter_both)
+def scatter_both(k, v, slot_mapping, look=0):
+    scatter_rows(*k, slot_mapping)
+    scatter_rows(*v, slot_mapping)
+
+
+@implements(Operations.copy_both)
+def copy_both(k_new, k_cache, v_new, v_cache, offsets):
+    copy_rows(k_new, k_cache, offsets)
+    copy_rows(v_new, v_cache, offsets)

@@ -293,25 +293,25 @@ _NO_PLACES = np.empty(0, np.int64)
 
 @implements(Operations.write_rows)
 def write_rows(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, first_angle,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start, look=0,
 ):  # fmt: skip
     kernel = _writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, False)
     run(
         kernel, workers_for(qkv.size),
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, _NO_PLACES, first_angle,
+        qkv, cos, sin, *mode, q_weight, k_weight, eps, _NO_PLACES, first_angle,
         q_out, k_pool, k_scale, v_pool, v_scale, block_table, start, 0, CHECKED,
     )  # fmt: skip
 
 
 @implements(Operations.scatter_write)
 def scatter_write(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, positions,
+    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping, look=0,
 ):  # fmt: skip
     kernel = _writer(qkv_kind, k_kind, v_kind, q_weight.dtype, cos.dtype, True)
     run(
         kernel, workers_for(qkv.size),
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions, 0,
+        qkv, cos, sin, *mode, q_weight, k_weight, eps, positions, 0,
         q_out, k_pool, k_scale, v_pool, v_scale, slot_mapping, 0, 0, CHECKED,
     )  # fmt: skip

@@ -10,7 +10,8 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kinds import kind, kinds
 from numkv.rows.codec import element_codec
 
@@ -45,7 +46,9 @@ def make_dequantise(KIND):
 
 @functools.cache
 def _dequantise(name: str) -> Any:
-    return jit(make_dequantise(name), 8)
+    dtype, ndim = SCALES[name]
+    signature = (array(WORDS[name], 3), array(dtype, max(2, ndim - 1)), array(types.float32, 3))
+    return jit(make_dequantise, (name,), signature, 8)
 
 
 def dequantise(codes, kind, scale, out):
@@ -71,9 +74,4 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for of_pool in kinds():
         if not of_pool.is_scaled:
             continue
-        dtype, ndim = SCALES[of_pool.name]
-        signature = (
-            types.Array(WORDS[of_pool.name], 3, "A"), types.Array(dtype, max(2, ndim - 1), "A"),
-            c_array(types.float32, 3),
-        )  # fmt: skip
-        yield f"dequantise[{of_pool}]", make_dequantise(of_pool.name), signature
+        yield f"dequantise[{of_pool}]", *_dequantise(of_pool.name).described

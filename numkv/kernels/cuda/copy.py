@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from numkv.kernels.cuda.simd import LANES, SIMULATED, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda import memory
+from numkv.kernels.cuda.launches import INDICES, SIMULATED, array, jit, launch, number_at
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -22,6 +24,8 @@ __all__ = ["copy_blocks", "copy_tokens"]
 PIECE = 8 * THREADS  # words of a cache's block that a block of threads takes at once
 ROWS = THREADS // LANES  # rows of tokens that a block of threads takes at once
 ASIDE = 3 if SIMULATED else 4096  # tokens that lie aside at once while they move within a buffer
+
+_UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
 def make_copy_blocks(WORD):
@@ -32,7 +36,7 @@ def make_copy_blocks(WORD):
         pieces = (size + PIECE - 1) // PIECE
         for item in range(np.int64(cuda.blockIdx.x), num_ids * pieces, np.int64(cuda.gridDim.x)):
             i, piece = item // pieces, item % pieces
-            a, b = np.int64(source_ids[i]), np.int64(to_ids[i])
+            a, b = number_at(source_ids, i), number_at(to_ids, i)
             if a < 0 or a >= source.shape[0] or b < 0 or b >= to.shape[0]:
                 continue
             end = min(size, (piece + 1) * PIECE)
@@ -44,7 +48,8 @@ def make_copy_blocks(WORD):
 
 @functools.cache
 def _copy_blocks(bytes_: int) -> Any:
-    return jit(make_copy_blocks(bytes_), 8)
+    words = array(_UNSIGNED[bytes_], 2)
+    return jit(make_copy_blocks, (bytes_,), (words, INDICES, words, INDICES), 8)
 
 
 @implements(Operations.copy_blocks)
@@ -71,8 +76,8 @@ def make_copy_tokens(WORD):
         first = np.int64(cuda.blockIdx.x) * ROWS + cuda.threadIdx.y
         for row in range(first, num_tokens * num_heads, np.int64(cuda.gridDim.x) * ROWS):
             i, h = row // num_heads, row % num_heads
-            a = np.int64(source_slots[i]) if source_slots.shape[0] else i
-            b = np.int64(to_slots[i]) if to_slots.shape[0] else i
+            a = number_at(source_slots, i) if source_slots.shape[0] else i
+            b = number_at(to_slots, i) if to_slots.shape[0] else i
             if a < 0 or a >= source.shape[0] * source_size or b < 0 or b >= to.shape[0] * to_size:
                 continue
             for w in range(cuda.threadIdx.x, size, LANES):
@@ -85,7 +90,8 @@ def make_copy_tokens(WORD):
 
 @functools.cache
 def _copy_tokens(bytes_: int) -> Any:
-    return jit(make_copy_tokens(bytes_), 8)
+    words = array(_UNSIGNED[bytes_], 4)
+    return jit(make_copy_tokens, (bytes_,), (words, INDICES, words, INDICES), 8)
 
 
 @implements(Operations.copy_tokens)
@@ -100,7 +106,7 @@ def copy_tokens(source, source_slots, to, to_slots):
         for x in (source, to)
     )
     heads, n = source.shape[1], source_slots.shape[0]
-    kernel, in_a_row = _copy_tokens(word), cuda.device_array(0, np.int64)
+    kernel, in_a_row = _copy_tokens(word), memory.empty((0,), np.int64)
 
     def copy(source, source_slots, to, to_slots, tokens):
         blocks = ceil_div(tokens * heads, ROWS)
@@ -112,18 +118,13 @@ def copy_tokens(source, source_slots, to, to_slots):
     for first in range(0, n, ASIDE):
         part = slice(first, min(n, first + ASIDE))
         tokens = part.stop - first
-        aside = cuda.device_array((1, heads, tokens, source.shape[3]), source.dtype)
+        aside = memory.empty((1, heads, tokens, source.shape[3]), source.dtype)
         copy(source, source_slots[part], aside, in_a_row, tokens)
         copy(aside, in_a_row, to, to_slots[part], tokens)
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    ids = c_array(types.int32, 1)
-    for word in (types.uint8, types.uint64):
-        signature = (c_array(word, 2), ids, c_array(word, 2), ids)
-        yield f"copy_blocks[{word}]", make_copy_blocks(word.bitwidth // 8), signature
-    for word, slot in ((types.uint8, types.int32), (types.uint64, types.int64)):
-        slots = c_array(slot, 1)
-        signature = (c_array(word, 4), slots, c_array(word, 4), slots)
-        yield f"copy_tokens[{word}]", make_copy_tokens(word.bitwidth // 8), signature
+    for bytes_ in (1, 8):
+        yield f"copy_blocks[{_UNSIGNED[bytes_]}]", *_copy_blocks(bytes_).described
+        yield f"copy_tokens[{_UNSIGNED[bytes_]}]", *_copy_tokens(bytes_).described

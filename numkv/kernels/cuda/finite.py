@@ -10,7 +10,8 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -43,7 +44,8 @@ def make_first_non_finite(KIND):
 
 @functools.cache
 def _first_non_finite(kind: str) -> Any:
-    return jit(make_first_non_finite(kind), 8)
+    signature = (array(WORDS[kind], 3), array(types.int64, 1))
+    return jit(make_first_non_finite, (kind,), signature, 8)
 
 
 @implements(Operations.first_non_finite)
@@ -60,5 +62,4 @@ def first_non_finite(rows, kind):
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     for kind in ("fp64", "bf16"):
-        signature = (c_array(WORDS[kind], 3), c_array(types.int64, 1))
-        yield f"first_non_finite[{kind}]", make_first_non_finite(kind), signature
+        yield f"first_non_finite[{kind}]", *_first_non_finite(kind).described

@@ -14,7 +14,8 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -74,7 +75,10 @@ def make_rotate_rows(SRC, DST):
 
 @functools.cache
 def _rotate_rows(src: str, dst: str) -> Any:
-    return jit(make_rotate_rows(src, dst), 8)
+    signature = (
+        array(WORDS[src], 3), array(types.float32, 1), types.boolean, array(WORDS[dst], 3)
+    )  # fmt: skip
+    return jit(make_rotate_rows, (src, dst), signature, 8)
 
 
 @implements(Operations.rotate_rows)
@@ -95,8 +99,4 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp64", "fp64"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"),
         ("fp32", "bf16"), ("fp64", "bf16"),
     ):  # fmt: skip
-        signature = (
-            types.Array(WORDS[src], 3, "A"), c_array(types.float32, 1), types.boolean,
-            c_array(WORDS[dst], 3),
-        )  # fmt: skip
-        yield f"rotate_rows[{src} to {dst}]", make_rotate_rows(src, dst), signature
+        yield f"rotate_rows[{src} to {dst}]", *_rotate_rows(src, dst).described

@@ -15,16 +15,14 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
 from numkv.kernels.cuda.simd import (
     STORED_ONLY,
     THREADS,
     WIDTH,
     aligned,
-    c_array,
     ceil_div,
     column_of,
-    jit,
-    launch,
     reader,
 )  # fmt: skip
 from numkv.kernels.dispatch import implements
@@ -65,8 +63,8 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
             j = piece * THREADS + cuda.threadIdx.x
             if j >= columns:
                 continue
-            length, first_row = np.int64(seq_lens[b]), np.int64(q_starts[b])
-            tokens = np.int64(q_starts[b + 1]) - first_row
+            length, first_row = number_at(seq_lens, b), number_at(q_starts, b)
+            tokens = number_at(q_starts, b + 1) - first_row
             position = length - tokens  # of the first query
             low, high = np.int64(0), np.int64(0)
             if j < length and first_row >= 0 and first_row + tokens <= q.shape[0]:
@@ -120,7 +118,13 @@ def make_attention_weights(Q_KIND, K_KIND, WIDE):
 
 @functools.cache
 def _attention_weights(q_kind: str, k_kind: str, wide: bool) -> Any:
-    return jit(make_attention_weights(q_kind, k_kind, wide), 4)
+    signature = (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]),
+        array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
+        array(types.float32, 2), array(types.float32, 3),
+    )  # fmt: skip
+    return jit(make_attention_weights, (q_kind, k_kind, wide), signature, 4)
 
 
 @implements(Operations.attention_weights)
@@ -139,18 +143,10 @@ def attention_weights(
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    f32 = types.float32
-    options = types.Tuple((types.int64, types.float64, types.float64, types.int64))
-    for q_kind, k_kind, wide, index in (
-        ("fp64", "fp64", True, types.int64), ("fp32", "fp32", False, types.int32),
-        ("fp16", "fp16", True, types.int64), ("bf16", "bf16", True, types.int32),
-        ("fp32", "int8", True, types.int64), ("bf16", "int8", False, types.int64),
-        ("fp32", "int4", False, types.int32), *(("bf16", name, True, types.int64) for name in STORED_ONLY),
+    for q_kind, k_kind, wide in (
+        ("fp64", "fp64", True), ("fp32", "fp32", False), ("fp16", "fp16", True), ("bf16", "bf16", True),
+        ("fp32", "int8", True), ("bf16", "int8", False), ("fp32", "int4", False),
+        *(("bf16", name, True) for name in STORED_ONLY),
     ):  # fmt: skip
-        signature = (
-            c_array(WORDS[q_kind], 3), c_array(WORDS[k_kind], 4), c_array(*SCALES[k_kind]),
-            c_array(types.int32, 2), c_array(index, 1), c_array(index, 1), c_array(types.int64, 2),
-            options, c_array(f32, 2), c_array(f32, 3),
-        )  # fmt: skip
         name = f"attention_weights[q {q_kind}, K {k_kind}{', wide' if wide else ''}]"
-        yield name, make_attention_weights(q_kind, k_kind, wide), signature
+        yield name, *_attention_weights(q_kind, k_kind, wide).described

@@ -10,7 +10,8 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, compute_of, jit, launch
+from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.convert import codec
@@ -46,7 +47,8 @@ def make_merge(KIND, COMPUTE):
 
 @functools.cache
 def _merge(kind: str) -> Any:
-    return jit(make_merge(kind, compute_of(kind)), 8)
+    o, lse = array(WORDS[kind], 3), array(types.float32, 2)
+    return jit(make_merge, (kind, compute_of(kind)), (o, lse, o, lse, o, lse), 8)
 
 
 @implements(Operations.merge_states)
@@ -57,7 +59,5 @@ def merge_states(o_a, lse_a, o_b, lse_b, kind, out, lse):
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    lse = c_array(types.float32, 2)
     for kind in ("fp64", "fp16", "bf16"):
-        o = c_array(WORDS[kind], 3)
-        yield f"merge[{kind}]", make_merge(kind, compute_of(kind)), (o, lse, o, lse, o, lse)
+        yield f"merge[{kind}]", *_merge(kind).described

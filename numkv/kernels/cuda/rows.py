@@ -10,14 +10,20 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.launches import number_at
 from numkv.kernels.cuda.simd import LANES
 from numkv.kinds import kind
-from numkv.rows.address import slot_of
 from numkv.rows.codec import element_codec
 from numkv.rows.int4 import GROUP, store_int4_group
-from numkv.rows.quantize import int8_code, int8_scale
+from numkv.rows.quantize import int8_code, int8_scale, is_finite
 
-__all__ = ["as_it_is", "needs_peak", "row_store", "slot_finder"]
+__all__ = [
+    "NOWHERE", "V_SIDE", "as_it_is", "first_bad_of", "needs_peak", "row_store", "slot_finder", "zero_int4_group",
+]  # fmt: skip
+
+NOWHERE = (1 << 63) - 1  #: greater than any index
+#: What is added to the index of an element of V, where elements of K are reported too.
+V_SIDE = 1 << 36
 
 
 @register_jitable
@@ -27,8 +33,24 @@ def as_it_is(x):
 
 
 def needs_peak(name: str) -> bool:
-    """Whether rows of a kind are stored by the largest magnitude of their elements."""
-    return kind(name).scales_per == "row"
+    """Whether lanes that store a row of a kind meet before: for its largest magnitude, or for what is not finite."""
+    return kind(name).has_scales
+
+
+def first_bad_of(load):
+    """The function that looks for NaN and infinity in a lane's part of a row.
+
+    ``first_bad(x, at, dim, lane)``: the first such element among those that the lane has; -1 if there is none.
+    """
+
+    @register_jitable
+    def first_bad(x, at, dim, lane):
+        for d in range(lane, dim, LANES):
+            if not is_finite(load(x[at + d])):
+                return np.int64(d)
+        return np.int64(-1)
+
+    return first_bad
 
 
 def slot_finder(BY_SLOT):
@@ -40,13 +62,21 @@ def slot_finder(BY_SLOT):
     @register_jitable
     def find(places, t, start, block_size):
         if BY_SLOT:
-            return np.int64(places[t])
+            return number_at(places, t)
         position = start + t
         if position >= 0 and position < places.shape[0] * block_size:
-            return slot_of(places, position, block_size)
+            return number_at(places, position // block_size) * block_size + position % block_size
         return np.int64(-1)
 
     return find
+
+
+@register_jitable
+def zero_int4_group(count, words, at):
+    """Put a group of zeros into ``words[at : at + count // 2]``, and return its scale's word."""
+    for j in range(count // 2):
+        words[at + j] = np.uint8(0xFF)
+    return np.uint16(0)
 
 
 def row_store(KIND, COMPUTE, load):
@@ -66,9 +96,9 @@ def row_store(KIND, COMPUTE, load):
     peak : function
         ``peak(x, at, dim, lane)``: the largest magnitude among this lane's elements of the row ``x[at : at + dim]``.
     put : function
-        ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane)`` stores this lane's part of the row at
-        ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`. INT4 takes whole
-        groups, and `x` in floats.
+        ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane, look)`` stores this lane's part of the
+        row at ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`; with `look`
+        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats.
     """
     PER_HEAD, PER_ROW, PER_GROUP = (kind(KIND).scales_per == of for of in ("head", "row", "group"))
     _, put_element = element_codec(KIND, COMPUTE)
@@ -81,23 +111,28 @@ def row_store(KIND, COMPUTE, load):
         return largest
 
     @register_jitable
-    def put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane):
+    def put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane, look):
         words = pool[block, head, offset]
-        if PER_ROW:
-            largest = np.float32(0)
+        largest = np.float32(0)
+        if PER_ROW or PER_GROUP:
             for i in range(LANES):
                 largest = max(largest, np.float32(peaks[warp, i]))
-            of_row = int8_scale(largest)
+        bad = look > 0 and largest == np.float32(np.inf)
+        if PER_ROW:
+            of_row = np.float32(0) if bad else int8_scale(largest)
             if lane == 0:
                 scale[block, head, offset] = of_row
             for d in range(lane, dim, LANES):
-                words[d] = int8_code(load(x[at + d]), of_row)
+                words[d] = np.int8(0) if bad else int8_code(load(x[at + d]), of_row)
         elif PER_GROUP:  # a lane for each
             scales = scale[block, head, offset]
             for i in range(lane, (dim + GROUP - 1) // GROUP, LANES):
                 first = np.int64(i) * GROUP
                 count = min(np.int64(GROUP), dim - first)
-                scales[i] = store_int4_group(x, at + first, count, words, first // 2)
+                if bad:
+                    scales[i] = zero_int4_group(count, words, first // 2)
+                else:
+                    scales[i] = store_int4_group(x, at + first, count, words, first // 2)
         else:
             of_head = scale[head : head + 1] if PER_HEAD else scale
             for d in range(lane, dim, LANES):

@@ -7,7 +7,6 @@ in shared memory until that is known. Slots outside the pool are skipped.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +15,9 @@ from numba import cuda, types
 
 from numkv import kinds
 from numkv.kernels.builder import SCALES, WORDS
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch, natural
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codec import element_codec
@@ -56,7 +56,7 @@ def make_shift_rows(KIND):
         ):  # fmt: skip
             row = first + warp
             n, h = row // num_heads, row % num_heads
-            slot = np.int64(slots[n]) if row < rows else np.int64(-1)
+            slot = number_at(slots, n) if row < rows else np.int64(-1)
             here = slot >= 0 and slot < num_blocks * np.int64(block_size)
             largest = np.float32(0)
             if here:
@@ -93,7 +93,7 @@ def make_shift_rows(KIND):
                 cuda.syncthreads()
                 if here:
                     block, place = slot // block_size, slot % block_size
-                    put(x, at, dim, pool, scale, block, h, place, peaks, warp, lane)
+                    put(x, at, dim, pool, scale, block, h, place, peaks, warp, lane, 0)
                 cuda.syncthreads()
 
     return kernel
@@ -101,7 +101,11 @@ def make_shift_rows(KIND):
 
 @functools.cache
 def _shift_rows(kind: str) -> Any:
-    return jit(make_shift_rows(kind), 3)  # with fewer registers, it would spill
+    table = array(types.float32, 2)
+    signature = (
+        array(WORDS[kind], 4), array(*SCALES[kind]), INDICES, types.int64, table, table, types.boolean,
+    )  # fmt: skip
+    return jit(make_shift_rows, (kind,), signature, 3)  # with fewer registers, it would spill
 
 
 def _shared_bytes(name: str, words: int) -> int:
@@ -121,10 +125,5 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    table = c_array(types.float32, 2)
-    for kind, slot in zip(WORDS, itertools.cycle((types.int64, types.int32)), strict=False):
-        signature = (
-            c_array(WORDS[kind], 4), c_array(*SCALES[kind]), c_array(slot, 1), types.int64,
-            table, table, types.boolean,
-        )  # fmt: skip
-        yield f"shift_rows[{kind}]", make_shift_rows(kind), signature
+    for kind in WORDS:
+        yield f"shift_rows[{kind}]", *_shift_rows(kind).described

@@ -1,26 +1,24 @@
-"""How CUDA kernels are compiled and launched, and the only code that the simulator does not run as it stands.
+"""Sizes of CUDA kernels, and the only code of theirs that the simulator does not run as it stands.
 
 `load_chunk` reads 16 bytes at once, which plain indexing of small words never does. The simulator cannot run it, so
 there it has a twin with the same parameters; everything else in a kernel is what both run.
 
-Launch sizes live here too. In the simulator a thread of the GPU is a thread of the system, so blocks are small and
-few there, and short test cases still go round every loop.
+In the simulator a thread of the GPU is a thread of the system, so blocks are small and few there, and short test cases
+still go round every loop.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-import warnings
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cuda, types
-from numba.core import cgutils, config
+from numba import types
+from numba.core import cgutils
 from numba.extending import register_jitable
 
-from numkv.kernels.builder import tell
+from numkv.kernels.cuda.launches import SIMULATED, THREADS
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
 from numkv.rows.convert import bf16_to_float32, codec
@@ -28,43 +26,29 @@ from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 __all__ = [
     "LANES",
-    "MAX_BLOCKS",
     "SIMULATED",
     "STORED_ONLY",
     "THREADS",
     "WIDTH",
     "aligned",
-    "c_array",
     "ceil_div",
     "column_of",
     "compute_of",
-    "jit",
-    "launch",
     "load_chunk",
     "loader",
     "natural",
     "reader",
 ]  # fmt: skip
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
-
-#: Threads of a block.
-THREADS = 8 if SIMULATED else 128
 #: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32
-#: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
-#: two to four times what runs at once.
-MAX_BLOCKS = 3 if SIMULATED else 2048
-
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4, 8
 #: bytes), as more make too many floats.
 WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in kinds()}
-#: Kinds of which several elements share a word: INT4.
 #: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
+#: Kinds of which several elements share a word: INT4.
 PACKED = frozenset(k.name for k in kinds() if k.is_packed)
-
-_simulator_lock = threading.Lock()
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -75,72 +59,6 @@ def ceil_div(a: int, b: int) -> int:
 def compute_of(*names: str) -> str:
     """The dtype that a kernel over these kinds computes in: float64 if one of them asks for it."""
     return "float64" if any(kind_of(name).compute == np.float64 for name in names) else "float32"
-
-
-def c_array(dtype: Any, ndim: int) -> Any:
-    """The Numba type of a contiguous device array."""
-    return types.Array(dtype, ndim, "C")
-
-
-def jit(kernel: Any, blocks_per_multiprocessor: int = 0) -> Any:
-    """Make a kernel; it is compiled for the types of its arguments when it is first launched.
-
-    Factories make one when a process first asks for it, in order to launch it, so this is where who waits is told.
-
-    Parameters
-    ----------
-    kernel : function
-        The kernel.
-    blocks_per_multiprocessor : int
-        Blocks of `THREADS` that shall fit at once, which bounds the registers; 0 leaves that to the compiler.
-    """
-    if SIMULATED:
-        return cuda.jit(kernel)
-    factory = kernel.__qualname__.partition(".")[0]
-    tell(f"{factory.removeprefix('make_')} for CUDA")
-    if not blocks_per_multiprocessor:
-        return cuda.jit(kernel)
-    return cuda.jit(kernel, launch_bounds=(THREADS, blocks_per_multiprocessor))
-
-
-def launch(
-    kernel: Any, blocks: int, threads: Any, *args: Any, stream: Any = None, shared_bytes: int = 0
-) -> None:
-    """Launch a kernel over at most `MAX_BLOCKS` blocks; nothing happens where there are none.
-
-    Parameters
-    ----------
-    kernel : object
-        What `jit` returned.
-    blocks : int
-        Blocks wanted.
-    threads : int or tuple of int
-        Threads of a block.
-    args : object
-        The kernel's arguments.
-    stream : object, optional
-        Stream to run on; the default stream if None.
-    shared_bytes : int
-        Dynamic shared memory of a block.
-    """
-    if blocks <= 0:
-        return
-    sizes = min(blocks, MAX_BLOCKS), threads, 0 if stream is None else stream, shared_bytes
-    if not SIMULATED:
-        _configured(kernel, sizes)(*args)
-        return
-    # The simulator runs one kernel at a time, and NumPy's scalars warn of what a GPU does in silence.
-    with _simulator_lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[sizes](*args)
-
-
-@functools.lru_cache(maxsize=256)
-def _configured(kernel: Any, sizes: tuple[Any, ...]) -> Any:
-    """A kernel with its launch sizes, without Numba's warning of small grids: one token is no mistake."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Grid size")
-        return kernel[sizes]
 
 
 @register_jitable
@@ -168,9 +86,7 @@ def aligned(array: Any, kind: str, width: int) -> bool:
     size = width * array.dtype.itemsize
     if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
         return False
-    return (
-        SIMULATED or (array.device_ctypes_pointer.value or 0) % size == 0
-    )  # None is an empty array's
+    return SIMULATED or int(array.gpu_data.device_pointer) % size == 0
 
 
 @functools.cache

@@ -14,12 +14,15 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.rows import as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda import late
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
 from numkv.rows.convert import codec
+from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import pair_of, rotate_pair
 
@@ -39,15 +42,17 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     load, store_q = codec(SRC, COMPUTE)
     find = slot_finder(BY_SLOT)
     NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
+    K_LOOKS, V_LOOKS = needs_peak(K_KIND), needs_peak(V_KIND)
     V_PER_WORD = kind(V_KIND).elements_per_word
     peak, put_k = row_store(K_KIND, COMPUTE, as_it_is)
     _, put_v = row_store(V_KIND, COMPUTE, as_it_is)
     SHAPE = (ROWS, LANES)
 
     def kernel(
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles, first_angle,
-        q_out, k_pool, k_scale, v_pool, v_scale, places, start,
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, found, raised,
     ):  # fmt: skip
+        normalise, rotate, interleaved, eps, first_angle, start = options
         num_q_heads, dim = q_out.shape[1], q_out.shape[2]
         num_blocks, num_kv_heads = k_pool.shape[0], k_pool.shape[1]
         block_size = np.int64(k_pool.shape[2])
@@ -68,20 +73,22 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
             angle, slot = np.int64(0), np.int64(-1)
             if row < rows:
                 if rotate:
-                    angle = np.int64(angles[t]) if BY_SLOT else np.int64(first_angle + t)
+                    angle = number_at(angles, t) if BY_SLOT else np.int64(first_angle + t)
                 if h >= num_q_heads:
                     slot = find(places, t, start, block_size)
             here = row < rows and (not rotate or (angle >= 0 and angle < cos.shape[0]))
             stored = here and slot >= 0 and slot < num_blocks * block_size
             is_qk = h < v_head  # v goes as it is
             width = dim if is_qk else dim_v
-            total = F(0)
+            total, first_bad = F(0), np.int64(-1)
             if here:
                 column = h * dim if is_qk else v_head * dim + (h - v_head) * dim_v
                 for d in range(lane, width, LANES):
                     value = load(qkv[t, column + d])
                     x[at + d] = value
                     total += value * value
+                    if NEEDS_PEAK and first_bad < 0 and not is_finite(value):
+                        first_bad = np.int64(column + d)
             squares[warp, lane] = total
             cuda.syncthreads()
             if here and is_qk:
@@ -108,62 +115,82 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 for d in range(lane, dim, LANES):
                     q_out[t, h, d] = store_q(x[at + d])
             if NEEDS_PEAK:
-                squares[warp, lane] = peak(x, at, width, lane) if stored else np.float32(0)
+                largest = peak(x, at, width, lane) if stored else np.float32(0)
+                if stored and look > 0 and first_bad >= 0 and (K_LOOKS if is_qk else V_LOOKS):
+                    largest = np.float32(np.inf)
+                    side = np.int64(0) if is_qk else np.int64(V_SIDE)
+                    cuda.atomic.min(found, 0, look + side + t * qkv.shape[1] + first_bad)
+                    cuda.threadfence_system()
+                    raised[0] = 1
+                squares[warp, lane] = largest
                 cuda.syncthreads()
             if stored:
                 g = (h - num_q_heads) % num_kv_heads
                 block, offset = slot // block_size, slot % block_size
                 if is_qk:
-                    put_k(x, at, dim, k_pool, k_scale, block, g, offset, squares, warp, lane)
+                    put_k(x, at, dim, k_pool, k_scale, block, g, offset, squares, warp, lane, look)
                 else:
-                    put_v(x, at, dim_v, v_pool, v_scale, block, g, offset, squares, warp, lane)
+                    put_v(
+                        x, at, dim_v, v_pool, v_scale, block, g, offset, squares, warp, lane, look
+                    )  # fmt: skip
             cuda.syncthreads()
 
     return kernel
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool) -> Any:
-    return jit(make_write_rows(src, k_kind, v_kind, compute, by_slot), 6)
+def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool, table: str) -> Any:
+    real, i64, flag = getattr(types, compute), types.int64, types.boolean
+    angles = array(getattr(types, table), 2)
+    signature = (
+        array(WORDS[src], 2), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64, i64)),
+        array(real, 1), array(real, 1), INDICES, array(WORDS[src], 3), array(WORDS[k_kind], 4),
+        array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
+        array(i64, 1),
+    )  # fmt: skip
+    return jit(make_write_rows, (src, k_kind, v_kind, compute, by_slot), signature, 6)
 
 
 def _write(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
-    first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, places, start, by_slot,
+    qkv, qkv_kind, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_kind, k_scale, v_pool,
+    v_kind, v_scale, places, look, by_slot,
 ):  # fmt: skip
     compute = q_weight.dtype
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot)
+    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name)
     heads = q_out.shape[1] + 2 * k_pool.shape[1]
     widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
     launch(
         kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
-        qkv, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, angles,
-        first_angle, q_out, k_pool, k_scale, v_pool, v_scale, places, start,
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, *late.flags(),
         shared_bytes=ROWS * widest * compute.itemsize,
     )  # fmt: skip
 
 
+def _options(mode, eps, first_angle, start):
+    """Numbers as the kernel takes them."""
+    return (*map(bool, mode), float(eps), int(first_angle), int(start))
+
+
 @implements(Operations.write_rows)
 def write_rows(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, first_angle,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, start,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, first_angle, q_out, k_pool, k_kind, k_scale,
+    v_pool, v_kind, v_scale, block_table, start, look=0,
 ):  # fmt: skip
     _write(
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
-        block_table, first_angle, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
-        block_table, start, False,
+        qkv, qkv_kind, cos, sin, _options(mode, eps, first_angle, start), q_weight, k_weight, block_table,
+        q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, block_table, look, False,
     )  # fmt: skip
 
 
 @implements(Operations.scatter_write)
 def scatter_write(
-    qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps, positions,
-    q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping,
+    qkv, qkv_kind, cos, sin, mode, q_weight, k_weight, eps, positions, q_out, k_pool, k_kind, k_scale,
+    v_pool, v_kind, v_scale, slot_mapping, look=0,
 ):  # fmt: skip
     _write(
-        qkv, qkv_kind, cos, sin, normalise, rotate, interleaved, q_weight, k_weight, eps,
-        positions, 0, q_out, k_pool, k_kind, k_scale, v_pool, v_kind, v_scale,
-        slot_mapping, 0, True,
+        qkv, qkv_kind, cos, sin, _options(mode, eps, 0, 0), q_weight, k_weight, positions, q_out, k_pool,
+        k_kind, k_scale, v_pool, v_kind, v_scale, slot_mapping, look, True,
     )  # fmt: skip
 
 
@@ -175,26 +202,14 @@ def small_write(qkv_kind, k_kind, v_kind, compute, table, by_slot):
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     cases = [
-        ("fp64", "fp64", "fp64", None), ("fp32", "fp32", "fp32", types.int64),
-        ("fp16", "fp16", "bf16", None), ("bf16", "bf16", "fp16", types.int64),
-        ("bf16", "int8", "int8", None), ("fp32", "int8", "int8", types.int32),
-        ("fp16", "fp32", "int8", types.int64), ("fp64", "int8", "fp16", None),
-        ("bf16", "int4", "int4", None), ("fp16", "int8", "int4", types.int64),
-        ("fp64", "int4", "fp32", None), *(("bf16", kind, kind, types.int64) for kind in STORED_ONLY),
+        ("fp64", "fp64", "fp64", False), ("fp32", "fp32", "fp32", True), ("fp16", "fp16", "bf16", False),
+        ("bf16", "bf16", "fp16", True), ("bf16", "int8", "int8", False), ("fp32", "int8", "int8", True),
+        ("fp16", "fp32", "int8", True), ("fp64", "int8", "fp16", False), ("bf16", "int4", "int4", False),
+        ("fp16", "int8", "int4", True), ("fp64", "int4", "fp32", False),
+        *(("bf16", kind, kind, True) for kind in STORED_ONLY),
     ]  # fmt: skip
-    for src, k_kind, v_kind, slot in cases:
+    for src, k_kind, v_kind, by_slot in cases:
         compute = "float64" if "fp64" in (src, k_kind, v_kind) else "float32"
-        real = getattr(types, compute)
-        angles, places = c_array(real, 2), c_array(slot or types.int32, 1)
-        signature = (
-            c_array(WORDS[src], 2), angles, angles, types.boolean, types.boolean, types.boolean,
-            c_array(real, 1), c_array(real, 1), types.float64, places, types.int64,
-            c_array(WORDS[src], 3), c_array(WORDS[k_kind], 4), c_array(*SCALES[k_kind]),
-            c_array(WORDS[v_kind], 4), c_array(*SCALES[v_kind]), places, types.int64,
-        )  # fmt: skip
-        name = "write_rows" if slot is None else "scatter_write"
-        yield (
-            f"{name}[{src} to K {k_kind}, V {v_kind}]",
-            make_write_rows(src, k_kind, v_kind, compute, slot is not None),
-            signature,
-        )
+        name = "scatter_write" if by_slot else "write_rows"
+        kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute)
+        yield f"{name}[{src} to K {k_kind}, V {v_kind}]", *kernel.described

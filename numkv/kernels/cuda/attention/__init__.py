@@ -40,17 +40,8 @@ from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
 from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
-from numkv.kernels.cuda.simd import (
-    STORED_ONLY,
-    THREADS,
-    WIDTH,
-    aligned,
-    c_array,
-    ceil_div,
-    compute_of,
-    jit,
-    launch,
-)  # fmt: skip
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch
+from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -61,8 +52,15 @@ __all__ = ["append_attend", "attend"]
 def _attention(
     q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
 ) -> Any:
-    kernel = make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
-    return jit(kernel, ROW_CHOICES[rows] - (compute == "float64"))
+    real = getattr(types, compute)
+    signature = (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
+        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(real, 4),
+    )  # fmt: skip
+    key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
 
 
 @implements(Operations.attend)
@@ -93,23 +91,23 @@ def attend(
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
-    with parts_of(num_tokens, num_seqs, num_q_heads, num_splits, dim_v, compute.name) as parts:
-        launch(
-            kernel, row_blocks * num_splits * num_kv_heads, THREADS,
-            q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-            (int(by_slot), float(sm_scale), float(logits_soft_cap), int(window_left)),
-            sinks, out, lse, parts,
-            shared_bytes=sizes[rows],
-        )  # fmt: skip
-        if num_splits > 1:
-            merge_splits(
-                parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-            )
+    parts = parts_of(num_tokens, num_seqs, num_q_heads, num_splits, dim_v, compute.name)
+    window_left = int(window_left)
+    launch(
+        kernel, row_blocks * num_splits * num_kv_heads, THREADS,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+        (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left),
+        sinks, out, lse, parts,
+        shared_bytes=sizes[rows],
+    )  # fmt: skip
+    if num_splits > 1:
+        merge_splits(
+            parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
+        )
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    options = types.Tuple((types.int64, types.float64, types.float64, types.int64))
     # Items of the most rows, and of fewer; rows that do not start at multiples of 16 bytes; output rows longer than
     # a block.
     cases = [
@@ -128,19 +126,10 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
         compute = compute_of(q_kind, k_kind, v_kind)
-        pool = "C" if wide else "A"
-        real = getattr(types, compute)
-        signature = (
-            c_array(WORDS[q_kind], 3), types.Array(WORDS[k_kind], 4, pool),
-            c_array(*SCALES[k_kind]), types.Array(WORDS[v_kind], 4, pool),
-            c_array(*SCALES[v_kind]), c_array(types.int32, 2),
-            c_array(types.int64, 1), c_array(types.int64, 1), c_array(types.int64, 2), options,
-            c_array(real, 1), c_array(WORDS[q_kind], 3), c_array(types.float32, 2), c_array(real, 4),
-        )  # fmt: skip
         name = f"attention[q {q_kind}, K {k_kind}, V {v_kind}, {rows} rows, {columns} columns"
         name += "]" if wide else ", strided]"
-        kernel = make_attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
-        yield name, kernel, signature
+        kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
+        yield name, *kernel.described
     yield from splits.catalogue()
 
 

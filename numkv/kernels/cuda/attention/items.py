@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.simd import SIMULATED, THREADS
+from numkv.kernels.cuda.launches import SIMULATED, THREADS, number_at
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 __all__ = [
@@ -95,11 +95,11 @@ def parts_by_token(num_tokens, num_seqs):
 @register_jitable
 def extent(batch, b, TILE):
     """The `Extent` of a sequence; nothing is trusted, as the host has not seen the values."""
-    start = np.int64(batch.q_starts[b])
-    tokens = np.int64(batch.q_starts[b + 1]) - start
+    start = number_at(batch.q_starts, b)
+    tokens = number_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
         tokens = np.int64(0)
-    length = min(max(np.int64(batch.seq_lens[b]), np.int64(0)), np.int64(FAR))
+    length = min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR))
     first, span = np.int64(0), np.int64(0)
     if tokens <= MAX_SPLIT_QUERIES:
         first, end = visible_to_any(

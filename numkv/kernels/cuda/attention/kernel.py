@@ -283,7 +283,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                 sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(-np.inf)
                 factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
                 factors[thread] = F(factor)
-                lse[rows.token[thread], h] = log_sum
+                if lse.shape[0] > 0:
+                    lse[rows.token[thread], h] = log_sum
             if BY_HEAD:
                 factors[thread] *= F(v_scale[item.head])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numkv.kernels.cuda.simd import SIMULATED, THREADS, WIDTH, ceil_div
+from numkv.kernels.cuda.launches import SIMULATED, THREADS
+from numkv.kernels.cuda.simd import WIDTH, ceil_div
 
 __all__ = [
     "AT_ONCE", "Q_BYTES", "Q_PAD", "ROW_CHOICES", "TEAM", "V_WIDTHS", "Sizes", "q_bytes", "sizes_of", "tile_of",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.attention.items import (
     MAX_SPLIT_QUERIES,
     MAX_SPLITS,
@@ -22,8 +21,8 @@ from numkv.kernels.cuda.attention.items import (
     parts_by_token,
 )  # fmt: skip
 from numkv.kernels.cuda.attention.sizes import tile_of
-from numkv.kernels.cuda.simd import THREADS, c_array, ceil_div, jit, launch
-from numkv.kernels.scratch import Workspaces
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.simd import THREADS, ceil_div
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -41,34 +40,16 @@ def max_splits(capacity: int, window_left: int, compute: str) -> int:
     return max(1, min(MAX_SPLITS, ceil_div(reach, MIN_SPLIT)))
 
 
-class _Local(threading.local):
-    """Device memory for the parts of splits: each thread of the host has its own, as it may use a device of its own.
-
-    A call gives it back when its kernels have been launched: what comes later runs after them, on the same stream.
-    """
-
-    def __init__(self) -> None:
-        self.workspaces = Workspaces(cuda.device_array)
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
 def parts_of(
     num_tokens: int, num_seqs: int, num_q_heads: int, splits: int, dim_v: int, compute: str
-) -> Iterator[Any]:
+) -> Any:
     """Memory for the parts of splits: ``[row, q head, split]`` has a sum over V rows, its maximum and its total.
 
-    Rows are tokens, or `MAX_SPLIT_QUERIES` for each sequence where that is less.
+    Rows are tokens, or `MAX_SPLIT_QUERIES` for each sequence where that is less. It goes back to the stream when nobody
+    holds it; what takes it next runs after the kernels that were launched with it.
     """
     rows = min(num_tokens, MAX_SPLIT_QUERIES * num_seqs) if splits > 1 else 1
-    workspaces = _local.workspaces
-    memory = workspaces.borrow()
-    try:
-        yield memory.shaped(compute, (rows, num_q_heads, splits, dim_v + 2))
-    finally:
-        workspaces.give_back(memory)
+    return memory.empty((rows, num_q_heads, splits, dim_v + 2), np.dtype(compute))
 
 
 def make_merge_splits(Q_KIND, COMPUTE):
@@ -95,11 +76,11 @@ def make_merge_splits(Q_KIND, COMPUTE):
                 b, above = np.int64(0), np.int64(num_seqs)
                 while above - b > 1:
                     middle = (b + above) // 2
-                    if q_starts[middle] <= at:
+                    if number_at(q_starts, middle) <= at:
                         b = middle
                     else:
                         above = middle
-                t = at - np.int64(q_starts[b])
+                t = at - number_at(q_starts, b)
             else:
                 b, t = at // MAX_SPLIT_QUERIES, at % MAX_SPLIT_QUERIES
             own = extent(batch, b, TILE)
@@ -126,7 +107,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
                 for i in range(splits):
                     x = cuda.fma(weights[i], parts[at, h, i, d], x)
                 out[own.start + t, h, d] = store_q(F(factor) * x)
-            if thread == 0:
+            if thread == 0 and lse.shape[0] > 0:
                 lse[own.start + t, h] = log_sum
             cuda.syncthreads()
 
@@ -135,7 +116,12 @@ def make_merge_splits(Q_KIND, COMPUTE):
 
 @functools.cache
 def _merge_splits(q_kind: str, compute: str) -> Any:
-    return jit(make_merge_splits(q_kind, compute))
+    real = getattr(types, compute)
+    signature = (
+        array(real, 4), types.int64, INDICES, INDICES, array(types.int64, 2), types.int64,
+        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
+    )  # fmt: skip
+    return jit(make_merge_splits, (q_kind, compute), signature)
 
 
 def merge_splits(
@@ -163,11 +149,4 @@ def merge_splits(
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     for q_kind, compute in (("fp32", "float32"), ("fp16", "float32"), ("bf16", "float64")):
-        real = getattr(types, compute)
-        signature = (
-            c_array(real, 4), types.int64, c_array(types.int64, 1), c_array(types.int64, 1),
-            c_array(types.int64, 2), types.int64, c_array(real, 1), c_array(WORDS[q_kind], 3),
-            c_array(types.float32, 2),
-        )  # fmt: skip
-        name = f"splits[{q_kind}, in {compute}]"
-        yield name, make_merge_splits(q_kind, compute), signature
+        yield f"splits[{q_kind}, in {compute}]", *_merge_splits(q_kind, compute).described

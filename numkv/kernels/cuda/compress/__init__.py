@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numba import cuda, types
+from numba import types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.compress.rows import ROWS, make_decode, make_encode, make_multiply
 from numkv.kernels.cuda.compress.scores import (
     Q_ROWS,
@@ -20,7 +21,8 @@ from numkv.kernels.cuda.compress.scores import (
     make_finish,
     make_score,
 )  # fmt: skip
-from numkv.kernels.cuda.simd import LANES, THREADS, c_array, ceil_div, jit, launch
+from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -32,35 +34,47 @@ Q_BYTES = 16 * 1024
 
 LOG2_E = math.log2(math.e)
 
+# Types of arguments.
+_MATRIX, _BY_TOKEN, _FLOATS = (array(types.float32, ndim) for ndim in (3, 2, 1))
+_PACKED = array(types.uint8, 1)
+_KEYS = (_BY_TOKEN, _BY_TOKEN, _FLOATS, _PACKED, _BY_TOKEN, _PACKED, _BY_TOKEN)
+
 
 @functools.cache
 def _encode(kind: str) -> Any:
-    return jit(make_encode(kind))
+    signature = (
+        array(WORDS[kind], 3), _MATRIX, _FLOATS, _FLOATS, types.int64, _MATRIX, array(types.uint8, 3),
+        _BY_TOKEN, array(types.uint8, 3), _BY_TOKEN, types.int64,
+    )  # fmt: skip
+    return jit(make_encode, (kind,), signature)
 
 
 @functools.cache
 def _decode(bits: int) -> Any:
-    return jit(make_decode(bits))
+    i64 = types.int64
+    signature = (_PACKED, i64, i64, _BY_TOKEN, i64, _FLOATS, _MATRIX, _MATRIX)
+    return jit(make_decode, (bits,), signature)
 
 
 @functools.cache
 def _multiply(kind: str) -> Any:
-    return jit(make_multiply(kind))
+    return jit(make_multiply, (kind,), (array(WORDS[kind], 2), _MATRIX, types.float32, _BY_TOKEN))
 
 
 @functools.cache
 def _score(bits: int, num_rows: int) -> Any:
-    return jit(make_score(bits, num_rows))
+    return jit(make_score, (bits, num_rows), (*_KEYS, types.int64, types.int64, _BY_TOKEN))
 
 
 @functools.cache
 def _attend(bits: int, num_rows: int, columns: int) -> Any:
-    return jit(make_attend(bits, num_rows, columns))
+    signature = (*_KEYS, _PACKED, _BY_TOKEN, types.int64, types.int64, _MATRIX)
+    return jit(make_attend, (bits, num_rows, columns), signature)
 
 
 @functools.cache
 def _finish() -> Any:
-    return jit(make_finish())
+    return jit(make_finish, (), (_MATRIX, _MATRIX, _BY_TOKEN))
 
 
 def _bits(levels: Any) -> int:
@@ -85,8 +99,8 @@ def _rotated(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> t
     """Queries rotated and scaled, and their products with the sketch."""
     num_heads, dim, projections = sketch.shape
     blocks = ceil_div(q.shape[0] // num_heads, ROWS) * num_heads
-    rotated = cuda.device_array((q.shape[0], dim), np.float32)
-    sketched = cuda.device_array((q.shape[0], projections), np.float32)
+    rotated = memory.empty((q.shape[0], dim), np.float32)
+    sketched = memory.empty((q.shape[0], projections), np.float32)
     size = 4 * ROWS * dim
     launch(
         _multiply(q_kind), blocks, (LANES, ROWS), q, rotation, np.float32(scale), rotated,
@@ -159,7 +173,7 @@ def attend_codes(
     num_rows = _rows_at_once(group, row_bytes)
     splits = ceil_div(end - begin, SPLIT)
     rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
-    parts = cuda.device_array((num_q_heads, splits, dim + 2), np.float32)
+    parts = memory.empty((num_q_heads, splits, dim + 2), np.float32)
     launch(
         _attend(_bits(levels), num_rows, ceil_div(dim, THREADS)),
         splits * ceil_div(group, num_rows) * num_heads, THREADS,
@@ -172,26 +186,12 @@ def attend_codes(
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    real, i64 = types.float32, types.int64
-    matrix, floats, packed = c_array(real, 3), c_array(real, 1), c_array(types.uint8, 1)
-    by_token = c_array(real, 2)
     for kind in ("fp64", "fp32", "bf16"):
-        signature = (
-            c_array(WORDS[kind], 3), matrix, floats, floats, i64, matrix, c_array(types.uint8, 3),
-            by_token, c_array(types.uint8, 3), by_token, i64,
-        )  # fmt: skip
-        yield f"encode[{kind}]", make_encode(kind), signature
-        signature = (c_array(WORDS[kind], 2), matrix, real, by_token)
-        yield f"multiply[{kind}]", make_multiply(kind), signature
+        yield f"encode[{kind}]", *_encode(kind).described
+        yield f"multiply[{kind}]", *_multiply(kind).described
     for bits, num_rows, columns in ((1, 1, 1), (3, 4, 1), (4, 8, 1), (8, 8, 2), (16, 1, 3)):
-        signature = (packed, i64, i64, by_token, i64, floats, matrix, matrix)
-        yield f"decode[{bits} bits]", make_decode(bits), signature
-        keys = by_token, by_token, floats, packed, by_token, packed, by_token
+        yield f"decode[{bits} bits]", *_decode(bits).described
         name = f"[{bits} bits, {num_rows} rows"
-        yield f"score{name}]", make_score(bits, num_rows), (*keys, i64, i64, by_token)
-        yield (
-            f"attend{name}, {columns} columns]",
-            make_attend(bits, num_rows, columns),
-            (*keys, packed, by_token, i64, i64, matrix),
-        )
-    yield "finish", make_finish(), (matrix, matrix, by_token)
+        yield f"score{name}]", *_score(bits, num_rows).described
+        yield f"attend{name}, {columns} columns]", *_attend(bits, num_rows, columns).described
+    yield "finish", *_finish().described

@@ -1,0 +1,329 @@
+"""How CUDA kernels are compiled, kept on disk and launched; the one place that knows whether the simulator runs them.
+
+A kernel is compiled by Numba, for one signature: arrays have any strides, and one-dimensional ones a step of one
+element, as checks of arguments ask for. So views and other widths of integers never compile anything. The machine code
+is kept on disk, in files as those of CPU kernels.
+
+Numba's own launch looks at every argument anew, and takes a quarter of a millisecond for the arrays of attention. Here
+a kernel is launched through `cuda.core`, with plain numbers in the order that Numba's machine code takes them: of an
+array two that say who owns it, which are not looked at, its size, the bytes of an element, the pointer, shape and
+strides.
+
+Arrays of indices (`INDICES`) may be int32 or int64, known when the kernel runs: `number_at` reads either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, types
+from numba.extending import register_jitable
+from numba.np.numpy_support import as_dtype
+
+from numkv.kernels import disk_cache
+from numkv.kernels.builder import compiled, note
+from numkv.kernels.cuda import streams
+from numkv.kernels.cuda.streams import SIMULATED
+
+__all__ = [
+    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "array", "core_launch", "jit", "launch",
+    "number_at",
+]  # fmt: skip
+
+#: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
+#: two to four times what runs at once.
+MAX_BLOCKS = 3 if SIMULATED else 2048
+#: Shared memory that a block has without asking, and the most that it may ask for on any device that is taken.
+SHARED_BYTES = 48 * 1024
+
+#: The type of an array of indices, lengths or slots: int32 or int64 ``(n,)``, to be read by `number_at`.
+INDICES = types.Array(types.int32, 1, "C", readonly=True)
+
+_simulator_lock = threading.Lock()
+
+
+def array(dtype: Any, ndim: int) -> Any:
+    """The Numba type of a kernel's array argument."""
+    return types.Array(dtype, ndim, "C" if ndim == 1 else "A")
+
+
+if SIMULATED:
+
+    def number_at(indices, i):
+        """Element `i`, which is not negative, of an array of `INDICES`."""
+        return np.int64(indices[i])
+
+else:
+
+    @register_jitable
+    def number_at(indices, i):
+        """Element `i`, which is not negative, of an array of `INDICES`.
+
+        Its type says int32; the bytes of an element say what it is. Both halves of an int64 are read, of an int32 the
+        same word twice, so that there is nothing to decide before reading.
+        """
+        words = np.int64(indices.itemsize) >> 2
+        first = (np.int64(i) & np.int64(0x3FFFFFFFFFFFFFFF)) * words
+        low, high = indices[first], indices[first + words - 1]
+        if words == 1:
+            return np.int64(low)
+        return (np.int64(high) << np.int64(32)) | (np.int64(low) & np.int64(0xFFFFFFFF))
+
+
+class Launch(NamedTuple):
+    """A launch as it was made; see `numkv.kernels.cuda.streams.recorded`."""
+
+    kernel: Any  #: `Kernel`
+    blocks: int
+    threads: tuple[int, ...]
+    shared_bytes: int
+    args: tuple[Any, ...]
+
+
+class Kernel:
+    """A kernel for one signature, compiled when it is first launched.
+
+    Parameters
+    ----------
+    factory : function
+        Makes the kernel.
+    args : tuple of str, int and bool
+        What it is called with; with its name they identify the kernel on disk.
+    signature : tuple of numba types
+        Types of the kernel's arguments.
+    blocks_per_multiprocessor : int
+        Blocks that shall fit at once, which bounds the registers; 0 leaves that to the compiler.
+    threads : int
+        Threads of a block, for that bound.
+
+    Attributes
+    ----------
+    py_func : function
+        The kernel in Python.
+    launch_bounds : tuple of int or None
+        Threads and blocks, as Numba takes them.
+    """
+
+    def __init__(
+        self, factory: Callable[..., Any], args: tuple[Any, ...], signature: tuple[Any, ...],
+        blocks_per_multiprocessor: int, threads: int,
+    ) -> None:  # fmt: skip
+        self.py_func = factory(*args)
+        self.signature = signature
+        self.launch_bounds = (
+            (threads, blocks_per_multiprocessor) if blocks_per_multiprocessor else None
+        )
+        self._factory, self._args = factory, args
+        self._types = [_Type.of(x) for x in signature]
+        self._loaded: dict[int, Any] = {}
+        self._configs: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()
+        self._simulated = cuda.jit(self.py_func) if SIMULATED else None
+
+    @property
+    def described(self) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel, with its signature: what catalogues yield after its name."""
+        return self, self.signature
+
+    @property
+    def label(self) -> str:
+        """What who waits is told."""
+        return f"{self._factory.__qualname__.removeprefix('make_')} for CUDA"
+
+    def flat(self, args: tuple[Any, ...]) -> list[Any]:
+        """The numbers that the machine code takes for arguments, which are checked."""
+        found: list[Any] = []
+        for x, of in zip(args, self._types, strict=True):
+            if of.ndim < 0:
+                found += of.scalars(x)
+                continue
+            of.check(x, self)
+            found += (0, 0, x.size, x.dtype.itemsize, int(x.gpu_data.device_pointer))
+            found += x.shape
+            found += x.strides
+        return found
+
+    def places(self, args: tuple[Any, ...]) -> list[tuple[int, Any]]:
+        """Where among `flat` the pointers of arrays are, and the arrays."""
+        found, at = [], 0
+        for x, of in zip(args, self._types, strict=True):
+            if of.ndim < 0:
+                at += len(of.scalars(x))
+            else:
+                found.append((at + 4, x))
+                at += 5 + 2 * of.ndim
+        return found
+
+    def config(self, blocks: int, threads: tuple[int, ...], shared_bytes: int) -> Any:
+        """The sizes of a launch, as `cuda.core` takes them."""
+        key = blocks, threads, shared_bytes
+        found = self._configs.get(key)
+        if found is None:
+            from cuda.core import LaunchConfig
+
+            if len(self._configs) >= 256:
+                self._configs.clear()
+            found = self._configs[key] = LaunchConfig(
+                grid=blocks, block=threads, shmem_size=shared_bytes
+            )
+        return found
+
+    def loaded(self, device: int) -> Any:
+        """The machine code on a device."""
+        found = self._loaded.get(device)
+        return self._load(device) if found is None else found
+
+    def _load(self, device: int) -> Any:
+        from cuda.core import ObjectCode
+
+        with self._lock:
+            found = self._loaded.get(device)
+            if found is None:
+                name, code = self._machine_code()
+                found = ObjectCode.from_cubin(code).get_kernel(name)
+                self._loaded[device] = found
+        return found
+
+    def _machine_code(self) -> tuple[str, bytes]:
+        """The name of the entry and the cubin for this thread's device: from disk, or compiled."""
+        cc = cuda.get_current_device().compute_capability
+        path = self._path(cc)
+        found = None if path is None else disk_cache.load(path, _unpack)
+        note(found is not None)
+        if found is not None:
+            return found
+        with compiled(self.label):
+            options = {} if self.launch_bounds is None else {"launch_bounds": self.launch_bounds}
+            overload = cuda.jit(self.py_func, **options).compile(self.signature)
+            entry = overload.entry_name
+            code = overload._codelibrary.get_cubin().code
+        if path is not None:
+            disk_cache.save(path, entry.encode() + b"\0" + code)
+        return entry, code
+
+    def _path(self, cc: tuple[int, int]) -> Any:
+        """The file on disk; None where there is no place for files."""
+        identity = (self._factory.__module__, self._factory.__qualname__, repr(self._args))
+        parts = (*identity, repr(self.launch_bounds), str(self.signature), f"sm_{cc[0]}{cc[1]}")
+        return disk_cache.path_of(self.py_func, self._factory.__qualname__, (*parts, *_toolchain()))
+
+
+def _unpack(content: bytes) -> tuple[str, bytes]:
+    name, found, code = content.partition(b"\0")
+    if not found or not code:
+        raise ValueError("no name, or no code")
+    return name.decode(), code
+
+
+@functools.cache
+def _toolchain() -> tuple[str, ...]:
+    """What turns Python into machine code, by name and version."""
+    import numba_cuda
+
+    names = [
+        d.metadata["Name"] for d in importlib.metadata.distributions() if d.metadata["Name"]
+    ]  # fmt: skip
+    parts = ("nvvm", "nvjitlink", "nvcc", "cuda-core", "llvmlite", "nvrtc")
+    found = sorted(
+        f"{n}={importlib.metadata.version(n)}" for n in names if any(p in n.lower() for p in parts)
+    )
+    return (f"numba-cuda={numba_cuda.__version__}", *found)
+
+
+class _Type:
+    """What an argument has to be."""
+
+    def __init__(self, of: Any) -> None:
+        self.ndim = of.ndim if isinstance(of, types.Array) else -1
+        self.dtypes: tuple[Any, ...] = ()
+        if of is INDICES:
+            self.dtypes = (np.dtype(np.int32), np.dtype(np.int64))
+        elif self.ndim >= 0:
+            self.dtypes = (as_dtype(of.dtype),)
+        self._parts = tuple(of) if isinstance(of, types.BaseTuple) else ()
+        self._is_float32 = of == types.float32
+
+    @classmethod
+    @functools.cache
+    def of(cls, of: Any) -> _Type:
+        """That of a Numba type."""
+        return cls(of)
+
+    def scalars(self, x: Any) -> tuple[Any, ...]:
+        """Numbers as the launch takes them: of a tuple all."""
+        if self._parts:
+            return tuple(x)
+        return (ctypes.c_float(x),) if self._is_float32 else (x,)
+
+    def check(self, x: Any, kernel: Kernel) -> None:
+        """Refuse an array of another type: it would be read as what it is not."""
+        if x.dtype not in self.dtypes or len(x.shape) != self.ndim:
+            raise TypeError(
+                f"{kernel.label}: expected {self.dtypes} of {self.ndim} axes, got {x.dtype} {tuple(x.shape)}"
+            )
+
+
+def jit(
+    factory: Callable[..., Any], args: tuple[Any, ...], signature: tuple[Any, ...],
+    blocks_per_multiprocessor: int = 0,
+) -> Kernel:  # fmt: skip
+    """Make a kernel; see `Kernel`."""
+    return Kernel(factory, args, signature, blocks_per_multiprocessor, THREADS)
+
+
+#: Threads of a block. In the simulator a thread of the GPU is a thread of the system.
+THREADS = 8 if SIMULATED else 128
+
+
+def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: int = 0) -> None:
+    """Launch a kernel over at most `MAX_BLOCKS` blocks, on `streams.current`; nothing happens where there are none.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What `jit` returned.
+    blocks : int
+        Blocks wanted.
+    threads : int or tuple of int
+        Threads of a block.
+    args : object
+        The kernel's arguments.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+    if blocks <= 0:
+        return
+    blocks = min(blocks, MAX_BLOCKS)
+    if SIMULATED:
+        _simulate(kernel, (blocks, threads, 0, shared_bytes), args)
+        return
+    threads = threads if type(threads) is tuple else (threads,)
+    recording = streams.recording()
+    if recording is not None:
+        recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
+    here = streams.current()
+    code, config = kernel.loaded(here.device), kernel.config(blocks, threads, shared_bytes)
+    core_launch(here.stream, config, code, *kernel.flat(args))
+
+
+def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+    for x, of in zip(args, kernel._types, strict=True):
+        if of.ndim >= 0:
+            of.check(x, kernel)
+    # The simulator runs one kernel at a time, and NumPy's scalars warn of what a GPU does in silence.
+    with _simulator_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel._simulated[sizes](*args)
+
+
+if not SIMULATED:
+    from cuda.core import launch as core_launch
+else:
+    core_launch = None

@@ -1,0 +1,252 @@
+"""Device memory that calls borrow, and the arrays over it: nothing is allocated or freed where calls repeat.
+
+Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When nobody holds an array any more, its memory goes
+back there at once, though kernels may still be using it: what takes it next runs after them, on the same stream. What
+has been handed to other libraries does not go back, as these may use it on streams of their own: it is freed, for which
+the driver waits. Nor does what is taken while a stream is captured: it stays with the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numkv.kernels.cuda import dlpack, streams
+from numkv.kernels.cuda.streams import SIMULATED, Place, current
+
+__all__ = [
+    "DeviceArray", "buffer", "empty", "foreign", "over", "part", "pointer_of", "reinterpret", "take", "viewed",
+]  # fmt: skip
+
+#: Bytes that a stream keeps for later calls, beyond which memory is freed.
+MOST_KEPT = 1 << 28
+
+
+def _size_class(nbytes: int) -> int:
+    """Bytes of the piece that holds so many: few sizes, so that calls of nearly the same shape share pieces."""
+    step = max(512, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+if SIMULATED:
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of the current place, whose elements are undefined."""
+        return cuda.device_array(shape, dtype)
+
+    buffer = empty
+
+    def pointer_of(x: Any) -> int:
+        """The address of an array's first element."""
+        return int(x._ary.__array_interface__["data"][0])
+
+    def _none(*args: Any) -> Any:
+        raise NotImplementedError("the simulator's arrays lie in host memory")
+
+    viewed = foreign = take = over = part = _none
+    DeviceArray: Any = None
+
+    def reinterpret(x: Any, dtype: Any) -> Any:
+        """The same memory as elements of another dtype of as many bytes."""
+        return x.view(dtype)
+
+else:
+    from cuda.bindings import driver
+    from numba.cuda.cudadrv import dummyarray
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+    from numba.cuda.cudadrv.driver import MemoryPointer
+
+    class Piece(MemoryPointer):  # type: ignore[misc]
+        """Memory of a place, which goes back there in the end.
+
+        Attributes
+        ----------
+        exported : bool
+            Whether others have it.
+        """
+
+        def __init__(self, place: Place, pointer: Any, size: int, kept: bool) -> None:
+            super().__init__(place.context, pointer, size)
+            self.place, self.exported, self._kept = place, False, kept
+
+        def __del__(self) -> None:
+            place, size = self.place, self.size
+            if self._kept:  # by a graph
+                return
+            if self.exported or place.kept + size > MOST_KEPT:
+                _free(place.device, self.device_pointer)
+                return
+            place.kept += size
+            place.free.setdefault(size, []).append(self.device_pointer)
+
+    def _free(device: int, pointer: Any) -> None:
+        try:
+            with cuda.gpus[device]:
+                driver.cuMemFree(pointer)
+        except Exception:
+            pass
+
+    class DeviceArray(DeviceNDArray):  # type: ignore[misc]
+        """Numba's device array, made in a tenth of the time, which other libraries take by DLPack."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "_dummy":  # what Numba's own methods for views work with
+                found = dummyarray.Array.from_desc(0, self.shape, self.strides, self.dtype.itemsize)
+                self._dummy = found
+                return found
+            raise AttributeError(name)
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            _export(self)
+            description: dict[str, Any] = DeviceNDArray.__cuda_array_interface__.fget(self)
+            description["stream"] = None
+            return description
+
+        def view(self, dtype: Any) -> Any:
+            """The same memory as elements of another dtype."""
+            dtype = np.dtype(dtype)
+            if dtype.itemsize == self.dtype.itemsize:
+                return viewed(self, self.shape, self.strides, dtype)
+            return DeviceNDArray.view(self, dtype)
+
+        def __dlpack__(
+            self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+        ) -> Any:  # fmt: skip
+            """A capsule for another library, which works on `stream`."""
+            device = self.__dlpack_device__()
+            if copy or (dl_device is not None and tuple(map(int, dl_device)) != device):
+                raise BufferError("expected to hand the memory over where it is, without a copy")
+            owner = self.gpu_data.owner
+            if stream != -1 and isinstance(owner, Piece):
+                handle = 0 if stream in (None, 1) else int(stream)
+                with streams.on(streams.place(owner.place.device, handle), owner.place):
+                    pass  # the consumer's stream waits for ours
+            _export(self)
+            return dlpack.capsule(self, pointer_of(self), device[1])
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, self.gpu_data.context.device.id
+
+    def _export(x: Any) -> None:
+        """Others have the memory from now on: it does not go back."""
+        owner = x.gpu_data.owner
+        if isinstance(owner, Piece):
+            owner.exported = True
+
+    def _made(
+        shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, gpu_data: Any, stream: Any = 0
+    ) -> Any:
+        x = DeviceArray.__new__(DeviceArray)
+        x.ndim, x.shape, x.strides, x.dtype = len(shape), shape, strides, dtype
+        x.size = math.prod(shape)
+        x.alloc_size = 0
+        if x.size:
+            steps = zip(shape, strides, strict=True)
+            x.alloc_size = dtype.itemsize + sum((n - 1) * abs(step) for n, step in steps)
+        x.gpu_data, x.stream = gpu_data, stream
+        return x
+
+    def _packed(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+        """Strides of a contiguous array."""
+        strides, step = [], itemsize
+        for n in reversed(shape):
+            strides.append(step)
+            step *= n
+        return tuple(reversed(strides))
+
+    def take(place: Place, nbytes: int) -> Any:
+        """Memory of a place: a piece that lies there, or a new one."""
+        if not nbytes:
+            return MemoryPointer(place.context, driver.CUdeviceptr(0), 0)
+        size = _size_class(nbytes)
+        kept = place.capturing()
+        try:
+            pointer = place.free[size].pop()  # one step, which threads do not divide
+            place.kept -= size
+        except (KeyError, IndexError):
+            pointer = _allocate(size)
+        return Piece(place, pointer, size, kept)
+
+    def _allocate(size: int) -> Any:
+        # Of memory that a graph is to keep no other thread's capture shall hear.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        try:
+            error, pointer = driver.cuMemAlloc(size)
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"the CUDA device has no room for {size} bytes")
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuMemAlloc: {error.name}")
+        return pointer
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of the current place, whose elements are undefined."""
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = take(current(), nbytes)
+        recording = streams.recording()
+        if recording is not None and nbytes:
+            recording.scratch[int(memory.device_pointer)] = nbytes
+        return _made(tuple(shape), _packed(shape, dtype.itemsize), dtype, memory)
+
+    def buffer(shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array that lives long: its memory is freed in the end, not kept for others."""
+        made = empty(shape, dtype)
+        _export(made)
+        streams.spoil()
+        return made
+
+    def pointer_of(x: Any) -> int:
+        """The address of an array's first element."""
+        return int(x.gpu_data.device_pointer)
+
+    def viewed(x: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        """Another view of an array's memory, from its first element on."""
+        return _made(shape, strides, dtype, x.gpu_data, x.stream)
+
+    def part(x: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A contiguous array in the memory of bytes, from byte `start` on."""
+        pointer = int(x.gpu_data.device_pointer) + start
+        return foreign(pointer, shape, None, dtype, x)
+
+    def over(
+        piece: Any, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> Any:
+        """An array over memory that `take` gave."""
+        return _made(shape, strides, dtype, piece)
+
+    def reinterpret(x: Any, dtype: Any) -> Any:
+        """The same memory as elements of another dtype of as many bytes."""
+        return _made(x.shape, x.strides, np.dtype(dtype), x.gpu_data, x.stream)
+
+    def foreign(
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        dtype: Any,
+        owner: Any,
+    ) -> Any:
+        """An array over another library's memory.
+
+        Parameters
+        ----------
+        pointer : int
+            Of the element whose indices are all 0.
+        shape, strides : tuple of int
+            In bytes; None for a contiguous array.
+        dtype : numpy.dtype
+            Of the elements.
+        owner : object
+            What keeps the memory.
+        """
+        if strides is None:
+            strides = _packed(shape, dtype.itemsize)
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = MemoryPointer(current().context, driver.CUdeviceptr(pointer), nbytes, owner=owner)
+        return _made(shape, strides, dtype, memory)

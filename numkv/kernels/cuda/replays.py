@@ -1,0 +1,153 @@
+"""Calls that repeat: the launches of the first one, made again with other pointers.
+
+What a call does with device arrays depends on their shapes, strides and dtypes and on its options alone, as the host
+sees no values. So a call is written down the first time, with where among the arguments of its launches the pointers of
+its own arrays are; the next one of the same kind makes the same launches, and checks nothing but that arrays which are
+written to lie apart from the others, as they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from numkv.kernels.cuda import memory
+from numkv.kernels.cuda.launches import core_launch
+from numkv.kernels.cuda.streams import Place, Recording
+
+__all__ = ["Given", "Made", "Replay", "replay_of"]
+
+# More bytes than there are addresses.
+_ANYWHERE = 1 << 64
+
+
+class Given(NamedTuple):
+    """An array that a call is given."""
+
+    pointer: int
+    nbytes: int  #: from its first to its last byte; 0 if it has no elements
+
+
+class Made(NamedTuple):
+    """An array that a call makes."""
+
+    scratch: int  #: which of the memory that the call takes for itself
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+class _Again(NamedTuple):
+    """A launch that is made again."""
+
+    code: Any
+    config: Any
+    args: list[Any]
+    given: list[tuple[int, int]]  #: of pointers: where among `args`, and of which array of the call
+    scratch: list[tuple[int, int]]  #: the same of memory that the call takes for itself
+
+
+class Replay:
+    """A call that can be made again at its place.
+
+    Attributes
+    ----------
+    results : list of int or Made
+        What the call returns: numbers of given arrays, and arrays that it makes.
+    """
+
+    __slots__ = ("_apart", "_held", "_launches", "_scratch", "results")
+
+    def __init__(
+        self, launches: list[_Again], scratch: list[int], apart: list[tuple[int, int, int, int, int]],
+        held: list[Any], results: Sequence[Any],
+    ) -> None:  # fmt: skip
+        self._launches, self._scratch, self._apart = launches, scratch, apart
+        self._held, self.results = held, results
+
+    def run(self, place: Place, pointers: Sequence[int]) -> list[Any] | None:
+        """Make the launches with arrays at `pointers`.
+
+        Returns
+        -------
+        list or None
+            The memory that the call took; None, and nothing is done, where arrays may overlap anew.
+        """
+        for i, j, of_i, of_j, before in self._apart:
+            distance = pointers[j] - pointers[i]
+            if distance != before and -of_j < distance < of_i:
+                return None
+        held = [memory.take(place, n) for n in self._scratch]
+        for code, config, args, given, scratch in self._launches:
+            args = args.copy()
+            for at, i in given:
+                args[at] = pointers[i]
+            for at, i in scratch:
+                args[at] = int(held[i].device_pointer)
+            core_launch(place.stream, config, code, *args)
+        return held
+
+
+def replay_of(
+    recording: Recording,
+    given: Sequence[Given | None],
+    written: frozenset[int],
+    results: Sequence[Any],
+    place: Place,
+) -> Replay | None:
+    """What makes a recorded call again, or None where launches alone do not.
+
+    Parameters
+    ----------
+    recording : Recording
+        The call.
+    given : sequence of Given or None
+        Its arrays; None for arguments that are no arrays.
+    written : set of int
+        Which of them the call writes to.
+    results : sequence of array
+        What it returned.
+    place : Place
+        Where it ran.
+    """
+    if recording.spoiled or not recording.launches:
+        return None
+    where = {
+        x.pointer: i for i, x in reversed(list(enumerate(given))) if x is not None and x.nbytes
+    }
+    scratch, held = list(recording.scratch), []
+    launches = []
+    for kernel, blocks, threads, shared_bytes, args in recording.launches:
+        pointers, own = [], []
+        for at, x in kernel.places(args):
+            pointer = memory.pointer_of(x)
+            if pointer in where:
+                pointers.append((at, where[pointer]))
+            elif pointer in recording.scratch:
+                own.append((at, scratch.index(pointer)))
+            elif any(g and g.pointer <= pointer < g.pointer + g.nbytes for g in given):
+                return None  # a part of an array
+            else:
+                held.append(x)  # the same in every call
+        config = kernel.config(blocks, threads, shared_bytes)
+        code = kernel.loaded(place.device)
+        launches.append(_Again(code, config, kernel.flat(args), pointers, own))
+    apart = []
+    for i, x in enumerate(given):
+        for j, y in enumerate(given):
+            if i >= j or x is None or y is None or not (x.nbytes and y.nbytes):
+                continue
+            if x.pointer == y.pointer:  # one stands for both among the arguments
+                apart.append((i, j, _ANYWHERE, _ANYWHERE, 0))
+            elif i in written or j in written:
+                apart.append((i, j, x.nbytes, y.nbytes, y.pointer - x.pointer))
+    returned: list[Any] = []
+    for x in results:
+        pointer = memory.pointer_of(x)
+        if pointer in where:
+            returned.append(where[pointer])
+        elif pointer in recording.scratch:
+            returned.append(Made(scratch.index(pointer), x.shape, x.strides, x.dtype))
+        else:
+            return None
+    return Replay(launches, [recording.scratch[p] for p in scratch], apart, held, returned)

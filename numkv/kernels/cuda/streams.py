@@ -1,0 +1,215 @@
+"""Where a thread of the host works: which device, and which of its streams.
+
+Whoever calls a public function says so, or the arrays do: `numkv.targets.cuda.CudaTarget.on`. Everything below asks
+`current`. There is one `Place` for each stream, which has its memory too: what one call gives back the next one on the
+same stream takes, and the order of the stream keeps them apart.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from numba import cuda
+from numba.core import config
+
+__all__ = [
+    "SIMULATED", "Place", "Recording", "chosen", "current", "default", "follow", "is_ready", "on",
+    "one_device", "place", "ready", "recorded", "recording", "spoil",
+]  # fmt: skip
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+
+class Place:
+    """A stream of a device.
+
+    Attributes
+    ----------
+    device : int
+        Number of the device.
+    handle : int
+        Pointer of the stream; 0 is the legacy default stream.
+    stream, context : object
+        The stream, as `cuda.core` takes it, and the device's context, as Numba has it; None in the simulator.
+    mark : object
+        The event by which other streams wait for this one; None until one has.
+    free : dict of int to list
+        Pieces of memory that nobody uses, by size; see `numkv.kernels.cuda.memory`.
+    kept : int
+        Bytes of these.
+    """
+
+    __slots__ = ("context", "device", "free", "handle", "kept", "mark", "stream")
+
+    def __init__(self, device: int, handle: int) -> None:
+        self.device, self.handle = device, handle
+        self.free: dict[int, list[Any]] = {}
+        self.kept = 0
+        self.stream = self.context = self.mark = None
+        if not SIMULATED:
+            from cuda.core import Stream
+
+            self.stream = Stream.from_handle(handle)
+            self.context = cuda.gpus[device].get_primary_context()
+
+    def synchronize(self) -> None:
+        """Wait for what has been launched here."""
+        if self.stream is not None:
+            self.stream.sync()
+
+    def capturing(self) -> bool:
+        """Whether what is launched here becomes a part of a CUDA graph."""
+        if SIMULATED or self.handle == 0:  # the default stream cannot be captured
+            return False
+        from cuda.bindings import driver
+
+        error, status = driver.cuStreamIsCapturing(self.handle)
+        return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+_places: dict[tuple[int, int], Place] = {}
+
+
+class Recording:
+    """What a call did, for it to be done again; see `numkv.kernels.cuda.replays`.
+
+    Attributes
+    ----------
+    launches : list
+        `numkv.kernels.cuda.launches.Launch` objects.
+    scratch : dict of int to int
+        Memory that was taken meanwhile: pointers, and bytes.
+    spoiled : bool
+        Whether something happened that launches alone do not repeat: a copy, say.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Any] = []
+        self.scratch: dict[int, int] = {}
+        self.spoiled = False
+
+
+class _Here(threading.local):
+    """The place of this thread of the host, and what it writes down."""
+
+    place: Place | None = None
+    recording: Recording | None = None
+    ready = False  # whether the driver knows this thread
+
+
+_here = _Here()
+
+
+def place(device: int, handle: int) -> Place:
+    """The place of a stream of a device."""
+    found = _places.get((device, handle))
+    if found is None:
+        found = _places.setdefault((device, handle), Place(device, handle))
+    return found
+
+
+def current() -> Place:
+    """Where this thread works: where `on` says, else on the default stream of its device."""
+    return _here.place or default()
+
+
+def chosen() -> Place | None:
+    """Where `on` says that this thread works; None outside of it."""
+    return _here.place
+
+
+def default() -> Place:
+    """The default stream of this thread's device."""
+    if SIMULATED or (one_device() and is_ready()):
+        return place(0, 0)
+    return place(cuda.get_current_device().id, 0)
+
+
+class on:  # noqa: N801 - it reads like a function
+    """Have this thread work at a place, for a while."""
+
+    __slots__ = ("_after", "_before", "_context", "_place")
+
+    def __init__(self, place: Place, after: Place | None = None) -> None:
+        self._place, self._after = place, after
+
+    def __enter__(self) -> Place:
+        self._before = _here.place
+        self._context = None
+        if not (SIMULATED or (one_device() and is_ready())):
+            self._context = cuda.gpus[self._place.device]
+            self._context.__enter__()
+        _here.place = self._place
+        if self._after is not None and self._after is not self._place:
+            follow(self._after.handle)
+        return self._place
+
+    def __exit__(self, *error: object) -> None:
+        _here.place = self._before
+        if self._context is not None:
+            self._context.__exit__(*error)
+
+
+def is_ready() -> bool:
+    """Have the driver know this thread."""
+    if not _here.ready:
+        cuda.current_context()
+        _here.ready = True
+    return True
+
+
+def one_device() -> bool:
+    """Whether there is no other device that this thread may have turned to."""
+    if not _counted:
+        _counted.append(len(cuda.gpus))
+    return _counted[0] == 1
+
+
+_counted: list[int] = []
+
+
+def ready(place: Place) -> bool:
+    """Whether this thread can launch at a place as it is, without `on`."""
+    return one_device() and is_ready()
+
+
+def follow(handle: int) -> None:
+    """Have the current place run what comes next after what another stream has got so far; the host does not wait."""
+    spoil()
+    if SIMULATED:
+        return
+    here = current()
+    there = place(here.device, handle)
+    if there.mark is None:
+        from cuda.bindings import driver
+
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        _, there.mark = driver.cuEventCreate(flags)
+    from cuda.bindings import driver
+
+    driver.cuEventRecord(there.mark, there.handle)
+    driver.cuStreamWaitEvent(here.handle, there.mark, 0)
+
+
+def recording() -> Recording | None:
+    """What this thread writes down at the moment."""
+    return _here.recording
+
+
+def spoil() -> None:
+    """Say that this call does what launches alone do not repeat."""
+    if _here.recording is not None:
+        _here.recording.spoiled = True
+
+
+class recorded:  # noqa: N801 - it reads like a function
+    """Write down what this thread does meanwhile."""
+
+    def __enter__(self) -> Recording:
+        self._before = _here.recording
+        found = _here.recording = Recording()
+        return found
+
+    def __exit__(self, *error: object) -> None:
+        _here.recording = self._before

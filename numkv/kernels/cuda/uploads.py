@@ -1,0 +1,95 @@
+"""Small arrays of the host on the device, by copies that nobody waits for.
+
+A copy is asynchronous only from pinned memory, which must not change before the copy is done. There is a ring of it for
+each stream: a part is written to again when the event behind its last copy has passed, which it has by then.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+from numkv.kernels.cuda import memory, streams
+
+__all__ = ["upload", "upload_all"]
+
+#: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
+RING, PARTS = 1 << 20, 16
+
+
+class _Ring:
+    """Pinned memory of a stream."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+        from numba import cuda
+
+        self.memory = cuda.pinned_array(RING, np.uint8)
+        self.address = int(self.memory.__array_interface__["data"][0])
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self.events = [driver.cuEventCreate(flags)[1] for _ in range(PARTS)]
+        self.used = [False] * PARTS
+        self.part, self.at = 0, 0
+
+    def take(self, nbytes: int, handle: int) -> int:
+        """Where so many bytes may be put."""
+        from cuda.bindings import driver
+
+        size = RING // PARTS
+        if self.at + nbytes > size:
+            driver.cuEventRecord(self.events[self.part], handle)
+            self.used[self.part] = True
+            self.part, self.at = (self.part + 1) % PARTS, 0
+            if self.used[self.part]:
+                driver.cuEventSynchronize(self.events[self.part])
+        found = self.part * size + self.at
+        self.at += -(-nbytes // 64) * 64
+        return found
+
+
+_lock = threading.Lock()
+_rings: dict[tuple[int, int], _Ring] = {}
+
+
+def upload(x: np.ndarray[Any, Any]) -> Any:
+    """A copy of a contiguous array on the current place."""
+    from cuda.bindings import driver
+
+    made = memory.empty(x.shape, x.dtype)
+    nbytes = math.prod(x.shape) * x.dtype.itemsize
+    if not nbytes:
+        return made
+    here = streams.current()
+    if nbytes > RING // PARTS:
+        driver.cuMemcpyHtoDAsync(made.gpu_data.device_pointer, x.ctypes.data, nbytes, here.handle)
+        here.synchronize()  # the array may change
+        return made
+    ring = _rings.get((here.device, here.handle))
+    if ring is None:
+        ring = _rings.setdefault((here.device, here.handle), _Ring())
+    with _lock:
+        at = ring.take(nbytes, here.handle)
+        ring.memory[at : at + nbytes] = x.reshape(-1).view(np.uint8)
+        driver.cuMemcpyHtoDAsync(
+            made.gpu_data.device_pointer, ring.address + at, nbytes, here.handle
+        )
+    return made
+
+
+def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
+    """Copies of contiguous arrays on the current place, side by side, by one copy."""
+    starts, end = [], 0
+    for x in arrays:
+        starts.append(end)
+        end += -(-x.nbytes // 64) * 64
+    together = np.empty(end, np.uint8)
+    for x, start in zip(arrays, starts, strict=True):
+        together[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
+    on_device = upload(together)
+    return [
+        memory.part(on_device, start, x.shape, x.dtype)
+        for x, start in zip(arrays, starts, strict=True)
+    ]

@@ -1,0 +1,31 @@
+"""What a target needs to know of a public function that it runs on a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numkv.errors import NonFiniteInput
+
+__all__ = ["Call", "Mark"]
+
+#: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, and the error.
+Mark = Callable[[int, NonFiniteInput], None]
+
+
+class Call:
+    """A public function, and what it is called with.
+
+    Parameters
+    ----------
+    arrays, options : str
+        Names of its arguments, arrays first.
+    written : str
+        Which of the arrays it writes to.
+    late : bool
+        Whether it writes rows in which a kernel may find NaN and infinity, which then is said here.
+    """
+
+    def __init__(self, arrays: str, options: str, written: str = "", late: bool = False) -> None:
+        self.arrays, self.options = arrays.split(), options.split()
+        self.written = frozenset(self.arrays.index(name) for name in written.split())
+        self.late = late

@@ -1,0 +1,351 @@
+"""Calls of public functions on CUDA: which stream they run on, and the short way of those that repeat."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numkv.arrays import Array
+from numkv.errors import NonFiniteInput, NotSupported
+from numkv.kernels.cuda import late, memory, streams
+from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
+from numkv.kinds import Kind
+from numkv.targets.call import Call, Mark
+
+__all__ = [
+    "HERE",
+    "Calls",
+    "collect_late",
+    "handle_of",
+    "place_of",
+    "raise_late",
+    "torch_stream",
+    "watch",
+]
+
+SIMULATED = streams.SIMULATED
+
+
+class _Here:
+    """The stream of a function that runs on the one that has been chosen already."""
+
+    def __repr__(self) -> str:
+        return "the stream of the call"
+
+
+#: What `Calls.run` passes as `stream` to the function that it runs.
+HERE = _Here()
+
+#: Layouts of calls that are kept for the short way.
+MOST_REPLAYS = 4096
+
+
+def handle_of(stream: Any) -> int:
+    """The pointer of a stream that a caller names: Numba's, CuPy's, torch's, by ``__cuda_stream__``, or an integer.
+
+    Raises
+    ------
+    NotSupported
+        If it is none.
+    """
+    found: Any = None
+    if isinstance(stream, (int, np.integer)) and not isinstance(stream, (bool, np.bool_)):
+        found = int(stream)
+    elif hasattr(stream, "__cuda_stream__"):
+        pair = stream.__cuda_stream__
+        found = (pair() if callable(pair) else pair)[1]
+    else:
+        for name in ("cuda_stream", "ptr", "handle"):  # torch, CuPy, Numba
+            if hasattr(stream, name):
+                found = getattr(stream, name)
+                found = getattr(found, "value", found) or 0
+                break
+        else:
+            if SIMULATED and type(stream).__module__.startswith("numba.cuda.simulator"):
+                found = 0
+    try:
+        handle = int(found)
+    except (TypeError, ValueError):
+        handle = -1
+    if handle < 0:
+        raise NotSupported(
+            f"`stream`: expected a stream of numba.cuda, CuPy or torch, an object with __cuda_stream__, a stream's "
+            f"pointer or None, got {type(stream).__name__}"
+        )
+    return 0 if handle == 1 else handle  # both mean the legacy default stream
+
+
+def torch_stream(device: int) -> int:
+    """The stream that torch has current."""
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _producer(x: Any) -> int | None:
+    """The stream that an array's library has current; None where it does not say."""
+    if type(x).__module__.partition(".")[0] == "torch":
+        return torch_stream(x.device.index) if getattr(x, "is_cuda", False) else None
+    if getattr(x, "__cuda_ndarray__", False):
+        return handle_of(x.stream) if x.stream else None
+    interface = getattr(x, "__cuda_array_interface__", None)
+    named = None if interface is None else interface.get("stream")
+    return None if named is None else handle_of(named)
+
+
+def _device_of(arrays: tuple[Any, ...]) -> int:
+    """The device that arrays are on; where they do not say, the thread's."""
+    if streams.one_device():
+        return 0
+    for x in arrays:
+        if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
+            return int(x.device.index)
+        if getattr(x, "__cuda_ndarray__", False):
+            return int(x.gpu_data.context.device.id)
+        interface = getattr(x, "__cuda_array_interface__", None)
+        if interface is not None:
+            from cuda.bindings import driver
+
+            ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+            error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
+            if error == driver.CUresult.CUDA_SUCCESS:
+                return int(device)
+    return streams.default().device
+
+
+def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
+    """Where a call runs.
+
+    Parameters
+    ----------
+    stream : object
+        What the caller named, or None: then the stream that the library of the first foreign array has current.
+    arrays : tuple
+        What the caller passed.
+    """
+    if stream is not None:
+        handle = handle_of(stream)
+        return streams.place(0 if SIMULATED else _device_of(arrays), 0 if SIMULATED else handle)
+    if SIMULATED:
+        return streams.place(0, 0)
+    handle = 0
+    for x in arrays:
+        if x is not None and type(x) is not memory.DeviceArray:
+            named = _producer(x)
+            if named:
+                handle = named
+                break
+    return streams.place(_device_of(arrays), handle)
+
+
+class _Unlike(Exception):
+    """An argument that the short way does not know."""
+
+
+# Of an argument its pointer, what else matters of it, and the stream of its library: None where it does not say, for
+# torch the device, as a negative number.
+_Read = tuple[int, Any, int | None]
+
+
+def _numba(x: Any) -> _Read:
+    stream = handle_of(x.stream) if x.stream else None
+    return int(x.gpu_data.device_pointer), (x.shape, x.strides, x.dtype, stream), stream
+
+
+def _torch(x: Any) -> _Read:
+    if not x.is_cuda or x.requires_grad:
+        raise _Unlike
+    device = x.device
+    return x.data_ptr(), (x.shape, x.stride(), x.dtype, device), -1 - device.index
+
+
+def _interface(x: Any) -> _Read:
+    d = x.__cuda_array_interface__
+    stream = d.get("stream")
+    layout = d["shape"], d["strides"], d["typestr"], getattr(x, "dtype", None), stream
+    return d["data"][0], layout, None if stream is None else handle_of(stream)
+
+
+def _number(x: Any) -> _Read:
+    return 0, x, None
+
+
+@functools.cache
+def _reader(of: type) -> Callable[[Any], _Read] | None:
+    """What tells the pointer and the layout of an argument of a type; None where nothing does."""
+    if of is type(None) or of in (bool, int, float, str):
+        return _number
+    if issubclass(of, (int, float)):  # enums, NumPy's floats
+        return _number
+    if getattr(of, "__cuda_ndarray__", False):
+        return _numba
+    if of.__module__.partition(".")[0] == "torch":
+        return _torch if of.__name__ in ("Tensor", "Parameter") else None
+    return _interface if hasattr(of, "__cuda_array_interface__") else None
+
+
+class Calls:
+    """How public functions run on CUDA."""
+
+    def __init__(self, accept: Callable[[Any, str], Array]) -> None:
+        self._accept = accept
+        self._replays: dict[Any, Replay] = {}
+
+    def run(
+        self, function: Callable[..., Any], call: Call, stream: Any, arrays: tuple[Any, ...],
+        options: tuple[Any, ...],
+    ) -> Any:  # fmt: skip
+        """Run a public function on its stream.
+
+        Parameters
+        ----------
+        function : function
+            The function; it is called again, with `HERE` as its stream.
+        call : Call
+            What its arguments are called.
+        stream : object
+            What the caller named, or None.
+        arrays, options : tuple
+            Its arguments, in the order of `call`.
+        """
+        if call.late:
+            raise_late()
+        if SIMULATED:
+            with streams.on(place_of(stream, arrays)):
+                return function(**_named(call, arrays, options), stream=HERE)
+        key, place, pointers = self._short(function, stream, arrays, options)
+        replay = self._replays.get(key)
+        if replay is not None and streams.ready(place):
+            held = replay.run(place, pointers)
+            if held is not None:
+                return self._returned(replay, held, call, arrays) if replay.results else None
+        with streams.on(place):
+            if key is None:
+                return function(**_named(call, arrays, options), stream=HERE)
+            with streams.recorded() as recording:
+                result = function(**_named(call, arrays, options), stream=HERE)
+            self._keep(key, recording, call, arrays, result, place)
+        return result
+
+    def _short(
+        self, function: Any, stream: Any, arrays: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> tuple[Any, streams.Place, list[int]]:
+        """What identifies the call, or None if it cannot be repeated; where it runs; and pointers of its arrays."""
+        layout: list[Any] = [function]
+        pointers: list[int] = []
+        producer: int | None = None
+        try:
+            for x in arrays:
+                of = type(x)
+                pointer, described, named = _reader(of)(x)  # type: ignore[misc,arg-type]
+                pointers.append(pointer)
+                layout += (of, described, pointer & 15)
+                if named is not None and producer is None:
+                    producer = named
+            for x in options:
+                layout += (type(x), x)
+            if stream is not None or not streams.one_device():
+                place = place_of(stream, arrays)
+            else:
+                handle = producer or 0
+                place = streams.place(0, torch_stream(-1 - handle) if handle < 0 else handle)
+            layout += (place.handle, place.device)
+            key = tuple(layout)
+            hash(key)
+        except (_Unlike, TypeError, KeyError, AttributeError):
+            return None, place_of(stream, arrays), pointers
+        return None if streams.recording() is not None else key, place, pointers
+
+    def _returned(
+        self, replay: Replay, held: list[Any], call: Call, arrays: tuple[Any, ...]
+    ) -> Any:
+        """What a call returns that was made the short way."""
+        found = []
+        for x in replay.results:
+            if type(x) is Made:
+                found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
+            else:
+                found.append(self._accept(arrays[x], call.arrays[x]))
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def _keep(
+        self, key: Any, recording: streams.Recording, call: Call, arrays: tuple[Any, ...], result: Any,
+        place: streams.Place,
+    ) -> None:  # fmt: skip
+        """Keep what was recorded for the short way, if launches are all that it takes."""
+        if recording.spoiled:
+            return
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        given: list[Any] = []
+        for name, x in zip(call.arrays, arrays, strict=True):
+            if x is None or isinstance(x, (bool, int, float)):
+                given.append(None)
+                continue
+            a: Any = self._accept(x, name)
+            if any(step < 0 for step in a.strides):
+                return
+            steps = zip(a.shape, a.strides, strict=True)
+            nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
+            given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
+        replay = replay_of(recording, given, call.written, results, place)
+        if replay is not None:
+            if len(self._replays) >= MOST_REPLAYS:
+                self._replays.clear()
+            self._replays[key] = replay
+
+
+def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments by their names."""
+    return dict(zip((*call.arrays, *call.options), (*arrays, *options), strict=True))
+
+
+_pending: list[NonFiniteInput] = []
+
+
+def raise_late() -> None:
+    """Raise what writes of functions before found in their rows, as far as it has arrived."""
+    collect_late()
+    if _pending:
+        raise _pending.pop(0)
+
+
+def collect_late(wait: bool = False) -> None:
+    """Hand out what has been reported: to the objects that wrote, and to the next function; see `Target`."""
+    if wait:
+        late.wait()
+    if late.arrived():
+        report = late.take()
+        if report is not None:
+            error = _late_error(report)
+            mark = None if report.what is None else report.what[2]
+            if mark is None:
+                _pending.append(error)
+            else:
+                mark(error.index[0], error)  # type: ignore[index]
+
+
+def watch(
+    k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
+    mark: Mark | None,
+) -> int:  # fmt: skip
+    """See `numkv.targets.base.Target.watch`."""
+    return late.number((k, v, mark))
+
+
+def _late_error(report: late.Report) -> NonFiniteInput:
+    """The error for an element that a kernel found to be NaN or infinite, after the call returned."""
+    if report.what is None:
+        return NonFiniteInput(
+            "expected finite numbers in an earlier call, got NaN or infinity", index=()
+        )
+    name, shape, kind = report.what[report.of_v]
+    index = tuple(int(i) for i in np.unravel_index(report.index, shape))
+    return NonFiniteInput(
+        f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
+        "call; the row was stored as zeros",
+        index=index,
+    )
