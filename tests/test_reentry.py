@@ -13,12 +13,9 @@ import numkv
 from numkv.kernels.scratch import Workspaces
 
 
-def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(pytestconfig):
-    """Calls, each with an unreachable object whose finaliser attends to something else, then signals.
-
-    2,000 of them, and 10,000 in nightly runs.
-    """
-    rounds = 10_000 if pytestconfig.getoption("nightly") else 2_000
+@pytest.mark.parametrize("rounds", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
+    """Calls, each with an unreachable object whose finaliser attends to something else, then signals."""
     found = processes.run(
         f"""
         outer, inner = problem(2200, 2, 64), problem(4200, 3, 32, seed=1)
