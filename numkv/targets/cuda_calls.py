@@ -71,7 +71,7 @@ def handle_of(stream: Any) -> int:
         handle = int(found)
     except (TypeError, ValueError):
         handle = -1
-    if handle < 0:
+    if not 0 <= handle < 1 << 64:
         raise NotSupported(
             f"`stream`: expected a stream of numba.cuda, CuPy or torch, an object with __cuda_stream__, a stream's "
             f"pointer or None, got {type(stream).__name__}"
