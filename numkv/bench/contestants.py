@@ -171,13 +171,21 @@ class _Dynamic(Contestant):
 class _Numkv(Contestant):
     implementation = "numkv"
 
+    def __init__(self, model: Any, cache: Any, room: int = 0) -> None:
+        super().__init__(model, cache, room)
+        self._plan: Any = None
+
     def store(self, layer: int, k: Any, v: Any) -> None:
         batch, _, tokens, _ = k.shape
-        plan = plan_of_mask(batch, tokens, tokens, mask_function=causal_mask_function)
-        _store(self.cache.layers[layer], k, v, plan)
+        # One plan for all layers, as in a forward pass: layers of different plans have books of their own, and every
+        # later step would be worked out for each of them, where a model's layers share one.
+        if self._plan is None:
+            self._plan = plan_of_mask(batch, tokens, tokens, mask_function=causal_mask_function)
+        _store(self.cache.layers[layer], k, v, self._plan)
 
     def keep(self) -> None:
         super().keep()
+        self._plan = None
         layer = self.cache.layers[0]
         self.room = layer.pool.k.shape[0] * layer.block_size // layer.books.batch
 

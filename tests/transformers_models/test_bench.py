@@ -18,6 +18,7 @@ from numkv.bench.results import DYNAMIC, FLOOR, STATIC
 from numkv.cli import bench, main
 from numkv.demo.cache import CacheChoice
 from numkv.errors import NotSupported
+from numkv.transformers.books import Books
 
 SIZES = {
     "model_type": "qwen2", "vocab_size": 90, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -103,6 +104,29 @@ def test_steps_leave_nothing_behind(made, window):
             assert int(there.cache.get_seq_length()) == 40
         assert (again == first).all(), name
         assert there.nbytes == size
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_layers_share_what_a_step_is_worked_out_from(made, window, monkeypatch):
+    """As in a model that generates, so that a step costs what it costs there."""
+    types = ["full_attention", "sliding_attention" if window else "full_attention"] * 2
+    config = {"num_hidden_layers": 4, "layer_types": types, "sliding_window": window}
+    one = made(config=config)
+    there = dict(contestants.candidates(["numkv"], [FP32], one.model, 40))["numkv fp32"]()
+    one._fill({"x": there}, 40, {})
+    advance, worked_out = Books.advance, []
+
+    def counted(books, *args, **kwargs):
+        worked_out.append(books.columns)
+        return advance(books, *args, **kwargs)
+
+    monkeypatch.setattr(Books, "advance", counted)
+    there.enter()
+    for _ in range(3):
+        worked_out.clear()
+        one._step(there, one._ids(1)[0])
+        assert worked_out == [40] * len(set(types))  # for each kind of layer, not for each layer
+        there.restore()
 
 
 def test_a_growing_cache_is_cut_back(made):
