@@ -94,20 +94,25 @@ def pool_after(pool, scale, kind, rows, slots):
 
 
 def append(rng, source, kind, by_slot, dim):
-    """Rows of one sequence by its block table, or of many by slots, of which one is skipped."""
-    rows = naive.round_to(rng.standard_normal((13, SHAPE[1], dim)), source)
-    pool, scale = empty_pool(rng, kind, dim)
-    where = to(pool), to(scale)
+    """Rows of K and V of one sequence by its block table, or of many by slots, of which one is skipped."""
+    sides = [
+        (naive.round_to(rng.standard_normal((13, SHAPE[1], dim)), source), *empty_pool(rng, kind, dim))
+        for _ in "kv"
+    ]  # fmt: skip
+    there = [(to_words(rows), source, to(pool), kind, to(scale)) for rows, pool, scale in sides]
     if by_slot:
         slots = rng.permutation(SHAPE[0] * SHAPE[2])[:13].astype(I64)
         slots[4] = -1
-        ops().scatter_rows(to_words(rows), source, where[0], kind, where[1], to(slots))
+        ops().scatter_both(*there, to(slots))
     else:
         table = rng.permutation(SHAPE[0])[:4].astype(I32)
         slots = operands.slots_of(table, 3, 13, SHAPE[2])
-        ops().append_rows(to_words(rows), source, where[0], kind, where[1], to(table), 3)
-    for got, want in zip(where, pool_after(pool, scale, kind, rows, slots), strict=True):
-        operands.assert_same(host(got), want)
+        ops().append_both(*there, to(table), 3)
+    for (rows, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
+        for found, want in zip(
+            (got, got_scale), pool_after(pool, scale, kind, rows, slots), strict=True
+        ):
+            operands.assert_same(host(found), want)
 
 
 def write(rng, source, k_kind, v_kind, mode, by_slot):
@@ -129,9 +134,7 @@ def write(rng, source, k_kind, v_kind, mode, by_slot):
         source,
         to(cos),
         to(sin),
-        normalise,
-        rotate,
-        interleaved,
+        (normalise, rotate, interleaved),
         *map(to, weights),
         1e-5,
     )

@@ -13,6 +13,9 @@ if importlib.util.find_spec("numba_cuda") is None:
 if shutil.which(os.environ.get("CC", "cc")) is None:
     pytest.skip("the stub driver needs a C compiler", allow_module_level=True)
 
+if os.path.exists("/dev/nvidiactl"):
+    pytest.skip("there is a GPU, which the stub driver would hide", allow_module_level=True)
+
 from tools.cuda import ptx_device
 
 # Before any test has a driver loaded.

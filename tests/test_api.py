@@ -60,7 +60,7 @@ PACKAGES = {
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "storage": ["Pool", "Rotation"],
-    "targets": ["Array", "CpuTarget", "Target", "by_key", "get", "of"],
+    "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip
 EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # that may be missing
 

@@ -15,7 +15,7 @@ from numkv.errors import NumkvError
 from numkv.targets.base import Array, Target
 from numkv.targets.cpu import CpuTarget
 
-__all__ = ["Array", "CpuTarget", "Target", "by_key", "get", "of"]
+__all__ = ["Array", "CpuTarget", "Target", "get", "of"]
 
 
 def get(target: str) -> Target:

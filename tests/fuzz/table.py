@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 
 from fuzz import rows_functions, rows_multi, rows_paged, rows_single
-from fuzz.play import Row, Scene
+from fuzz.play import Arg, Row, Scene
 from fuzz.surface import members, resolve
 
 __all__ = ["SCENES", "fitting", "rows_of"]
 
 #: Scenes with their weights; each has rows.
 SCENES = [*rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES]
+
+STREAM = Arg("anything", lambda d: None)
 
 #: Properties and methods that compile for seconds when they are first asked for, or end an object for good.
 NOT_BY_CHANCE = {"jit", "close"}
@@ -24,13 +26,18 @@ def _get(name):
 
 
 def _fitting(row: Row) -> Row | None:
-    """A row without the arguments that its callable does not have, or nothing where there is no such callable."""
+    """A row without the arguments that its callable does not have, or nothing where there is no such callable.
+
+    Whatever takes a stream gets None for it, or anything else, which the CPU refuses.
+    """
     try:
         parameters = inspect.signature(resolve(row.name)).parameters
     except AttributeError:
         return None
     except (TypeError, ValueError):
         return row
+    if "stream" in parameters and "stream" not in row.args:
+        row = row._replace(args={**row.args, "stream": STREAM})
     if row.call is not None and row.call.__name__ != "constructed":
         return row
     return row._replace(args={n: a for n, a in row.args.items() if n in parameters})

@@ -57,7 +57,7 @@ def named() -> dict[str, set[str]]:
     """Arguments of every callable in the table."""
     found: dict[str, set[str]] = {}
     for _, scene in table.SCENES:
-        for row in scene.rows:
+        for row in table.fitting(scene):
             found.setdefault(row.name, set()).update(row.args)
     return found
 
