@@ -48,13 +48,19 @@ class Stream:
         return 0, 42
 
 
-@pytest.mark.parametrize("stream", [0, 1, 42, np.int64(7), Stream()], ids=str)
+@pytest.mark.parametrize(
+    "stream", [0, 1, 42, np.int64(7), Stream()], ids=["0", "1", "42", "int64", "object"]
+)
 def test_streams_that_are_taken(there, stream):
     got = appended(there, there.asarray(np.array([5, -1, 2], I64)), stream=stream)
     assert got[1, 0, 1, 3] == 3
 
 
-@pytest.mark.parametrize("stream", ["0", -1, True, 1.5, object(), [0]], ids=repr)
+@pytest.mark.parametrize(
+    "stream",
+    ["0", -1, True, 1.5, object(), [0]],
+    ids=["str", "-1", "True", "1.5", "object", "list"],
+)
 def test_what_is_no_stream(there, stream):
     with pytest.raises(numkv.NotSupported, match=r"`stream`: expected a stream of numba\.cuda"):
         appended(there, there.asarray(np.array([5, -1, 2], I64)), stream=stream)
