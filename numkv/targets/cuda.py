@@ -235,10 +235,8 @@ class CudaTarget:
         if self._simulated:
             array[...] = 0
         elif array.size:
-            from cuda.bindings import driver
-
             size, handle = array.alloc_size, streams.current().handle
-            driver.cuMemsetD8Async(array.gpu_data.device_pointer, 0, size, handle)
+            streams.ask("cuMemsetD8Async", array.gpu_data.device_pointer, 0, size, handle)
             streams.current().synchronize()  # buffers are used on any stream
         return array
 

@@ -221,3 +221,18 @@ def test_narrow_floats_go_to_the_device_and_back(kind):
     buffers.of(other)[...] = x
     buffers.upload()
     assert np.array_equal(where.to_host(other), x)
+
+
+def test_what_the_driver_refuses_is_an_error():
+    """A copy that was not made must not pass for one: its array would hold what lay there before."""
+    from numkv.kernels.cuda import streams, uploads
+
+    cuda().current_context()
+    with pytest.raises(RuntimeError, match=r"^cuDeviceGet: .* got CUDA_ERROR_INVALID_DEVICE$"):
+        streams.ask("cuDeviceGet", 99)
+    with pytest.raises(MemoryError, match="no room"):
+        streams.ask("cuMemAlloc", 1 << 60)
+    for size in (10, uploads.RING):  # through the ring, and past it
+        with streams.on(streams.place(0, 0)):
+            x = np.arange(size, dtype=np.uint8)
+            assert np.array_equal(uploads.upload(x).copy_to_host(), x)

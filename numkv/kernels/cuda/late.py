@@ -94,7 +94,7 @@ def number(what: Any) -> int:
     """
     of = _of_device()
     with of.lock:
-        if of.calls == MOST_CALLS:
+        if of.calls >= MOST_CALLS:  # once a report has arrived they go on until it is taken
             cuda.synchronize()
             if not of.host[0]:
                 of.calls = 0

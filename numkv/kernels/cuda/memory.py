@@ -174,16 +174,13 @@ else:
     def _allocate(size: int) -> Any:
         # Of memory that a graph is to keep no other thread's capture shall hear.
         relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+        before = streams.ask("cuThreadExchangeStreamCaptureMode", relaxed)
         try:
-            error, pointer = driver.cuMemAlloc(size)
+            return streams.ask("cuMemAlloc", size)
+        except MemoryError:
+            raise MemoryError(f"the CUDA device has no room for {size} bytes") from None
         finally:
-            driver.cuThreadExchangeStreamCaptureMode(before)
-        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise MemoryError(f"the CUDA device has no room for {size} bytes")
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuMemAlloc: {error.name}")
-        return pointer
+            streams.ask("cuThreadExchangeStreamCaptureMode", before)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array of the current place, whose elements are undefined."""

@@ -14,11 +14,43 @@ from numba import cuda
 from numba.core import config
 
 __all__ = [
-    "SIMULATED", "Place", "Recording", "chosen", "current", "default", "follow", "is_ready", "on",
+    "SIMULATED", "Place", "Recording", "ask", "chosen", "current", "default", "follow", "is_ready", "on",
     "one_device", "place", "ready", "recorded", "recording", "spoil",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
+
+
+def ask(name: str, *args: Any) -> Any:
+    """Call a function of the driver.
+
+    Parameters
+    ----------
+    name : str
+        Its name in `cuda.bindings.driver`.
+    *args : object
+        Its arguments.
+
+    Returns
+    -------
+    object
+        What it gives back beside whether it worked; None for nothing.
+
+    Raises
+    ------
+    MemoryError
+        If the device has no room.
+    RuntimeError
+        If the driver refuses for another reason, a capture that forbids it among them.
+    """
+    from cuda.bindings import driver
+
+    error, *found = getattr(driver, name)(*args)
+    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise MemoryError(f"{name}: the CUDA device has no room")
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name}: expected the CUDA driver to do it, got {error.name}")
+    return found[0] if found else None
 
 
 class Place:
@@ -64,7 +96,7 @@ class Place:
             return False
         from cuda.bindings import driver
 
-        error, status = driver.cuStreamIsCapturing(self.handle)
+        status = ask("cuStreamIsCapturing", self.handle)
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
@@ -185,11 +217,9 @@ def follow(handle: int) -> None:
         from cuda.bindings import driver
 
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        _, there.mark = driver.cuEventCreate(flags)
-    from cuda.bindings import driver
-
-    driver.cuEventRecord(there.mark, there.handle)
-    driver.cuStreamWaitEvent(here.handle, there.mark, 0)
+        there.mark = ask("cuEventCreate", flags)
+    ask("cuEventRecord", there.mark, there.handle)
+    ask("cuStreamWaitEvent", here.handle, there.mark, 0)
 
 
 def recording() -> Recording | None:

@@ -30,21 +30,19 @@ class _Ring:
         self.memory = cuda.pinned_array(RING, np.uint8)
         self.address = int(self.memory.__array_interface__["data"][0])
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.events = [driver.cuEventCreate(flags)[1] for _ in range(PARTS)]
+        self.events = [streams.ask("cuEventCreate", flags) for _ in range(PARTS)]
         self.used = [False] * PARTS
         self.part, self.at = 0, 0
 
     def take(self, nbytes: int, handle: int) -> int:
         """Where so many bytes may be put."""
-        from cuda.bindings import driver
-
         size = RING // PARTS
         if self.at + nbytes > size:
-            driver.cuEventRecord(self.events[self.part], handle)
+            streams.ask("cuEventRecord", self.events[self.part], handle)
             self.used[self.part] = True
             self.part, self.at = (self.part + 1) % PARTS, 0
             if self.used[self.part]:
-                driver.cuEventSynchronize(self.events[self.part])
+                streams.ask("cuEventSynchronize", self.events[self.part])
         found = self.part * size + self.at
         self.at += -(-nbytes // 64) * 64
         return found
@@ -56,15 +54,13 @@ _rings: dict[tuple[int, int], _Ring] = {}
 
 def upload(x: np.ndarray[Any, Any]) -> Any:
     """A copy of a contiguous array on the current place."""
-    from cuda.bindings import driver
-
     made = memory.empty(x.shape, x.dtype)
     nbytes = math.prod(x.shape) * x.dtype.itemsize
     if not nbytes:
         return made
-    here = streams.current()
+    here, there = streams.current(), made.gpu_data.device_pointer
     if nbytes > RING // PARTS:
-        driver.cuMemcpyHtoDAsync(made.gpu_data.device_pointer, x.ctypes.data, nbytes, here.handle)
+        streams.ask("cuMemcpyHtoDAsync", there, x.ctypes.data, nbytes, here.handle)
         here.synchronize()  # the array may change
         return made
     ring = _rings.get((here.device, here.handle))
@@ -73,9 +69,7 @@ def upload(x: np.ndarray[Any, Any]) -> Any:
     with _lock:
         at = ring.take(nbytes, here.handle)
         ring.memory[at : at + nbytes] = x.reshape(-1).view(np.uint8)
-        driver.cuMemcpyHtoDAsync(
-            made.gpu_data.device_pointer, ring.address + at, nbytes, here.handle
-        )
+        streams.ask("cuMemcpyHtoDAsync", there, ring.address + at, nbytes, here.handle)
     return made
 
 
