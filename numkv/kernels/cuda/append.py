@@ -15,7 +15,17 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
+from numkv.kernels.cuda.instructions import global_address, load_global_16, store_global_16
 from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.octets import (
+    ELEMENTS,
+    bytes_of,
+    lanes_for,
+    magnitude,
+    octet_loader,
+    octets_fit,
+    row_putter,
+)
 from numkv.kernels.cuda.rows import (
     V_SIDE,
     first_bad_of,
@@ -24,7 +34,7 @@ from numkv.kernels.cuda.rows import (
     slot_finder,
     zero_int4_group,
 )
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -165,6 +175,142 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     return kernel
 
 
+def octet_side(SRC, DST, BY_SLOT):
+    """The function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
+    AS_IS, QUANTISED = SRC == DST, needs_peak(DST)
+    FROM, TO, SCALES_PER = bytes_of(SRC), bytes_of(DST), kind(DST).scales_per
+    HEAD, ROW, GROUP_OF = SCALES_PER == "head", SCALES_PER == "row", SCALES_PER == "group"
+    COMPUTE = "float64" if DST == "fp64" else "float32"
+    REAL = np.float64 if COMPUTE == "float64" else np.float32
+    find, load, put = slot_finder(BY_SLOT), octet_loader(SRC, COMPUTE), row_putter(DST, COMPUTE)
+    PIECES = FROM // 16
+
+    @register_jitable
+    def report(x, octets, index, look, found, raised):
+        """Tell of the first element of a lane that is not finite."""
+        first = np.int64(0)
+        for i in range(7, -1, -1):
+            if not is_finite(x[8 + i]):
+                first = np.int64(octets[1] * 8 + i)
+        for i in range(7, -1, -1):
+            if not is_finite(x[i]):
+                first = np.int64(octets[0] * 8 + i)
+        cuda.atomic.min(found, 0, look + index + first)
+        cuda.threadfence_system()
+        raised[0] = 1
+
+    @register_jitable
+    def side(rows, pool, scale, places, start, part, found, raised):
+        (num_tokens, num_heads, dim), steps, base = rows
+        (num_blocks, _, block_size, _), pool_steps, pool_base = pool
+        first_block, num_parts, log, look = part
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        lane, mine, at_once = thread & (lanes - 1), thread >> log, np.int64(THREADS) >> log
+        num_heads, block_size, octets = natural(num_heads), natural(block_size), natural(dim) >> 3
+        num_rows, num_slots = num_tokens * num_heads, num_blocks * block_size
+        x = cuda.local.array(ELEMENTS, REAL)
+        # All threads go round equally often, as those of a warp meet inside.
+        for first in range(first_block * at_once, num_rows, num_parts * at_once):
+            row = natural(first + mine)
+            if row >= num_rows:
+                row = np.int64(0)
+            t = row // num_heads
+            h = row - t * num_heads
+            slot = find(places, t, start, block_size)
+            here = first + mine < num_rows and slot >= 0 and slot < num_slots
+            block = natural(slot) // block_size
+            offset = natural(slot) - block * block_size
+            source = base + t * steps[0] + h * steps[1]
+            to = pool_base + block * pool_steps[0] + h * pool_steps[1] + offset * pool_steps[2]
+            scale_at, group_step = np.int64(0), np.int64(0)
+            if HEAD:
+                scale_at = scale[1] + h * scale[0][0]
+            elif ROW or GROUP_OF:
+                scale_at = scale[1] + block * scale[0][0] + h * scale[0][1] + offset * scale[0][2]
+                if GROUP_OF:
+                    group_step = scale[0][3]
+            if AS_IS:
+                if here:
+                    for piece in range(lane, octets * PIECES, 2 * lanes):
+                        other = piece + lanes
+                        a, b, c, d = load_global_16(source + piece * 16)
+                        if other < octets * PIECES:
+                            e, f, g, i = load_global_16(source + other * 16)
+                            store_global_16(to + other * 16, e, f, g, i)
+                        store_global_16(to + piece * 16, a, b, c, d)
+            elif QUANTISED:
+                mine_of = (lane, lane + lanes)
+                have = (here and lane < octets, here and lane + lanes < octets)
+                # A lane without an octet takes the first one too, one without a row the first row: nobody branches.
+                load(source + (mine_of[0] if have[0] else np.int64(0)) * FROM, x, 0)
+                load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
+                largest = magnitude(x)
+                bad = put(x, mine_of, have, lanes, (to, scale_at, group_step), largest, look)
+                if bad and have[0] and largest >= np.uint32(0x7F800000):
+                    report(x, mine_of, row * dim, look, found, raised)
+            else:
+                for octet in range(lane, octets, 2 * lanes):
+                    mine_of = (octet, octet + lanes)
+                    have = (here, here and octet + lanes < octets)
+                    if have[0]:
+                        load(source + mine_of[0] * FROM, x, 0)
+                    if have[1]:
+                        load(source + mine_of[1] * FROM, x, 8)
+                    put(x, mine_of, have, lanes, (to, scale_at, group_step), np.uint32(0), look)
+
+    return side
+
+
+def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
+    """The kernel of `make_append` for rows that are aligned: two octets a thread, several rows a warp.
+
+    Blocks of threads from `k_blocks` on take V. `lanes` are the binary logarithms of the lanes of a row of K and of V.
+    """
+    SAME = (K_SRC, K_KIND) == (V_SRC, V_KIND)
+    side_k, side_v = octet_side(K_SRC, K_KIND, BY_SLOT), octet_side(V_SRC, V_KIND, BY_SLOT)
+
+    def kernel(
+        k, k_pool, k_scale, v, v_pool, v_scale, places, start, k_blocks, lanes, look, found, raised
+    ):  # fmt: skip
+        block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
+        is_k = block < k_blocks
+        rows = (k.shape, k.strides, global_address(k))
+        pool = (k_pool.shape, k_pool.strides, global_address(k_pool))
+        scale = (k_scale.strides, global_address(k_scale))
+        part = (block, np.int64(k_blocks), np.int64(lanes[0]), np.int64(look))
+        if not is_k:
+            part = (
+                block - k_blocks, grid - k_blocks, np.int64(lanes[1]),
+                np.int64(look + V_SIDE) if look > 0 else np.int64(0),
+            )  # fmt: skip
+            if SAME:
+                rows = (v.shape, v.strides, global_address(v))
+                pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
+                scale = (v_scale.strides, global_address(v_scale))
+        if SAME or is_k:
+            side_k(rows, pool, scale, places, start, part, found, raised)
+        else:
+            of_rows = (v.shape, v.strides, global_address(v))
+            of_pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
+            of_scale = (v_scale.strides, global_address(v_scale))
+            side_v(of_rows, of_pool, of_scale, places, start, part, found, raised)
+
+    return kernel
+
+
+@functools.cache
+def _append_octets(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> Any:
+    i64 = types.int64
+    sides = [
+        (array(WORDS[src], 3), array(WORDS[dst], 4), array(*SCALES[dst]))
+        for src, dst in ((k_src, k_kind), (v_src, v_kind))
+    ]
+    signature = (
+        *sides[0], *sides[1], INDICES, i64, i64, types.UniTuple(i64, 2), i64, array(i64, 1), array(i64, 1),
+    )  # fmt: skip
+    return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, 6)
+
+
 @functools.cache
 def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> Any:
     sides = [
@@ -178,6 +324,16 @@ def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> 
     return jit(make_append, key, signature, 4 if grouped else 8)
 
 
+def _by_octets(rows, source, pool, kind):
+    """Whether rows are such that `make_append_octets` takes them."""
+    return octets_fit(rows, source, rows.shape[2]) and octets_fit(pool, kind, rows.shape[2])
+
+
+def _octet_blocks(rows, lanes):
+    """Blocks that a launch wants, of as many rows each as fit a block's threads; half of what there may be."""
+    return min(ceil_div(rows.shape[0] * rows.shape[1], THREADS >> lanes), max(1, MAX_BLOCKS // 2))
+
+
 def _blocks(rows, pool_kind, scale):
     """Blocks that a launch wants: rows, or their groups, over the threads; half of what there may be."""
     num_rows = rows.shape[0] * rows.shape[1]
@@ -188,26 +344,28 @@ def _blocks(rows, pool_kind, scale):
     return min(wanted, max(1, MAX_BLOCKS // 2))
 
 
-def _both(k_side, v_side, places, start, look, by_slot):
+def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
     (k, k_src, k_pool, k_kind, k_scale), (v, v_src, v_pool, v_kind, v_scale) = k_side, v_side
-    kernel = _append(k_src, k_kind, v_src, v_kind, by_slot)
+    kinds = k_src, k_kind, v_src, v_kind, by_slot
+    arrays = k, k_pool, k_scale, v, v_pool, v_scale, places, int(start)
+    if _by_octets(k, k_src, k_pool, k_kind) and _by_octets(v, v_src, v_pool, v_kind):
+        lanes = lanes_for(k.shape[2] // 8), lanes_for(v.shape[2] // 8)
+        k_blocks, v_blocks = _octet_blocks(k, lanes[0]), _octet_blocks(v, lanes[1])
+        launch(
+            _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays, k_blocks, lanes, look,
+            *late.flags(),
+        )  # fmt: skip
+        return
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
-        kernel, k_blocks + v_blocks, (LANES, ROWS), k, k_pool, k_scale, v, v_pool, v_scale, places,
-        int(start), k_blocks, look, *late.flags(),
+        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, k_blocks, look, *late.flags(),
     )  # fmt: skip
 
 
 def _one(rows, rows_kind, pool, pool_kind, scale, places, start, by_slot):
     """Append rows of one side: the kernel for both, of whose blocks none takes the other side."""
-    kernel, blocks = (
-        _append(rows_kind, pool_kind, rows_kind, pool_kind, by_slot),
-        _blocks(rows, pool_kind, scale),
-    )
-    launch(
-        kernel, blocks, (LANES, ROWS), rows, pool, scale, rows, pool, scale, places, int(start), blocks, 0,
-        *late.flags(),
-    )  # fmt: skip
+    side = rows, rows_kind, pool, pool_kind, scale
+    _both(side, side, places, start, 0, by_slot, only_k=True)
 
 
 @implements(Operations.append_rows)
@@ -319,5 +477,6 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         k_src, k_kind, v_src, v_kind, by_slot = case
         name = f"append[K {k_src} to {k_kind}, V {v_src} to {v_kind}, by {'slot' if by_slot else 'table'}]"
         yield name, *_append(*case).described
+        yield f"{name[:-1]}, octets]", *_append_octets(*case).described
     for bytes_, word in _UNSIGNED.items():
         yield f"copy_rows[{word}]", *_copy_rows(bytes_).described
