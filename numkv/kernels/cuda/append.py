@@ -19,11 +19,13 @@ from numkv.kernels.cuda.instructions import global_address, load_global_16, stor
 from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
+    address_finder,
     bytes_of,
     lanes_for,
     magnitude,
     octet_loader,
     octets_fit,
+    report,
     row_putter,
 )
 from numkv.kernels.cuda.rows import (
@@ -178,26 +180,11 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
 def octet_side(SRC, DST, BY_SLOT):
     """The function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
     AS_IS, QUANTISED = SRC == DST, needs_peak(DST)
-    FROM, TO, SCALES_PER = bytes_of(SRC), bytes_of(DST), kind(DST).scales_per
-    HEAD, ROW, GROUP_OF = SCALES_PER == "head", SCALES_PER == "row", SCALES_PER == "group"
+    FROM, find_row = bytes_of(SRC), address_finder(DST)
     COMPUTE = "float64" if DST == "fp64" else "float32"
     REAL = np.float64 if COMPUTE == "float64" else np.float32
     find, load, put = slot_finder(BY_SLOT), octet_loader(SRC, COMPUTE), row_putter(DST, COMPUTE)
     PIECES = FROM // 16
-
-    @register_jitable
-    def report(x, octets, index, look, found, raised):
-        """Tell of the first element of a lane that is not finite."""
-        first = np.int64(0)
-        for i in range(7, -1, -1):
-            if not is_finite(x[8 + i]):
-                first = np.int64(octets[1] * 8 + i)
-        for i in range(7, -1, -1):
-            if not is_finite(x[i]):
-                first = np.int64(octets[0] * 8 + i)
-        cuda.atomic.min(found, 0, look + index + first)
-        cuda.threadfence_system()
-        raised[0] = 1
 
     @register_jitable
     def side(rows, pool, scale, places, start, part, found, raised):
@@ -221,14 +208,7 @@ def octet_side(SRC, DST, BY_SLOT):
             block = natural(slot) // block_size
             offset = natural(slot) - block * block_size
             source = base + t * steps[0] + h * steps[1]
-            to = pool_base + block * pool_steps[0] + h * pool_steps[1] + offset * pool_steps[2]
-            scale_at, group_step = np.int64(0), np.int64(0)
-            if HEAD:
-                scale_at = scale[1] + h * scale[0][0]
-            elif ROW or GROUP_OF:
-                scale_at = scale[1] + block * scale[0][0] + h * scale[0][1] + offset * scale[0][2]
-                if GROUP_OF:
-                    group_step = scale[0][3]
+            to = find_row(pool_base, pool_steps, scale[1], scale[0], (block, h, offset))
             if AS_IS:
                 if here:
                     for piece in range(lane, octets * PIECES, 2 * lanes):
@@ -236,8 +216,8 @@ def octet_side(SRC, DST, BY_SLOT):
                         a, b, c, d = load_global_16(source + piece * 16)
                         if other < octets * PIECES:
                             e, f, g, i = load_global_16(source + other * 16)
-                            store_global_16(to + other * 16, e, f, g, i)
-                        store_global_16(to + piece * 16, a, b, c, d)
+                            store_global_16(to[0] + other * 16, e, f, g, i)
+                        store_global_16(to[0] + piece * 16, a, b, c, d)
             elif QUANTISED:
                 mine_of = (lane, lane + lanes)
                 have = (here and lane < octets, here and lane + lanes < octets)
@@ -245,9 +225,9 @@ def octet_side(SRC, DST, BY_SLOT):
                 load(source + (mine_of[0] if have[0] else np.int64(0)) * FROM, x, 0)
                 load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
                 largest = magnitude(x)
-                bad = put(x, mine_of, have, lanes, (to, scale_at, group_step), largest, look)
+                bad = put(x, mine_of, have, lanes, to, largest, look)
                 if bad and have[0] and largest >= np.uint32(0x7F800000):
-                    report(x, mine_of, row * dim, look, found, raised)
+                    report(x, mine_of, look + row * dim, found, raised)
             else:
                 for octet in range(lane, octets, 2 * lanes):
                     mine_of = (octet, octet + lanes)
@@ -256,7 +236,7 @@ def octet_side(SRC, DST, BY_SLOT):
                         load(source + mine_of[0] * FROM, x, 0)
                     if have[1]:
                         load(source + mine_of[1] * FROM, x, 8)
-                    put(x, mine_of, have, lanes, (to, scale_at, group_step), np.uint32(0), look)
+                    put(x, mine_of, have, lanes, to, np.uint32(0), look)
 
     return side
 

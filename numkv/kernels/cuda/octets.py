@@ -38,17 +38,19 @@ from numkv.kernels.cuda.instructions.scalars import (
     load_global_word16,
     smaller_float,
     store_global,
+    other_float,
     store_global_8,
 )
 from numkv.kernels.cuda.launches import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import LOWEST, OFFSETS, lowest_level
-from numkv.rows.quantize import int8_code, int8_scale
+from numkv.rows.quantize import int8_code, int8_scale, is_finite
+from numkv.rows.rope import rotate_pair
 
 __all__ = [
-    "ELEMENTS", "MAX_DIM", "bytes_of", "lanes_for", "magnitude", "octet_loader", "octet_storer",
-    "octets_fit", "row_putter",
+    "ELEMENTS", "MAX_DIM", "address_finder", "bytes_of", "lanes_for", "magnitude", "octet_loader", "octet_storer", "octets_fit",
+    "quad_loader", "report", "rotate_octets", "row_putter", "rows_aligned", "sum_of_lanes",
 ]  # fmt: skip
 
 #: Elements that a lane has of a row: two octets.
@@ -230,6 +232,31 @@ def octet_storer(KIND):
     return store
 
 
+def address_finder(KIND):
+    """The function that finds where a row lies, for `row_putter`.
+
+    ``find(pool, steps, scale, scale_steps, (block, head, offset))``: of addresses and strides of the pool and of its
+    scales, the address of the row, that of its scale and the step between scales of groups.
+    """
+    PER = kind_of(KIND).scales_per
+    HEAD, ROW, GROUPS = PER == "head", PER == "row", PER == "group"
+
+    @register_jitable
+    def find(pool, steps, scale, scale_steps, place):
+        block, h, offset = place
+        row = pool + block * steps[0] + h * steps[1] + offset * steps[2]
+        of_scale, step = np.int64(0), np.int64(0)
+        if HEAD:
+            of_scale = scale + h * scale_steps[0]
+        elif ROW or GROUPS:
+            of_scale = scale + block * scale_steps[0] + h * scale_steps[1] + offset * scale_steps[2]
+            if GROUPS:
+                step = np.int64(scale_steps[3])
+        return row, of_scale, step
+
+    return find
+
+
 @register_jitable
 def magnitude(x):
     """The bits of the largest magnitude among a lane's elements, as a float32; those of NaN are above infinity's."""
@@ -275,6 +302,70 @@ def _four_divided(x, at, scale):
         byte = np.uint32(np.uint8(int8_code(np.float32(x[at + i]), scale)))
         word = np.uint32(word | np.uint32(byte << np.uint32(8 * i)))
     return word
+
+
+@register_jitable
+def report(x, octets, index, found, raised):
+    """Tell of the first element of a lane that is not finite; its octets begin at `index` in a count of all elements."""
+    first = np.int64(0)
+    for i in range(7, -1, -1):
+        if not is_finite(x[8 + i]):
+            first = np.int64(octets[1] * 8 + i)
+    for i in range(7, -1, -1):
+        if not is_finite(x[i]):
+            first = np.int64(octets[0] * 8 + i)
+    cuda.atomic.min(found, 0, index + first)
+    cuda.threadfence_system()
+    raised[0] = 1
+
+
+@register_jitable
+def sum_of_lanes(x, lanes):
+    """The sum over a row's lanes, in the same order for all of them."""
+    step = np.uint32(lanes) >> np.uint32(1)
+    while step > np.uint32(0):
+        x = x + other_float(x, np.uint32(step))
+        step = np.uint32(np.uint32(step) >> np.uint32(1))
+    return x
+
+
+def quad_loader(COMPUTE, TABLE):
+    """The function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
+    REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, TABLE == "float64"
+
+    @register_jitable
+    def load(address, x, at):
+        if WIDE:
+            for i in range(2):
+                a, b, c, d = load_global_16(address + np.int64(16 * i))
+                low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
+                high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
+                x[at + 2 * i], x[at + 2 * i + 1] = REAL(low.view(np.float64)), REAL(high.view(np.float64))
+        else:
+            a, b, c, d = load_global_16(address)
+            x[at], x[at + 1] = REAL(a.view(np.float32)), REAL(b.view(np.float32))
+            x[at + 2], x[at + 3] = REAL(c.view(np.float32)), REAL(d.view(np.float32))
+
+    return load
+
+
+@register_jitable
+def rotate_octets(x, cos, sin, interleaved):
+    """Turn the pairs of a lane: of adjacent elements by angles 0 to 3 and 4 to 7, or of both octets by 0 to 7."""
+    if interleaved:
+        for i in range(8):
+            x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], cos[i], sin[i])
+    else:
+        for i in range(8):
+            x[i], x[8 + i] = rotate_pair(x[i], x[8 + i], cos[i], sin[i])
+
+
+def rows_aligned(array) -> bool:
+    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order."""
+    steps = tuple(array.strides)
+    if steps[-1] != array.dtype.itemsize or any(step % 16 for step in steps[:-1]):
+        return False
+    return int(array.gpu_data.device_pointer) % 16 == 0
 
 
 def row_putter(KIND, COMPUTE="float32"):

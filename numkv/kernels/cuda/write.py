@@ -12,12 +12,19 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
+from numba.extending import register_jitable
 
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
+from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.octets import (
+    ELEMENTS, MAX_DIM, address_finder, bytes_of, lanes_for, magnitude, octet_loader, octet_storer, octets_fit,
+    quad_loader, report, rotate_octets, row_putter, rows_aligned, sum_of_lanes,
+)  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -28,7 +35,8 @@ from numkv.rows.rope import pair_of, rotate_pair
 
 __all__ = ["scatter_write", "small_write", "write_rows"]
 
-ROWS = THREADS // LANES  # heads that a block takes at once
+ROWS = THREADS // LANES  # heads that a block takes at once, if they fit
+SHARED_BYTES = 48 * 1024  # what every device lends a block
 
 
 def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
@@ -65,8 +73,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         at = warp * max(dim, dim_v)
         squares = cuda.shared.array(SHAPE, F)
         # All threads go round equally often, as they wait for each other inside.
+        at_once = np.int64(cuda.blockDim.y)
         for first in range(
-            np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
+            np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
             row = first + warp
             t, h = row // num_heads, row % num_heads
@@ -138,8 +147,141 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     return kernel
 
 
+def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
+    """The kernel of `make_write_rows` for rows that are aligned; see `numkv.kernels.cuda.octets`.
+
+    A lane has two octets whose elements are the pairs of a rotation, or two of any other row. Items of a block of
+    threads are heads of one sort: first those of q, then those of k and v, so that no warp waits for another sort.
+    """
+    FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
+    SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
+    V_PER_WORD, WORD_BYTES = kind(V_KIND).elements_per_word, 8 if COMPUTE == "float64" else 4
+    TABLE_BYTES = 8 if TABLE == "float64" else 4
+    load, store_q, find = octet_loader(SRC, COMPUTE), octet_storer(SRC), slot_finder(BY_SLOT)
+    load_weight, load_quad = quad_loader(COMPUTE, COMPUTE), quad_loader(COMPUTE, TABLE)
+    put_k, put_v = row_putter(K_KIND, COMPUTE), row_putter(V_KIND, COMPUTE)
+    k_at, v_at = address_finder(K_KIND), address_finder(V_KIND)
+
+    @register_jitable
+    def normalise_octets(x, octets, have, weight, dim, eps, lanes):
+        total = REAL(0)
+        if have:
+            for i in range(ELEMENTS):
+                total += x[i] * x[i]
+        total = sum_of_lanes(total, lanes)
+        inverse = REAL(1) / REAL(root_mean_square(total, REAL(dim), REAL(eps)))
+        w = cuda.local.array(8, REAL)
+        for i in range(2):
+            at = weight + octets[i] * (8 * WORD_BYTES)
+            load_weight(at, w, 0)
+            load_weight(at + 4 * WORD_BYTES, w, 4)
+            for j in range(8):
+                x[8 * i + j] = x[8 * i + j] * inverse * w[j]
+
+    @register_jitable
+    def turn(x, octets, tables, steps, half, interleaved):
+        cos, sin = cuda.local.array(8, REAL), cuda.local.array(8, REAL)
+        for i in range(2):
+            quad = 4 * octets[i] if interleaved else 8 * octets[0] + 4 * i
+            turns = quad < half
+            at = (quad if turns else np.int64(0)) * TABLE_BYTES
+            load_quad(tables[0] + at, cos, 4 * i)
+            load_quad(tables[1] + at, sin, 4 * i)
+            for j in range(4):
+                cos[4 * i + j] = cos[4 * i + j] if turns else REAL(1)
+                sin[4 * i + j] = sin[4 * i + j] if turns else REAL(0)
+        rotate_octets(x, cos, sin, interleaved)
+
+    def kernel(
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+        look, found, raised, log,
+    ):  # fmt: skip
+        normalise, rotate, interleaved, eps, first_angle, start = options
+        q_heads, dim, kv_heads = natural(q_out.shape[1]), natural(q_out.shape[2]), natural(k_pool.shape[1])
+        block_size, num_slots = natural(k_pool.shape[2]), k_pool.shape[0] * np.int64(k_pool.shape[2])
+        dim_v, num_tokens = natural(v_pool.shape[3] * V_PER_WORD), natural(qkv.shape[0])
+        lanes, thread, at_once = np.int64(1) << log, np.int64(cuda.threadIdx.x), np.int64(THREADS) >> log
+        lane, mine = thread & (lanes - 1), thread >> log
+        q_items = (num_tokens * q_heads + at_once - 1) // at_once
+        kv_items = (num_tokens * kv_heads + at_once - 1) // at_once
+        x = cuda.local.array(ELEMENTS, REAL)
+        # All threads go round equally often, as those of a warp meet inside.
+        for item in range(np.int64(cuda.blockIdx.x), q_items + 2 * kv_items, np.int64(cuda.gridDim.x)):
+            is_q, is_v = item < q_items, item >= q_items + kv_items
+            first = item if is_q else item - q_items - (kv_items if is_v else np.int64(0))
+            heads = q_heads if is_q else kv_heads
+            row = natural(first * at_once + mine)
+            here = row < num_tokens * heads
+            if not here:
+                row = np.int64(0)
+            t = row // heads
+            h = row - t * heads
+            width = dim_v if is_v else dim
+            column = (q_heads + kv_heads) * dim + h * dim_v if is_v else (h if is_q else q_heads + h) * dim
+            source = global_address(qkv) + t * qkv.strides[0] + column * (FROM // 8)
+            angle = np.int64(0)
+            if rotate:
+                angle = number_at(angles, t) if BY_SLOT else np.int64(first_angle + t)
+            here = here and (not rotate or (angle >= 0 and angle < cos.shape[0]))
+            half_of = width >> 4
+            have = here and lane < half_of
+            # Lanes without octets take the first ones, and rows that are not there the first row: nobody branches.
+            low = lane if lane < half_of else np.int64(0)
+            octets = (low, low + half_of)
+            load(source + octets[0] * FROM, x, 0)
+            load(source + octets[1] * FROM, x, 8)
+            raw = magnitude(x) if LOOKS else np.uint32(0)
+            if not is_v:
+                if normalise:
+                    weight = global_address(q_weight) if is_q else global_address(k_weight)
+                    normalise_octets(x, octets, lane < half_of, weight, dim, eps, lanes)
+                if rotate:
+                    angle = angle if here else np.int64(0)
+                    tables = (
+                        global_address(cos) + angle * cos.strides[0], global_address(sin) + angle * sin.strides[0],
+                    )  # fmt: skip
+                    turn(x, octets, tables, half_of, np.int64(cos.shape[1]), interleaved)
+            if is_q:
+                if have:
+                    to = global_address(q_out) + t * q_out.strides[0] + h * q_out.strides[1]
+                    store_q(x, 0, to + octets[0] * FROM, np.float32(1))
+                    store_q(x, 8, to + octets[1] * FROM, np.float32(1))
+                continue
+            slot = find(places, t, start, block_size)
+            have = have and slot >= 0 and slot < num_slots
+            block = natural(slot) // block_size
+            place = (block, h, natural(slot) - block * block_size)
+            largest = magnitude(x) if LOOKS else np.uint32(0)
+            if look > 0 and raw >= np.uint32(0x7F800000):
+                largest = np.uint32(0x7F800000)
+            both = (have, have)
+            if SAME:
+                pool, steps = global_address(k_pool), k_pool.strides
+                scale, scale_steps = global_address(k_scale), k_scale.strides
+                if is_v:
+                    pool, steps = global_address(v_pool), v_pool.strides
+                    scale, scale_steps = global_address(v_scale), v_scale.strides
+                put_k(x, octets, both, lanes, k_at(pool, steps, scale, scale_steps, place), largest, look)
+            elif is_v:
+                to = v_at(global_address(v_pool), v_pool.strides, global_address(v_scale), v_scale.strides, place)
+                put_v(x, octets, both, lanes, to, largest, look)
+            else:
+                to = k_at(global_address(k_pool), k_pool.strides, global_address(k_scale), k_scale.strides, place)
+                put_k(x, octets, both, lanes, to, largest, look)
+            if LOOKS:
+                if look > 0 and have and raw >= np.uint32(0x7F800000):
+                    load(source + octets[0] * FROM, x, 0)
+                    load(source + octets[1] * FROM, x, 8)
+                    side = np.int64(V_SIDE) if is_v else np.int64(0)
+                    report(x, octets, look + side + t * qkv.shape[1] + column, found, raised)
+
+    return kernel
+
+
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool, table: str) -> Any:
+def _write_rows(
+    src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool, table: str, octets: bool = False
+) -> Any:  # fmt: skip
     real, i64, flag = getattr(types, compute), types.int64, types.boolean
     angles = array(getattr(types, table), 2)
     signature = (
@@ -148,7 +290,27 @@ def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool,
         array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
         array(i64, 1),
     )  # fmt: skip
+    if octets:
+        key = (src, k_kind, v_kind, compute, by_slot, table)
+        return jit(make_write_octets, key, (*signature, types.int64), 4 if compute == "float32" else 2)
     return jit(make_write_rows, (src, k_kind, v_kind, compute, by_slot), signature, 6)
+
+
+def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
+    """Whether rows are such that `make_write_octets` takes them."""
+    dim, (_, rotate, interleaved) = q_out.shape[2], mode
+    if rotate:
+        half = cos.shape[1]
+        if not (cos.shape[0] and (half % 4 == 0 if interleaved else 2 * half == dim)):
+            return False
+    for pool, of in pools:
+        width = pool.shape[3] * kind(of).elements_per_word
+        if width % (64 if kind(of).is_packed else 16) or width > MAX_DIM or not octets_fit(pool, of, width):
+            return False
+    if dim % 16 or dim > MAX_DIM or not octets_fit(q_out, qkv_kind, dim):
+        return False
+    tables = (cos, sin) if rotate else ()
+    return all(rows_aligned(x) for x in (qkv, *tables, *weights))
 
 
 def _write(
@@ -156,14 +318,30 @@ def _write(
     v_kind, v_scale, places, look, by_slot,
 ):  # fmt: skip
     compute = q_weight.dtype
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name)
-    heads = q_out.shape[1] + 2 * k_pool.shape[1]
+    tokens, heads, kv_heads = qkv.shape[0], q_out.shape[1], k_pool.shape[1]
+    kinds = qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name
     widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
+    arrays = (
+        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places, look,
+        *late.flags(),
+    )  # fmt: skip
+    pools = (k_pool, k_kind), (v_pool, v_kind)
+    if _by_octets(qkv, qkv_kind, cos, sin, options[:3], (q_weight, k_weight), q_out, pools):
+        lanes = lanes_for(widest // 8)
+        at_once = THREADS >> lanes
+        items = ceil_div(tokens * heads, at_once) + 2 * ceil_div(tokens * kv_heads, at_once)
+        launch(_write_rows(*kinds, True), items, THREADS, *arrays, lanes)
+        return
+    row_bytes = widest * compute.itemsize
+    if row_bytes > SHARED_BYTES:
+        raise NotSupported(
+            f"`qkv`: expected heads of at most {SHARED_BYTES // compute.itemsize} elements on CUDA, whose rows lie in "
+            f"shared memory while they are rotated, got {widest}; rotate the rows before, and append them"
+        )
+    at_once = max(1, min(ROWS, SHARED_BYTES // row_bytes))
     launch(
-        kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
-        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
-        look, *late.flags(),
-        shared_bytes=ROWS * widest * compute.itemsize,
+        _write_rows(*kinds), ceil_div(tokens * (heads + 2 * kv_heads), at_once), (LANES, at_once), *arrays,
+        shared_bytes=at_once * row_bytes,
     )  # fmt: skip
 
 
@@ -213,3 +391,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name = "scatter_write" if by_slot else "write_rows"
         kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute)
         yield f"{name}[{src} to K {k_kind}, V {v_kind}]", *kernel.described
+        kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute, True)
+        yield f"{name}[{src} to K {k_kind}, V {v_kind}, octets]", *kernel.described

@@ -12,8 +12,8 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic
 
 __all__ = [
-    "fma_to_zero", "greater_float", "load_global_8", "load_global_float", "load_global_word16", "smaller_float",
-    "store_global", "store_global_8",
+    "fma_to_zero", "greater_float", "load_global_8", "load_global_float", "load_global_word16", "other_float",
+    "smaller_float", "store_global", "store_global_8",
 ]  # fmt: skip
 
 _PAIR = ir.VectorType(I32, 2)
@@ -103,6 +103,25 @@ def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
     typed.__name__ = typed.__qualname__ = name
     typed.__doc__ = doc
     return intrinsic(typed)
+
+
+@intrinsic
+def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
+    """`shuffle_xor` of a float32 or, in two words, a float64: ``x[arange(32) ^ lanes]``."""
+
+    def codegen(context, b, sig, args):
+        word = ir.FunctionType(I32, [I32, I32])
+        asm = ir.InlineAsm(word, "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=r,r,r")
+        count = 2 if sig.args[0] == types.float64 else 1
+        vector = ir.VectorType(I32, count)
+        words, found = b.bitcast(args[0], vector), ir.Constant(vector, ir.Undefined)
+        for i in range(count):
+            at = ir.Constant(I32, i)
+            one = b.call(asm, [b.extract_element(words, at), args[1]], attrs=("convergent",))
+            found = b.insert_element(found, one, at)
+        return b.bitcast(found, args[0].type)
+
+    return x(x, types.uint32), codegen
 
 
 fma_to_zero = _of_floats(
