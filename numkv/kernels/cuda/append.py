@@ -15,18 +15,20 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.instructions import global_address, load_global_16, store_global_16
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.instructions import global_address
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, SIMULATED, array, jit, launch, number_at
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     address_finder,
     bytes_of,
+    copy_row,
     lanes_for,
     magnitude,
     octet_loader,
     octets_fit,
     report,
     row_putter,
+    rows_aligned,
 )
 from numkv.kernels.cuda.rows import (
     V_SIDE,
@@ -211,13 +213,7 @@ def octet_side(SRC, DST, BY_SLOT):
             to = find_row(pool_base, pool_steps, scale[1], scale[0], (block, h, offset))
             if AS_IS:
                 if here:
-                    for piece in range(lane, octets * PIECES, 2 * lanes):
-                        other = piece + lanes
-                        a, b, c, d = load_global_16(source + piece * 16)
-                        if other < octets * PIECES:
-                            e, f, g, i = load_global_16(source + other * 16)
-                            store_global_16(to[0] + other * 16, e, f, g, i)
-                        store_global_16(to[0] + piece * 16, a, b, c, d)
+                    copy_row(source, to[0], octets * PIECES, lane, lanes)
             elif QUANTISED:
                 mine_of = (lane, lane + lanes)
                 have = (here and lane < octets, here and lane + lanes < octets)
@@ -407,13 +403,54 @@ def make_copy_rows(WORD):
     return kernel
 
 
+def make_copy_octets(WORD):
+    """The kernel of `make_copy_rows` for rows that are aligned: 16 bytes a thread at once."""
+
+    @register_jitable
+    def copy(new, cache, offsets, part, num_parts, log):
+        (num_seqs, num_heads, new_len, dim), steps, source = new
+        (_, _, num_rows, _), to_steps, to = cache
+        lanes, thread, at_once = np.int64(1) << log, np.int64(cuda.threadIdx.x), np.int64(THREADS) >> log
+        num_heads, new_len, pieces = natural(num_heads), natural(new_len), natural(dim) * WORD >> 4
+        rows = num_seqs * num_heads * new_len
+        for item in range(part * at_once + (thread >> log), rows, num_parts * at_once):
+            row = natural(item)
+            head = row // new_len
+            t, b = row - head * new_len, head // num_heads
+            h = head - b * num_heads
+            offset = number_at(offsets, b)
+            # Compared this way round so that an offset far outside does not overflow the sum.
+            if offset >= -t and offset < num_rows - t:
+                copy_row(
+                    source + b * steps[0] + h * steps[1] + t * steps[2],
+                    to + b * to_steps[0] + h * to_steps[1] + (offset + t) * to_steps[2],
+                    pieces, thread & (lanes - 1), lanes,
+                )  # fmt: skip
+
+    def kernel(k_new, k_cache, v_new, v_cache, offsets, k_blocks, log):
+        block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
+        new = (k_new.shape, k_new.strides, global_address(k_new))
+        cache = (k_cache.shape, k_cache.strides, global_address(k_cache))
+        part, parts, lanes = block, np.int64(k_blocks), np.int64(log[0])
+        if block >= k_blocks:
+            new = (v_new.shape, v_new.strides, global_address(v_new))
+            cache = (v_cache.shape, v_cache.strides, global_address(v_cache))
+            part, parts, lanes = block - k_blocks, grid - k_blocks, np.int64(log[1])
+        copy(new, cache, offsets, part, parts, lanes)
+
+    return kernel
+
+
 _UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
 @functools.cache
-def _copy_rows(bytes_: int) -> Any:
+def _copy_rows(bytes_: int, octets: bool = False) -> Any:
     words = array(_UNSIGNED[bytes_], 4)
-    return jit(make_copy_rows, (bytes_,), (words, words, words, words, INDICES, types.int64), 8)
+    signature = (words, words, words, words, INDICES, types.int64)
+    if octets:
+        return jit(make_copy_octets, (bytes_,), (*signature, types.UniTuple(types.int64, 2)), 8)
+    return jit(make_copy_rows, (bytes_,), signature, 8)
 
 
 def _bits(x):
@@ -422,26 +459,30 @@ def _bits(x):
     return x if x.dtype == bits else x.view(bits)
 
 
-def _copy_blocks(new):
-    """Blocks that a side's rows want; half of what there may be."""
-    wanted = ceil_div(new.shape[0] * new.shape[1] * new.shape[2], ROWS)
-    return min(wanted, max(1, MAX_BLOCKS // 2))
+def _copy(k_new, k_cache, v_new, v_cache, offsets, only_k=False):
+    arrays = tuple(map(_bits, (k_new, k_cache, v_new, v_cache)))
+    bytes_, rows = k_new.dtype.itemsize, [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)]
+    octets = not SIMULATED and max(rows) < 1 << 31 and all(rows_aligned(x, whole=True) for x in arrays)
+    lanes = [lanes_for(x.shape[3] * bytes_ // 16) for x in (k_new, v_new)] if octets else [0, 0]
+    at_once = [THREADS >> n if octets else ROWS for n in lanes]
+    k_blocks, v_blocks = (
+        min(ceil_div(n, some), max(1, MAX_BLOCKS // 2)) for n, some in zip(rows, at_once, strict=True)
+    )  # fmt: skip
+    blocks, kernel = k_blocks + v_blocks * (not only_k), _copy_rows(bytes_, octets)
+    if octets:
+        launch(kernel, blocks, THREADS, *arrays, offsets, k_blocks, tuple(lanes))
+    else:
+        launch(kernel, blocks, (LANES, ROWS), *arrays, offsets, k_blocks)
 
 
 @implements(Operations.copy_rows)
 def copy_rows(new, cache, offsets):
-    new, cache, blocks = _bits(new), _bits(cache), _copy_blocks(new)
-    kernel = _copy_rows(new.dtype.itemsize)
-    launch(kernel, blocks, (LANES, ROWS), new, cache, new, cache, offsets, blocks)
+    _copy(new, cache, new, cache, offsets, only_k=True)
 
 
 @implements(Operations.copy_both)
 def copy_both(k_new, k_cache, v_new, v_cache, offsets):
-    k_blocks, v_blocks = _copy_blocks(k_new), _copy_blocks(v_new)
-    launch(
-        _copy_rows(k_new.dtype.itemsize), k_blocks + v_blocks, (LANES, ROWS),
-        _bits(k_new), _bits(k_cache), _bits(v_new), _bits(v_cache), offsets, k_blocks,
-    )  # fmt: skip
+    _copy(k_new, k_cache, v_new, v_cache, offsets)
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -460,3 +501,4 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         yield f"{name[:-1]}, octets]", *_append_octets(*case).described
     for bytes_, word in _UNSIGNED.items():
         yield f"copy_rows[{word}]", *_copy_rows(bytes_).described
+        yield f"copy_rows[{word}, octets]", *_copy_rows(bytes_, True).described

@@ -49,7 +49,7 @@ from numkv.rows.quantize import int8_code, int8_scale, is_finite
 from numkv.rows.rope import rotate_pair
 
 __all__ = [
-    "ELEMENTS", "MAX_DIM", "address_finder", "bytes_of", "lanes_for", "magnitude", "octet_loader", "octet_storer", "octets_fit",
+    "ELEMENTS", "MAX_DIM", "address_finder", "bytes_of", "copy_row", "lanes_for", "magnitude", "octet_loader", "octet_storer", "octets_fit",
     "quad_loader", "report", "rotate_octets", "row_putter", "rows_aligned", "sum_of_lanes",
 ]  # fmt: skip
 
@@ -232,6 +232,18 @@ def octet_storer(KIND):
     return store
 
 
+@register_jitable
+def copy_row(source, to, pieces, lane, lanes):
+    """Copy `pieces` times 16 bytes between addresses, two at once."""
+    for piece in range(lane, pieces, 2 * lanes):
+        other = piece + lanes
+        a, b, c, d = load_global_16(source + piece * 16)
+        if other < pieces:
+            e, f, g, h = load_global_16(source + other * 16)
+            store_global_16(to + other * 16, e, f, g, h)
+        store_global_16(to + piece * 16, a, b, c, d)
+
+
 def address_finder(KIND):
     """The function that finds where a row lies, for `row_putter`.
 
@@ -360,12 +372,17 @@ def rotate_octets(x, cos, sin, interleaved):
             x[i], x[8 + i] = rotate_pair(x[i], x[8 + i], cos[i], sin[i])
 
 
-def rows_aligned(array) -> bool:
-    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order."""
+def rows_aligned(array, whole: bool = False) -> bool:
+    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
+
+    With `whole`, whether rows also end at one.
+    """
     steps = tuple(array.strides)
     if steps[-1] != array.dtype.itemsize or any(step % 16 for step in steps[:-1]):
         return False
-    return int(array.gpu_data.device_pointer) % 16 == 0
+    if whole and array.shape[-1] * array.dtype.itemsize % 16:
+        return False
+    return SIMULATED or int(array.gpu_data.device_pointer) % 16 == 0
 
 
 def row_putter(KIND, COMPUTE="float32"):
