@@ -50,7 +50,7 @@ from numkv.rows.rope import rotate_pair
 
 __all__ = [
     "ELEMENTS", "MAX_DIM", "address_finder", "bytes_of", "copy_row", "lanes_for", "magnitude", "octet_loader", "octet_storer", "octets_fit",
-    "quad_loader", "report", "rotate_octets", "row_putter", "rows_aligned", "sum_of_lanes",
+    "octet_turner", "quad_loader", "report", "row_putter", "rows_aligned", "stored_loader", "sum_of_lanes",
 ]  # fmt: skip
 
 #: Elements that a lane has of a row: two octets.
@@ -361,15 +361,74 @@ def quad_loader(COMPUTE, TABLE):
     return load
 
 
+def octet_turner(COMPUTE, TABLE):
+    """The function that rotates a lane's octets by tables of type `TABLE`.
+
+    ``turn(x, octets, tables, half, interleaved, sign)``: `tables` are the addresses of rows of `half` cosines and sines;
+    pairs are adjacent elements, or else the elements of both octets that have one place; sines are times `sign`.
+    """
+    REAL, SIZE = np.float64 if COMPUTE == "float64" else np.float32, 8 if TABLE == "float64" else 4
+    load = quad_loader(COMPUTE, TABLE)
+
+    @register_jitable
+    def turn(x, octets, tables, half, interleaved, sign):
+        cos, sin = cuda.local.array(8, REAL), cuda.local.array(8, REAL)
+        for i in range(2):
+            quad = 4 * octets[i] if interleaved else 8 * octets[0] + 4 * i
+            turns = quad < half
+            at = (quad if turns else np.int64(0)) * SIZE
+            load(tables[0] + at, cos, 4 * i)
+            load(tables[1] + at, sin, 4 * i)
+            for j in range(4):
+                cos[4 * i + j] = cos[4 * i + j] if turns else REAL(1)
+                sin[4 * i + j] = sin[4 * i + j] * sign if turns else REAL(0)
+        if interleaved:
+            for i in range(8):
+                x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], cos[i], sin[i])
+        else:
+            for i in range(8):
+                x[i], x[8 + i] = rotate_pair(x[i], x[8 + i], cos[i], sin[i])
+
+    return turn
+
+
+def stored_loader(KIND, COMPUTE="float32"):
+    """The function that reads an octet of a stored row: ``load(at_row, octet, x, at)``, with its values at ``x[at:]``.
+
+    `at_row` is what `address_finder` gives.
+    """
+    PER, SIZE = kind_of(KIND).scales_per, bytes_of(KIND)
+    if PER == "group":
+        return _load_int4
+    SCALED, REAL = PER != "none", np.float64 if COMPUTE == "float64" else np.float32
+    load_words = octet_loader(KIND, COMPUTE)
+
+    @register_jitable
+    def load(at_row, octet, x, at):
+        load_words(at_row[0] + octet * SIZE, x, at)
+        if SCALED:
+            scale = REAL(load_global_float(at_row[1]))
+            for i in range(8):
+                x[at + i] = x[at + i] * scale
+
+    return load
+
+
 @register_jitable
-def rotate_octets(x, cos, sin, interleaved):
-    """Turn the pairs of a lane: of adjacent elements by angles 0 to 3 and 4 to 7, or of both octets by 0 to 7."""
-    if interleaved:
-        for i in range(8):
-            x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], cos[i], sin[i])
-    else:
-        for i in range(8):
-            x[i], x[8 + i] = rotate_pair(x[i], x[8 + i], cos[i], sin[i])
+def _load_int4(at_row, octet, x, at):
+    group, quarter = octet >> 2, octet & 3
+    word = load_global_word16(at_row[1] + group * at_row[2])
+    scale, lowest = bf16_to_float32(word), lowest_level(word)
+    low, high = load_global_8(at_row[0] + group * 16 + (quarter & 1) * 8)
+    by = np.uint32((quarter >> 1) * 4)
+    low = np.uint32(np.uint32(low >> by) & np.uint32(0x0F0F0F0F))
+    high = np.uint32(np.uint32(high >> by) & np.uint32(0x0F0F0F0F))
+    for i in range(4):  # a byte is the last one of the float 2**23, and adds its value to that
+        which, top = np.uint32(0x7440 + i), np.uint32(0x4B000000)
+        a = permute_bytes(low, top, which).view(np.float32) - np.float32(8388608.0)
+        b = permute_bytes(high, top, which).view(np.float32) - np.float32(8388608.0)
+        x[at + i] = np.float32(np.float32(a + lowest) * scale)
+        x[at + 4 + i] = np.float32(np.float32(b + lowest) * scale)
 
 
 def rows_aligned(array, whole: bool = False) -> bool:

@@ -20,8 +20,8 @@ from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
 from numkv.kernels.cuda.octets import (
-    ELEMENTS, MAX_DIM, address_finder, bytes_of, lanes_for, magnitude, octet_loader, octet_storer, octets_fit,
-    quad_loader, report, rotate_octets, row_putter, rows_aligned, sum_of_lanes,
+    ELEMENTS, MAX_DIM, address_finder, bytes_of, lanes_for, magnitude, octet_loader, octet_storer,
+    octet_turner, octets_fit, quad_loader, report, row_putter, rows_aligned, sum_of_lanes,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
@@ -156,9 +156,8 @@ def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
     SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
     V_PER_WORD, WORD_BYTES = kind(V_KIND).elements_per_word, 8 if COMPUTE == "float64" else 4
-    TABLE_BYTES = 8 if TABLE == "float64" else 4
     load, store_q, find = octet_loader(SRC, COMPUTE), octet_storer(SRC), slot_finder(BY_SLOT)
-    load_weight, load_quad = quad_loader(COMPUTE, COMPUTE), quad_loader(COMPUTE, TABLE)
+    load_weight, turn = quad_loader(COMPUTE, COMPUTE), octet_turner(COMPUTE, TABLE)
     put_k, put_v = row_putter(K_KIND, COMPUTE), row_putter(V_KIND, COMPUTE)
     k_at, v_at = address_finder(K_KIND), address_finder(V_KIND)
 
@@ -177,20 +176,6 @@ def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
             load_weight(at + 4 * WORD_BYTES, w, 4)
             for j in range(8):
                 x[8 * i + j] = x[8 * i + j] * inverse * w[j]
-
-    @register_jitable
-    def turn(x, octets, tables, steps, half, interleaved):
-        cos, sin = cuda.local.array(8, REAL), cuda.local.array(8, REAL)
-        for i in range(2):
-            quad = 4 * octets[i] if interleaved else 8 * octets[0] + 4 * i
-            turns = quad < half
-            at = (quad if turns else np.int64(0)) * TABLE_BYTES
-            load_quad(tables[0] + at, cos, 4 * i)
-            load_quad(tables[1] + at, sin, 4 * i)
-            for j in range(4):
-                cos[4 * i + j] = cos[4 * i + j] if turns else REAL(1)
-                sin[4 * i + j] = sin[4 * i + j] if turns else REAL(0)
-        rotate_octets(x, cos, sin, interleaved)
 
     def kernel(
         qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
@@ -240,7 +225,7 @@ def make_write_octets(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
                     tables = (
                         global_address(cos) + angle * cos.strides[0], global_address(sin) + angle * sin.strides[0],
                     )  # fmt: skip
-                    turn(x, octets, tables, half_of, np.int64(cos.shape[1]), interleaved)
+                    turn(x, octets, tables, np.int64(cos.shape[1]), interleaved, REAL(1))
             if is_q:
                 if have:
                     to = global_address(q_out) + t * q_out.strides[0] + h * q_out.strides[1]
