@@ -5,6 +5,7 @@ by who calls: `tools.cuda.ptx_device`. Shapes are such that loops go round, tail
 items; a few have more threads than work.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,9 +116,76 @@ def append(rng, source, kind, by_slot, dim):
             operands.assert_same(host(found), want)
 
 
-def write(rng, source, k_kind, v_kind, mode, by_slot):
+def append_views(rng, source, kind, dim, aligned):
+    """Rows and pools that are parts of larger arrays, whose rows start at multiples of 16 bytes, or do not."""
+    tokens, heads, gap = 9, SHAPE[1], 16 if aligned else 1
+    slots = rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
+    slots[[0, 4]] = -1, SHAPE[0] * SHAPE[2]
+    wanted, there = [], []
+    for side in range(2):
+        rows = naive.round_to(rng.standard_normal((tokens, 3 * heads, dim + gap)), source)
+        pool, scale = empty_pool(rng, kind, dim)
+        pools = np.full((*SHAPE[:2], SHAPE[2] + 1, pool.shape[3] + gap), operands.UNTOUCHED, pool.dtype)
+        part = slice(side * heads, (side + 1) * heads)
+        there.append((
+            to_words(rows)[:, part, gap:], source, to(pools)[:, :, :-1, gap:], kind, to(scale)
+        ))  # fmt: skip
+        skipped = np.where(slots < SHAPE[0] * SHAPE[2], slots, -1)
+        wanted.append(pool_after(pool, scale, kind, rows[:, part, gap:], skipped))
+    ops().scatter_both(*there, to(slots))
+    for (_, _, pool, _, scale), want in zip(there, wanted, strict=True):
+        operands.assert_same(np.ascontiguousarray(host(pool)), want[0])
+        operands.assert_same(host(scale), want[1])
+
+
+def append_bad(rng, source, kind, dim):
+    """Rows with NaN and infinity: zeros in the pool, and the first one is reported; without `look`, others are right."""
+    late = importlib.import_module("numkv.kernels.cuda.late")
+    tokens, heads = 6, SHAPE[1]
+    slots = rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
+    for looks in (True, False):
+        sides = [
+            (naive.round_to(rng.standard_normal((tokens, heads, dim)), source), *empty_pool(rng, kind, dim))
+            for _ in "kv"
+        ]  # fmt: skip
+        (k, *_), (v, *_) = sides
+        k[2, 1, dim - 3], k[5, 0, 3], v[1, 1, 0] = np.nan, -np.inf, np.inf
+        there = [(to_words(rows), source, to(pool), kind, to(scale)) for rows, pool, scale in sides]
+        ops().scatter_both(*there, to(slots), late.number("a call") if looks else 0)
+        if looks:
+            found = late.take()
+            assert (found.what, found.of_v, found.index) == ("a call", False, (2 * heads + 2) * dim - 3)
+        for (rows, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
+            bad = ~np.isfinite(rows.astype(np.float64)).all(-1)
+            clean = np.where(bad[..., None], 0, rows.astype(np.float64)).astype(rows.dtype)
+            want, want_scale = (np.swapaxes(x, 1, 2).reshape(-1, *x.shape[1:2], *x.shape[3:])[slots] for x in
+                                pool_after(pool, scale, kind, clean, slots))  # fmt: skip
+            got, got_scale = (np.swapaxes(x, 1, 2).reshape(-1, *x.shape[1:2], *x.shape[3:])[slots] for x in
+                              (host(got), host(got_scale)))  # fmt: skip
+            chosen = np.ones_like(bad) if looks else ~bad
+            operands.assert_same(got[chosen], want[chosen])
+            operands.assert_same(got_scale[chosen], want_scale[chosen])
+
+
+def append_small(rng, kind):
+    """Rows so small, and so large, that their scales cannot be inverted; zeros; groups far from 0."""
+    rows = rng.standard_normal((13, SHAPE[1], 64)).astype(F32)
+    factors = [0, 1e-44, 1e-38, 1e-37, 1e-36, 1e-30, 1e-20, 1e20, 1e30, 1e37, 7e37, 1, 1]
+    rows = (rows * np.array(factors, F32)[:, None, None]).astype(F32)
+    rows[11], rows[12, :, :32] = rows[11] + F32(1000), F32(-3)
+    sides = [(rows, *empty_pool(rng, kind, 64)) for _ in "kv"]
+    there = [(to(x), "fp32", to(pool), kind, to(scale)) for x, pool, scale in sides]
+    slots = rng.permutation(SHAPE[0] * SHAPE[2])[:13].astype(I64)
+    ops().scatter_both(*there, to(slots))
+    for (x, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
+        want = pool_after(pool, scale, kind, x, slots)
+        operands.assert_same(host(got_scale), want[1])
+        operands.assert_same(host(got), want[0])
+
+
+def write(rng, source, k_kind, v_kind, mode, by_slot, dim=64):
     """The fused write: split, norm, rotation and write; floats as the oracle's, codes as those of the rows written."""
-    q_heads, heads, dim, tokens = 3, SHAPE[1], 64, 6
+    q_heads, heads, tokens = 3, SHAPE[1], 6
     width = (q_heads + 2 * heads) * dim
     qkv = naive.round_to(rng.standard_normal((tokens, width)), source)
     compute = np.float64 if "fp64" in (source, k_kind, v_kind) else F32
@@ -184,9 +252,9 @@ def values_of(words, scale, kind):
     return words.view(naive.DTYPES[kind]).astype(np.float64)
 
 
-def shift(rng, kind, interleaved):
+def shift(rng, kind, interleaved, dim=64, half=24):
     """Keys turned to other positions, in place; slots outside of the pool are skipped."""
-    dim, half, offset = 64, 24, -5
+    offset = -5
     rows = rng.standard_normal((*SHAPE, dim))
     if kind in FP8:
         words, scale, _ = of_heads(rng, rows, kind, 1)
@@ -217,10 +285,10 @@ def shift(rng, kind, interleaved):
 # ---------------------------------------------------------------- copies and rows
 
 
-def copy_tokens(rng, word, within):
+def copy_tokens(rng, word, within, width=7):
     """Rows between pools, or within one."""
     dtype = np.dtype(f"u{word}")
-    source, there = (rng.integers(0, 200, (4, 3, 5, 7)).astype(dtype) for _ in range(2))
+    source, there = (rng.integers(0, 200, (4, 3, 5, width)).astype(dtype) for _ in range(2))
     a, b = rng.permutation(20)[:9].astype(I64), rng.permutation(20)[:9].astype(I64)
     if within:
         a = np.concatenate([np.arange(6, 15), np.arange(15, 18)]).astype(I64)
@@ -229,25 +297,25 @@ def copy_tokens(rng, word, within):
     here = to(source)
     target = here if within else to(there)
     ops().copy_tokens(here, to(a), target, to(b))
-    wanted = np.swapaxes(there, 1, 2).reshape(20, 3, 7).copy()
-    wanted[b] = np.swapaxes(source, 1, 2).reshape(20, 3, 7)[a]
-    assert np.array_equal(np.swapaxes(host(target), 1, 2).reshape(20, 3, 7), wanted)
+    wanted = np.swapaxes(there, 1, 2).reshape(20, 3, width).copy()
+    wanted[b] = np.swapaxes(source, 1, 2).reshape(20, 3, width)[a]
+    assert np.array_equal(np.swapaxes(host(target), 1, 2).reshape(20, 3, width), wanted)
 
 
-def copy_blocks(rng, word):
+def copy_blocks(rng, word, width=1027):
     """Blocks between pools: of as many words as a block of threads takes at once, and some more."""
     dtype = np.dtype(f"u{word}")
-    source, there = (rng.integers(0, 200, (4, 1, 1, 1027)).astype(dtype) for _ in range(2))
+    source, there = (rng.integers(0, 200, (4, 1, 1, width)).astype(dtype) for _ in range(2))
     a, b, target = np.array([2, 0, 2, 9], I32), np.array([1, 3, 0, 2], I32), to(there)
     ops().copy_blocks(to(source), to(a), target, to(b))
     there[b[:3]] = source[a[:3]]
     assert np.array_equal(host(target), there)
 
 
-def copy_rows(rng, dtype):
+def copy_rows(rng, dtype, width=37):
     """Rows at an offset for each sequence, of which some lie outside."""
     new, cache = (
-        naive.round_to(rng.standard_normal((3, 2, n, 37)) * 50, "fp32").astype(dtype)
+        naive.round_to(rng.standard_normal((3, 2, n, width)) * 50, "fp32").astype(dtype)
         for n in (4, 9)
     )
     offsets, there = np.array([-2, 3, 7], I64), to(cache)
@@ -449,6 +517,22 @@ def cases():
         case(append, "fp16", kind, False, 40)
         case(non_finite, kind)
         case(merge, kind, everyday=kind == "fp16")
+        case(append_views, kind, kind, 40, True, everyday=kind == "bf16")
+        case(append_views, "fp16", kind, 576 if kind == "bf16" else 24, kind != "fp32")
+    for kind in naive.CODES:
+        case(append_views, "bf16", kind, 64, True)
+        case(append_views, "bf16", kind, 64, False)
+        case(append, "fp32", kind, True, 512)
+        case(append, "fp16", kind, True, 544)
+        case(append_bad, "fp32", kind, 96, everyday=kind == "int8")
+        case(append_bad, "bf16", kind, 34)
+        case(append_small, kind)
+        case(write, "bf16", kind, kind, 1, True, dim=48)
+        case(write, "fp16", kind, kind, 4, True, dim=128)
+        case(write, "fp32", kind, "bf16", 1, False, dim=192)
+        for interleaved in (False, True):
+            case(shift, kind, interleaved, dim=128, half=64, everyday=kind == "int4" and interleaved)
+            case(shift, kind, interleaved, dim=96, half=20)
     for mode, kind in zip((0, 1, 2, 3, 4, 1, 4, 2), KINDS, strict=True):
         case(write, "bf16" if kind != "fp64" else "fp64", kind, kind, mode, False)
         case(write, "fp32", kind, kind, (mode + 2) % 5, True, everyday=kind == "int8")
@@ -459,8 +543,12 @@ def cases():
         case(copy_tokens, word, False, everyday=word == 2)
         case(copy_tokens, word, True)
         case(copy_blocks, word)
+        case(copy_tokens, word, False, width=80)
+        case(copy_tokens, word, True, width=16)
+        case(copy_blocks, word, width=2080)
     for dtype in (np.int8, np.float16, F32, np.float64):
         case(copy_rows, np.dtype(dtype))
+        case(copy_rows, np.dtype(dtype), width=48)
     for source, kind, dim, inverse in (
         ("fp32", "fp32", 128, False), ("fp64", "fp64", 20, True), ("fp16", "fp32", 96, True),
         ("bf16", "bf16", 64, False), ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
