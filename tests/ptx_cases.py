@@ -609,6 +609,7 @@ def _attention(case):
         case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
     case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
+    case(mass, Shape(6, 2, 64, (270, 131), new=(1, 1)), "int8", "bf16")
 
 
 def _call(function, args, options):

@@ -85,7 +85,7 @@ def octets_fit(array, kind: str, dim: int) -> bool:
     """
     of = kind_of(kind)
     size, words = max(8, min(16, bytes_of(kind))), array.dtype.itemsize
-    if SIMULATED or dim % (32 if of.is_packed else 8) or (of.has_scales and dim > MAX_DIM):
+    if SIMULATED or not array.size or dim % (32 if of.is_packed else 8) or (of.has_scales and dim > MAX_DIM):
         return False
     steps = tuple(array.strides)
     rows = array.size // max(1, array.shape[-1])
