@@ -125,7 +125,9 @@ def append_views(rng, source, kind, dim, aligned):
     for side in range(2):
         rows = naive.round_to(rng.standard_normal((tokens, 3 * heads, dim + gap)), source)
         pool, scale = empty_pool(rng, kind, dim)
-        pools = np.full((*SHAPE[:2], SHAPE[2] + 1, pool.shape[3] + gap), operands.UNTOUCHED, pool.dtype)
+        pools = np.full(
+            (*SHAPE[:2], SHAPE[2] + 1, pool.shape[3] + gap), operands.UNTOUCHED, pool.dtype
+        )
         part = slice(side * heads, (side + 1) * heads)
         there.append((
             to_words(rows)[:, part, gap:], source, to(pools)[:, :, :-1, gap:], kind, to(scale)
@@ -139,7 +141,7 @@ def append_views(rng, source, kind, dim, aligned):
 
 
 def append_bad(rng, source, kind, dim):
-    """Rows with NaN and infinity: zeros in the pool, and the first one is reported; without `look`, others are right."""
+    """Rows with NaN and infinity: zeros, and the first one is reported; without `look`, the others are right."""
     late = importlib.import_module("numkv.kernels.cuda.late")
     tokens, heads = 6, SHAPE[1]
     slots = rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
@@ -154,7 +156,11 @@ def append_bad(rng, source, kind, dim):
         ops().scatter_both(*there, to(slots), late.number("a call") if looks else 0)
         if looks:
             found = late.take()
-            assert (found.what, found.of_v, found.index) == ("a call", False, (2 * heads + 2) * dim - 3)
+            assert (found.what, found.of_v, found.index) == (
+                "a call",
+                False,
+                (2 * heads + 2) * dim - 3,
+            )
         for (rows, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
             bad = ~np.isfinite(rows.astype(np.float64)).all(-1)
             clean = np.where(bad[..., None], 0, rows.astype(np.float64)).astype(rows.dtype)
@@ -531,7 +537,9 @@ def cases():
         case(write, "fp16", kind, kind, 4, True, dim=128)
         case(write, "fp32", kind, "bf16", 1, False, dim=192)
         for interleaved in (False, True):
-            case(shift, kind, interleaved, dim=128, half=64, everyday=kind == "int4" and interleaved)
+            case(
+                shift, kind, interleaved, dim=128, half=64, everyday=kind == "int4" and interleaved
+            )
             case(shift, kind, interleaved, dim=96, half=20)
     for mode, kind in zip((0, 1, 2, 3, 4, 1, 4, 2), KINDS, strict=True):
         case(write, "bf16" if kind != "fp64" else "fp64", kind, kind, mode, False)

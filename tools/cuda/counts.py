@@ -1,6 +1,7 @@
 """Executed warp instructions and memory accesses of the kernels that write and move rows; no GPU needed.
 
-    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.counts [--lines REGEX] [--keep FILE.json] [--page FILE.md --before FILE.json]
+    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.counts [--lines REGEX] [--keep FILE.json]
+        [--before FILE.json --page FILE.md]
 
 Each line is one call of a kernel in the interpreter of PTX, for rows of a common shape: what all its warps execute, by
 row and by 16 bytes that have to be moved (read once, written once); how many of these are accesses of 16, 8, 4, 2 and 1
@@ -134,11 +135,15 @@ def _row_bytes(kind: str) -> int:
     from numkv import kinds
 
     of = kinds.kind(kind)
-    return of.words_per_row(DIM) * of.word.itemsize + of.scales_per_row(DIM) * of.scale_word.itemsize
+    return (
+        of.words_per_row(DIM) * of.word.itemsize + of.scales_per_row(DIM) * of.scale_word.itemsize
+    )
 
 
 def _slots(count: int = TOKENS) -> Any:
-    return _target().asarray(np.random.default_rng(5).permutation(4 * BLOCK)[:count].astype(np.int64))
+    return _target().asarray(
+        np.random.default_rng(5).permutation(4 * BLOCK)[:count].astype(np.int64)
+    )
 
 
 def _append(source: str, kind: str, by_slot: bool) -> Line:
@@ -153,7 +158,9 @@ def _append(source: str, kind: str, by_slot: bool) -> Line:
         else:
             ops.append_both(*sides, _target().asarray(np.array([2, 0, 3], np.int32)), 3, 0)
 
-    return Line(f"{'scatter' if by_slot else 'append'} {source} to {kind}", rows, rows * per_row, run)
+    return Line(
+        f"{'scatter' if by_slot else 'append'} {source} to {kind}", rows, rows * per_row, run
+    )
 
 
 def _of(kind: str) -> tuple[Any, str, Any]:
@@ -239,7 +246,9 @@ def _mass(q_kind: str, kind: str) -> Line:
             q, q_kind, words, kind, scales, *arrays, 0, lse, 0.1, 0.0, -1, weights
         )  # fmt: skip
 
-    return Line(f"attention_weights q {q_kind}, K {kind}, group 4", rows, rows * _row_bytes(kind), run)
+    return Line(
+        f"attention_weights q {q_kind}, K {kind}, group 4", rows, rows * _row_bytes(kind), run
+    )
 
 
 def _others() -> Iterator[Line]:
@@ -309,8 +318,17 @@ def _cells(line: Line, counts: Counts) -> list[str]:
 
 def table(found: dict[str, Counts], before: dict[str, Counts]) -> str:
     """A line for each call, with what it was before."""
-    names = ["instructions a row", "a 16 bytes", "global 16 / 8 / 4 / 2 / 1", "local", "generic", "divisions"]
-    heads = ["call"] + ([f"before: {n}" for n in names] + ["now: " + n for n in names] if before else names)
+    names = [
+        "instructions a row",
+        "a 16 bytes",
+        "global 16 / 8 / 4 / 2 / 1",
+        "local",
+        "generic",
+        "divisions",
+    ]
+    heads = ["call"] + (
+        [f"before: {n}" for n in names] + ["now: " + n for n in names] if before else names
+    )
     rows = []
     for line in lines():
         if line.name not in found:
@@ -329,7 +347,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.cuda.counts", description=(__doc__ or "").partition("\n")[0]
     )
     parse.add_argument("--lines", default="", help="a regular expression: those only")
-    parse.add_argument("--keep", type=Path, help="a file that takes what is counted, beside what it has")
+    parse.add_argument(
+        "--keep", type=Path, help="a file that takes what is counted, beside what it has"
+    )
     parse.add_argument("--before", type=Path, help="a file that --keep wrote elsewhere")
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)

@@ -16,18 +16,25 @@ from numba.extending import register_jitable
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, SIMULATED, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    MAX_BLOCKS,
+    SIMULATED,
+    array,
+    jit,
+    launch,
+    number_at,
+)
+from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     address_finder,
     bytes_of,
     copy_row,
     lanes_for,
-    magnitude,
     octet_loader,
     octets_fit,
     report,
-    row_putter,
     rows_aligned,
 )
 from numkv.kernels.cuda.rows import (
@@ -66,7 +73,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
     NEEDS_PEAK = needs_peak(DST)
 
     @register_jitable
-    def append(rows, pool, scale, places, start, part, num_parts, peaks, look, found, raised):
+    def append(
+        rows, pool, scale, places, start, part, num_parts, peaks, staged, look, found, raised
+    ):
         num_tokens, num_heads, dim = rows.shape
         num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
@@ -113,12 +122,14 @@ def make_append_groups(SRC, BY_SLOT):
     find = slot_finder(BY_SLOT)
 
     @register_jitable
-    def append(rows, pool, scale, places, start, part, num_parts, peaks, look, found, raised):
+    def append(
+        rows, pool, scale, places, start, part, num_parts, peaks, staged, look, found, raised
+    ):
         num_tokens, num_heads, dim = rows.shape
         num_slots, block_size = pool.shape[0] * np.int64(pool.shape[2]), np.int64(pool.shape[2])
         groups = np.int64(scale.shape[3])
-        x = cuda.local.array(GROUP, np.float32)
         thread = cuda.threadIdx.y * np.int64(LANES) + cuda.threadIdx.x
+        mine = thread * (GROUP + 1)  # so that a warp's threads use all banks of shared memory
         for item in range(
             part * np.int64(THREADS) + thread, num_tokens * num_heads * groups, num_parts * THREADS
         ):
@@ -143,8 +154,10 @@ def make_append_groups(SRC, BY_SLOT):
                 raised[0] = 1
             else:
                 for i in range(count):
-                    x[i] = load(rows[t, h, first + i])
-                scale[block, h, offset, group] = store_int4_group(x, 0, count, words, first // 2)
+                    staged[mine + i] = load(rows[t, h, first + i])
+                scale[block, h, offset, group] = store_int4_group(
+                    staged, mine, count, words, first // 2
+                )
 
     return append
 
@@ -160,19 +173,23 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     )
     SHAPE = (ROWS, LANES) if any(kind(dst).scales_per == "row" for _, dst in SIDES) else (1, 1)
 
+    GROUPS = any(kind(dst).scales_per == "group" for _, dst in SIDES)
+    STAGED = THREADS * (GROUP + 1) if GROUPS else 1  # a group for each thread
+
     def kernel(
         k, k_pool, k_scale, v, v_pool, v_scale, places, start, k_blocks, look, found, raised
     ):  # fmt: skip
-        peaks = cuda.shared.array(SHAPE, np.float32)
+        peaks, staged = cuda.shared.array(SHAPE, np.float32), cuda.shared.array(STAGED, np.float32)
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
         if block < k_blocks:
             append_k(
-                k, k_pool, k_scale, places, start, block, k_blocks, peaks, look, found, raised
+                k, k_pool, k_scale, places, start, block, k_blocks, peaks, staged, look, found,
+                raised,
             )  # fmt: skip
         else:
             look_v = look + V_SIDE if look > 0 else np.int64(0)
             append_v(
-                v, v_pool, v_scale, places, start, block - k_blocks, grid - k_blocks, peaks, look_v, found,
+                v, v_pool, v_scale, places, start, block - k_blocks, grid - k_blocks, peaks, staged, look_v, found,
                 raised,
             )  # fmt: skip
 
@@ -240,24 +257,26 @@ def octet_side(SRC, DST, BY_SLOT):
 def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     """The kernel of `make_append` for rows that are aligned: two octets a thread, several rows a warp.
 
-    Blocks of threads from `k_blocks` on take V. `lanes` are the binary logarithms of the lanes of a row of K and of V.
+    Blocks of threads from `k_blocks` on take V. `k_lanes` and `v_lanes` are the binary logarithms of the
+    lanes of a row.
     """
     SAME = (K_SRC, K_KIND) == (V_SRC, V_KIND)
     side_k, side_v = octet_side(K_SRC, K_KIND, BY_SLOT), octet_side(V_SRC, V_KIND, BY_SLOT)
 
     def kernel(
-        k, k_pool, k_scale, v, v_pool, v_scale, places, start, k_blocks, lanes, look, found, raised
+        k, k_pool, k_scale, v, v_pool, v_scale, places, numbers, found, raised
     ):  # fmt: skip
+        start, k_blocks, k_lanes, v_lanes, look = numbers
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
         is_k = block < k_blocks
         rows = (k.shape, k.strides, global_address(k))
         pool = (k_pool.shape, k_pool.strides, global_address(k_pool))
         scale = (k_scale.strides, global_address(k_scale))
-        part = (block, np.int64(k_blocks), np.int64(lanes[0]), np.int64(look))
+        part = (block, k_blocks, k_lanes, look)
         if not is_k:
             part = (
-                block - k_blocks, grid - k_blocks, np.int64(lanes[1]),
-                np.int64(look + V_SIDE) if look > 0 else np.int64(0),
+                block - k_blocks, grid - k_blocks, v_lanes,
+                look + V_SIDE if look > 0 else np.int64(0),
             )  # fmt: skip
             if SAME:
                 rows = (v.shape, v.strides, global_address(v))
@@ -281,9 +300,7 @@ def _append_octets(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bo
         (array(WORDS[src], 3), array(WORDS[dst], 4), array(*SCALES[dst]))
         for src, dst in ((k_src, k_kind), (v_src, v_kind))
     ]
-    signature = (
-        *sides[0], *sides[1], INDICES, i64, i64, types.UniTuple(i64, 2), i64, array(i64, 1), array(i64, 1),
-    )  # fmt: skip
+    signature = (*sides[0], *sides[1], INDICES, types.UniTuple(i64, 5), array(i64, 1), array(i64, 1))  # fmt: skip
     return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, 6)
 
 
@@ -323,18 +340,19 @@ def _blocks(rows, pool_kind, scale):
 def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
     (k, k_src, k_pool, k_kind, k_scale), (v, v_src, v_pool, v_kind, v_scale) = k_side, v_side
     kinds = k_src, k_kind, v_src, v_kind, by_slot
-    arrays = k, k_pool, k_scale, v, v_pool, v_scale, places, int(start)
+    arrays = k, k_pool, k_scale, v, v_pool, v_scale, places
     if _by_octets(k, k_src, k_pool, k_kind) and _by_octets(v, v_src, v_pool, v_kind):
         lanes = lanes_for(k.shape[2] // 8), lanes_for(v.shape[2] // 8)
         k_blocks, v_blocks = _octet_blocks(k, lanes[0]), _octet_blocks(v, lanes[1])
         launch(
-            _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays, k_blocks, lanes, look,
-            *late.flags(),
+            _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays,
+            (int(start), k_blocks, *lanes, look), *late.flags(),
         )  # fmt: skip
         return
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
-        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, k_blocks, look, *late.flags(),
+        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, int(start), k_blocks, look,
+        *late.flags(),
     )  # fmt: skip
 
 
@@ -410,7 +428,11 @@ def make_copy_octets(WORD):
     def copy(new, cache, offsets, part, num_parts, log):
         (num_seqs, num_heads, new_len, dim), steps, source = new
         (_, _, num_rows, _), to_steps, to = cache
-        lanes, thread, at_once = np.int64(1) << log, np.int64(cuda.threadIdx.x), np.int64(THREADS) >> log
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
         num_heads, new_len, pieces = natural(num_heads), natural(new_len), natural(dim) * WORD >> 4
         rows = num_seqs * num_heads * new_len
         for item in range(part * at_once + (thread >> log), rows, num_parts * at_once):
@@ -461,8 +483,13 @@ def _bits(x):
 
 def _copy(k_new, k_cache, v_new, v_cache, offsets, only_k=False):
     arrays = tuple(map(_bits, (k_new, k_cache, v_new, v_cache)))
-    bytes_, rows = k_new.dtype.itemsize, [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)]
-    octets = not SIMULATED and max(rows) < 1 << 31 and all(rows_aligned(x, whole=True) for x in arrays)
+    bytes_, rows = (
+        k_new.dtype.itemsize,
+        [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)],
+    )
+    octets = (
+        not SIMULATED and max(rows) < 1 << 31 and all(rows_aligned(x, whole=True) for x in arrays)
+    )
     lanes = [lanes_for(x.shape[3] * bytes_ // 16) for x in (k_new, v_new)] if octets else [0, 0]
     at_once = [THREADS >> n if octets else ROWS for n in lanes]
     k_blocks, v_blocks = (
@@ -498,7 +525,13 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         k_src, k_kind, v_src, v_kind, by_slot = case
         name = f"append[K {k_src} to {k_kind}, V {v_src} to {v_kind}, by {'slot' if by_slot else 'table'}]"
         yield name, *_append(*case).described
-        yield f"{name[:-1]}, octets]", *_append_octets(*case).described
+        if case in (
+            cases[1],
+            cases[5],
+            cases[8],
+            cases[-1],
+        ):  # all kinds, and one kernel for both sides
+            yield f"{name[:-1]}, octets]", *_append_octets(*case).described
     for bytes_, word in _UNSIGNED.items():
         yield f"copy_rows[{word}]", *_copy_rows(bytes_).described
-        yield f"copy_rows[{word}, octets]", *_copy_rows(bytes_, True).described
+    yield f"copy_rows[{word}, octets]", *_copy_rows(bytes_, True).described

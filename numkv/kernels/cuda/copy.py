@@ -54,7 +54,9 @@ def make_copy_blocks_16():
     def kernel(source, source_ids, to, to_ids):
         size = np.int64(source.shape[1]) >> 1  # of which PIECE / 2 are taken at once
         pieces = natural((size + PIECE // 2 - 1) // (PIECE // 2))
-        for item in range(np.int64(cuda.blockIdx.x), source_ids.shape[0] * pieces, np.int64(cuda.gridDim.x)):
+        for item in range(
+            np.int64(cuda.blockIdx.x), source_ids.shape[0] * pieces, np.int64(cuda.gridDim.x)
+        ):
             i = item // pieces
             first = (item - i * pieces) * (PIECE // 2)
             a, b = number_at(source_ids, i), number_at(to_ids, i)
@@ -122,7 +124,11 @@ def make_copy_tokens_16():
     def kernel(source, source_slots, to, to_slots, log):
         num_heads, pieces = natural(source.shape[1]), natural(source.shape[3]) >> 1
         source_size, to_size = natural(source.shape[2]), natural(to.shape[2])
-        lanes, thread, at_once = np.int64(1) << log, np.int64(cuda.threadIdx.x), np.int64(THREADS) >> log
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
         num_rows = max(source_slots.shape[0], to_slots.shape[0]) * num_heads
         for item in range(
             np.int64(cuda.blockIdx.x) * at_once + (thread >> log), num_rows, np.int64(cuda.gridDim.x) * at_once

@@ -17,12 +17,19 @@ from numkv import kinds
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
-    ELEMENTS, MAX_DIM, address_finder, lanes_for, magnitude, octet_turner, octets_fit, row_putter, rows_aligned,
+    ELEMENTS,
+    MAX_DIM,
+    address_finder,
+    lanes_for,
+    octet_turner,
+    octets_fit,
+    rows_aligned,
     stored_loader,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codec import element_codec
@@ -117,11 +124,18 @@ def make_shift_octets(KIND):
     def kernel(pool, scale, slots, offset, cos, sin, interleaved, width, log):
         num_heads, block_size = natural(pool.shape[1]), natural(pool.shape[2])
         num_slots = pool.shape[0] * np.int64(pool.shape[2])
-        lanes, thread, at_once = np.int64(1) << log, np.int64(cuda.threadIdx.x), np.int64(THREADS) >> log
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
         lane, mine, half_of = thread & (lanes - 1), thread >> log, width >> 4
         low = lane if lane < half_of else np.int64(0)
         octets, angle = (low, low + half_of), natural(abs(offset))
-        tables = (global_address(cos) + angle * cos.strides[0], global_address(sin) + angle * sin.strides[0])
+        tables = (
+            global_address(cos) + angle * cos.strides[0],
+            global_address(sin) + angle * sin.strides[0],
+        )
         sign, num_rows = REAL(1) if offset >= 0 else REAL(-1), slots.shape[0] * num_heads
         x = cuda.local.array(ELEMENTS, REAL)
         # All threads go round equally often, as those of a warp meet inside.
@@ -135,7 +149,9 @@ def make_shift_octets(KIND):
             slot = natural(slot) if here else np.int64(0)
             block = slot // block_size
             place = (block, row - n * num_heads, slot - block * block_size)
-            at = find_row(global_address(pool), pool.strides, global_address(scale), scale.strides, place)
+            at = find_row(
+                global_address(pool), pool.strides, global_address(scale), scale.strides, place
+            )
             # Those without octets read what others have, and nobody branches; they store nothing.
             load(at, octets[0], x, 0)
             load(at, octets[1], x, 8)
@@ -161,7 +177,11 @@ def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
     of, half = kinds.kind(kind), cos.shape[1]
     dim = pool.shape[3] * of.elements_per_word
     width = dim if of.has_scales else 2 * half
-    if not half or (half % 4 if interleaved else 2 * half != width) or width % (64 if of.is_packed else 16):
+    if (
+        not half
+        or (half % 4 if interleaved else 2 * half != width)
+        or width % (64 if of.is_packed else 16)
+    ):
         return 0
     if width > MAX_DIM or tokens * pool.shape[1] >= 1 << 31 or not octets_fit(pool, kind, dim):
         return 0
@@ -204,4 +224,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     for kind in WORDS:
         yield f"shift_rows[{kind}]", *_shift_rows(kind).described
+    for kind in ("fp64", "int4", STORED_ONLY[0]):
         yield f"shift_rows[{kind}, octets]", *_shift_octets(kind).described

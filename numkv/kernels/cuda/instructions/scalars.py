@@ -77,7 +77,10 @@ load_global_word16 = _load(
 
 @intrinsic
 def store_global(typing_context: Any, address: Any, value: Any) -> Any:
-    """Put a number at an address of global memory, a multiple of its size: ``memory[address:].view(type(value))[0]``."""
+    """Put a number at an address, a multiple of its size, of global memory.
+
+    ``memory[address : address + value.nbytes].view(value.dtype)[0] = value``
+    """
 
     def codegen(context, b, sig, args):
         b.store(args[1], b.inttoptr(args[0], ir.PointerType(args[1].type, addrspace=1)))
@@ -86,13 +89,14 @@ def store_global(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), codegen
 
 
-
 def _of_floats(name: str, called: str, count: int, doc: str) -> Any:
     """A function of NVVM over float32: unlike text, it takes constants as they are."""
 
     def typed(typing_context, *args):
         def codegen(context, b, sig, values):
-            of = cgutils.get_or_insert_function(b.module, ir.FunctionType(F32, [F32] * count), called)
+            of = cgutils.get_or_insert_function(
+                b.module, ir.FunctionType(F32, [F32] * count), called
+            )
             return b.call(of, values)
 
         return types.float32(*[types.float32] * count), codegen
