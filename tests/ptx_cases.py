@@ -15,12 +15,14 @@ import numpy as np
 import operands
 import paged_problems
 import problems
+import pytest
 import tolerances
 from kernels import test_compress as codes
 from problems import Shape
 
 import numkv
 from numkv import targets
+from numkv.errors import NotSupported
 
 FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 FLOATS = list(naive.DTYPES)
@@ -245,6 +247,19 @@ def write(rng, source, k_kind, v_kind, mode, by_slot, dim=64):
             of = of.view(naive.DTYPES["bf16"]) if kind == "int4" else of
             values, bound = naive.dequantise(found, of), 0.02 if kind == "int8" else 0.2
         tolerances.assert_rows_close(values, rows, bound)
+
+
+def refused(rng):
+    """Rows that shared memory does not hold are refused by name, not by the driver."""
+    with pytest.raises(NotSupported, match="`qkv`: expected heads of at most 12032"):
+        write(rng, "fp32", "fp32", "fp32", 0, True, dim=12064)
+    pool, scale = to(np.zeros((1, 1, 1, 12064), np.int8)), to(np.ones((1, 1, 1), F32))
+    tables = [to(np.zeros((2, 6032), F32))] * 2
+    with pytest.raises(NotSupported, match="`pool`: expected rows of at most 12032"):
+        ops().shift_rows(pool, "int8", scale, to(np.zeros(1, I64)), 1, *tables, False)
+    x = to(np.zeros((1, 1, 12296), F32))
+    with pytest.raises(NotSupported, match="`x`: expected rows of at most 12288"):
+        ops().rotate_rows(x, "fp32", to(np.ones(12296, F32)), False, x, "fp32")
 
 
 def values_of(words, scale, kind):
@@ -534,6 +549,7 @@ def cases():
         case(append_bad, "bf16", kind, 34)
         case(append_small, kind)
         case(write, "bf16", kind, kind, 1, True, dim=48)
+        case(shift, kind, False, dim=3200, half=8)
         case(write, "fp16", kind, kind, 4, True, dim=128)
         case(write, "fp32", kind, "bf16", 1, False, dim=192)
         for interleaved in (False, True):
@@ -547,6 +563,8 @@ def cases():
         case(shift, kind, mode % 2 == 1, everyday=kind == "int8")
     case(write, "fp16", "int8", "int4", 2, True)
     case(write, "fp64", "int8", "fp16", 4, False)
+    case(write, "fp32", "fp32", "fp32", 2, True, dim=3200)
+    case(refused, everyday=True)
     for word in (1, 2, 4, 8):
         case(copy_tokens, word, False, everyday=word == 2)
         case(copy_tokens, word, True)

@@ -1,7 +1,7 @@
 """Executed warp instructions and memory accesses of the kernels that write and move rows; no GPU needed.
 
     NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.counts [--lines REGEX] [--keep FILE.json]
-        [--before FILE.json --page FILE.md]
+        [--before FILE.json] [--resources FILE.json] [--page FILE.md]
 
 Each line is one call of a kernel in the interpreter of PTX, for rows of a common shape: what all its warps execute, by
 row and by 16 bytes that have to be moved (read once, written once); how many of these are accesses of 16, 8, 4, 2 and 1
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tools.cuda import pages, ptx_device
+from tools.cuda import pages, ptx_device, resources
 from tools.cuda.ptx_program import BITS, Instruction, Program
 
 __all__ = ["Counts", "Line", "counted", "lines"]
@@ -351,6 +351,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--keep", type=Path, help="a file that takes what is counted, beside what it has"
     )
     parse.add_argument("--before", type=Path, help="a file that --keep wrote elsewhere")
+    parse.add_argument(
+        "--resources", type=Path, help="what `tools.cuda.resources --keep` wrote, for the page"
+    )
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
 
@@ -379,7 +382,11 @@ def main(arguments: list[str] | None = None) -> int:
     text = table(found, before)
     print(text)
     if given.page:
-        pages.write(given.page, "What the kernels that write rows execute", __doc__ or "", text)
+        parts = [text]
+        if given.resources:
+            rows = [resources.Resources(*row) for row in json.loads(given.resources.read_text())]
+            parts += ["## Registers and memory of those that run", resources.table(rows)]
+        pages.write(given.page, "What the kernels that write rows execute", __doc__ or "", *parts)
     return 0
 
 

@@ -17,7 +17,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import load_shared_16, shared_address
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
 from numkv.kernels.cuda.simd import (
     SIMULATED,
     STORED_ONLY,
@@ -39,7 +39,6 @@ __all__ = ["attention_weights"]
 
 # Query rows that a thread takes at once.
 AT_ONCE = 4
-SHARED_BYTES = 48 * 1024  # what every device lends a block
 
 
 def make_attention_weights(Q_KIND, K_KIND, WIDE):

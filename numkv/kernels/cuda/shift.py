@@ -14,9 +14,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv import kinds
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -62,9 +63,10 @@ def make_shift_rows(KIND):
             x = cuda.shared.array(0, REAL)  # a row for each that the block takes
             peaks = cuda.shared.array(SHAPE, np.float32)
         at = warp * dim
+        at_once = np.int64(cuda.blockDim.y)
         # All threads go round equally often, as those that quantise wait for each other inside.
         for first in range(
-            np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
+            np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
             row = first + warp
             n, h = row // num_heads, row % num_heads
@@ -213,10 +215,17 @@ def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
             pool, scale, slots, offset, cos, sin, bool(interleaved), width, lanes,
         )  # fmt: skip
         return
+    row_bytes = _shared_bytes(kind, pool.shape[3])
+    room = SHARED_BYTES - 1024  # beside what lanes tell each other
+    if row_bytes > room:
+        raise NotSupported(
+            f"`pool`: expected rows of at most {room // 4} elements to shift on CUDA where they are quantised, as they "
+            f"lie in shared memory, got {row_bytes // 4}; keep K in a float kind, or shift on the CPU"
+        )
+    at_once = max(1, min(ROWS, room // row_bytes)) if row_bytes else ROWS
     launch(
-        _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], ROWS), (LANES, ROWS),
-        pool, scale, slots, offset, cos, sin, bool(interleaved),
-        shared_bytes=ROWS * _shared_bytes(kind, pool.shape[3]),
+        _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], at_once), (LANES, at_once),
+        pool, scale, slots, offset, cos, sin, bool(interleaved), shared_bytes=at_once * row_bytes,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -48,7 +48,7 @@ from numkv.rows.rope import pair_of, rotate_pair
 __all__ = ["scatter_write", "small_write", "write_rows"]
 
 ROWS = THREADS // LANES  # heads that a block takes at once, if they fit
-SHARED_BYTES = 48 * 1024  # what every device lends a block
+ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other
 
 
 def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
@@ -393,12 +393,12 @@ def _write(
         launch(_write_rows(*kinds, True), items, THREADS, qkv, cos, sin, (*options, lanes), *rest)
         return
     row_bytes = widest * compute.itemsize
-    if row_bytes > SHARED_BYTES:
+    if row_bytes > ROOM:
         raise NotSupported(
-            f"`qkv`: expected heads of at most {SHARED_BYTES // compute.itemsize} elements on CUDA, whose rows lie in "
+            f"`qkv`: expected heads of at most {ROOM // compute.itemsize} elements on CUDA, whose rows lie in "
             f"shared memory while they are rotated, got {widest}; rotate the rows before, and append them"
         )
-    at_once = max(1, min(ROWS, SHARED_BYTES // row_bytes))
+    at_once = max(1, min(ROWS, ROOM // row_bytes))
     launch(
         _write_rows(*kinds), ceil_div(tokens * (heads + 2 * kv_heads), at_once), (LANES, at_once), qkv, cos, sin,
         (*options, 0), *rest, shared_bytes=at_once * row_bytes,
