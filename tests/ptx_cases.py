@@ -344,9 +344,9 @@ def copy_rows(rng, dtype, width=37):
     assert np.array_equal(host(there), naive.plan_append(new, cache, offsets))
 
 
-def non_finite(rng, kind):
+def non_finite(rng, kind, dim=37):
     """The first of several; and none."""
-    rows = naive.round_to(rng.standard_normal((11, 3, 37)), kind)
+    rows = naive.round_to(rng.standard_normal((11, 3, dim)), kind)
     assert ops().first_non_finite(to_words(rows), kind) == -1
     rows.reshape(-1)[[700, 901, 333]] = np.inf, np.nan, -np.inf
     assert ops().first_non_finite(to_words(rows), kind) == 333
@@ -364,9 +364,9 @@ def rotate(rng, source, kind, dim, inverse):
     tolerances.assert_rows_close(host(out).view(naive.DTYPES[kind]), wanted, bound)
 
 
-def merge(rng, kind):
+def merge(rng, kind, dim=70):
     """Two results, of which one or both saw nothing."""
-    o = [naive.round_to(rng.standard_normal((5, 3, 70)), kind) for _ in range(2)]
+    o = [naive.round_to(rng.standard_normal((5, 3, dim)), kind) for _ in range(2)]
     lse = [rng.standard_normal((5, 3)).astype(F32) for _ in range(2)]
     lse[0][1], lse[1][2], o[0][1] = -np.inf, -np.inf, np.nan
     lse[0][3] = lse[1][3] = -np.inf
@@ -537,6 +537,8 @@ def cases():
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
         case(non_finite, kind)
+        case(non_finite, kind, dim=40)
+        case(merge, kind, dim=72)
         case(merge, kind, everyday=kind == "fp16")
         case(append_views, kind, kind, 40, True, everyday=kind == "bf16")
         case(append_views, "fp16", kind, 576 if kind == "bf16" else 24, kind != "fp32")
