@@ -16,6 +16,7 @@ from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import (
+    global_address,
     load_global_16,
     pack_bf16,
     pack_fp16,
@@ -35,6 +36,7 @@ from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32, codec
 from numkv.rows.int4 import lowest_level
 from numkv.rows.quantize import is_finite
+from numkv.rows.rmsnorm import root_mean_square
 from numkv.rows.rope import rotate_pair
 
 __all__ = [
@@ -45,14 +47,14 @@ __all__ = [
     "copy_row",
     "lanes_for",
     "octet_loader",
+    "octet_normaliser",
     "octet_storer",
     "octet_turner",
     "octets_fit",
-    "quad_loader",
     "report",
+    "row_finder",
     "rows_aligned",
     "stored_loader",
-    "sum_of_lanes",
 ]  # fmt: skip
 
 #: Elements that a lane has of a row: two octets.
@@ -257,7 +259,7 @@ def copy_row(source, to, pieces, lane, lanes):
 
 
 def address_finder(KIND):
-    """The function that finds where a row lies, for `row_putter`.
+    """The function that finds where a row lies, for `row_putter` and `stored_loader`.
 
     ``find(pool, steps, scale, scale_steps, (block, head, offset))``: of addresses and strides of the pool and of its
     scales, the address of the row, that of its scale and the step between scales of groups.
@@ -281,6 +283,17 @@ def address_finder(KIND):
     return find
 
 
+def row_finder(KIND):
+    """`address_finder` of arrays: ``find(pool, scale, (block, head, offset))``."""
+    at = address_finder(KIND)
+
+    @register_jitable
+    def find(pool, scale, place):
+        return at(global_address(pool), pool.strides, global_address(scale), scale.strides, place)
+
+    return find
+
+
 @register_jitable
 def report(x, octets, index, found, raised):
     """Tell of the first element of a lane that is not finite; `index` is that of its row."""
@@ -297,7 +310,7 @@ def report(x, octets, index, found, raised):
 
 
 @register_jitable
-def sum_of_lanes(x, lanes):
+def _sum_of_lanes(x, lanes):
     """The sum over a row's lanes, in the same order for all of them."""
     step = np.uint32(lanes) >> np.uint32(1)
     while step > np.uint32(0):
@@ -306,7 +319,7 @@ def sum_of_lanes(x, lanes):
     return x
 
 
-def quad_loader(COMPUTE, TABLE):
+def _quad_loader(COMPUTE, TABLE):
     """The function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
     REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, TABLE == "float64"
 
@@ -329,6 +342,33 @@ def quad_loader(COMPUTE, TABLE):
     return load
 
 
+def octet_normaliser(COMPUTE):
+    """The function that divides a lane's octets by their row's root mean square, and multiplies them by weights.
+
+    ``normalise(x, octets, have, weight, dim, eps, lanes)``: of all lanes of a warp together; `weight` is an address.
+    """
+    REAL, WORD_BYTES = (np.float64, 8) if COMPUTE == "float64" else (np.float32, 4)
+    load_weight = _quad_loader(COMPUTE, COMPUTE)
+
+    @register_jitable
+    def normalise(x, octets, have, weight, dim, eps, lanes):
+        total = REAL(0)
+        if have:
+            for i in range(ELEMENTS):
+                total += x[i] * x[i]
+        total = _sum_of_lanes(total, lanes)
+        inverse = REAL(1) / REAL(root_mean_square(total, REAL(dim), REAL(eps)))
+        w = cuda.local.array(8, REAL)
+        for i in range(2):
+            at = weight + octets[i] * (8 * WORD_BYTES)
+            load_weight(at, w, 0)
+            load_weight(at + 4 * WORD_BYTES, w, 4)
+            for j in range(8):
+                x[8 * i + j] = x[8 * i + j] * inverse * w[j]
+
+    return normalise
+
+
 def octet_turner(COMPUTE, TABLE):
     """The function that rotates a lane's octets by tables of type `TABLE`.
 
@@ -336,7 +376,7 @@ def octet_turner(COMPUTE, TABLE):
     pairs are adjacent elements, or else the elements of both octets that have one place; sines are times `sign`.
     """
     REAL, SIZE = np.float64 if COMPUTE == "float64" else np.float32, 8 if TABLE == "float64" else 4
-    load = quad_loader(COMPUTE, TABLE)
+    load = _quad_loader(COMPUTE, TABLE)
 
     @register_jitable
     def turn(x, octets, tables, half, interleaved, sign):

@@ -22,10 +22,10 @@ from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     MAX_DIM,
-    address_finder,
     lanes_for,
     octet_turner,
     octets_fit,
+    row_finder,
     rows_aligned,
     stored_loader,
 )  # fmt: skip
@@ -121,7 +121,7 @@ def make_shift_octets(KIND):
     OF_POOL = kinds.kind(KIND)
     COMPUTE, QUANTISED, REAL = OF_POOL.compute.name, OF_POOL.has_scales, OF_POOL.compute.type
     load, turn = stored_loader(KIND, COMPUTE), octet_turner(COMPUTE, "float32")
-    put, find_row = row_putter(KIND, COMPUTE), address_finder(KIND)
+    put, find_row = row_putter(KIND, COMPUTE), row_finder(KIND)
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved, width, log):
         num_heads, block_size = natural(pool.shape[1]), natural(pool.shape[2])
@@ -151,9 +151,7 @@ def make_shift_octets(KIND):
             slot = natural(slot) if here else np.int64(0)
             block = slot // block_size
             place = (block, row - n * num_heads, slot - block * block_size)
-            at = find_row(
-                global_address(pool), pool.strides, global_address(scale), scale.strides, place
-            )
+            at = find_row(pool, scale, place)
             # Those without octets read what others have, and nobody branches; they store nothing.
             load(at, octets[0], x, 0)
             load(at, octets[1], x, 8)

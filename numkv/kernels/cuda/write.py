@@ -23,17 +23,16 @@ from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
     MAX_DIM,
-    address_finder,
     bytes_of,
     lanes_for,
     octet_loader,
+    octet_normaliser,
     octet_storer,
     octet_turner,
     octets_fit,
-    quad_loader,
     report,
+    row_finder,
     rows_aligned,
-    sum_of_lanes,
 )  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
@@ -59,27 +58,12 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     """
     FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
     SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
-    V_PER_WORD, WORD_BYTES = kind(V_KIND).elements_per_word, 8 if COMPUTE == "float64" else 4
+    V_PER_WORD = kind(V_KIND).elements_per_word
     load, store_q, find = octet_loader(SRC, COMPUTE), octet_storer(SRC), slot_finder(BY_SLOT)
-    load_weight, turn = quad_loader(COMPUTE, COMPUTE), octet_turner(COMPUTE, TABLE)
+    normalise_octets, turn = octet_normaliser(COMPUTE), octet_turner(COMPUTE, TABLE)
     put_k, put_v = row_putter(K_KIND, COMPUTE), row_putter(V_KIND, COMPUTE)
-    k_at, v_at = address_finder(K_KIND), address_finder(V_KIND)
-
-    @register_jitable
-    def normalise_octets(x, octets, have, weight, dim, eps, lanes):
-        total = REAL(0)
-        if have:
-            for i in range(ELEMENTS):
-                total += x[i] * x[i]
-        total = sum_of_lanes(total, lanes)
-        inverse = REAL(1) / REAL(root_mean_square(total, REAL(dim), REAL(eps)))
-        w = cuda.local.array(8, REAL)
-        for i in range(2):
-            at = weight + octets[i] * (8 * WORD_BYTES)
-            load_weight(at, w, 0)
-            load_weight(at + 4 * WORD_BYTES, w, 4)
-            for j in range(8):
-                x[8 * i + j] = x[8 * i + j] * inverse * w[j]
+    k_at, v_at = row_finder(K_KIND), row_finder(V_KIND)
+    K_LOOKS, V_LOOKS = needs_peak(K_KIND), needs_peak(V_KIND)
 
     @register_jitable
     def write(rows, tables, options, weights, angles, k_side, v_side, places, look, flags):
@@ -161,40 +145,15 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
             if look > 0 and raw >= np.uint32(0x7F800000):
                 largest = np.uint32(0x7F800000)
             both = (have, have)
-            if SAME:
-                pool, steps = global_address(k_pool), k_pool.strides
-                scale, scale_steps = global_address(k_scale), k_scale.strides
-                if is_v:
-                    pool, steps = global_address(v_pool), v_pool.strides
-                    scale, scale_steps = global_address(v_scale), v_scale.strides
-                put_k(
-                    x,
-                    octets,
-                    both,
-                    lanes,
-                    k_at(pool, steps, scale, scale_steps, place),
-                    largest,
-                    look,
-                )
-            elif is_v:
-                to = v_at(
-                    global_address(v_pool),
-                    v_pool.strides,
-                    global_address(v_scale),
-                    v_scale.strides,
-                    place,
-                )
-                put_v(x, octets, both, lanes, to, largest, look)
+            if is_v:
+                to = v_at(v_pool, v_scale, place)
             else:
-                to = k_at(
-                    global_address(k_pool),
-                    k_pool.strides,
-                    global_address(k_scale),
-                    k_scale.strides,
-                    place,
-                )
+                to = k_at(k_pool, k_scale, place)
+            if SAME or not is_v:
                 put_k(x, octets, both, lanes, to, largest, look)
-            if LOOKS:
+            else:
+                put_v(x, octets, both, lanes, to, largest, look)
+            if V_LOOKS if is_v else K_LOOKS:
                 if look > 0 and have and raw >= np.uint32(0x7F800000):
                     load(source + octets[0] * FROM, x, 0)
                     load(source + octets[1] * FROM, x, 8)
