@@ -298,8 +298,10 @@ def _write_rows(
         array(i64, 1),
     )  # fmt: skip
     key = (src, k_kind, v_kind, compute, by_slot, table if octets else "")
-    blocks = 6 - 2 * (octets or "int4" in (k_kind, v_kind)) - 2 * (octets and compute == "float64")
-    return jit(make_write_rows, key, signature, blocks)
+    if octets:
+        return jit(make_write_rows, key, signature, 4 if compute == "float32" else 2)
+    # With fewer registers, groups of INT4 would spill.
+    return jit(make_write_rows, key, signature, 3 if "int4" in (k_kind, v_kind) else 6)
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
