@@ -8,7 +8,6 @@ items; a few have more threads than work.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import ml_dtypes
 import naive
 import numpy as np
 import operands
@@ -17,15 +16,31 @@ import problems
 import tolerances
 from kernels import test_compress as codes
 from problems import Shape
+from ptx_writes import (
+    F32,
+    FLOATS,
+    FP8,
+    I32,
+    I64,
+    KINDS,
+    NO_RANGES,
+    NO_SCALE,
+    append,
+    append_bad,
+    append_small,
+    append_views,
+    host,
+    of_heads,
+    ops,
+    refused,
+    shift,
+    to,
+    to_words,
+    write,
+)
 
 import numkv
 from numkv import targets
-
-FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
-FLOATS = list(naive.DTYPES)
-KINDS = [*FLOATS, *naive.CODES, *FP8]
-F32, I32, I64 = np.float32, np.int32, np.int64
-NO_SCALE, NO_RANGES = np.zeros((0, 0, 0), F32), np.zeros((0, 2), I64)
 
 
 class Case(NamedTuple):
@@ -36,191 +51,13 @@ class Case(NamedTuple):
     everyday: bool = False  #: in every run of CI
 
 
-def to(x):
-    return targets.get("cuda").asarray(x)
-
-
-def host(x):
-    return targets.get("cuda").to_host(x)
-
-
-def ops():
-    return targets.get("cuda").ops
-
-
-def to_words(x):
-    """An array as kernels see it: 16-bit and 8-bit floats as unsigned words."""
-    return to(
-        operands.words(x)
-        if x.dtype.itemsize == 2
-        else x.view(np.uint8)
-        if x.dtype in FP8.values()
-        else x
-    )
-
-
-def of_heads(rng, rows, kind, axis):
-    """Words of rows in an 8-bit float, the scales of their heads, and values."""
-    scale = (rng.random(rows.shape[axis]) + 0.5).astype(F32)
-    along = scale.reshape([-1 if i == axis else 1 for i in range(rows.ndim)])
-    top = {"fp8_e4m3": F32(448), "fp8_e5m2": F32(57344)}[kind]
-    words = np.clip(rows.astype(F32) / along, -top, top).astype(FP8[kind])
-    return words, scale, words.astype(np.float64) * along
-
-
-# ---------------------------------------------------------------- writing
-
-SHAPE = (7, 2, 5)  # blocks, kv heads, tokens of a block
-
-
-def empty_pool(rng, kind, dim):
-    """A pool of a recognisable filling and its scales."""
-    if kind in FP8:
-        scale = (rng.random(SHAPE[1]) + 0.5).astype(F32)
-        return np.full((*SHAPE, dim), operands.UNTOUCHED, np.uint8), scale
-    return operands.pool(kind, SHAPE, dim)
-
-
-def pool_after(pool, scale, kind, rows, slots):
-    """What it holds after rows ``(tokens, heads, dim)`` went into slots."""
-    if kind not in FP8:
-        return operands.after(pool, scale, kind, rows, slots)
-    pool, top = pool.copy(), {"fp8_e4m3": F32(448), "fp8_e5m2": F32(57344)}[kind]
-    words = np.clip(rows.astype(F32) / scale[:, None], -top, top).astype(FP8[kind]).view(np.uint8)
-    for t, slot in enumerate(slots):
-        if slot >= 0:
-            pool[slot // SHAPE[2], :, slot % SHAPE[2]] = words[t]
-    return pool, scale
-
-
-def append(rng, source, kind, by_slot, dim):
-    """Rows of K and V of one sequence by its block table, or of many by slots, of which one is skipped."""
-    sides = [
-        (naive.round_to(rng.standard_normal((13, SHAPE[1], dim)), source), *empty_pool(rng, kind, dim))
-        for _ in "kv"
-    ]  # fmt: skip
-    there = [(to_words(rows), source, to(pool), kind, to(scale)) for rows, pool, scale in sides]
-    if by_slot:
-        slots = rng.permutation(SHAPE[0] * SHAPE[2])[:13].astype(I64)
-        slots[4] = -1
-        ops().scatter_both(*there, to(slots))
-    else:
-        table = rng.permutation(SHAPE[0])[:4].astype(I32)
-        slots = operands.slots_of(table, 3, 13, SHAPE[2])
-        ops().append_both(*there, to(table), 3)
-    for (rows, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
-        for found, want in zip(
-            (got, got_scale), pool_after(pool, scale, kind, rows, slots), strict=True
-        ):
-            operands.assert_same(host(found), want)
-
-
-def write(rng, source, k_kind, v_kind, mode, by_slot):
-    """The fused write: split, norm, rotation and write; floats as the oracle's, codes as those of the rows written."""
-    q_heads, heads, dim, tokens = 3, SHAPE[1], 64, 6
-    width = (q_heads + 2 * heads) * dim
-    qkv = naive.round_to(rng.standard_normal((tokens, width)), source)
-    compute = np.float64 if "fp64" in (source, k_kind, v_kind) else F32
-    cos, sin = naive.rope_tables(16, dim, dtype=compute)
-    weights = [(1 + 0.1 * rng.standard_normal(dim)).astype(compute) for _ in range(2)]
-    first, slots = 4, rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
-    table = rng.permutation(SHAPE[0])[:3].astype(I32)
-    pools = [[to(x) for x in empty_pool(rng, kind, dim)] for kind in (k_kind, v_kind)]
-    before = [[host(x) for x in pool] for pool in pools]
-    q_out = to_words(np.zeros((tokens, q_heads, dim), naive.DTYPES[source]))
-    normalise, rotate, interleaved = mode in (1, 4), mode != 0, mode in (3, 4)
-    head = (
-        to_words(qkv),
-        source,
-        to(cos),
-        to(sin),
-        (normalise, rotate, interleaved),
-        *map(to, weights),
-        1e-5,
-    )
-    if by_slot:
-        positions = np.arange(first, first + tokens)
-        ops().scatter_write(
-            *head, to(positions), q_out, pools[0][0], k_kind, pools[0][1], pools[1][0], v_kind, pools[1][1],
-            to(slots),
-        )  # fmt: skip
-    else:
-        slots = operands.slots_of(table, first, tokens, SHAPE[2])
-        ops().write_rows(
-            *head, first, q_out, pools[0][0], k_kind, pools[0][1], pools[1][0], v_kind, pools[1][1], to(table),
-            first,
-        )  # fmt: skip
-    wanted = naive.write(qkv, q_heads, heads, dim, mode, cos, sin, *weights, 1e-5, first)
-    got_q = host(q_out).view(naive.DTYPES[source])
-    tolerances.assert_rows_close(got_q, wanted[0], 2e-6 + tolerances.ROUNDING[source])
-    for (got, scale), (old, _), kind, rows in zip(
-        pools, before, (k_kind, v_kind), wanted[1:], strict=True
-    ):
-        got, scale = host(got), host(scale)
-        rest = np.ones((SHAPE[0], SHAPE[2]), bool)
-        rest.reshape(-1)[slots] = False
-        assert np.array_equal(np.swapaxes(got, 1, 2)[rest], np.swapaxes(old, 1, 2)[rest])
-        found = np.stack([got[s // SHAPE[2], :, s % SHAPE[2]] for s in slots])
-        if kind in FLOATS:
-            values, bound = found.view(naive.DTYPES[kind]), 2e-6 + 2 * tolerances.ROUNDING[kind]
-        elif kind in FP8:
-            values = found.view(FP8[kind]).astype(np.float64) * scale[:, None]
-            bound = 0.08 if kind == "fp8_e4m3" else 0.15
-        else:
-            of = np.stack([scale[s // SHAPE[2], :, s % SHAPE[2]] for s in slots])
-            of = of.view(naive.DTYPES["bf16"]) if kind == "int4" else of
-            values, bound = naive.dequantise(found, of), 0.02 if kind == "int8" else 0.2
-        tolerances.assert_rows_close(values, rows, bound)
-
-
-def values_of(words, scale, kind):
-    """What a pool of keys holds, in float64."""
-    if kind in naive.CODES:
-        return naive.dequantise(
-            words, scale.view(naive.DTYPES["bf16"]) if kind == "int4" else scale
-        )
-    if kind in FP8:
-        return words.view(FP8[kind]).astype(np.float64) * scale[:, None, None]
-    return words.view(naive.DTYPES[kind]).astype(np.float64)
-
-
-def shift(rng, kind, interleaved):
-    """Keys turned to other positions, in place; slots outside of the pool are skipped."""
-    dim, half, offset = 64, 24, -5
-    rows = rng.standard_normal((*SHAPE, dim))
-    if kind in FP8:
-        words, scale, _ = of_heads(rng, rows, kind, 1)
-    else:
-        words, scale = operands.stored(rows, kind)
-        scale = NO_SCALE if scale is None else scale
-    slots = rng.permutation(SHAPE[0] * SHAPE[2])[:11].astype(I64)
-    cos, sin = naive.rope_tables(16, 2 * half)
-    pool, scales = to_words(words), to(scale)
-    given = np.append(slots, [-1, SHAPE[0] * SHAPE[2]])
-    ops().shift_rows(pool, kind, scales, to(given), offset, to(cos), to(sin), interleaved)
-    before = values_of(host(to_words(words)), scale, kind)
-    wanted = naive.rope(before, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
-    got, scales = host(pool), host(scales)
-    after = values_of(got, scales, kind)
-    bound = {"int8": 0.01, "int4": 0.1, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}.get(kind, 0) or (
-        2e-6 + tolerances.ROUNDING[kind]
-    )
-    moved = np.zeros((SHAPE[0], SHAPE[2]), bool)
-    moved.reshape(-1)[slots] = True
-    tolerances.assert_rows_close(
-        np.swapaxes(after, 1, 2)[moved], np.swapaxes(wanted, 1, 2)[moved], bound
-    )
-    kept = np.swapaxes(got, 1, 2)[~moved]
-    assert np.array_equal(kept, np.swapaxes(host(to_words(words)), 1, 2)[~moved])
-
-
 # ---------------------------------------------------------------- copies and rows
 
 
-def copy_tokens(rng, word, within):
+def copy_tokens(rng, word, within, width=7):
     """Rows between pools, or within one."""
     dtype = np.dtype(f"u{word}")
-    source, there = (rng.integers(0, 200, (4, 3, 5, 7)).astype(dtype) for _ in range(2))
+    source, there = (rng.integers(0, 200, (4, 3, 5, width)).astype(dtype) for _ in range(2))
     a, b = rng.permutation(20)[:9].astype(I64), rng.permutation(20)[:9].astype(I64)
     if within:
         a = np.concatenate([np.arange(6, 15), np.arange(15, 18)]).astype(I64)
@@ -229,25 +66,25 @@ def copy_tokens(rng, word, within):
     here = to(source)
     target = here if within else to(there)
     ops().copy_tokens(here, to(a), target, to(b))
-    wanted = np.swapaxes(there, 1, 2).reshape(20, 3, 7).copy()
-    wanted[b] = np.swapaxes(source, 1, 2).reshape(20, 3, 7)[a]
-    assert np.array_equal(np.swapaxes(host(target), 1, 2).reshape(20, 3, 7), wanted)
+    wanted = np.swapaxes(there, 1, 2).reshape(20, 3, width).copy()
+    wanted[b] = np.swapaxes(source, 1, 2).reshape(20, 3, width)[a]
+    assert np.array_equal(np.swapaxes(host(target), 1, 2).reshape(20, 3, width), wanted)
 
 
-def copy_blocks(rng, word):
+def copy_blocks(rng, word, width=1027):
     """Blocks between pools: of as many words as a block of threads takes at once, and some more."""
     dtype = np.dtype(f"u{word}")
-    source, there = (rng.integers(0, 200, (4, 1, 1, 1027)).astype(dtype) for _ in range(2))
+    source, there = (rng.integers(0, 200, (4, 1, 1, width)).astype(dtype) for _ in range(2))
     a, b, target = np.array([2, 0, 2, 9], I32), np.array([1, 3, 0, 2], I32), to(there)
     ops().copy_blocks(to(source), to(a), target, to(b))
     there[b[:3]] = source[a[:3]]
     assert np.array_equal(host(target), there)
 
 
-def copy_rows(rng, dtype):
+def copy_rows(rng, dtype, width=37):
     """Rows at an offset for each sequence, of which some lie outside."""
     new, cache = (
-        naive.round_to(rng.standard_normal((3, 2, n, 37)) * 50, "fp32").astype(dtype)
+        naive.round_to(rng.standard_normal((3, 2, n, width)) * 50, "fp32").astype(dtype)
         for n in (4, 9)
     )
     offsets, there = np.array([-2, 3, 7], I64), to(cache)
@@ -255,9 +92,9 @@ def copy_rows(rng, dtype):
     assert np.array_equal(host(there), naive.plan_append(new, cache, offsets))
 
 
-def non_finite(rng, kind):
+def non_finite(rng, kind, dim=37):
     """The first of several; and none."""
-    rows = naive.round_to(rng.standard_normal((11, 3, 37)), kind)
+    rows = naive.round_to(rng.standard_normal((11, 3, dim)), kind)
     assert ops().first_non_finite(to_words(rows), kind) == -1
     rows.reshape(-1)[[700, 901, 333]] = np.inf, np.nan, -np.inf
     assert ops().first_non_finite(to_words(rows), kind) == 333
@@ -275,9 +112,9 @@ def rotate(rng, source, kind, dim, inverse):
     tolerances.assert_rows_close(host(out).view(naive.DTYPES[kind]), wanted, bound)
 
 
-def merge(rng, kind):
+def merge(rng, kind, dim=70):
     """Two results, of which one or both saw nothing."""
-    o = [naive.round_to(rng.standard_normal((5, 3, 70)), kind) for _ in range(2)]
+    o = [naive.round_to(rng.standard_normal((5, 3, dim)), kind) for _ in range(2)]
     lse = [rng.standard_normal((5, 3)).astype(F32) for _ in range(2)]
     lse[0][1], lse[1][2], o[0][1] = -np.inf, -np.inf, np.nan
     lse[0][3] = lse[1][3] = -np.inf
@@ -448,19 +285,46 @@ def cases():
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
         case(non_finite, kind)
+        case(non_finite, kind, dim=40)
+        case(merge, kind, dim=72)
         case(merge, kind, everyday=kind == "fp16")
+        case(append_views, kind, kind, 40, True, everyday=kind == "bf16")
+        case(append_views, "fp16", kind, 576 if kind == "bf16" else 24, kind != "fp32")
+    for kind in naive.CODES:
+        case(append_views, "bf16", kind, 64, True)
+        case(append_views, "bf16", kind, 64, False)
+        case(append, "fp32", kind, True, 512)
+        case(append, "fp16", kind, True, 544)
+        case(append_bad, "fp32", kind, 96, everyday=kind == "int8")
+        case(append_bad, "bf16", kind, 34)
+        case(append_small, kind)
+        case(write, "bf16", kind, kind, 1, True, dim=48)
+        case(shift, kind, False, dim=3200, half=8)
+        case(write, "fp16", kind, kind, 4, True, dim=128)
+        case(write, "fp32", kind, "bf16", 1, False, dim=192)
+        for interleaved in (False, True):
+            case(
+                shift, kind, interleaved, dim=128, half=64, everyday=kind == "int4" and interleaved
+            )
+            case(shift, kind, interleaved, dim=96, half=20)
     for mode, kind in zip((0, 1, 2, 3, 4, 1, 4, 2), KINDS, strict=True):
         case(write, "bf16" if kind != "fp64" else "fp64", kind, kind, mode, False)
         case(write, "fp32", kind, kind, (mode + 2) % 5, True, everyday=kind == "int8")
         case(shift, kind, mode % 2 == 1, everyday=kind == "int8")
     case(write, "fp16", "int8", "int4", 2, True)
     case(write, "fp64", "int8", "fp16", 4, False)
+    case(write, "fp32", "fp32", "fp32", 2, True, dim=3200)
+    case(refused, everyday=True)
     for word in (1, 2, 4, 8):
         case(copy_tokens, word, False, everyday=word == 2)
         case(copy_tokens, word, True)
         case(copy_blocks, word)
+        case(copy_tokens, word, False, width=80)
+        case(copy_tokens, word, True, width=16)
+        case(copy_blocks, word, width=2080)
     for dtype in (np.int8, np.float16, F32, np.float64):
         case(copy_rows, np.dtype(dtype))
+        case(copy_rows, np.dtype(dtype), width=48)
     for source, kind, dim, inverse in (
         ("fp32", "fp32", 128, False), ("fp64", "fp64", 20, True), ("fp16", "fp32", 96, True),
         ("bf16", "bf16", 64, False), ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
@@ -521,6 +385,7 @@ def _attention(case):
         case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
     case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
+    case(mass, Shape(6, 2, 64, (270, 131), new=(1, 1)), "int8", "bf16")
 
 
 def _call(function, args, options):

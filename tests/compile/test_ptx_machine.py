@@ -392,3 +392,87 @@ def test_barriers_can_be_left_out():
     assert not without.barriers()
     assert len(whole.barriers()) == 1
     assert len(without.code) == len(whole.code)
+
+
+#: Each thread copies 16 bytes to shared memory and reads those of another one.
+COPY = """
+    mov.u32 %r8, mine; shl.b32 %r9, %r2, 4; add.s32 %r10, %r8, %r9; xor.b32 %r11, %r9, {other}; add.s32 %r12, %r8, %r11;
+    mul.wide.u32 %rd6, %r2, 16; add.s64 %rd7, %rd2, %rd6; {before}
+    cp.async.cg.shared.global [%r10], [%rd7], 16{size};
+    cp.async.commit_group;
+    {wait} {barrier}
+    ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r12]; {after}
+"""
+WIDE = ".shared .align 16 .b8 mine[2048];"
+
+
+def copy(
+    wait="cp.async.wait_group 0;", barrier="bar.sync 0;", other=16, size="", before="", after=""
+):
+    return (
+        COPY.format(wait=wait, barrier=barrier, other=other, size=size, before=before, after=after)
+        + STORE
+    )
+
+
+def test_copies_arrive_at_the_wait():
+    out, given = np.zeros(64, np.uint32), np.arange(256, dtype=np.uint32)
+    assert run(copy(), out, given, shared=WIDE).ok
+    np.testing.assert_array_equal(out, 4 * (np.arange(64) ^ 1))
+    # Half of the threads read nothing, as their address is none, and get zeros.
+    half = "and.b32 %r13, %r2, 1; setp.eq.u32 %p1, %r13, 0; selp.b64 %rd7, %rd7, 8, %p1; selp.b32 %r13, 16, 0, %p1;"
+    assert run(copy(before=half, size=", %r13"), out, given, shared=WIDE).ok
+    np.testing.assert_array_equal(out, np.where(np.arange(64) % 2, 4 * (np.arange(64) ^ 1), 0))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (copy(wait=""), "race: read while a copy is under way"),
+        (copy(wait="", barrier="", other=0), "race: read while a copy is under way"),
+        (copy(wait="cp.async.wait_group 1;"), "race: read while a copy is under way"),
+        (copy(barrier=""), "race: read after another thread wrote it"),
+        (copy(barrier="", other=0), None),
+        (
+            copy(barrier="cp.async.cg.shared.global [%r10], [%rd7], 16; bar.sync 0;"),
+            "race: read while a copy is under way",
+        ),
+        (
+            copy(before="cp.async.cg.shared.global [%r10], [%rd7], 16;"),
+            "race: two copies to one place",
+        ),
+        (
+            copy(wait="st.shared.u32 [%r10], %r2; cp.async.wait_group 0;"),
+            "race: written while a copy is under way",
+        ),
+        (
+            copy(after="cp.async.cg.shared.global [%r10], [%rd7], 16;"),
+            "race: written after another thread read it",
+        ),
+        (copy(after="bar.sync 0; cp.async.cg.shared.global [%r10], [%rd7], 16;"), None),
+        (copy(before="add.s64 %rd7, %rd7, 8;"), "misaligned access to global memory"),
+        (copy(before="add.s64 %rd7, %rd7, 16;"), "access outside of all memory"),
+        (copy(before="add.s32 %r10, %r10, 4;"), "misaligned access to shared memory"),
+        (copy(before="add.s32 %r10, %r10, 1040;"), "access outside of shared memory"),
+    ],
+)  # fmt: skip
+def test_what_copies_may_not_do(body, problem):
+    given = np.zeros((3, 1 << 16), np.uint32)[1, :256].copy()
+    assert problems(body, given=given, shared=WIDE) == ({problem} if problem else set())
+
+
+def test_matrices_need_whole_warps():
+    half = "setp.gt.u32 %p1, %r2, 9; @%p1 bra $end; {} $end: "
+    load = (
+        "mov.u32 %r8, mine; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4, %r5, %r6, %r7}, [%r8];"
+    )
+    product = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r2, %r2, %r2, %r2}, "
+        "{%r2, %r2}, {%f1, %f2, %f3, %f4};"
+    )
+    for body in (load, product):
+        assert "a warp's threads do not meet" in problems(half.format(body), shared=WIDE)
+    assert problems(load, shared=WIDE) == {"uninitialised shared memory read"}
+    assert problems(load.replace("mine;", "mine; add.s32 %r8, %r8, 8;"), shared=WIDE) == {
+        "misaligned access to shared memory"
+    }

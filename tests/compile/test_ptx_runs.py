@@ -32,7 +32,7 @@ def test_every_kernel_and_kind_has_a_case():
 
 def test_missing_barriers_are_caught():
     """Of a kernel in which rows meet, each barrier."""
-    found = interpret.mutants(device, CASES["append[fp32, int8, False, 96]"], set())
+    found = interpret.mutants(device, CASES["append[bf16, int8, True, 34]"], set())
     assert len(found) == 4  # two for K, two for V
     assert all("race" in mutant.caught for mutant in found), found
 

@@ -22,6 +22,7 @@ import numpy as np
 from tools.cuda import ptx_arithmetic as arithmetic
 from tools.cuda.ptx_memory import GlobalMemory, LocalMemory, Problems, SharedMemory
 from tools.cuda.ptx_program import BITS, LOCAL_WINDOW, SHARED_WINDOW, Program, PtxError, is_barrier
+from tools.cuda.ptx_tensor import TensorInstructions, fma_pair, to_pair
 from tools.cuda.ptx_translate import Translator, dtype_of, reads_and_writes
 
 __all__ = ["Compiled", "Run", "run"]
@@ -148,7 +149,7 @@ def unset_somewhere(program: Program) -> set[str]:
     return found
 
 
-class _Batch:
+class _Batch(TensorInstructions):
     """Blocks that run at once."""
 
     def __init__(
@@ -172,7 +173,10 @@ class _Batch:
         helpers = {
             "np": np, "load": self.load, "store": self.store, "atomic": self.atomic, "unset": self.unset,
             "warp_sync": self.warp_sync, "active_mask": self.active_mask, "shuffle": self.shuffle, "vote": self.vote,
-            "different": arithmetic.not_equal, "to_bf16": _to_bf16,
+            "different": arithmetic.not_equal, "to_bf16": _to_bf16, "to_pair": to_pair, "fma_pair": fma_pair,
+            "copy_async": self.copy_async, "commit_copies": self.commit_copies,
+            "wait_for_copies": self.wait_for_copies, "load_matrices": self.load_matrices,
+            "multiply_matrices": self.multiply_matrices,
         }  # fmt: skip
         for name in (
             "fma32", "fma32_down", "fma32_up", "fma32_zero", "fma64", "divide", "high", "shift_left", "shift_right",
@@ -421,6 +425,7 @@ class _Batch:
         self.shared = SharedMemory(
             self.blocks, self.threads, size, self.compiled.grain, self.result.problems
         )
+        self.start_copies()
         self.local = LocalMemory(self.total, self.program.local_bytes, self.result.problems)
         for array in (*self.registers.values(), *self.marks.values()):
             array[...] = 0

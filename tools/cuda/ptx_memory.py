@@ -166,6 +166,7 @@ class SharedMemory:
         # Barriers of single warps order a word's accesses within that warp.
         self.written_after, self.read_after = (np.zeros(words, np.int64) for _ in range(2))
         self.set = np.zeros(words, np.bool_)
+        self.awaited = np.zeros(words, np.bool_)  #: a copy to it is under way
         self.epoch = np.zeros(
             blocks * threads, np.int64
         )  #: of each thread: barriers that it has passed
@@ -207,12 +208,48 @@ class SharedMemory:
         for k, value in enumerate(values):
             self.views[size][index + k] = value
 
+    def copied_to(self, a: Any, lanes: Ints, at: int) -> Ints:
+        """The words that copies of 16 bytes go to, which are nobody's until they arrive: ``(thread, word)``."""
+        place = self._index(a, 16, 16, lanes, at)
+        words = place[:, None] // self.grain + np.arange(16 // self.grain)
+        flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
+        if self.awaited[flat].any() or len(np.unique(flat)) < len(flat):
+            self.problems.add("race: two copies to one place", at, "shared memory")
+        epoch = self.epoch[whose]
+        met = (self.written_in[flat] == epoch) & (self.writer[flat] != whose)
+        met &= ~self._ordered(self.writer[flat], self.written_after[flat], whose)
+        if met.any():
+            self.problems.add("race: two threads write", at, self._place(flat, met))
+        first, last, after = self.first_reader[flat], self.last_reader[flat], self.read_after[flat]
+        met = (self.read_in[flat] == epoch) & ((first != whose) | (last != whose))
+        met &= ~(self._ordered(first, after, whose) & self._ordered(last, after, whose))
+        if met.any():
+            self.problems.add(
+                "race: written after another thread read it", at, self._place(flat, met)
+            )
+        self.awaited[flat] = True
+        return words
+
+    def arrive(self, words: Ints, values: Any, lanes: Ints) -> None:
+        """Put what has been copied where it goes: now its threads have written it."""
+        flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
+        self.views[self.grain][flat] = (
+            np.ascontiguousarray(values).view(f"u{self.grain}").reshape(-1)
+        )
+        self.awaited[flat], self.set[flat] = False, True
+        self.written_in[flat], self.writer[flat] = self.epoch[whose], whose
+        self.written_after[flat] = self.warp_epoch[whose]
+
     def _ordered(self, others: Ints, after: Ints, lanes: Ints) -> Any:
         """Whether another thread's access came before a barrier of the warp that both are in."""
         return (others // 32 == lanes // 32) & (after < self.warp_epoch[lanes])
 
     def _writes(self, x: Ints, new: Any, lanes: Ints, at: int) -> None:
         epoch, old = self.epoch[lanes], self.views[self.grain]
+        if self.awaited[x].any():
+            self.problems.add(
+                "race: written while a copy is under way", at, self._place(x, self.awaited[x])
+            )
         order = np.argsort(x, kind="stable")
         same = x[order][1:] == x[order][:-1]
         if same.any() and (same & (new[order][1:] != new[order][:-1])).any():
@@ -239,7 +276,11 @@ class SharedMemory:
 
     def _reads(self, x: Ints, lanes: Ints, at: int) -> None:
         epoch = self.epoch[lanes]
-        if not self.set[x].all():
+        if self.awaited[x].any():
+            self.problems.add(
+                "race: read while a copy is under way", at, self._place(x, self.awaited[x])
+            )
+        elif not self.set[x].all():
             self.problems.add("uninitialised shared memory read", at, self._place(x, ~self.set[x]))
         met = (self.written_in[x] == epoch) & (self.writer[x] != lanes)
         if met.any():

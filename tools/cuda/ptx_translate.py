@@ -185,6 +185,8 @@ class Translator:
             return self._memory(x, at, masked)
         if first in ("atom", "red"):
             return self._atomic(x, at, masked)
+        if first in ("cp", "ldmatrix", "mma"):
+            return self._tensor(x, at, masked)
         if first in ("shfl", "vote", "activemask") or x.opcode.startswith("bar.warp"):
             return self._warp(x, at, masked)
         method = getattr(self, f"_{first}", None)
@@ -350,6 +352,9 @@ class Translator:
     def _fma(self, x: Instruction, parts: list[str], masked: bool) -> list[str]:
         of, mode = parts[-1], next((p for p in parts[1:-1] if p in ("rn", "rm", "rp", "rz")), "rn")
         names = {"rn": "fma32", "rm": "fma32_down", "rp": "fma32_up", "rz": "fma32_zero"}
+        if of in ("bf16x2", "f16x2") and parts[1:-1] == ["rn"]:
+            args = ", ".join(self.read(o, "u32") for o in x.operands[1:])
+            return self._put(x.operands[0], "u32", f"fma_pair('{of[:-2]}', {args})", masked)
         if of not in ("f32", "f64") or "sat" in parts or (of == "f64" and mode != "rn"):
             raise PtxError(f"unknown instruction: {x.text}")
         name = "fma64" if of == "f64" else names[mode]
@@ -362,6 +367,11 @@ class Translator:
         if kinds == ["bf16", "f32"] and modes == ["rn"]:
             return self._put(
                 x.operands[0], "u16", f"to_bf16({self.read(x.operands[1], 'f32')})", masked
+            )
+        if kinds in (["bf16x2", "f32"], ["f16x2", "f32"]) and modes == ["rn"]:
+            high, low = (self.read(o, "f32") for o in x.operands[1:])
+            return self._put(
+                x.operands[0], "u32", f"to_pair('{kinds[0][:-2]}', {low}, {high})", masked
             )
         if len(kinds) != 2 or any(k not in BITS for k in kinds):
             raise PtxError(f"unknown instruction: {x.text}")
@@ -503,3 +513,41 @@ class Translator:
             call = f"vote('{parts[2]}', {value}, {self.read(x.operands[2], 'u32')}, {mask}, {at})"
             return self._put(x.operands[0], of, call, masked)
         raise PtxError(f"unknown instruction: {x.text}")
+
+    def _tensor(self, x: Instruction, at: int, masked: bool) -> list[str]:
+        """What `ptx_tensor` runs: matrices in registers, and copies behind the program."""
+        mask = "M" if masked else "None"
+        if x.opcode == "cp.async.commit_group":
+            return [f"commit_copies({mask})"]
+        if x.opcode == "cp.async.wait_group":
+            return [f"wait_for_copies({int(x.operands[0])}, {mask})"]
+        if x.opcode == "cp.async.cg.shared.global" and x.operands[2] == "16":
+            to, source = (self._address(o) for o in x.operands[:2])
+            size = self.read(x.operands[3], "u32") if len(x.operands) > 3 else "16"
+            return [f"copy_async({to[0]}, {to[1]}, {source[0]}, {source[1]}, {size}, {mask}, {at})"]
+        names = [[r.strip() for r in o.strip("{}").split(",")] for o in x.operands]
+        shape = re.fullmatch(
+            r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", x.opcode
+        )
+        if shape and len(names[0]) == int(shape[1]):
+            base, offset = self._address(x.operands[1])
+            more = f"{offset}, {shape[1]}, {bool(shape[2])}, {mask}, {at}"
+            return self._parts(f"load_matrices({base}, {more})", names[0], "u32", masked)
+        shape = re.fullmatch(
+            r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(\1)\.f32", x.opcode
+        )
+        if shape and [len(n) for n in names] == [4, 4, 2, 4]:
+            args = [
+                f"[{', '.join(self.read(n, of) for n in part)}]"
+                for part, of in zip(names[1:], ("u32", "u32", "f32"), strict=True)
+            ]
+            call = f"multiply_matrices('{shape[1]}', {', '.join(args)}, {mask}, {at})"
+            return self._parts(call, names[0], "f32", masked)
+        raise PtxError(f"unknown instruction: {x.text}")
+
+    def _parts(self, call: str, names: list[str], of: str, masked: bool) -> list[str]:
+        """The lines that put a list of results into registers."""
+        lines = [f"got = {call}"]
+        for i, name in enumerate(names):
+            lines += self._put(name, of, f"got[{i}]", masked)
+        return lines

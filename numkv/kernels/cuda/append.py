@@ -15,7 +15,28 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.instructions import global_address
+from numkv.kernels.cuda.launches import (
+    INDICES,
+    MAX_BLOCKS,
+    SIMULATED,
+    array,
+    jit,
+    launch,
+    number_at,
+)
+from numkv.kernels.cuda.octet_codes import magnitude, row_putter
+from numkv.kernels.cuda.octets import (
+    ELEMENTS,
+    address_finder,
+    bytes_of,
+    copy_row,
+    lanes_for,
+    octet_loader,
+    octets_fit,
+    report,
+    rows_aligned,
+)
 from numkv.kernels.cuda.rows import (
     V_SIDE,
     first_bad_of,
@@ -24,7 +45,7 @@ from numkv.kernels.cuda.rows import (
     slot_finder,
     zero_int4_group,
 )
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -52,7 +73,9 @@ def make_append_rows(SRC, DST, BY_SLOT):
     NEEDS_PEAK = needs_peak(DST)
 
     @register_jitable
-    def append(rows, pool, scale, places, start, part, num_parts, peaks, look, found, raised):
+    def append(
+        rows, pool, scale, places, start, part, num_parts, peaks, staged, look, found, raised
+    ):
         num_tokens, num_heads, dim = rows.shape
         num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
@@ -99,12 +122,14 @@ def make_append_groups(SRC, BY_SLOT):
     find = slot_finder(BY_SLOT)
 
     @register_jitable
-    def append(rows, pool, scale, places, start, part, num_parts, peaks, look, found, raised):
+    def append(
+        rows, pool, scale, places, start, part, num_parts, peaks, staged, look, found, raised
+    ):
         num_tokens, num_heads, dim = rows.shape
         num_slots, block_size = pool.shape[0] * np.int64(pool.shape[2]), np.int64(pool.shape[2])
         groups = np.int64(scale.shape[3])
-        x = cuda.local.array(GROUP, np.float32)
         thread = cuda.threadIdx.y * np.int64(LANES) + cuda.threadIdx.x
+        mine = thread * (GROUP + 1)  # so that a warp's threads use all banks of shared memory
         for item in range(
             part * np.int64(THREADS) + thread, num_tokens * num_heads * groups, num_parts * THREADS
         ):
@@ -129,8 +154,10 @@ def make_append_groups(SRC, BY_SLOT):
                 raised[0] = 1
             else:
                 for i in range(count):
-                    x[i] = load(rows[t, h, first + i])
-                scale[block, h, offset, group] = store_int4_group(x, 0, count, words, first // 2)
+                    staged[mine + i] = load(rows[t, h, first + i])
+                scale[block, h, offset, group] = store_int4_group(
+                    staged, mine, count, words, first // 2
+                )
 
     return append
 
@@ -146,23 +173,135 @@ def make_append(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
     )
     SHAPE = (ROWS, LANES) if any(kind(dst).scales_per == "row" for _, dst in SIDES) else (1, 1)
 
+    GROUPS = any(kind(dst).scales_per == "group" for _, dst in SIDES)
+    STAGED = THREADS * (GROUP + 1) if GROUPS else 1  # a group for each thread
+
     def kernel(
         k, k_pool, k_scale, v, v_pool, v_scale, places, start, k_blocks, look, found, raised
     ):  # fmt: skip
-        peaks = cuda.shared.array(SHAPE, np.float32)
+        peaks, staged = cuda.shared.array(SHAPE, np.float32), cuda.shared.array(STAGED, np.float32)
         block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
         if block < k_blocks:
             append_k(
-                k, k_pool, k_scale, places, start, block, k_blocks, peaks, look, found, raised
+                k, k_pool, k_scale, places, start, block, k_blocks, peaks, staged, look, found,
+                raised,
             )  # fmt: skip
         else:
             look_v = look + V_SIDE if look > 0 else np.int64(0)
             append_v(
-                v, v_pool, v_scale, places, start, block - k_blocks, grid - k_blocks, peaks, look_v, found,
+                v, v_pool, v_scale, places, start, block - k_blocks, grid - k_blocks, peaks, staged, look_v, found,
                 raised,
             )  # fmt: skip
 
     return kernel
+
+
+def octet_side(SRC, DST, BY_SLOT):
+    """The function that puts aligned rows of kind `SRC` into a pool of kind `DST`; see `make_append_octets`."""
+    AS_IS, QUANTISED = SRC == DST, needs_peak(DST)
+    FROM, find_row = bytes_of(SRC), address_finder(DST)
+    COMPUTE = "float64" if DST == "fp64" else "float32"
+    REAL = np.float64 if COMPUTE == "float64" else np.float32
+    find, load, put = slot_finder(BY_SLOT), octet_loader(SRC, COMPUTE), row_putter(DST, COMPUTE)
+    PIECES = FROM // 16
+
+    @register_jitable
+    def side(rows, pool, scale, places, start, part, found, raised):
+        (num_tokens, num_heads, dim), steps, base = rows
+        (num_blocks, _, block_size, _), pool_steps, pool_base = pool
+        first_block, num_parts, log, look = part
+        lanes, thread = np.int64(1) << log, np.int64(cuda.threadIdx.x)
+        lane, mine, at_once = thread & (lanes - 1), thread >> log, np.int64(THREADS) >> log
+        num_heads, block_size, octets = natural(num_heads), natural(block_size), natural(dim) >> 3
+        num_rows, num_slots = num_tokens * num_heads, num_blocks * block_size
+        x = cuda.local.array(ELEMENTS, REAL)
+        # All threads go round equally often, as those of a warp meet inside.
+        for first in range(first_block * at_once, num_rows, num_parts * at_once):
+            row = natural(first + mine)
+            if row >= num_rows:
+                row = np.int64(0)
+            t = row // num_heads
+            h = row - t * num_heads
+            slot = find(places, t, start, block_size)
+            here = first + mine < num_rows and slot >= 0 and slot < num_slots
+            block = natural(slot) // block_size
+            offset = natural(slot) - block * block_size
+            source = base + t * steps[0] + h * steps[1]
+            to = find_row(pool_base, pool_steps, scale[1], scale[0], (block, h, offset))
+            if AS_IS:
+                if here:
+                    copy_row(source, to[0], octets * PIECES, lane, lanes)
+            elif QUANTISED:
+                mine_of = (lane, lane + lanes)
+                have = (here and lane < octets, here and lane + lanes < octets)
+                # A lane without an octet takes the first one too, one without a row the first row: nobody branches.
+                load(source + (mine_of[0] if have[0] else np.int64(0)) * FROM, x, 0)
+                load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
+                largest = magnitude(x)
+                bad = put(x, mine_of, have, lanes, to, largest, look)
+                if bad and have[0] and largest >= np.uint32(0x7F800000):
+                    report(x, mine_of, look + row * dim, found, raised)
+            else:
+                for octet in range(lane, octets, 2 * lanes):
+                    mine_of = (octet, octet + lanes)
+                    have = (here, here and octet + lanes < octets)
+                    if have[0]:
+                        load(source + mine_of[0] * FROM, x, 0)
+                    if have[1]:
+                        load(source + mine_of[1] * FROM, x, 8)
+                    put(x, mine_of, have, lanes, to, np.uint32(0), look)
+
+    return side
+
+
+def make_append_octets(K_SRC, K_KIND, V_SRC, V_KIND, BY_SLOT):
+    """The kernel of `make_append` for rows that are aligned: two octets a thread, several rows a warp.
+
+    Blocks of threads from `k_blocks` on take V. `k_lanes` and `v_lanes` are the binary logarithms of the
+    lanes of a row.
+    """
+    SAME = (K_SRC, K_KIND) == (V_SRC, V_KIND)
+    side_k, side_v = octet_side(K_SRC, K_KIND, BY_SLOT), octet_side(V_SRC, V_KIND, BY_SLOT)
+
+    def kernel(
+        k, k_pool, k_scale, v, v_pool, v_scale, places, numbers, found, raised
+    ):  # fmt: skip
+        start, k_blocks, k_lanes, v_lanes, look = numbers
+        block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
+        is_k = block < k_blocks
+        rows = (k.shape, k.strides, global_address(k))
+        pool = (k_pool.shape, k_pool.strides, global_address(k_pool))
+        scale = (k_scale.strides, global_address(k_scale))
+        part = (block, k_blocks, k_lanes, look)
+        if not is_k:
+            part = (
+                block - k_blocks, grid - k_blocks, v_lanes,
+                look + V_SIDE if look > 0 else np.int64(0),
+            )  # fmt: skip
+            if SAME:
+                rows = (v.shape, v.strides, global_address(v))
+                pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
+                scale = (v_scale.strides, global_address(v_scale))
+        if SAME or is_k:
+            side_k(rows, pool, scale, places, start, part, found, raised)
+        else:
+            of_rows = (v.shape, v.strides, global_address(v))
+            of_pool = (v_pool.shape, v_pool.strides, global_address(v_pool))
+            of_scale = (v_scale.strides, global_address(v_scale))
+            side_v(of_rows, of_pool, of_scale, places, start, part, found, raised)
+
+    return kernel
+
+
+@functools.cache
+def _append_octets(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> Any:
+    i64 = types.int64
+    sides = [
+        (array(WORDS[src], 3), array(WORDS[dst], 4), array(*SCALES[dst]))
+        for src, dst in ((k_src, k_kind), (v_src, v_kind))
+    ]
+    signature = (*sides[0], *sides[1], INDICES, types.UniTuple(i64, 5), array(i64, 1), array(i64, 1))  # fmt: skip
+    return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, 6)
 
 
 @functools.cache
@@ -178,6 +317,16 @@ def _append(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bool) -> 
     return jit(make_append, key, signature, 4 if grouped else 8)
 
 
+def _by_octets(rows, source, pool, kind):
+    """Whether rows are such that `make_append_octets` takes them."""
+    return octets_fit(rows, source, rows.shape[2]) and octets_fit(pool, kind, rows.shape[2])
+
+
+def _octet_blocks(rows, lanes):
+    """Blocks that a launch wants, of as many rows each as fit a block's threads; half of what there may be."""
+    return min(ceil_div(rows.shape[0] * rows.shape[1], THREADS >> lanes), max(1, MAX_BLOCKS // 2))
+
+
 def _blocks(rows, pool_kind, scale):
     """Blocks that a launch wants: rows, or their groups, over the threads; half of what there may be."""
     num_rows = rows.shape[0] * rows.shape[1]
@@ -188,26 +337,29 @@ def _blocks(rows, pool_kind, scale):
     return min(wanted, max(1, MAX_BLOCKS // 2))
 
 
-def _both(k_side, v_side, places, start, look, by_slot):
+def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
     (k, k_src, k_pool, k_kind, k_scale), (v, v_src, v_pool, v_kind, v_scale) = k_side, v_side
-    kernel = _append(k_src, k_kind, v_src, v_kind, by_slot)
+    kinds = k_src, k_kind, v_src, v_kind, by_slot
+    arrays = k, k_pool, k_scale, v, v_pool, v_scale, places
+    if _by_octets(k, k_src, k_pool, k_kind) and _by_octets(v, v_src, v_pool, v_kind):
+        lanes = lanes_for(k.shape[2] // 8), lanes_for(v.shape[2] // 8)
+        k_blocks, v_blocks = _octet_blocks(k, lanes[0]), _octet_blocks(v, lanes[1])
+        launch(
+            _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays,
+            (int(start), k_blocks, *lanes, look), *late.flags(),
+        )  # fmt: skip
+        return
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
-        kernel, k_blocks + v_blocks, (LANES, ROWS), k, k_pool, k_scale, v, v_pool, v_scale, places,
-        int(start), k_blocks, look, *late.flags(),
+        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, int(start), k_blocks, look,
+        *late.flags(),
     )  # fmt: skip
 
 
 def _one(rows, rows_kind, pool, pool_kind, scale, places, start, by_slot):
     """Append rows of one side: the kernel for both, of whose blocks none takes the other side."""
-    kernel, blocks = (
-        _append(rows_kind, pool_kind, rows_kind, pool_kind, by_slot),
-        _blocks(rows, pool_kind, scale),
-    )
-    launch(
-        kernel, blocks, (LANES, ROWS), rows, pool, scale, rows, pool, scale, places, int(start), blocks, 0,
-        *late.flags(),
-    )  # fmt: skip
+    side = rows, rows_kind, pool, pool_kind, scale
+    _both(side, side, places, start, 0, by_slot, only_k=True)
 
 
 @implements(Operations.append_rows)
@@ -269,13 +421,58 @@ def make_copy_rows(WORD):
     return kernel
 
 
+def make_copy_octets(WORD):
+    """The kernel of `make_copy_rows` for rows that are aligned: 16 bytes a thread at once."""
+
+    @register_jitable
+    def copy(new, cache, offsets, part, num_parts, log):
+        (num_seqs, num_heads, new_len, dim), steps, source = new
+        (_, _, num_rows, _), to_steps, to = cache
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
+        num_heads, new_len, pieces = natural(num_heads), natural(new_len), natural(dim) * WORD >> 4
+        rows = num_seqs * num_heads * new_len
+        for item in range(part * at_once + (thread >> log), rows, num_parts * at_once):
+            row = natural(item)
+            head = row // new_len
+            t, b = row - head * new_len, head // num_heads
+            h = head - b * num_heads
+            offset = number_at(offsets, b)
+            # Compared this way round so that an offset far outside does not overflow the sum.
+            if offset >= -t and offset < num_rows - t:
+                copy_row(
+                    source + b * steps[0] + h * steps[1] + t * steps[2],
+                    to + b * to_steps[0] + h * to_steps[1] + (offset + t) * to_steps[2],
+                    pieces, thread & (lanes - 1), lanes,
+                )  # fmt: skip
+
+    def kernel(k_new, k_cache, v_new, v_cache, offsets, k_blocks, log):
+        block, grid = np.int64(cuda.blockIdx.x), np.int64(cuda.gridDim.x)
+        new = (k_new.shape, k_new.strides, global_address(k_new))
+        cache = (k_cache.shape, k_cache.strides, global_address(k_cache))
+        part, parts, lanes = block, np.int64(k_blocks), np.int64(log[0])
+        if block >= k_blocks:
+            new = (v_new.shape, v_new.strides, global_address(v_new))
+            cache = (v_cache.shape, v_cache.strides, global_address(v_cache))
+            part, parts, lanes = block - k_blocks, grid - k_blocks, np.int64(log[1])
+        copy(new, cache, offsets, part, parts, lanes)
+
+    return kernel
+
+
 _UNSIGNED = {1: types.uint8, 2: types.uint16, 4: types.uint32, 8: types.uint64}
 
 
 @functools.cache
-def _copy_rows(bytes_: int) -> Any:
+def _copy_rows(bytes_: int, octets: bool = False) -> Any:
     words = array(_UNSIGNED[bytes_], 4)
-    return jit(make_copy_rows, (bytes_,), (words, words, words, words, INDICES, types.int64), 8)
+    signature = (words, words, words, words, INDICES, types.int64)
+    if octets:
+        return jit(make_copy_octets, (bytes_,), (*signature, types.UniTuple(types.int64, 2)), 8)
+    return jit(make_copy_rows, (bytes_,), signature, 8)
 
 
 def _bits(x):
@@ -284,26 +481,35 @@ def _bits(x):
     return x if x.dtype == bits else x.view(bits)
 
 
-def _copy_blocks(new):
-    """Blocks that a side's rows want; half of what there may be."""
-    wanted = ceil_div(new.shape[0] * new.shape[1] * new.shape[2], ROWS)
-    return min(wanted, max(1, MAX_BLOCKS // 2))
+def _copy(k_new, k_cache, v_new, v_cache, offsets, only_k=False):
+    arrays = tuple(map(_bits, (k_new, k_cache, v_new, v_cache)))
+    bytes_, rows = (
+        k_new.dtype.itemsize,
+        [x.shape[0] * x.shape[1] * x.shape[2] for x in (k_new, v_new)],
+    )
+    octets = (
+        not SIMULATED and max(rows) < 1 << 31 and all(rows_aligned(x, whole=True) for x in arrays)
+    )
+    lanes = [lanes_for(x.shape[3] * bytes_ // 16) for x in (k_new, v_new)] if octets else [0, 0]
+    at_once = [THREADS >> n if octets else ROWS for n in lanes]
+    k_blocks, v_blocks = (
+        min(ceil_div(n, some), max(1, MAX_BLOCKS // 2)) for n, some in zip(rows, at_once, strict=True)
+    )  # fmt: skip
+    blocks, kernel = k_blocks + v_blocks * (not only_k), _copy_rows(bytes_, octets)
+    if octets:
+        launch(kernel, blocks, THREADS, *arrays, offsets, k_blocks, tuple(lanes))
+    else:
+        launch(kernel, blocks, (LANES, ROWS), *arrays, offsets, k_blocks)
 
 
 @implements(Operations.copy_rows)
 def copy_rows(new, cache, offsets):
-    new, cache, blocks = _bits(new), _bits(cache), _copy_blocks(new)
-    kernel = _copy_rows(new.dtype.itemsize)
-    launch(kernel, blocks, (LANES, ROWS), new, cache, new, cache, offsets, blocks)
+    _copy(new, cache, new, cache, offsets, only_k=True)
 
 
 @implements(Operations.copy_both)
 def copy_both(k_new, k_cache, v_new, v_cache, offsets):
-    k_blocks, v_blocks = _copy_blocks(k_new), _copy_blocks(v_new)
-    launch(
-        _copy_rows(k_new.dtype.itemsize), k_blocks + v_blocks, (LANES, ROWS),
-        _bits(k_new), _bits(k_cache), _bits(v_new), _bits(v_cache), offsets, k_blocks,
-    )  # fmt: skip
+    _copy(k_new, k_cache, v_new, v_cache, offsets)
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -319,5 +525,13 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         k_src, k_kind, v_src, v_kind, by_slot = case
         name = f"append[K {k_src} to {k_kind}, V {v_src} to {v_kind}, by {'slot' if by_slot else 'table'}]"
         yield name, *_append(*case).described
+        if case in (
+            cases[1],
+            cases[5],
+            cases[8],
+            cases[-1],
+        ):  # all kinds, and one kernel for both sides
+            yield f"{name[:-1]}, octets]", *_append_octets(*case).described
     for bytes_, word in _UNSIGNED.items():
         yield f"copy_rows[{word}]", *_copy_rows(bytes_).described
+    yield f"copy_rows[{word}, octets]", *_copy_rows(bytes_, True).described

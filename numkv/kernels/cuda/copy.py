@@ -14,8 +14,10 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.cuda import memory
+from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import INDICES, SIMULATED, array, jit, launch, number_at
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
+from numkv.kernels.cuda.octets import copy_row, lanes_for, rows_aligned
+from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 
@@ -46,8 +48,34 @@ def make_copy_blocks(WORD):
     return kernel
 
 
+def make_copy_blocks_16():
+    """The kernel that copies blocks that are multiples of 16 bytes."""
+
+    def kernel(source, source_ids, to, to_ids):
+        size = np.int64(source.shape[1]) >> 1  # of which PIECE / 2 are taken at once
+        pieces = natural((size + PIECE // 2 - 1) // (PIECE // 2))
+        for item in range(
+            np.int64(cuda.blockIdx.x), source_ids.shape[0] * pieces, np.int64(cuda.gridDim.x)
+        ):
+            i = item // pieces
+            first = (item - i * pieces) * (PIECE // 2)
+            a, b = number_at(source_ids, i), number_at(to_ids, i)
+            if a < 0 or a >= source.shape[0] or b < 0 or b >= to.shape[0]:
+                continue
+            copy_row(
+                global_address(source) + a * source.strides[0] + first * 16,
+                global_address(to) + b * to.strides[0] + first * 16,
+                min(size - first, np.int64(PIECE // 2)), np.int64(cuda.threadIdx.x), np.int64(THREADS),
+            )  # fmt: skip
+
+    return kernel
+
+
 @functools.cache
 def _copy_blocks(bytes_: int) -> Any:
+    if bytes_ == 16:
+        words = array(types.uint64, 2)
+        return jit(make_copy_blocks_16, (), (words, INDICES, words, INDICES), 8)
     words = array(_UNSIGNED[bytes_], 2)
     return jit(make_copy_blocks, (bytes_,), (words, INDICES, words, INDICES), 8)
 
@@ -63,6 +91,8 @@ def copy_blocks(source, source_ids, to, to_ids):
         for x in (source, to)
     ]
     blocks = source_ids.shape[0] * ceil_div(size // word, PIECE)
+    if not SIMULATED and size % 16 == 0 and all(rows_aligned(x) for x in flat):
+        word = 16
     launch(_copy_blocks(word), blocks, THREADS, flat[0], source_ids, flat[1], to_ids)
 
 
@@ -88,8 +118,46 @@ def make_copy_tokens(WORD):
     return kernel
 
 
+def make_copy_tokens_16():
+    """The kernel of `make_copy_tokens` for rows that are multiples of 16 bytes, of `lanes` (as a logarithm) threads."""
+
+    def kernel(source, source_slots, to, to_slots, log):
+        num_heads, pieces = natural(source.shape[1]), natural(source.shape[3]) >> 1
+        source_size, to_size = natural(source.shape[2]), natural(to.shape[2])
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
+        num_rows = max(source_slots.shape[0], to_slots.shape[0]) * num_heads
+        for item in range(
+            np.int64(cuda.blockIdx.x) * at_once + (thread >> log), num_rows, np.int64(cuda.gridDim.x) * at_once
+        ):  # fmt: skip
+            row = natural(item)
+            i = row // num_heads
+            h = row - i * num_heads
+            a = number_at(source_slots, i) if source_slots.shape[0] else i
+            b = number_at(to_slots, i) if to_slots.shape[0] else i
+            if a < 0 or a >= source.shape[0] * source_size or b < 0 or b >= to.shape[0] * to_size:
+                continue
+            a_block, b_block = natural(a) // source_size, natural(b) // to_size
+            steps, to_steps = source.strides, to.strides
+            copy_row(
+                global_address(source) + a_block * steps[0] + h * steps[1]
+                + (natural(a) - a_block * source_size) * steps[2],
+                global_address(to) + b_block * to_steps[0] + h * to_steps[1]
+                + (natural(b) - b_block * to_size) * to_steps[2],
+                pieces, thread & (lanes - 1), lanes,
+            )  # fmt: skip
+
+    return kernel
+
+
 @functools.cache
 def _copy_tokens(bytes_: int) -> Any:
+    if bytes_ == 16:
+        words = array(types.uint64, 4)
+        return jit(make_copy_tokens_16, (), (words, INDICES, words, INDICES, types.int64), 8)
     words = array(_UNSIGNED[bytes_], 4)
     return jit(make_copy_tokens, (bytes_,), (words, INDICES, words, INDICES), 8)
 
@@ -106,9 +174,16 @@ def copy_tokens(source, source_slots, to, to_slots):
         for x in (source, to)
     )
     heads, n = source.shape[1], source_slots.shape[0]
-    kernel, in_a_row = _copy_tokens(word), memory.empty((0,), np.int64)
+    wide = not SIMULATED and bytes_ % 16 == 0 and rows_aligned(source) and rows_aligned(to)
+    wide = wide and max(_slots(source), _slots(to), n * heads) < 1 << 31
+    kernel, in_a_row = _copy_tokens(16 if wide else word), memory.empty((0,), np.int64)
 
     def copy(source, source_slots, to, to_slots, tokens):
+        if wide:
+            lanes = lanes_for(bytes_ // 16)
+            blocks = ceil_div(tokens * heads, THREADS >> lanes)
+            launch(kernel, blocks, THREADS, source, source_slots, to, to_slots, lanes)
+            return
         blocks = ceil_div(tokens * heads, ROWS)
         launch(kernel, blocks, (LANES, ROWS), source, source_slots, to, to_slots)
 
@@ -123,8 +198,16 @@ def copy_tokens(source, source_slots, to, to_slots):
         copy(aside, in_a_row, to, to_slots[part], tokens)
 
 
+def _slots(x: Any) -> int:
+    return x.shape[0] * x.shape[2]
+
+
+def _name(bytes_: int) -> str:
+    return str(_UNSIGNED.get(bytes_, "16 bytes"))
+
+
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for bytes_ in (1, 8):
-        yield f"copy_blocks[{_UNSIGNED[bytes_]}]", *_copy_blocks(bytes_).described
-        yield f"copy_tokens[{_UNSIGNED[bytes_]}]", *_copy_tokens(bytes_).described
+    for bytes_ in (1, 8, 16):
+        yield f"copy_blocks[{_name(bytes_)}]", *_copy_blocks(bytes_).described
+        yield f"copy_tokens[{_name(bytes_)}]", *_copy_tokens(bytes_).described

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
+from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda.launches import array, jit, launch
+from numkv.kernels.cuda.launches import SHARED_BYTES, array, jit, launch
 from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -24,7 +25,6 @@ from numkv.rows.hadamard import block_length, butterfly, lower_of
 __all__ = ["rotate_rows"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once, if they fit
-SHARED_BYTES = 48 * 1024  # what every device lends a block
 
 
 def make_rotate_rows(SRC, DST):
@@ -86,6 +86,11 @@ def rotate_rows(x, x_kind, signs, inverse, out, out_kind):
     if not x.size:
         return
     row_bytes = x.shape[2] * (8 if "fp64" in (x_kind, out_kind) else 4)
+    if row_bytes > SHARED_BYTES:
+        raise NotSupported(
+            f"`x`: expected rows of at most {SHARED_BYTES * x.shape[2] // row_bytes} elements to rotate on CUDA, as "
+            f"they lie in shared memory, got {x.shape[2]}; rotate them on the CPU"
+        )
     at_once = max(1, min(ROWS, SHARED_BYTES // row_bytes))
     launch(
         _rotate_rows(x_kind, out_kind), ceil_div(x.shape[0] * x.shape[1], at_once), (LANES, at_once),

@@ -14,10 +14,23 @@ import numpy as np
 from numba import cuda, types
 
 from numkv import kinds
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.instructions import global_address
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
+from numkv.kernels.cuda.octet_codes import magnitude, row_putter
+from numkv.kernels.cuda.octets import (
+    ELEMENTS,
+    MAX_DIM,
+    lanes_for,
+    octet_turner,
+    octets_fit,
+    row_finder,
+    rows_aligned,
+    stored_loader,
+)  # fmt: skip
 from numkv.kernels.cuda.rows import as_it_is, row_store
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div, natural
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.rows.codec import element_codec
@@ -50,9 +63,10 @@ def make_shift_rows(KIND):
             x = cuda.shared.array(0, REAL)  # a row for each that the block takes
             peaks = cuda.shared.array(SHAPE, np.float32)
         at = warp * dim
+        at_once = np.int64(cuda.blockDim.y)
         # All threads go round equally often, as those that quantise wait for each other inside.
         for first in range(
-            np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
+            np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
             row = first + warp
             n, h = row // num_heads, row % num_heads
@@ -99,6 +113,81 @@ def make_shift_rows(KIND):
     return kernel
 
 
+def make_shift_octets(KIND):
+    """The kernel of `make_shift_rows` for rows that are aligned; see `numkv.kernels.cuda.octets`.
+
+    A lane has two octets whose elements are pairs; `width` elements of a row are rotated or take part in its scales.
+    """
+    OF_POOL = kinds.kind(KIND)
+    COMPUTE, QUANTISED, REAL = OF_POOL.compute.name, OF_POOL.has_scales, OF_POOL.compute.type
+    load, turn = stored_loader(KIND, COMPUTE), octet_turner(COMPUTE, "float32")
+    put, find_row = row_putter(KIND, COMPUTE), row_finder(KIND)
+
+    def kernel(pool, scale, slots, offset, cos, sin, interleaved, width, log):
+        num_heads, block_size = natural(pool.shape[1]), natural(pool.shape[2])
+        num_slots = pool.shape[0] * np.int64(pool.shape[2])
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
+        lane, mine, half_of = thread & (lanes - 1), thread >> log, width >> 4
+        low = lane if lane < half_of else np.int64(0)
+        octets, angle = (low, low + half_of), natural(abs(offset))
+        tables = (
+            global_address(cos) + angle * cos.strides[0],
+            global_address(sin) + angle * sin.strides[0],
+        )
+        sign, num_rows = REAL(1) if offset >= 0 else REAL(-1), slots.shape[0] * num_heads
+        x = cuda.local.array(ELEMENTS, REAL)
+        # All threads go round equally often, as those of a warp meet inside.
+        for first in range(
+            np.int64(cuda.blockIdx.x) * at_once, num_rows, np.int64(cuda.gridDim.x) * at_once
+        ):  # fmt: skip
+            row = natural(first + mine if first + mine < num_rows else np.int64(0))
+            n = row // num_heads
+            slot = number_at(slots, n)
+            here = first + mine < num_rows and slot >= 0 and slot < num_slots
+            slot = natural(slot) if here else np.int64(0)
+            block = slot // block_size
+            place = (block, row - n * num_heads, slot - block * block_size)
+            at = find_row(pool, scale, place)
+            # Those without octets read what others have, and nobody branches; they store nothing.
+            load(at, octets[0], x, 0)
+            load(at, octets[1], x, 8)
+            turn(x, octets, tables, np.int64(cos.shape[1]), interleaved, sign)
+            have = here and lane < half_of
+            largest = magnitude(x) if QUANTISED else np.uint32(0)
+            put(x, octets, (have, have), lanes, at, largest, np.int64(0))
+
+    return kernel
+
+
+@functools.cache
+def _shift_octets(kind: str) -> Any:
+    table, i64 = array(types.float32, 2), types.int64
+    signature = (
+        array(WORDS[kind], 4), array(*SCALES[kind]), INDICES, i64, table, table, types.boolean, i64, i64
+    )  # fmt: skip
+    return jit(make_shift_octets, (kind,), signature, 4)
+
+
+def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
+    """Elements of a row that `make_shift_octets` takes; 0 where it does not take rows like these."""
+    of, half = kinds.kind(kind), cos.shape[1]
+    dim = pool.shape[3] * of.elements_per_word
+    width = dim if of.has_scales else 2 * half
+    if (
+        not half
+        or (half % 4 if interleaved else 2 * half != width)
+        or width % (64 if of.is_packed else 16)
+    ):
+        return 0
+    if width > MAX_DIM or tokens * pool.shape[1] >= 1 << 31 or not octets_fit(pool, kind, dim):
+        return 0
+    return width if rows_aligned(cos) and rows_aligned(sin) else 0
+
+
 @functools.cache
 def _shift_rows(kind: str) -> Any:
     table = array(types.float32, 2)
@@ -116,10 +205,25 @@ def _shared_bytes(name: str, words: int) -> int:
 
 @implements(Operations.shift_rows)
 def shift_rows(pool, kind, scale, slots, offset, cos, sin, interleaved):
+    width = _octet_width(pool, kind, cos, sin, interleaved, slots.shape[0])
+    if width:
+        lanes = lanes_for(width // 8)
+        launch(
+            _shift_octets(kind), ceil_div(slots.shape[0] * pool.shape[1], THREADS >> lanes), THREADS,
+            pool, scale, slots, offset, cos, sin, bool(interleaved), width, lanes,
+        )  # fmt: skip
+        return
+    row_bytes = _shared_bytes(kind, pool.shape[3])
+    room = SHARED_BYTES - 1024  # beside what lanes tell each other
+    if row_bytes > room:
+        raise NotSupported(
+            f"`pool`: expected rows of at most {room // 4} elements to shift on CUDA where they are quantised, as they "
+            f"lie in shared memory, got {row_bytes // 4}; keep K in a float kind, or shift on the CPU"
+        )
+    at_once = max(1, min(ROWS, room // row_bytes)) if row_bytes else ROWS
     launch(
-        _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], ROWS), (LANES, ROWS),
-        pool, scale, slots, offset, cos, sin, bool(interleaved),
-        shared_bytes=ROWS * _shared_bytes(kind, pool.shape[3]),
+        _shift_rows(kind), ceil_div(slots.shape[0] * pool.shape[1], at_once), (LANES, at_once),
+        pool, scale, slots, offset, cos, sin, bool(interleaved), shared_bytes=at_once * row_bytes,
     )  # fmt: skip
 
 
@@ -127,3 +231,5 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     for kind in WORDS:
         yield f"shift_rows[{kind}]", *_shift_rows(kind).described
+    for kind in ("fp64", "int4", STORED_ONLY[0]):
+        yield f"shift_rows[{kind}, octets]", *_shift_octets(kind).described

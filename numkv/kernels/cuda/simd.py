@@ -1,7 +1,4 @@
-"""Sizes of CUDA kernels, and the only code of theirs that the simulator does not run as it stands.
-
-`load_chunk` reads 16 bytes at once, which plain indexing of small words never does. The simulator cannot run it, so
-there it has a twin with the same parameters; everything else in a kernel is what both run.
+"""Sizes of CUDA kernels, and how they read rows of any kind.
 
 In the simulator a thread of the GPU is a thread of the system, so blocks are small and few there, and short test cases
 still go round every loop.
@@ -9,19 +6,16 @@ still go round every loop.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.instructions import load_chunk, loader
 from numkv.kernels.cuda.launches import SIMULATED, THREADS
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
-from numkv.rows.convert import bf16_to_float32, codec
+from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
 __all__ = [
@@ -87,138 +81,6 @@ def aligned(array: Any, kind: str, width: int) -> bool:
     if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
         return False
     return SIMULATED or int(array.gpu_data.device_pointer) % size == 0
-
-
-@functools.cache
-def loader(KIND, COMPUTE="float32"):
-    """The function that turns a word into a float; a code is its own value, not yet scaled. Not for packed kinds."""
-    return codec("fp32" if kind_of(KIND).has_scales else KIND, COMPUTE)[0]
-
-
-def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
-    load = loader(KIND, floats.dtype.name)
-    row = array[a, b, c]
-    if KIND in PACKED:
-        for i in range(WIDTH // 2):
-            floats[at + i] = int(row[d + i]) & 15
-            floats[at + WIDTH // 2 + i] = int(row[d + i]) >> 4
-        return
-    for i in range(WIDTH):
-        floats[at + i] = load(row[d + i])
-
-
-def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
-    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
-
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'.
-    `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
-    """
-    if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
-        return None
-    kind, width = KIND.literal_value, WIDTH.literal_value
-    as_float = floats.dtype
-
-    def codegen(context, b, sig, args):
-        source = context.make_array(sig.args[2])(context, b, args[2])
-        to = context.make_array(sig.args[7])(context, b, args[7])
-        i64, i32 = ir.IntType(64), ir.IntType(32)
-        address = b.ptrtoint(source.data, i64)
-        steps = cgutils.unpack_tuple(b, source.strides)
-        for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
-            wide = context.cast(b, index, index_type, types.int64)
-            address = b.add(address, b.mul(wide, step))
-        words = width // kind_of(kind).elements_per_word
-        size = words * sig.args[2].dtype.bitwidth // 8
-        vector = ir.VectorType(i32, size // 4)
-        # Arrays come as generic pointers; these are all in global memory.
-        pointer = b.addrspacecast(
-            b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
-        )
-        chunk = b.load(pointer)
-        chunk.align = size
-        real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
-        at_ = context.cast(b, args[8], sig.args[8], types.int64)
-        for i, value in enumerate(_floats_of(context, b, kind, chunk)):
-            if value.type != real:
-                value = (
-                    b.fpext(value, real) if as_float == types.float64 else b.fptrunc(value, real)
-                )
-            b.store(value, b.gep(to.data, [b.add(at_, ir.Constant(i64, i))]))
-        return context.get_dummy_value()
-
-    return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
-
-
-def _floats_of(context, b, kind, chunk):
-    """The elements of a chunk, as LLVM floats: what `rows.convert` does, with the GPU's own fp16 conversion."""
-    i32, single = ir.IntType(32), ir.FloatType()
-    if kind == "int4":
-        for shift in (0, 4):  # the low nibbles, then the high ones
-            for i in range(chunk.type.count):
-                yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
-        return
-    if kind in ("bf16", "int8"):
-        part = _bf16_floats if kind == "bf16" else _int8_floats
-        for i in range(chunk.type.count):
-            yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
-        return
-    if kind in ("fp8_e4m3", "fp8_e5m2"):  # GPUs before sm_89 have no conversion
-        load = loader(kind)
-        elements = b.bitcast(chunk, ir.VectorType(ir.IntType(8), 4 * chunk.type.count))
-        for i in range(4 * chunk.type.count):
-            word = b.extract_element(elements, ir.Constant(i32, i))
-            yield context.compile_internal(b, load, types.float32(types.uint8), [word])
-        return
-    element, count = {
-        "fp16": (ir.HalfType(), 8), "fp32": (single, 4), "fp64": (ir.DoubleType(), 2)
-    }[kind]  # fmt: skip
-    elements = b.bitcast(chunk, ir.VectorType(element, count))
-    for i in range(count):
-        value = b.extract_element(elements, ir.Constant(i32, i))
-        yield b.fpext(value, single) if kind == "fp16" else value
-
-
-def _bf16_floats(b, pair):
-    """Two bfloat16s: each is the upper half of a float32."""
-    i32, single = ir.IntType(32), ir.FloatType()
-    yield b.bitcast(b.shl(pair, ir.Constant(i32, 16)), single)
-    yield b.bitcast(b.and_(pair, ir.Constant(i32, 0xFFFF0000)), single)
-
-
-def _int8_floats(b, codes):
-    """Four int8s, without the GPU's conversion, which is several times slower than arithmetic on some devices.
-
-    ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
-    """
-    bytes_ = b.xor(codes, ir.Constant(ir.IntType(32), 0x80808080))
-    return _byte_floats(b, bytes_, 2.0**23 + 128)
-
-
-def _int4_floats(b, codes, shift):
-    """The codes in four bytes' nibbles, from bit `shift` on."""
-    i32 = ir.IntType(32)
-    nibbles = b.and_(b.lshr(codes, ir.Constant(i32, shift)), ir.Constant(i32, 0x0F0F0F0F))
-    return _byte_floats(b, nibbles, 2.0**23)
-
-
-def _byte_floats(b, bytes_, offset):
-    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
-    i32, single = ir.IntType(32), ir.FloatType()
-    permute = cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
-    )
-    for i in range(4):
-        # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
-        bits = b.call(permute, [bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i)])
-        yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
-
-
-if SIMULATED:
-    load_chunk = _simulated_load_chunk
-else:
-    from numba.cuda.extending import intrinsic
-
-    load_chunk = intrinsic(_load_chunk)
 
 
 def reader(KIND, COMPUTE, STEP, WIDE):

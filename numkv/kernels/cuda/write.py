@@ -12,12 +12,30 @@ from typing import Any
 
 import numpy as np
 from numba import cuda, types
+from numba.extending import register_jitable
 
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.instructions import global_address
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
+from numkv.kernels.cuda.octet_codes import magnitude, row_putter
+from numkv.kernels.cuda.octets import (
+    ELEMENTS,
+    MAX_DIM,
+    bytes_of,
+    lanes_for,
+    octet_loader,
+    octet_normaliser,
+    octet_storer,
+    octet_turner,
+    octets_fit,
+    report,
+    row_finder,
+    rows_aligned,
+)  # fmt: skip
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
-from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
+from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
@@ -28,15 +46,143 @@ from numkv.rows.rope import pair_of, rotate_pair
 
 __all__ = ["scatter_write", "small_write", "write_rows"]
 
-ROWS = THREADS // LANES  # heads that a block takes at once
+ROWS = THREADS // LANES  # heads that a block takes at once, if they fit
+ROOM = SHARED_BYTES - 1024  # for rows, beside what lanes tell each other
 
 
-def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
+def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
+    """What the kernel of `make_write_rows` does with rows that are aligned; see `numkv.kernels.cuda.octets`.
+
+    A lane has two octets whose elements are the pairs of a rotation, or two of any other row. Items of a block of
+    threads are heads of one sort: first those of q, then those of k and v, so that no warp waits for another sort.
+    """
+    FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
+    SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
+    V_PER_WORD = kind(V_KIND).elements_per_word
+    load, store_q, find = octet_loader(SRC, COMPUTE), octet_storer(SRC), slot_finder(BY_SLOT)
+    normalise_octets, turn = octet_normaliser(COMPUTE), octet_turner(COMPUTE, TABLE)
+    put_k, put_v = row_putter(K_KIND, COMPUTE), row_putter(V_KIND, COMPUTE)
+    k_at, v_at = row_finder(K_KIND), row_finder(V_KIND)
+    K_LOOKS, V_LOOKS = needs_peak(K_KIND), needs_peak(V_KIND)
+
+    @register_jitable
+    def write(rows, tables, options, weights, angles, k_side, v_side, places, look, flags):
+        (qkv, q_out), (cos, sin), (q_weight, k_weight) = rows, tables, weights
+        (k_pool, k_scale), (v_pool, v_scale), (found, raised) = k_side, v_side, flags
+        normalise, rotate, interleaved, eps, first_angle, start, log = options
+        q_heads, dim, kv_heads = (
+            natural(q_out.shape[1]),
+            natural(q_out.shape[2]),
+            natural(k_pool.shape[1]),
+        )
+        block_size, num_slots = (
+            natural(k_pool.shape[2]),
+            k_pool.shape[0] * np.int64(k_pool.shape[2]),
+        )
+        dim_v, num_tokens = natural(v_pool.shape[3] * V_PER_WORD), natural(qkv.shape[0])
+        lanes, thread, at_once = (
+            np.int64(1) << log,
+            np.int64(cuda.threadIdx.x),
+            np.int64(THREADS) >> log,
+        )
+        lane, mine = thread & (lanes - 1), thread >> log
+        q_items = (num_tokens * q_heads + at_once - 1) // at_once
+        kv_items = (num_tokens * kv_heads + at_once - 1) // at_once
+        x = cuda.local.array(ELEMENTS, REAL)
+        # All threads go round equally often, as those of a warp meet inside.
+        for item in range(
+            np.int64(cuda.blockIdx.x), q_items + 2 * kv_items, np.int64(cuda.gridDim.x)
+        ):
+            is_q, is_v = item < q_items, item >= q_items + kv_items
+            first = item if is_q else item - q_items - (kv_items if is_v else np.int64(0))
+            heads = q_heads if is_q else kv_heads
+            row = natural(first * at_once + mine)
+            here = row < num_tokens * heads
+            if not here:
+                row = np.int64(0)
+            t = row // heads
+            h = row - t * heads
+            width = dim_v if is_v else dim
+            column = (
+                (q_heads + kv_heads) * dim + h * dim_v
+                if is_v
+                else (h if is_q else q_heads + h) * dim
+            )
+            source = global_address(qkv) + t * qkv.strides[0] + column * (FROM // 8)
+            angle = np.int64(0)
+            if rotate:
+                angle = number_at(angles, t) if BY_SLOT else np.int64(first_angle + t)
+            here = here and (not rotate or (angle >= 0 and angle < cos.shape[0]))
+            half_of = width >> 4
+            have = here and lane < half_of
+            # Lanes without octets take the first ones, and rows that are not there the first row: nobody branches.
+            low = lane if lane < half_of else np.int64(0)
+            octets = (low, low + half_of)
+            load(source + octets[0] * FROM, x, 0)
+            load(source + octets[1] * FROM, x, 8)
+            raw = magnitude(x) if LOOKS else np.uint32(0)
+            if not is_v:
+                if normalise:
+                    weight = global_address(q_weight) if is_q else global_address(k_weight)
+                    normalise_octets(x, octets, lane < half_of, weight, dim, eps, lanes)
+                if rotate:
+                    angle = angle if here else np.int64(0)
+                    angles_at = (
+                        global_address(cos) + angle * cos.strides[0], global_address(sin) + angle * sin.strides[0],
+                    )  # fmt: skip
+                    turn(x, octets, angles_at, np.int64(cos.shape[1]), interleaved, REAL(1))
+            if is_q:
+                if have:
+                    to = global_address(q_out) + t * q_out.strides[0] + h * q_out.strides[1]
+                    store_q(x, 0, to + octets[0] * FROM, np.float32(1))
+                    store_q(x, 8, to + octets[1] * FROM, np.float32(1))
+                continue
+            slot = find(places, t, start, block_size)
+            have = have and slot >= 0 and slot < num_slots
+            block = natural(slot) // block_size
+            place = (block, h, natural(slot) - block * block_size)
+            largest = magnitude(x) if LOOKS else np.uint32(0)
+            if look > 0 and raw >= np.uint32(0x7F800000):
+                largest = np.uint32(0x7F800000)
+            both = (have, have)
+            if is_v:
+                to = v_at(v_pool, v_scale, place)
+            else:
+                to = k_at(k_pool, k_scale, place)
+            if SAME or not is_v:
+                put_k(x, octets, both, lanes, to, largest, look)
+            else:
+                put_v(x, octets, both, lanes, to, largest, look)
+            if V_LOOKS if is_v else K_LOOKS:
+                if look > 0 and have and raw >= np.uint32(0x7F800000):
+                    load(source + octets[0] * FROM, x, 0)
+                    load(source + octets[1] * FROM, x, 8)
+                    side = np.int64(V_SIDE) if is_v else np.int64(0)
+                    report(x, octets, look + side + t * qkv.shape[1] + column, found, raised)
+
+    return write
+
+
+def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     """The kernel for qkv of kind `SRC` and pools of kinds `K_KIND` and `V_KIND`, computing in `COMPUTE`.
 
     With `BY_SLOT`, slots and rows of the tables are given token by token; without, by a block table and the first
-    token's. A token whose row lies outside the tables is left out altogether.
+    token's. A token whose row lies outside the tables is left out altogether. `TABLE` is the dtype of the tables where
+    rows are aligned, else empty.
     """
+    if TABLE:
+        write = octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE)
+
+        def kernel(
+            qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
+            look, found, raised,
+        ):  # fmt: skip
+            write(
+                (qkv, q_out), (cos, sin), options, (q_weight, k_weight), angles, (k_pool, k_scale),
+                (v_pool, v_scale), places, look, (found, raised),
+            )  # fmt: skip
+
+        return kernel
     F = np.float32 if COMPUTE == "float32" else np.float64
     REAL = getattr(types, COMPUTE)  # what dynamic shared memory is asked for with
     load, store_q = codec(SRC, COMPUTE)
@@ -52,7 +198,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
         look, found, raised,
     ):  # fmt: skip
-        normalise, rotate, interleaved, eps, first_angle, start = options
+        normalise, rotate, interleaved, eps, first_angle, start, _ = options
         num_q_heads, dim = q_out.shape[1], q_out.shape[2]
         num_blocks, num_kv_heads = k_pool.shape[0], k_pool.shape[1]
         block_size = np.int64(k_pool.shape[2])
@@ -65,8 +211,9 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         at = warp * max(dim, dim_v)
         squares = cuda.shared.array(SHAPE, F)
         # All threads go round equally often, as they wait for each other inside.
+        at_once = np.int64(cuda.blockDim.y)
         for first in range(
-            np.int64(cuda.blockIdx.x) * ROWS, rows, np.int64(cuda.gridDim.x) * ROWS
+            np.int64(cuda.blockIdx.x) * at_once, rows, np.int64(cuda.gridDim.x) * at_once
         ):  # fmt: skip
             row = first + warp
             t, h = row // num_heads, row % num_heads
@@ -139,16 +286,43 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
 
 
 @functools.cache
-def _write_rows(src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool, table: str) -> Any:
+def _write_rows(
+    src: str, k_kind: str, v_kind: str, compute: str, by_slot: bool, table: str, octets: bool = False
+) -> Any:  # fmt: skip
     real, i64, flag = getattr(types, compute), types.int64, types.boolean
     angles = array(getattr(types, table), 2)
     signature = (
-        array(WORDS[src], 2), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64, i64)),
+        array(WORDS[src], 2), angles, angles, types.Tuple((flag, flag, flag, types.float64, i64, i64, i64)),
         array(real, 1), array(real, 1), INDICES, array(WORDS[src], 3), array(WORDS[k_kind], 4),
         array(*SCALES[k_kind]), array(WORDS[v_kind], 4), array(*SCALES[v_kind]), INDICES, i64, array(i64, 1),
         array(i64, 1),
     )  # fmt: skip
-    return jit(make_write_rows, (src, k_kind, v_kind, compute, by_slot), signature, 6)
+    key = (src, k_kind, v_kind, compute, by_slot, table if octets else "")
+    if octets:
+        return jit(make_write_rows, key, signature, 4 if compute == "float32" else 2)
+    # With fewer registers, groups of INT4 would spill.
+    return jit(make_write_rows, key, signature, 3 if "int4" in (k_kind, v_kind) else 6)
+
+
+def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
+    """Whether rows are such that `make_write_octets` takes them."""
+    dim, (_, rotate, interleaved) = q_out.shape[2], mode
+    if rotate:
+        half = cos.shape[1]
+        if not (cos.shape[0] and (half % 4 == 0 if interleaved else 2 * half == dim)):
+            return False
+    for pool, of in pools:
+        width = pool.shape[3] * kind(of).elements_per_word
+        if (
+            width % (64 if kind(of).is_packed else 16)
+            or width > MAX_DIM
+            or not octets_fit(pool, of, width)
+        ):
+            return False
+    if dim % 16 or dim > MAX_DIM or not octets_fit(q_out, qkv_kind, dim):
+        return False
+    tables = (cos, sin) if rotate else ()
+    return all(rows_aligned(x) for x in (qkv, *tables, *weights))
 
 
 def _write(
@@ -156,14 +330,39 @@ def _write(
     v_kind, v_scale, places, look, by_slot,
 ):  # fmt: skip
     compute = q_weight.dtype
-    kernel = _write_rows(qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name)
-    heads = q_out.shape[1] + 2 * k_pool.shape[1]
+    tokens, heads, kv_heads = qkv.shape[0], q_out.shape[1], k_pool.shape[1]
+    kinds = qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name
     widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
+    rest = (
+        q_weight,
+        k_weight,
+        angles,
+        q_out,
+        k_pool,
+        k_scale,
+        v_pool,
+        v_scale,
+        places,
+        look,
+        *late.flags(),
+    )
+    pools = (k_pool, k_kind), (v_pool, v_kind)
+    if _by_octets(qkv, qkv_kind, cos, sin, options[:3], (q_weight, k_weight), q_out, pools):
+        lanes = lanes_for(widest // 8)
+        at_once = THREADS >> lanes
+        items = ceil_div(tokens * heads, at_once) + 2 * ceil_div(tokens * kv_heads, at_once)
+        launch(_write_rows(*kinds, True), items, THREADS, qkv, cos, sin, (*options, lanes), *rest)
+        return
+    row_bytes = widest * compute.itemsize
+    if row_bytes > ROOM:
+        raise NotSupported(
+            f"`qkv`: expected heads of at most {ROOM // compute.itemsize} elements on CUDA, whose rows lie in "
+            f"shared memory while they are rotated, got {widest}; rotate the rows before, and append them"
+        )
+    at_once = max(1, min(ROWS, ROOM // row_bytes))
     launch(
-        kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
-        qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
-        look, *late.flags(),
-        shared_bytes=ROWS * widest * compute.itemsize,
+        _write_rows(*kinds), ceil_div(tokens * (heads + 2 * kv_heads), at_once), (LANES, at_once), qkv, cos, sin,
+        (*options, 0), *rest, shared_bytes=at_once * row_bytes,
     )  # fmt: skip
 
 
@@ -213,3 +412,6 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name = "scatter_write" if by_slot else "write_rows"
         kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute)
         yield f"{name}[{src} to K {k_kind}, V {v_kind}]", *kernel.described
+        if "int4" in (k_kind, v_kind):  # of one kind, of two, of float64
+            kernel = _write_rows(src, k_kind, v_kind, compute, by_slot, compute, True)
+            yield f"{name}[{src} to K {k_kind}, V {v_kind}, octets]", *kernel.described

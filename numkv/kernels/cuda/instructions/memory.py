@@ -1,0 +1,139 @@
+"""Addresses, copies from global to shared memory that go on behind the program, and accesses of up to 16 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
+
+__all__ = [
+    "cp_async_16", "cp_async_16_or_zeros", "cp_async_commit", "cp_async_wait", "global_address", "load_global_16",
+    "load_shared_4", "load_shared_8", "load_shared_16", "shared_address", "store_global_16", "store_shared_4",
+    "store_shared_8", "store_shared_16",
+]  # fmt: skip
+
+
+@intrinsic
+def shared_address(typing_context: Any, array: Any) -> Any:
+    """Where a shared array starts, in bytes of shared memory: int32."""
+
+    def codegen(context, b, sig, args):
+        data = context.make_array(sig.args[0])(context, b, args[0]).data
+        pointer = ir.PointerType(data.type.pointee, addrspace=3)
+        return b.ptrtoint(b.addrspacecast(data, pointer), I32)
+
+    return types.int32(array), codegen
+
+
+@intrinsic
+def global_address(typing_context: Any, array: Any) -> Any:
+    """Where an array in global memory starts: int64, ``array.ctypes.data``."""
+
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(context.make_array(sig.args[0])(context, b, args[0]).data, I64)
+
+    return types.int64(array), codegen
+
+
+cp_async_16 = operation(
+    "cp_async_16", "cp.async.cg.shared.global [$0], [$1], 16;", "", {"to": "r", "source": "l"},
+    """Start to copy 16 bytes from global to shared memory; both addresses are multiples of 16.
+
+    ``shared[to : to + 16] = memory[source : source + 16]``, not before `cp_async_wait` says so, for this thread; a
+    barrier says so for others. The copy passes the first-level cache by.
+    """, memory=True,
+)  # fmt: skip
+
+cp_async_16_or_zeros = operation(
+    "cp_async_16_or_zeros", "cp.async.cg.shared.global [$0], [$1], 16, $2;", "",
+    {"to": "r", "source": "l", "size": "r"},
+    """`cp_async_16` of the first `size` bytes, 0 to 16; the others become zeros. Where `size` is 0 nothing is read.
+
+    ``shared[to : to + 16] = [*memory[source : source + size], *zeros(16 - size)]``
+    """, memory=True,
+)  # fmt: skip
+
+cp_async_commit = operation(
+    "cp_async_commit", "cp.async.commit_group;", "", {},
+    "Make a group of the copies that this thread has started since the last one; it may have none.", memory=True,
+)  # fmt: skip
+
+
+@intrinsic
+def cp_async_wait(typing_context: Any, groups: Any) -> Any:
+    """Wait until all groups of this thread's copies have arrived, but for the last `groups`, a constant."""
+    if not isinstance(groups, types.IntegerLiteral):
+        return None
+    text = f"cp.async.wait_group {groups.literal_value};"
+
+    def codegen(context, b, sig, args):
+        nothing = ir.FunctionType(ir.VoidType(), [])
+        b.call(ir.InlineAsm(nothing, text, "~{memory}", side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.void(groups), codegen
+
+
+def _shared(words: int) -> tuple[Any, Any]:
+    """The functions that load and store some words of shared memory at once."""
+    vector = {1: "", 2: ".v2", 4: ".v4"}[words]
+    size, names = 4 * words, list("abcd"[:words])
+    loaded = ", ".join(f"${i}" for i in range(words))
+    stored = ", ".join(f"${i + 1}" for i in range(words))
+    load = operation(
+        f"load_shared_{size}", f"ld.shared{vector}.b32 {{{loaded}}}, [${words}];", "r" * words, {"address": "r"},
+        f"The {size} bytes of shared memory at an address, a multiple of {size}, as words.", memory=True,
+    )  # fmt: skip
+    store = operation(
+        f"store_shared_{size}", f"st.shared{vector}.b32 [$0], {{{stored}}};", "",
+        {"address": "r"} | dict.fromkeys(names, "r"),
+        f"Put words into the {size} bytes of shared memory at an address, a multiple of {size}.", memory=True,
+    )  # fmt: skip
+    return load, store
+
+
+load_shared_4, store_shared_4 = _shared(1)
+load_shared_8, store_shared_8 = _shared(2)
+load_shared_16, store_shared_16 = _shared(4)
+
+_VECTOR = ir.VectorType(I32, 4)
+
+
+def _vector_at(b: Any, address: Any) -> Any:
+    return b.inttoptr(address, ir.PointerType(_VECTOR, addrspace=1))
+
+
+@intrinsic
+def load_global_16(typing_context: Any, address: Any) -> Any:
+    """The 16 bytes of global memory at an address, a multiple of 16, as four words.
+
+    ``memory[address : address + 16].view(uint32)``; the compiler may do it earlier, if nothing is stored between.
+    """
+
+    def codegen(context, b, sig, args):
+        found = b.load(_vector_at(b, args[0]))
+        found.align = 16
+        parts = [b.extract_element(found, ir.Constant(I32, i)) for i in range(4)]
+        return context.make_tuple(b, sig.return_type, parts)
+
+    return types.UniTuple(types.uint32, 4)(types.int64), codegen
+
+
+@intrinsic
+def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Put four words into the 16 bytes of global memory at an address, a multiple of 16.
+
+    ``memory[address : address + 16].view(uint32)[:] = a, b, c, d``
+    """
+
+    def codegen(context, builder, sig, args):
+        value = ir.Constant(_VECTOR, ir.Undefined)
+        for i, word in enumerate(args[1:]):
+            value = builder.insert_element(value, word, ir.Constant(I32, i))
+        builder.store(value, _vector_at(builder, args[0]), align=16)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, *[types.uint32] * 4), codegen

@@ -1,0 +1,452 @@
+"""Rows in octets: eight adjacent elements at a time, which a thread of CUDA keeps in registers.
+
+A row has a few lanes, a power of two, and each has two of its octets: so 16 threads of a warp read 16 bits an element
+as 256 adjacent bytes, by one instruction of 16 bytes each, and a warp takes several rows at once. What a row has in
+common, its largest magnitude or the ends of a group, goes between lanes by shuffles. Here is how octets
+are read, turned and written; `numkv.kernels.cuda.octet_codes` stores whole rows. `append`, `write` and `shift` are made
+of these.
+
+The simulator runs none of this, nor do rows that are not aligned: they take the kernels that go element by element.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.instructions import (
+    global_address,
+    load_global_16,
+    pack_bf16,
+    pack_fp16,
+    permute_bytes,
+    store_global_16,
+    unpack_fp16,
+)
+from numkv.kernels.cuda.instructions.scalars import (
+    load_global_8,
+    load_global_float,
+    load_global_word16,
+    other_float,
+    store_global_8,
+)
+from numkv.kernels.cuda.launches import SIMULATED
+from numkv.kinds import kind as kind_of
+from numkv.rows.convert import bf16_to_float32, codec
+from numkv.rows.int4 import lowest_level
+from numkv.rows.quantize import is_finite
+from numkv.rows.rmsnorm import root_mean_square
+from numkv.rows.rope import rotate_pair
+
+__all__ = [
+    "ELEMENTS",
+    "MAX_DIM",
+    "address_finder",
+    "bytes_of",
+    "copy_row",
+    "lanes_for",
+    "octet_loader",
+    "octet_normaliser",
+    "octet_storer",
+    "octet_turner",
+    "octets_fit",
+    "report",
+    "row_finder",
+    "rows_aligned",
+    "stored_loader",
+]  # fmt: skip
+
+#: Elements that a lane has of a row: two octets.
+ELEMENTS = 16
+#: Elements of the longest row that a warp keeps in registers.
+MAX_DIM = 32 * ELEMENTS
+
+
+def lanes_for(octets: int, least: int = 4) -> int:
+    """The binary logarithm of the lanes of a row: as many as have all of it, two octets each; at most a warp."""
+    lanes = least
+    while lanes < 32 and 2 * lanes < octets:
+        lanes *= 2
+    return lanes.bit_length() - 1
+
+
+def octets_fit(array, kind: str, dim: int) -> bool:
+    """Whether the rows of an array ``(..., words)`` can be read and written by octets, two a lane.
+
+    Parameters
+    ----------
+    array : array
+        In words of `kind`; its last axis is in order.
+    kind : str
+        Its kind.
+    dim : int
+        Elements of a row.
+    """
+    of = kind_of(kind)
+    size, words = max(8, min(16, bytes_of(kind))), array.dtype.itemsize
+    if (
+        SIMULATED
+        or not array.size
+        or dim % (32 if of.is_packed else 8)
+        or (of.has_scales and dim > MAX_DIM)
+    ):
+        return False
+    steps = tuple(array.strides)
+    rows = array.size // max(1, array.shape[-1])
+    if steps[-1] != words or any(step % size for step in steps[:-1]) or rows >= 1 << 31:
+        return False
+    return int(array.gpu_data.device_pointer) % size == 0
+
+
+def bytes_of(kind: str) -> int:
+    """Bytes of an octet."""
+    of = kind_of(kind)
+    return 8 // of.elements_per_word * of.word.itemsize
+
+
+def octet_loader(KIND, COMPUTE="float32"):
+    """The function that reads an octet: ``load(address, x, at)`` puts its floats at ``x[at:]``; of INT8 the codes."""
+    REAL = np.float64 if COMPUTE == "float64" else np.float32
+    FP16, FP32, FP64 = KIND == "fp16", KIND == "fp32", KIND == "fp64"
+    INT8, EIGHT = KIND == "int8", kind_of(KIND).word.itemsize == 1
+    of_word, _ = codec("fp32" if kind_of(KIND).has_scales else KIND)
+
+    if FP64:
+
+        @register_jitable
+        def load(address, x, at):
+            for i in range(4):
+                a, b, c, d = load_global_16(address + np.int64(16 * i))
+                low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
+                high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
+                x[at + 2 * i], x[at + 2 * i + 1] = (
+                    REAL(low.view(np.float64)),
+                    REAL(high.view(np.float64)),
+                )
+
+    elif FP32:
+
+        @register_jitable
+        def load(address, x, at):
+            for i in range(2):
+                a, b, c, d = load_global_16(address + np.int64(16 * i))
+                x[at + 4 * i], x[at + 4 * i + 1] = (
+                    REAL(a.view(np.float32)),
+                    REAL(b.view(np.float32)),
+                )
+                x[at + 4 * i + 2], x[at + 4 * i + 3] = (
+                    REAL(c.view(np.float32)),
+                    REAL(d.view(np.float32)),
+                )
+
+    elif INT8:
+
+        @register_jitable
+        def four(word, x, at):
+            # ``code + 128`` is a byte; as the last one of the float 2**23 it adds its value to that.
+            moved = np.uint32(word ^ np.uint32(0x80808080))
+            for i in range(4):
+                bits = permute_bytes(moved, np.uint32(0x4B000000), np.uint32(0x7440 + i))
+                x[at + i] = bits.view(np.float32) - np.float32(8388736.0)
+
+        @register_jitable
+        def load(address, x, at):
+            a, b = load_global_8(address)
+            four(a, x, at)
+            four(b, x, at + 4)
+
+    elif EIGHT:
+
+        @register_jitable
+        def load(address, x, at):
+            words = load_global_8(address)
+            for i in range(4):
+                by = np.uint32(8 * i)
+                x[at + i] = REAL(of_word(np.uint8(np.uint32(words[0] >> by) & np.uint32(255))))
+                x[at + 4 + i] = REAL(of_word(np.uint8(np.uint32(words[1] >> by) & np.uint32(255))))
+
+    else:
+
+        @register_jitable
+        def two(word, x, at):
+            if FP16:
+                low, high = unpack_fp16(word)
+            else:
+                low = np.uint32(word << np.uint32(16)).view(np.float32)
+                high = np.uint32(word & np.uint32(0xFFFF0000)).view(np.float32)
+            x[at], x[at + 1] = REAL(low), REAL(high)
+
+        @register_jitable
+        def load(address, x, at):
+            a, b, c, d = load_global_16(address)
+            two(a, x, at)
+            two(b, x, at + 2)
+            two(c, x, at + 4)
+            two(d, x, at + 6)
+
+    return load
+
+
+def octet_storer(KIND):
+    """The function that writes an octet of a float kind: ``store(x, at, address, scale)``; `scale` only of 8 bits."""
+    EIGHT, FP16 = kind_of(KIND).word.itemsize == 1, KIND == "fp16"
+    _, to_word = codec(KIND)
+
+    @register_jitable
+    def bits(x):
+        return np.float32(x).view(np.uint32)
+
+    if KIND == "fp64":
+
+        @register_jitable
+        def store(x, at, address, scale):
+            for i in range(4):
+                a, b = np.float64(x[at + 2 * i]), np.float64(x[at + 2 * i + 1])
+                low, high = a.view(np.uint64), b.view(np.uint64)
+                store_global_16(
+                    address + np.int64(16 * i), np.uint32(low), np.uint32(low >> np.uint64(32)),
+                    np.uint32(high), np.uint32(high >> np.uint64(32)),
+                )  # fmt: skip
+
+    elif KIND == "fp32":
+
+        @register_jitable
+        def store(x, at, address, scale):
+            store_global_16(address, bits(x[at]), bits(x[at + 1]), bits(x[at + 2]), bits(x[at + 3]))
+            store_global_16(
+                address + np.int64(16), bits(x[at + 4]), bits(x[at + 5]), bits(x[at + 6]), bits(x[at + 7])
+            )  # fmt: skip
+
+    elif EIGHT:
+
+        @register_jitable
+        def four(x, at, scale):
+            word = np.uint32(0)
+            for i in range(4):
+                byte = np.uint32(to_word(np.float32(x[at + i]) / scale))
+                word = np.uint32(word | np.uint32(byte << np.uint32(8 * i)))
+            return word
+
+        @register_jitable
+        def store(x, at, address, scale):
+            store_global_8(address, four(x, at, scale), four(x, at + 4, scale))
+
+    else:
+
+        @register_jitable
+        def two(x, at):
+            low, high = np.float32(x[at]), np.float32(x[at + 1])
+            return pack_fp16(low, high) if FP16 else pack_bf16(low, high)
+
+        @register_jitable
+        def store(x, at, address, scale):
+            store_global_16(address, two(x, at), two(x, at + 2), two(x, at + 4), two(x, at + 6))
+
+    return store
+
+
+@register_jitable
+def copy_row(source, to, pieces, lane, lanes):
+    """Copy `pieces` times 16 bytes between addresses, two at once."""
+    for piece in range(lane, pieces, 2 * lanes):
+        other = piece + lanes
+        a, b, c, d = load_global_16(source + piece * 16)
+        if other < pieces:
+            e, f, g, h = load_global_16(source + other * 16)
+            store_global_16(to + other * 16, e, f, g, h)
+        store_global_16(to + piece * 16, a, b, c, d)
+
+
+def address_finder(KIND):
+    """The function that finds where a row lies, for `row_putter` and `stored_loader`.
+
+    ``find(pool, steps, scale, scale_steps, (block, head, offset))``: of addresses and strides of the pool and of its
+    scales, the address of the row, that of its scale and the step between scales of groups.
+    """
+    PER = kind_of(KIND).scales_per
+    HEAD, ROW, GROUPS = PER == "head", PER == "row", PER == "group"
+
+    @register_jitable
+    def find(pool, steps, scale, scale_steps, place):
+        block, h, offset = place
+        row = pool + block * steps[0] + h * steps[1] + offset * steps[2]
+        of_scale, step = np.int64(0), np.int64(0)
+        if HEAD:
+            of_scale = scale + h * scale_steps[0]
+        elif ROW or GROUPS:
+            of_scale = scale + block * scale_steps[0] + h * scale_steps[1] + offset * scale_steps[2]
+            if GROUPS:
+                step = np.int64(scale_steps[3])
+        return row, of_scale, step
+
+    return find
+
+
+def row_finder(KIND):
+    """`address_finder` of arrays: ``find(pool, scale, (block, head, offset))``."""
+    at = address_finder(KIND)
+
+    @register_jitable
+    def find(pool, scale, place):
+        return at(global_address(pool), pool.strides, global_address(scale), scale.strides, place)
+
+    return find
+
+
+@register_jitable
+def report(x, octets, index, found, raised):
+    """Tell of the first element of a lane that is not finite; `index` is that of its row."""
+    first = np.int64(0)
+    for i in range(7, -1, -1):
+        if not is_finite(x[8 + i]):
+            first = np.int64(octets[1] * 8 + i)
+    for i in range(7, -1, -1):
+        if not is_finite(x[i]):
+            first = np.int64(octets[0] * 8 + i)
+    cuda.atomic.min(found, 0, index + first)
+    cuda.threadfence_system()
+    raised[0] = 1
+
+
+@register_jitable
+def _sum_of_lanes(x, lanes):
+    """The sum over a row's lanes, in the same order for all of them."""
+    step = np.uint32(lanes) >> np.uint32(1)
+    while step > np.uint32(0):
+        x = x + other_float(x, np.uint32(step))
+        step = np.uint32(np.uint32(step) >> np.uint32(1))
+    return x
+
+
+def _quad_loader(COMPUTE, TABLE):
+    """The function that reads four numbers of a table of type `TABLE`: ``load(address, x, at)``."""
+    REAL, WIDE = np.float64 if COMPUTE == "float64" else np.float32, TABLE == "float64"
+
+    @register_jitable
+    def load(address, x, at):
+        if WIDE:
+            for i in range(2):
+                a, b, c, d = load_global_16(address + np.int64(16 * i))
+                low = np.uint64(np.uint64(a) | np.uint64(np.uint64(b) << np.uint64(32)))
+                high = np.uint64(np.uint64(c) | np.uint64(np.uint64(d) << np.uint64(32)))
+                x[at + 2 * i], x[at + 2 * i + 1] = (
+                    REAL(low.view(np.float64)),
+                    REAL(high.view(np.float64)),
+                )
+        else:
+            a, b, c, d = load_global_16(address)
+            x[at], x[at + 1] = REAL(a.view(np.float32)), REAL(b.view(np.float32))
+            x[at + 2], x[at + 3] = REAL(c.view(np.float32)), REAL(d.view(np.float32))
+
+    return load
+
+
+def octet_normaliser(COMPUTE):
+    """The function that divides a lane's octets by their row's root mean square, and multiplies them by weights.
+
+    ``normalise(x, octets, have, weight, dim, eps, lanes)``: of all lanes of a warp together; `weight` is an address.
+    """
+    REAL, WORD_BYTES = (np.float64, 8) if COMPUTE == "float64" else (np.float32, 4)
+    load_weight = _quad_loader(COMPUTE, COMPUTE)
+
+    @register_jitable
+    def normalise(x, octets, have, weight, dim, eps, lanes):
+        total = REAL(0)
+        if have:
+            for i in range(ELEMENTS):
+                total += x[i] * x[i]
+        total = _sum_of_lanes(total, lanes)
+        inverse = REAL(1) / REAL(root_mean_square(total, REAL(dim), REAL(eps)))
+        w = cuda.local.array(8, REAL)
+        for i in range(2):
+            at = weight + octets[i] * (8 * WORD_BYTES)
+            load_weight(at, w, 0)
+            load_weight(at + 4 * WORD_BYTES, w, 4)
+            for j in range(8):
+                x[8 * i + j] = x[8 * i + j] * inverse * w[j]
+
+    return normalise
+
+
+def octet_turner(COMPUTE, TABLE):
+    """The function that rotates a lane's octets by tables of type `TABLE`.
+
+    ``turn(x, octets, tables, half, interleaved, sign)``: `tables` are addresses of rows of `half` cosines and sines;
+    pairs are adjacent elements, or else the elements of both octets that have one place; sines are times `sign`.
+    """
+    REAL, SIZE = np.float64 if COMPUTE == "float64" else np.float32, 8 if TABLE == "float64" else 4
+    load = _quad_loader(COMPUTE, TABLE)
+
+    @register_jitable
+    def turn(x, octets, tables, half, interleaved, sign):
+        cos, sin = cuda.local.array(8, REAL), cuda.local.array(8, REAL)
+        for i in range(2):
+            quad = 4 * octets[i] if interleaved else 8 * octets[0] + 4 * i
+            turns = quad < half
+            at = (quad if turns else np.int64(0)) * SIZE
+            load(tables[0] + at, cos, 4 * i)
+            load(tables[1] + at, sin, 4 * i)
+            for j in range(4):
+                cos[4 * i + j] = cos[4 * i + j] if turns else REAL(1)
+                sin[4 * i + j] = sin[4 * i + j] * sign if turns else REAL(0)
+        if interleaved:
+            for i in range(8):
+                x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], cos[i], sin[i])
+        else:
+            for i in range(8):
+                x[i], x[8 + i] = rotate_pair(x[i], x[8 + i], cos[i], sin[i])
+
+    return turn
+
+
+def stored_loader(KIND, COMPUTE="float32"):
+    """The function that reads an octet of a stored row: ``load(at_row, octet, x, at)``, with its values at ``x[at:]``.
+
+    `at_row` is what `address_finder` gives.
+    """
+    PER, SIZE = kind_of(KIND).scales_per, bytes_of(KIND)
+    if PER == "group":
+        return _load_int4
+    SCALED, REAL = PER != "none", np.float64 if COMPUTE == "float64" else np.float32
+    load_words = octet_loader(KIND, COMPUTE)
+
+    @register_jitable
+    def load(at_row, octet, x, at):
+        load_words(at_row[0] + octet * SIZE, x, at)
+        if SCALED:
+            scale = REAL(load_global_float(at_row[1]))
+            for i in range(8):
+                x[at + i] = x[at + i] * scale
+
+    return load
+
+
+@register_jitable
+def _load_int4(at_row, octet, x, at):
+    group, quarter = octet >> 2, octet & 3
+    word = load_global_word16(at_row[1] + group * at_row[2])
+    scale, lowest = bf16_to_float32(word), lowest_level(word)
+    low, high = load_global_8(at_row[0] + group * 16 + (quarter & 1) * 8)
+    by = np.uint32((quarter >> 1) * 4)
+    low = np.uint32(np.uint32(low >> by) & np.uint32(0x0F0F0F0F))
+    high = np.uint32(np.uint32(high >> by) & np.uint32(0x0F0F0F0F))
+    for i in range(4):  # a byte is the last one of the float 2**23, and adds its value to that
+        which, top = np.uint32(0x7440 + i), np.uint32(0x4B000000)
+        a = permute_bytes(low, top, which).view(np.float32) - np.float32(8388608.0)
+        b = permute_bytes(high, top, which).view(np.float32) - np.float32(8388608.0)
+        x[at + i] = np.float32(np.float32(a + lowest) * scale)
+        x[at + 4 + i] = np.float32(np.float32(b + lowest) * scale)
+
+
+def rows_aligned(array, whole: bool = False) -> bool:
+    """Whether every row of an array starts at a multiple of 16 bytes, and its elements are in order.
+
+    With `whole`, whether rows also end at one.
+    """
+    steps = tuple(array.strides)
+    if steps[-1] != array.dtype.itemsize or any(step % 16 for step in steps[:-1]):
+        return False
+    if whole and array.shape[-1] * array.dtype.itemsize % 16:
+        return False
+    return SIMULATED or int(array.gpu_data.device_pointer) % 16 == 0

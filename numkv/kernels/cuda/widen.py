@@ -1,0 +1,174 @@
+"""Stored words as the 16-bit floats that tensor cores take, and float32 as two of them; composed of `instructions`.
+
+Codes become floats without a conversion, which GPUs do slowly: a code's bits go where the last bits of a power of two
+are, and that is taken away again (as FasterTransformer and Marlin do it, arXiv:2408.11743, section 3.4). All of it is
+exact. Of 8-bit floats, exponents are moved by a product with a power of two, which mends subnormal numbers as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.instructions import (
+    fma_bf16x2,
+    fma_fp16x2,
+    pack_bf16,
+    pack_fp16,
+    permute_bytes,
+    select_bits,
+    unpack_fp16,
+)
+
+__all__ = [
+    "fp8_words", "halves_bf16", "halves_fp16", "int4_words", "int8_words", "unpack_bf16",
+]  # fmt: skip
+
+U32 = np.uint32
+#: Which bytes make the two words, each of two bytes with byte 4 above it, or below it.
+BELOW, ABOVE = (0x4140, 0x4342), (0x1404, 0x3424)
+SIGNS, MAGNITUDES = 0x80008000, 0x7F007F00
+
+
+@register_jitable
+def unpack_bf16(word):
+    """The two bfloat16 of a word as float32: ``word.view(bfloat16).astype(float32)``."""
+    low = U32(U32(word) << U32(16)).view(np.float32)
+    return low, U32(U32(word) & U32(0xFFFF0000)).view(np.float32)
+
+
+@register_jitable
+def halves_bf16(a, b):
+    """Two float32 as a word of two bfloat16, and a word of what these leave: together they have 16 bits.
+
+    ``high = array([a, b]).astype(bfloat16); low = (array([a, b]) - high).astype(bfloat16)``
+    """
+    high = pack_bf16(a, b)
+    x, y = unpack_bf16(high)
+    return high, pack_bf16(a - x, b - y)
+
+
+@register_jitable
+def halves_fp16(a, b):
+    """Two float32 as a word of two float16, and a word of what these leave: together they have 22 bits."""
+    high = pack_fp16(a, b)
+    x, y = unpack_fp16(high)
+    return high, pack_fp16(a - x, b - y)
+
+
+def int8_words(to: str) -> Any:
+    """The function that widens a word of four INT8 codes.
+
+    Parameters
+    ----------
+    to : {"bf16", "fp16"}
+        The floats wanted.
+
+    Returns
+    -------
+    function
+        ``widen(word)``: two words, ``word.view(int8).astype(float16).view(uint32)``, or bfloat16.
+    """
+    first, second = BELOW
+
+    @register_jitable
+    def as_fp16(word):
+        # 1024 + (code + 128), as the last bits of 1024 count single units.
+        codes = U32(word) ^ U32(0x80808080)
+        low, high = permute_bytes(codes, U32(0x64), first), permute_bytes(codes, U32(0x64), second)
+        one, offset = U32(0x3C003C00), U32(0xE480E480)  # 1 and -1152
+        return fma_fp16x2(low, one, offset), fma_fp16x2(high, one, offset)
+
+    @register_jitable
+    def as_bf16(word):
+        # 128 and the code's seven last bits; its first bit makes 256 of another 128, which is taken away.
+        low, high = permute_bytes(word, U32(0x43), first), permute_bytes(word, U32(0x43), second)
+        minus = U32(0xBF80BF80)
+        seven, sign = U32(0xFF7FFF7F), U32(0xFF80FF80)
+        return (
+            fma_bf16x2(low & sign, minus, low & seven),
+            fma_bf16x2(high & sign, minus, high & seven),
+        )
+
+    return as_fp16 if to == "fp16" else as_bf16
+
+
+def int4_words(to: str) -> Any:
+    """The function that widens a word of eight INT4 codes, 0 to 15.
+
+    Parameters
+    ----------
+    to : {"bf16", "fp16"}
+        The floats wanted.
+
+    Returns
+    -------
+    function
+        ``widen(word)``: four words of two codes each, of nibbles (0, 4), (1, 5), (2, 6) and (3, 7), counted from the
+        lowest. With `numkv.rows.int4`'s order, of bytes j to j + 3: elements j and j + 2, their sixteenth successors,
+        elements j + 1 and j + 3, and their sixteenth successors.
+    """
+    fp16 = to == "fp16"
+    above = 0x64006400 if fp16 else 0x43004300  # 1024, or 128
+    one, minus = (0x3C003C00, 0xE400E400) if fp16 else (0x3F803F80, 0xC300C300)
+    fma = fma_fp16x2 if fp16 else fma_bf16x2
+
+    @register_jitable
+    def widen(word):
+        word = U32(word)
+        a = select_bits(word, U32(0x000F000F), U32(above))
+        b = select_bits(word >> U32(4), U32(0x000F000F), U32(above))
+        c = select_bits(word >> U32(8), U32(0x000F000F), U32(above))
+        d = select_bits(word >> U32(12), U32(0x000F000F), U32(above))
+        return (
+            fma(a, U32(one), U32(minus)), fma(b, U32(one), U32(minus)),
+            fma(c, U32(one), U32(minus)), fma(d, U32(one), U32(minus)),
+        )  # fmt: skip
+
+    return widen
+
+
+def fp8_words(kind: str, to: str) -> Any:
+    """The function that widens a word of four 8-bit floats.
+
+    Parameters
+    ----------
+    kind : {"fp8_e4m3", "fp8_e5m2"}
+        What they are.
+    to : {"bf16", "fp16"}
+        The floats wanted.
+
+    Returns
+    -------
+    function
+        ``widen(word)``: two words, ``word.view(float8_e4m3fn).astype(float16).view(uint32)``, or others; a NaN stays
+        one.
+    """
+    fp16, e4m3 = to == "fp16", kind == "fp8_e4m3"
+    first, second = ABOVE
+    # The exponent moves down to where the wider one ends; its bias grows by so many powers of two.
+    shift = (1 if e4m3 else 0) if fp16 else (4 if e4m3 else 3)
+    power = (0x5C005C00 if e4m3 else 0x3C003C00) if fp16 else (0x7B807B80 if e4m3 else 0x77807780)
+    # What has to be added for NaN, and for infinity, to reach the sign; then those get all exponent bits.
+    special, below = (0x01000100 if e4m3 else 0x04000400), (5 if fp16 else 8)
+    fma = fma_fp16x2 if fp16 else fma_bf16x2
+
+    @register_jitable
+    def one(word, which):
+        bits = permute_bytes(word, U32(0), which)
+        if fp16 and not e4m3:
+            return bits
+        magnitude = bits & U32(MAGNITUDES)
+        marks = (magnitude + U32(special)) & U32(SIGNS)
+        found = fma(
+            (bits & U32(SIGNS)) | U32(magnitude >> U32(shift)), U32(power), U32(SIGNS)
+        )  # plus -0
+        return found | (marks - (marks >> U32(below)))
+
+    @register_jitable
+    def widen(word):
+        return one(word, U32(first)), one(word, U32(second))
+
+    return widen
