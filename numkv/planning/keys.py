@@ -70,6 +70,12 @@ _HARMLESS = re.compile(
 )
 
 
+_MOST = 2**40  # of anything: what is more is no size
+_MOST_LAYERS = 100_000
+# Families that transformers has no class for; their files say everything.
+_OTHERS = ("deci", "nemotron_nas", "openelm", "phi4flash")
+
+
 def is_suspect(name: str) -> bool:
     """Whether an entry of this name may mean that a layer keeps something else than K and V of every token."""
     return bool(_SUSPECT.search(name) and not _HARMLESS.search(name) and not name.startswith("_"))
@@ -109,7 +115,7 @@ class Keys:
         self._seen: set[str] = set()
         self.model_type = str(content.get("model_type") or "").replace("-", "_")
         defaults = _families()["families"].get(self.model_type)
-        self.known = defaults is not None
+        self.known = defaults is not None or self.model_type in _OTHERS
         self._defaults: dict[str, Any] = {**(defaults or {}), **(filled or {})}
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -159,9 +165,30 @@ class Keys:
             If it is none.
         """
         found = self.get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MOST:
             raise ConfigError(f"{self._where}: {name}: expected a positive integer, got {found!r}")
         return found
+
+    def num_layers(self) -> int:
+        """The number of layers.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ConfigError
+            If it is none.
+        """
+        n = self.size("num_hidden_layers")
+        if n > _MOST_LAYERS:
+            raise self.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, got {n}")
+        return n
+
+    def peek(self, name: str) -> Any:
+        """An entry of the file under this very name; looking at it does not count as reading it."""
+        return self._content.get(name)
 
     def list_of(self, name: str, length: int) -> list[Any] | None:
         """An entry that is a list with one item for each layer, or more, which are left out; None if it is missing."""

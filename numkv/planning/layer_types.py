@@ -63,7 +63,8 @@ def _qwen2_moe(keys: Keys, n: int) -> list[str]:
 
 
 def _slides(keys: Keys) -> bool:
-    return bool(keys.get("use_sliding_window", True) and keys.get("sliding_window"))
+    window = keys.get("sliding_window")
+    return bool(keys.get("use_sliding_window", True) and window)
 
 
 def _all_slide(keys: Keys, n: int) -> list[str]:
@@ -290,14 +291,14 @@ def layer_types_of(keys: Keys) -> list[str]:
     elif keys.model_type == "nemotron_h":
         types = _nemotron_h(keys, 0)
     elif keys.model_type == "hrm_text":  # a stack runs in cycles, each with rows of its own
-        stack = keys.get("num_layers_per_stack") or keys.size("num_hidden_layers")
+        stack = int(keys.get("num_layers_per_stack") or keys.num_layers())
         types = [FULL] * (stack * keys.size("H_cycles") * (keys.size("L_cycles") + 1))
     elif pattern is not None:
-        types = pattern(keys, keys.size("num_hidden_layers"))
+        types = pattern(keys, keys.num_layers())
     elif keys.known:
-        types = [FULL] * keys.size("num_hidden_layers")
+        types = [FULL] * keys.num_layers()
     else:
-        types = _by_keys(keys, keys.size("num_hidden_layers"))
+        types = _by_keys(keys, keys.num_layers())
     types = [_SAME.get(name.lower(), name) for name in types]
     if keys.model_type in _INDEXED or keys.model_type in ("qwen4_exp_text", "glm5_next_text"):
         types = [INDEXED if name == FULL else name for name in types]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from numkv.errors import NotSupported
+from numkv.errors import NotSupported, NumkvError
 from numkv.planning.description import LayerNeeds, ModelNeeds, Rows
 from numkv.planning.keys import Keys, open_config
 from numkv.planning.layer_types import FULL, HYBRID, LINEAR, SLIDING, layer_types_of
@@ -67,6 +67,17 @@ def needs_of(config: str | Path | Mapping[str, Any], *, expanded: bool = False) 
     6291456
     """
     keys, outer = open_config(config)
+    try:
+        return _needs_of(keys, outer, expanded)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, NumkvError):
+            raise
+        raise keys.error(
+            f"expected entries as {keys.model_type!r} has them, but {error}"
+        ) from error
+
+
+def _needs_of(keys: Keys, outer: Mapping[str, Any], expanded: bool) -> ModelNeeds:
     for name in (str(outer.get("model_type")), keys.model_type):
         if name in _REFUSED:
             raise NotSupported(
@@ -76,6 +87,8 @@ def needs_of(config: str | Path | Mapping[str, Any], *, expanded: bool = False) 
     layers = _layers(keys, expanded, remarks)
     if _reads_across(keys, outer):
         layers = [_with_cross(keys, layer) for layer in layers]
+    for layer in layers:
+        _check_sizes(keys, layer)
     dtype = keys.get("dtype") or keys.get("torch_dtype")
     context = keys.get("max_position_embeddings")
     if not keys.known:
@@ -140,6 +153,16 @@ def _layers(keys: Keys, expanded: bool, remarks: list[str]) -> list[LayerNeeds]:
     return layers
 
 
+def _check_sizes(keys: Keys, layer: LayerNeeds) -> None:
+    """What was worked out from several entries is a size, or they do not belong together."""
+    for rows in layer.rows:
+        numbers = (rows.heads, rows.dim, rows.dim_v + 1, rows.tokens_per_row, rows.limit or 1)
+        if not all(isinstance(n, int) and n > 0 for n in numbers):
+            raise keys.error(f"expected sizes above 0, got {rows}")
+    if any(state.numbers < 0 for state in layer.states):
+        raise keys.error(f"expected sizes above 0, got {layer.states}")
+
+
 def _check_count(keys: Keys, n: int, remarks: list[str]) -> None:
     said = keys.get("num_hidden_layers")
     if (
@@ -180,19 +203,11 @@ def _changes(keys: Keys, i: int, n: int, name: str) -> dict[str, Any]:
             value = keys.get(f"swa_{key}", default)
             if value is not None:
                 changes[key] = value
-    for key in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "sliding_window",
-        "attention_chunk_size",
-    ):
-        value = keys.get(
-            f"{key}_per_layer",
-            keys.get("num_kv_heads") if key == "num_key_value_heads" else keys.get(key),
-        )
-        if isinstance(value, (list, tuple)) and len(value) >= n:
-            changes[key] = value[i]
+    for key, names in _IN_LISTS.items():
+        for one in (f"{key}_per_layer", *names):
+            value = keys.peek(one)
+            if isinstance(value, (list, tuple)) and len(value) >= n:
+                changes[key] = keys.get(one)[i]
     listed = keys.get("per_layer_config")
     if isinstance(listed, Mapping):
         number = next((key for key in listed if str(key).isdecimal() and int(key) == i), None)
@@ -202,6 +217,14 @@ def _changes(keys: Keys, i: int, n: int, name: str) -> dict[str, Any]:
     return changes
 
 
+# Entries that may be lists, with an item for each layer.
+_IN_LISTS = {
+    "num_attention_heads": ("num_attention_heads", "num_query_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "sliding_window": ("sliding_window",),
+    "attention_chunk_size": ("attention_chunk_size",),
+}
 # Windows of families whose configs work them out.
 _WINDOWS = {"modernbert_decoder": 1, "dots3_note_text": 512}
 _DOTS3 = {

@@ -203,16 +203,85 @@ def test_plan_lists_the_kinds_that_can_store_such_rows(capsys):
     assert "multiple of 2" in capsys.readouterr().err
 
 
-def test_plan_says_that_layers_differ(tmp_path, capsys):
+def test_plan_of_layers_that_differ(tmp_path, capsys):
     path = tmp_path / "config.json"
     types = ["sliding_attention", "full_attention", "linear_attention", "sliding_attention"]
-    path.write_text(json.dumps({**SIZES, "sliding_window": 512, "layer_types": types}))
-    output = run(capsys, "plan", "--config", path)
-    said = "sliding_window 512, 1 layers of linear_attention, 2 layers of sliding_attention"
-    assert said in output
-    assert "more than it takes" in output
-    path.write_text(json.dumps({**SIZES, "sliding_window": 512, "use_sliding_window": False}))
-    assert "more than it takes" not in run(capsys, "plan", "--config", path)
+    sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4}
+    config = {
+        **SIZES,
+        **sizes,
+        "model_type": "qwen3_next",
+        "layer_types": types,
+        "sliding_window": 512,
+    }
+    path.write_text(json.dumps({**config, "linear_value_head_dim": 4, "num_hidden_layers": 4}))
+    output = run(capsys, "plan", path, "--kind", "bf16", "--context", 256, 1024, "--memory", "1MiB")
+    assert "2 layers of 2 key/value heads of 8, the last 512 tokens" in output
+    assert "1 layer of 2 key/value heads of 8\n" in output
+    assert (
+        "1 layer with a convolution state of 96 numbers in bfloat16 and a recurrent state of 32"
+        in output
+    )
+    # 64 bytes a token and layer; states of 2 * 96 + 4 * 32 bytes
+    state, first = 320, cells(output, "bf16")
+    assert first[1:4] == ["192", "64", f"{(2**20 - state - 2 * 512 * 64) // 64:,}"]
+    second = next(line for line in output.split("One sequence")[1].splitlines() if "bf16" in line)
+    assert f": {2**20 // (256 * 192 + state)}" in second
+    assert second.endswith(f": {2**20 // (2 * 512 * 64 + 1024 * 64 + state)}")
+    assert "States take 320 B" in output
+    assert "NOT KNOWN" not in output
+    assert main(["plan", str(path), "--layers", "3"]) == 2
+    assert "--layers is for models whose layers are all alike" in capsys.readouterr().err
+    changed = run(capsys, "plan", path, "--kind", "bf16", "--kv-heads", 4)
+    assert cells(changed, "bf16")[1] == "384"
+
+
+def test_plan_names_what_it_does_not_know(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {**SIZES, "model_type": "odd", "global_memory": 3, "layer_types": ["what", "full"]}
+        )
+    )
+    output = run(capsys, "plan", path, "--kind", "bf16")
+    assert "NOT KNOWN: `model_type` 'odd'" in output
+    assert "NOT KNOWN: `layer_types` 'what'" in output
+    assert "NOT KNOWN: `global_memory`" in output
+    assert cells(output, "bf16")[2] == "128"  # as if all were plain
+
+
+def test_plan_of_latents_blocks_and_cross_attention(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    path.write_text(json.dumps({**SIZES, **latent, "model_type": "deepseek_v3"}))
+    output = run(
+        capsys, "plan", path, "--kind", "bf16", "int8/bf16", "--block-size", 16, "--tokens", 17
+    )
+    assert "2 layers of latents of 40" in output
+    assert cells(output, "bf16")[1:3] == ["80", "160"]
+    assert cells(output, "bf16")[-2:] == ["5", "KiB"]  # 32 tokens
+    assert cells(output, "int8/bf16")[1] == "44"
+    assert "rounded up to blocks of 16 tokens" in output
+    expanded = run(capsys, "plan", path, "--kind", "bf16", "--expanded")
+    assert cells(expanded, "bf16")[1] == f"{4 * (16 + 8) * 2}"
+    path.write_text(
+        json.dumps({"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2})
+    )
+    output = run(capsys, "plan", path, "--kind", "bf16", "--tokens", 1)
+    assert cells(output, "bf16")[1:4] == ["128", "256", "256"]
+    assert "give --source-tokens" in output
+    output = run(capsys, "plan", path, "--kind", "bf16", "--tokens", 1, "--source-tokens", 3)
+    assert cells(output, "bf16")[-2:] == ["1", "KiB"]
+
+
+def test_plan_of_a_model_that_never_grows(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}))
+    output = run(capsys, "plan", path, "--kind", "bf16")
+    assert cells(output, "bf16")[1:] == ["0", "0", "any", "number"]
+    assert main(["plan", str(path), "--config", str(path)]) == 2
+    assert "one config, got two" in capsys.readouterr().err
+    assert main(["plan", str(path), "--head-dim", "8", "--kv-heads", "1"]) == 0
 
 
 def test_plan_by_config(tiny, tmp_path, capsys):
@@ -513,8 +582,8 @@ def test_bad_files_are_errors(tiny, tmp_path, capsys):
     assert "the prompt is empty" in capsys.readouterr().err
     mla = tmp_path / "mla.json"
     mla.write_text(json.dumps({**config, "kv_lora_rank": 512}))
-    assert main(["plan", "--config", str(mla)]) == 2
-    assert "compressed latents" in capsys.readouterr().err
+    assert main(["plan", "--config", str(mla)]) == 0
+    capsys.readouterr()
     mla.write_text(json.dumps({**config, "num_hidden_layers": "many"}))
     assert main(["plan", "--config", str(mla)]) == 2
     assert "num_hidden_layers: expected a positive integer, got 'many'" in capsys.readouterr().err
