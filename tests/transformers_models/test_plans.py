@@ -171,7 +171,9 @@ _CHANGES = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "falcon": {"multi_query": True, "new_decoder_architecture": False},
     "gpt_neo": {"attention_types": [[["global"], 4]]},
-    "kimi_linear": {"layer_types": _LINEAR, "num_experts_per_token": 2, "num_expert_group": 1, "first_k_dense_replace": 4},
+    "kimi_linear": {
+        "layer_types": _LINEAR, "num_experts_per_token": 2, "num_expert_group": 1, "first_k_dense_replace": 4,
+    },
     "bailing_hybrid": {
         "layer_group_size": 2, "num_experts_per_token": 2, "num_expert_group": 1, "first_k_dense_replace": 4,
     },
