@@ -59,6 +59,7 @@ PACKAGES = {
     ],
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
+    "planning": ["ConfigError", "LayerNeeds", "ModelNeeds", "Rows", "State", "needs_of"],
     "storage": ["Pool", "Rotation"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip

@@ -38,7 +38,7 @@ examples:
   numkv --file a.py --file b.py           a batch; a common beginning is stored once
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
-  numkv plan --config ~/models/Qwen3-0.6B --memory 4GiB
+  numkv plan ~/models/Qwen3-0.6B --memory 4GiB
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
 # What may follow a kind.
@@ -266,13 +266,16 @@ def _add_info(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="what a token costs, and how many tokens fit in a given memory",
-        description="Say how many bytes a token costs in each kind of cache, and how many tokens "
-        "fit in a given memory. Give a model's config.json, or its sizes.",
+        help="what a model keeps of a token and of a sequence, and how many fit in a given memory",
+        description="Say how many bytes a token and a sequence cost in each kind of cache, and how many fit in a "
+        "given memory. Give a model's config.json, or its sizes. Windows, chunks, latents, layers that share "
+        "another's rows, states and cross attention are counted as they are; entries that are not understood "
+        "are named as NOT KNOWN.",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="PATH", help="a config.json, or the folder it is in"
+        "path", nargs="?", type=Path, metavar="CONFIG", help="a config.json, or the folder it is in"
     )
+    parser.add_argument("--config", type=Path, metavar="PATH", help="the same")
     for option, meaning in (
         ("--layers", "layers that have a KV cache"),
         ("--kv-heads", "key/value heads of a layer"),
@@ -289,6 +292,28 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument(
         "--tokens", type=_at_least(1), metavar="N", help="also say what N tokens need"
+    )
+    parser.add_argument(
+        "--context",
+        nargs="+",
+        type=_at_least(1),
+        metavar="N",
+        help="lengths of sequences to list (default: 4,096, 32,768 and the model's)",
+    )
+    parser.add_argument(
+        "--block-size", type=_at_least(1), metavar="N", help="round up to blocks of N tokens"
+    )
+    parser.add_argument(
+        "--source-tokens",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="tokens of the text that a decoder with cross attention reads (default: 0)",
+    )
+    parser.add_argument(
+        "--expanded",
+        action="store_true",
+        help="count latent attention with K and V of every head, not its latents",
     )
     _add_kind_option(parser, [], "kinds to list")
     parser.set_defaults(run=plan.run)

@@ -1,69 +1,24 @@
-"""``numkv plan``: what a token costs, and how many tokens fit."""
+"""``numkv plan``: what a model keeps of each token and of each sequence, and how many fit."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 from numkv.cli.output import UsageError, format_bytes, table
 from numkv.demo.cache import CacheChoice
-from numkv.demo.config import read_json
-from numkv.errors import NotSupported
 from numkv.kinds import kinds
+from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 
-__all__ = ["DEFAULT_MEMORY", "CacheSizes", "parse_bytes", "run", "sizes_from_config"]
-
-# Entries of a config.json by which some layers cache less than all tokens, or nothing at all.
-_SAVING = (
-    "sliding_window",
-    "attention_chunk_size",
-    "num_kv_shared_layers",
-    "full_attention_interval",
-    "attn_layer_period",
-)
+__all__ = ["DEFAULT_MEMORY", "parse_bytes", "run"]
 
 DEFAULT_MEMORY = 8 * 1024**3
 
+_CONTEXTS = (4096, 32768)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class CacheSizes:
-    """What the size of a model's cache depends on.
-
-    Attributes
-    ----------
-    num_layers, num_kv_heads, head_dim, head_dim_v : int
-        Layers with a cache, and the sizes of one.
-    unequal : str
-        What the file says of layers that cache less than all tokens, which the sizes leave out; "" if nothing.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    unequal: str = ""
-
-    def bytes_per_token(self, choice: CacheChoice) -> int:
-        """Bytes that a token costs in all layers.
-
-        Parameters
-        ----------
-        choice : CacheChoice
-            Kinds of K and V.
-
-        Returns
-        -------
-        int
-        """
-        return self.num_layers * choice.bytes_per_token(
-            self.num_kv_heads, self.head_dim, self.head_dim_v
-        )
 
 
 def parse_bytes(text: str) -> int:
@@ -91,60 +46,6 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(number) * (1024 if binary else 1000) ** power)
 
 
-def sizes_from_config(path: Path) -> CacheSizes:
-    """Read the sizes from a ``config.json`` of any model whose layers all keep K and V heads.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file, or the folder it is in.
-
-    Returns
-    -------
-    CacheSizes
-
-    Raises
-    ------
-    NotSupported
-        If the model keeps something else than K and V of every head.
-    UsageError
-        If the file does not say.
-    """
-    path = path / "config.json" if path.is_dir() else path
-    content = read_json(path)
-    content = content.get("text_config", content)  # models that also see or hear
-    if content.get("kv_lora_rank"):
-        raise NotSupported(f"{path}: this model caches compressed latents, not K and V heads")
-    num_q_heads = _entry(path, content, "num_attention_heads")
-    head_dim = content.get("head_dim") or _entry(path, content, "hidden_size") // num_q_heads
-    return CacheSizes(
-        num_layers=_entry(path, content, "num_hidden_layers"),
-        num_kv_heads=content.get("num_key_value_heads") or num_q_heads,
-        head_dim=head_dim,
-        head_dim_v=content.get("v_head_dim") or head_dim,
-        unequal=_unequal_layers(content),
-    )
-
-
-def _unequal_layers(content: dict[str, Any]) -> str:
-    """What a config says of layers that cache less than all tokens."""
-    said = [f"{key} {content[key]}" for key in _SAVING if content.get(key)]
-    if content.get("use_sliding_window") is False:
-        said = [what for what in said if not what.startswith("sliding_window")]
-    types = content.get("layer_types")
-    if isinstance(types, list):
-        others = [name for name in map(str, types) if name != "full_attention"]
-        said += [f"{others.count(name)} layers of {name}" for name in sorted(set(others))]
-    return ", ".join(said)
-
-
-def _entry(path: Path, content: dict[str, Any], key: str) -> int:
-    value = content.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise UsageError(f"{path}: {key}: expected a positive integer, got {value!r}")
-    return value
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Print the plan.
 
@@ -153,60 +54,184 @@ def run(arguments: argparse.Namespace) -> None:
     arguments : argparse.Namespace
         The options.
     """
-    sizes = _sizes(arguments)
-    memory = arguments.memory
-    header = ["cache", "bytes/token/layer", "bytes/token", f"tokens in {format_bytes(memory)}"]
+    needs = _needs(arguments)
+    choices = _choices(arguments, needs)
+    print("\n".join(_about(needs)) + "\n")
+    print(_per_token(arguments, needs, choices))
+    if arguments.path is not None or arguments.config is not None or arguments.context:
+        print("\n" + _per_sequence(arguments, needs, choices))
+    print("\n".join(_notes(arguments, needs, choices)))
+
+
+def _kinds_of(choice: CacheChoice) -> tuple[str, str]:
+    return choice.k_kind or choice.kind, choice.v_kind or choice.kind
+
+
+def _about(needs: ModelNeeds) -> list[str]:
+    """What the layers keep, alike ones together."""
+    counts = Counter(_of_layer(needs, layer) for layer in needs.layers)
+    if list(counts) == [""]:
+        return ["This model keeps nothing of its tokens."]
+    return [
+        f"{count} layer{'s' * (count > 1)} {what}" if what else f"{count} without a cache"
+        for what, count in counts.items()
+    ]
+
+
+def _of_layer(needs: ModelNeeds, layer: LayerNeeds) -> str:
+    if layer.shares is not None:
+        return "that read another layer's rows"
+    parts = [_of_rows(rows) for rows in layer.rows]
+    parts += [
+        f"a {state.what} state of {state.numbers:,} numbers in {state.dtype or needs.dtype}"
+        for state in layer.states
+    ]
+    return ("of " if layer.rows else "with ") + " and ".join(parts) if parts else ""
+
+
+def _of_rows(rows: Rows) -> str:
+    if rows.dim_v:
+        dims = f"{rows.dim}" if rows.dim == rows.dim_v else f"{rows.dim} (values {rows.dim_v})"
+        what = f"{rows.heads} key/value head{'s' * (rows.heads > 1)} of {dims}"
+    else:
+        what = f"{rows.what} of {rows.dim}"
+    if rows.of_source:
+        return f"{what} for the text that is read"
+    if rows.tokens_per_row > 1:
+        what += f", one for {rows.tokens_per_row} tokens"
+    return what if rows.limit is None else f"{what}, the last {rows.limit:,} tokens"
+
+
+def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]) -> str:
+    """The table of what tokens cost, by kind."""
+    memory, size, source = arguments.memory, arguments.block_size, arguments.source_tokens
+    full_at = needs.windows_full_at
+    alike = len({(layer.rows, layer.shares) for layer in needs.layers}) == 1
+    across = any(rows.of_source for rows in needs.rows)
+    header = ["cache", *["bytes/token/layer"] * alike, "bytes/token"]
+    header += [f"from {full_at:,} tokens on"] * bool(full_at)
+    header += ["bytes/token that is read"] * across
+    header.append(f"tokens in {format_bytes(memory)}")
     if arguments.tokens is not None:
         header.append(f"memory for {arguments.tokens:,} tokens")
     rows = []
-    choices = _choices(arguments, sizes)
     for choice in choices:
-        cost = sizes.bytes_per_token(choice)
-        row = [choice.label, f"{cost // sizes.num_layers:,}", f"{cost:,}", f"{memory // cost:,}"]
+        pair = _kinds_of(choice)
+        cost = needs.bytes_per_token(*pair)
+        row = [choice.label, *[f"{cost // len(needs.layers):,}"] * alike, f"{cost:,}"]
+        if full_at:
+            row.append(f"{needs.bytes_per_token(*pair, tokens=full_at):,}")
+        if across:
+            row.append(f"{needs.bytes_per_source_token(*pair):,}")
+        fitting = needs.tokens_in(memory, *pair, block_size=size, source_tokens=source)
+        row.append("any number" if fitting is None else f"{fitting:,}")
         if arguments.tokens is not None:
-            row.append(format_bytes(cost * arguments.tokens))
+            row.append(format_bytes(_sequence(arguments, needs, choice, arguments.tokens)))
         rows.append(row)
-    dims = f"{sizes.head_dim}"
-    if sizes.head_dim_v != sizes.head_dim:
-        dims += f" (values {sizes.head_dim_v})"
-    print(f"{sizes.num_layers} layers of {sizes.num_kv_heads} key/value heads of {dims}\n")
-    print(table(header, rows))
-    listed = {name for choice in choices for name in choice.label.split("/")}
+    return table(header, rows)
+
+
+def _sequence(
+    arguments: argparse.Namespace, needs: ModelNeeds, choice: CacheChoice, tokens: int
+) -> int:
+    return needs.sequence_bytes(
+        tokens,
+        *_kinds_of(choice),
+        block_size=arguments.block_size,
+        source_tokens=arguments.source_tokens,
+    )
+
+
+def _per_sequence(
+    arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
+) -> str:
+    """The table of what a sequence of some length takes, and how many of them fit."""
+    contexts = arguments.context
+    if not contexts:
+        most = needs.context
+        contexts = [n for n in _CONTEXTS if most is None or n < most] + [most] * (most is not None)
+    header = ["cache", *(f"{n:,} tokens: fit" for n in contexts)]
+    rows = []
+    for choice in choices:
+        row = [choice.label]
+        for n in contexts:
+            cost = _sequence(arguments, needs, choice, n)
+            row.append(
+                f"{format_bytes(cost)}: {arguments.memory // cost:,}" if cost else "0 B: any number"
+            )
+        rows.append(row)
+    return f"One sequence, and how many fit in {format_bytes(arguments.memory)}:\n\n" + table(
+        header, rows
+    )
+
+
+def _notes(
+    arguments: argparse.Namespace, needs: ModelNeeds, choices: list[CacheChoice]
+) -> list[str]:
+    """What is counted, and what was not understood."""
+    listed = {name for choice in choices for name in _kinds_of(choice)}
+    notes = []
     if "int8" in listed:
-        print("The scales of int8 are counted: 4 bytes for each key and each value of a head.")
-    if "int4" in listed:
-        print("Those of int4 are: 2 bytes for each 32 elements.")
-    if sizes.unequal:
-        print(
-            f"This model says {sizes.unequal}: some of its layers keep less than all tokens. They are counted like "
-            "the others, so this is more than it takes."
+        notes.append(
+            "The scales of int8 are counted: 4 bytes for each key and each value of a head."
         )
+    if "int4" in listed:
+        notes.append("Those of int4 are: 2 bytes for each 32 elements.")
+    if needs.state_bytes():
+        notes.append(
+            f"States take {format_bytes(needs.state_bytes())} of each sequence, however long; they are counted."
+        )
+    if arguments.block_size is not None:
+        notes.append(
+            f"Lengths are rounded up to blocks of {arguments.block_size} tokens, with one more for each window."
+        )
+    if any(rows.of_source for rows in needs.rows) and not arguments.source_tokens:
+        notes.append("Of the text that is read nothing is counted: give --source-tokens.")
+    notes += [f"NOT KNOWN: {remark}." for remark in needs.remarks]
+    return notes
 
 
-def _choices(arguments: argparse.Namespace, sizes: CacheSizes) -> list[CacheChoice]:
+def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoice]:
     """The kinds to list: those that were asked for, else all that can store such rows."""
     if arguments.kind is not None:
         asked: list[CacheChoice] = arguments.kind
         return asked
-    dims = (sizes.head_dim, sizes.head_dim_v)
+    dims = {dim for rows in needs.rows for dim in (rows.dim, rows.dim_v)}
     fitting = [k for k in kinds() if not any(dim % k.elements_per_word for dim in dims)]
     return [CacheChoice.parse(k.name) for k in fitting]
 
 
-def _sizes(arguments: argparse.Namespace) -> CacheSizes:
-    """The sizes in the file, overruled by those on the command line."""
-    given = (arguments.layers, arguments.kv_heads, arguments.head_dim)
-    if arguments.config is not None:
-        found = sizes_from_config(arguments.config)
-    elif None in given:
-        raise UsageError("plan needs --config, or --layers, --kv-heads and --head-dim")
-    else:
-        found = CacheSizes(*given, head_dim_v=arguments.head_dim)
-    head_dim_v = arguments.head_dim_v or arguments.head_dim or found.head_dim_v
-    return CacheSizes(
-        arguments.layers or found.num_layers,
-        arguments.kv_heads or found.num_kv_heads,
-        arguments.head_dim or found.head_dim,
-        head_dim_v,
-        found.unequal,
-    )
+def _needs(arguments: argparse.Namespace) -> ModelNeeds:
+    """What is in the file, overruled by sizes on the command line."""
+    path = arguments.path or arguments.config
+    if arguments.path is not None and arguments.config is not None:
+        raise UsageError("plan takes one config, got two")
+    layers, heads, dim = arguments.layers, arguments.kv_heads, arguments.head_dim
+    dim_v = arguments.head_dim_v
+    if path is None:
+        if None in (layers, heads, dim):
+            raise UsageError("plan needs --config, or --layers, --kv-heads and --head-dim")
+        rows = Rows("keys and values", heads, dim, dim_v or dim)
+        return ModelNeeds("", (LayerNeeds("full_attention", (rows,)),) * layers)
+    needs = needs_of(path, expanded=arguments.expanded)
+    if not any((layers, heads, dim, dim_v)):
+        return needs
+
+    def changed(rows: Rows) -> Rows:
+        if rows.dim_v == 0:
+            raise UsageError(f"{path}: --kv-heads and --head-dim are not for {rows.what}")
+        return replace(
+            rows,
+            heads=heads or rows.heads,
+            dim=dim or rows.dim,
+            dim_v=dim_v or dim or rows.dim_v,
+        )
+
+    found = needs.layers
+    if heads or dim or dim_v:
+        found = tuple(replace(one, rows=tuple(map(changed, one.rows))) for one in found)
+    if layers:
+        if len(set(found)) != 1:
+            raise UsageError(f"{path}: --layers is for models whose layers are all alike")
+        found = found[:1] * layers
+    return replace(needs, layers=found)

@@ -1,0 +1,281 @@
+"""The entries of a `config.json`: read from where models keep them, under the names that families give them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from numkv.errors import NumkvError
+
+__all__ = ["ConfigError", "Keys", "is_suspect", "open_config"]
+
+
+class ConfigError(NumkvError, ValueError):
+    """A config that cannot be read, or lacks what says how much a model keeps."""
+
+
+# Under what names families keep an entry; what is said of a decoder alone comes first.
+_NAMES = {
+    "num_hidden_layers": (
+        "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers",
+        "num_blocks", "num_transformer_layers", "nlayers",
+    ),
+    "num_attention_heads": (
+        "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads",
+        "num_heads", "attention_heads", "num_query_heads",
+    ),
+    "hidden_size": ("hidden_size", "d_model", "n_embd", "embed_dim", "emb_dim", "embedding_dim", "model_dim"),
+    "head_dim": (
+        "head_dim", "attention_head_dim", "d_kv", "kv_channels", "dim_head", "d_head", "attention_head_size",
+        "size_per_head",
+    ),
+    "num_key_value_heads": (
+        "num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_attention_groups",
+        "multi_query_group_num", "num_query_groups",
+    ),
+    "sliding_window": ("sliding_window", "sliding_window_size", "attention_window_size", "window_size"),
+    "max_position_embeddings": (
+        "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx",
+        "max_target_positions",
+    ),
+    "layer_types": ("layer_types", "layers_block_type"),
+    "mamba_d_conv": ("mamba_d_conv", "conv_kernel", "d_conv"),
+    "mamba_d_state": ("mamba_d_state", "state_size", "ssm_state_size", "d_state"),
+    "mamba_expand": ("mamba_expand", "expand"),
+    "mamba_n_heads": ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_d_head", "mamba_head_dim", "mamba_headdim"),
+    "mamba_n_groups": ("mamba_n_groups", "mamba_ngroups", "n_groups"),
+}  # fmt: skip
+
+# Where models that also see or hear keep the entries of the decoder.
+_INSIDE = (
+    "text_config", "llm_config", "language_config", "lm_config", "language_model_config", "text_model_config",
+    "decoder", "generator", "decoder_config",
+)  # fmt: skip
+_OUTER = ("thinker_config",)  # that again have a decoder inside
+_SHARED = ("dtype", "torch_dtype", "is_encoder_decoder")  # told outside
+
+_SUSPECT = re.compile(
+    r"slid|window|chunk|mamba|ssm|state_size|conv|lora_rank|latent|^index|_kv|kv_|layer_type|block_type|block_config|pattern|"
+    r"period|interval|linear_|recurrent|local|global|compress|hybrid|cross_att|attn_layer|attention_layer|layer_ids|sparse_att|"
+    r"per_layer|yoco|share|memory|landmark|sink|attn_type|attention_type|num_heads_per"
+)
+_HARMLESS = re.compile(
+    r"drop|init|norm|bias|rope|rotary|moe|mlp|expert|ffn|chunk_size_feed_forward|vision|audio|image|token_id|loss|"
+    r"max_window_layers|use_cache|quant|tie_|dtype|_eps|local_rank|kv_cache|embedding|parallel|input_layernorm"
+)
+
+
+_MOST = 2**40  # of anything: what is more is no size
+_MOST_LAYERS = 100_000
+# Families that transformers has no class for; their files say everything.
+_OTHERS = ("deci", "nemotron_nas", "openelm", "phi4flash")
+
+
+def is_suspect(name: str) -> bool:
+    """Whether an entry of this name may mean that a layer keeps something else than K and V of every token."""
+    return bool(_SUSPECT.search(name) and not _HARMLESS.search(name) and not name.startswith("_"))
+
+
+@functools.cache
+def _families() -> Any:
+    """What transformers' classes of configs fill in, by `model_type`; made by ``python -m tools.families``."""
+    return json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+
+
+class Keys:
+    """A decoder's entries, with those that its family fills in.
+
+    Parameters
+    ----------
+    content : mapping
+        Entries of the file.
+    where : str
+        What errors name.
+    filled : mapping, optional
+        What the model around the decoder fills in, other than the decoder's family does.
+
+    Attributes
+    ----------
+    model_type : str
+        The family; "" if it is not said.
+    known : bool
+        Whether it is one whose defaults are known.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], where: str, filled: Mapping[str, Any] | None = None
+    ) -> None:
+        self._content = dict(content)
+        self._where = where
+        self._seen: set[str] = set()
+        self.model_type = str(content.get("model_type") or "").replace("-", "_")
+        defaults = _families()["families"].get(self.model_type)
+        self.known = defaults is not None or self.model_type in _OTHERS
+        self._defaults: dict[str, Any] = {**(defaults or {}), **(filled or {})}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An entry under any of its names, or what its family fills in.
+
+        Parameters
+        ----------
+        name : str
+            Its present name.
+        default : object
+            What comes back where it is missing or None.
+
+        Returns
+        -------
+        object
+        """
+        names = _NAMES.get(name, (name,))
+        self._seen.update(names)
+        for source in (self._content, self._defaults):
+            found = [source[one] for one in names if one in source]
+            if found:  # null in the file is an answer, too
+                return next((value for value in found if value is not None), default)
+        return default
+
+    def said(self, name: str) -> Any:
+        """An entry that the file itself has under this very name, or None."""
+        self._seen.add(name)
+        return self._content.get(name)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """An entry that is a positive integer.
+
+        Parameters
+        ----------
+        name : str
+            Its present name.
+        default : int, optional
+            What comes back where it is missing.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ConfigError
+            If it is none.
+        """
+        found = self.get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= _MOST:
+            raise ConfigError(f"{self._where}: {name}: expected a positive integer, got {found!r}")
+        return found
+
+    def num_layers(self) -> int:
+        """The number of layers.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ConfigError
+            If it is none.
+        """
+        n = self.size("num_hidden_layers")
+        if n > _MOST_LAYERS:
+            raise self.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, got {n}")
+        return n
+
+    def peek(self, name: str) -> Any:
+        """An entry of the file under this very name; looking at it does not count as reading it."""
+        return self._content.get(name)
+
+    def list_of(self, name: str, length: int) -> list[Any] | None:
+        """An entry that is a list with one item for each layer, or more, which are left out; None if it is missing."""
+        found = self.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, (list, tuple)) or len(found) < length:
+            raise ConfigError(
+                f"{self._where}: {name}: expected a list of {length}, got {found!r:.80}"
+            )
+        return list(found[:length])
+
+    def error(self, what: str) -> ConfigError:
+        """An error that names the file."""
+        return ConfigError(f"{self._where}: {what}")
+
+    def changed(self, changes: Mapping[str, Any]) -> Keys:
+        """The same with other entries, such as those of one layer; what is read of it counts as read here."""
+        other = Keys({**self._content, **changes}, self._where)
+        other._seen, other._defaults = self._seen, self._defaults
+        return other
+
+    def not_understood(self) -> Iterator[str]:
+        """Names of entries that nobody has read, and that may mean that a layer keeps something else."""
+        for name, value in self._content.items():
+            if value and name not in self._seen and name not in self._defaults and is_suspect(name):
+                yield name
+
+
+def open_config(config: str | Path | Mapping[str, Any]) -> tuple[Keys, Mapping[str, Any]]:
+    """Read a config, and find the decoder in it.
+
+    Parameters
+    ----------
+    config : path or mapping
+        A ``config.json``, the folder it is in, or its content.
+
+    Returns
+    -------
+    keys : Keys
+        The decoder's entries.
+    outer : mapping
+        The content of the whole file.
+
+    Raises
+    ------
+    ConfigError
+        If it is no such file.
+    OSError
+        If there is none.
+    """
+    if isinstance(config, Mapping):
+        where, outer = "config", config
+    else:
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        where, outer = str(path), _read(path)
+    content: Mapping[str, Any] = outer
+    filled: dict[str, Any] = {}
+    while inside := next(
+        (n for n in (*_OUTER, *_INSIDE) if isinstance(content.get(n), Mapping)), None
+    ):
+        kind, more = _inside(content)
+        shared = {n: more[n] for n in _SHARED if n in more}
+        shared |= {n: content[n] for n in _SHARED if content.get(n) is not None}
+        content = {"model_type": kind, **shared, **content[inside]}
+        content = {**content, "model_type": content["model_type"] or kind}
+    kind, more = _inside(content)
+    if (
+        content is outer and kind is not None
+    ):  # a flat file of a model that has a decoder inside by now
+        content, filled = {**content, "model_type": kind}, more
+    return Keys(content, where, filled), outer
+
+
+def _inside(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The family of the decoder inside of a model, and what the model fills in for it."""
+    name = str(content.get("model_type") or "").replace("-", "_")
+    kind, more = _families()["inside"].get(name, (None, {}))
+    return kind, more
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected an object, got {type(found).__name__}")
+    return found

@@ -1,0 +1,329 @@
+"""Which type each layer has: as a config lists them, or by its family's pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numkv.planning.keys import Keys
+
+__all__ = ["FULL", "HYBRID", "LINEAR", "SLIDING", "layer_types_of"]
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, CONV, HYBRID, HYBRID_SLIDING = "linear_attention", "conv", "hybrid", "hybrid_sliding"
+INDEXED, NOTHING = "indexed_attention", "none"
+
+# Other names of types, of older configs and of other code than transformers'.
+_SAME = {
+    "attention": FULL, "full": FULL, "global": FULL, "global_attention": FULL, "softmax_attention": FULL, "attn": FULL,
+    "sliding": SLIDING, "local": SLIDING, "local_attention": SLIDING, "swa": SLIDING, "sliding_window": SLIDING,
+    "chunked": CHUNKED,
+    "linear": LINEAR, "mamba": LINEAR, "mamba2": LINEAR, "recurrent": LINEAR, "ssm": LINEAR, "m": LINEAR,
+    "gated_delta_net": LINEAR, "lightning_attention": LINEAR, "kda": LINEAR,
+    "short_conv": CONV, "convolution": CONV,
+    "deepseek_sparse_attention": INDEXED, "qwen_sparse_attention": INDEXED,
+    "moe": NOTHING, "mlp": NOTHING, "dummy": NOTHING, "ffn": NOTHING,
+}  # fmt: skip
+
+# Letters of the patterns of Nemotron-H, and of EXAONE.
+_NEMOTRON = {"M": LINEAR, "*": FULL, "-": NOTHING, "E": NOTHING}
+_LETTERS = {"L": SLIDING, "G": FULL}
+
+_Pattern = Callable[[Keys, int], "list[str]"]
+
+
+def _every(step: int, most: str, other: str, key: str = "", first: bool = False) -> _Pattern:
+    """Each `step`-th layer is another one: the last of so many, or the first."""
+
+    def pattern(keys: Keys, n: int) -> list[str]:
+        size = int(keys.get(key, step) if key else step)
+        at = 0 if first else size - 1
+        return [other if size and i % size == at else most for i in range(n)]
+
+    return pattern
+
+
+def _where(other: str, most: str, chosen: Callable[[int, int], bool]) -> _Pattern:
+    """Layers for which a function of their number and the number of layers says so are another type."""
+    return lambda keys, n: [other if chosen(i, n) else most for i in range(n)]
+
+
+def _last_full(pattern: _Pattern) -> _Pattern:
+    return lambda keys, n: [*pattern(keys, n)[:-1], FULL]
+
+
+def _from_max_window(keys: Keys, n: int) -> list[str]:
+    """Qwen 2: the first layers are full, those from `max_window_layers` on sliding."""
+    first = int(keys.get("max_window_layers", n))
+    return [SLIDING if _slides(keys) and i >= first else FULL for i in range(n)]
+
+
+def _qwen2_moe(keys: Keys, n: int) -> list[str]:
+    first = int(keys.get("max_window_layers", n))
+    return [SLIDING if _slides(keys) and i < first and i % 2 == 0 else FULL for i in range(n)]
+
+
+def _slides(keys: Keys) -> bool:
+    window = keys.get("sliding_window")
+    return bool(keys.get("use_sliding_window", True) and window)
+
+
+def _all_slide(keys: Keys, n: int) -> list[str]:
+    return [SLIDING if _slides(keys) else FULL] * n
+
+
+def _llama4(keys: Keys, n: int) -> list[str]:
+    rope = keys.list_of("no_rope_layers", n) if keys.get("no_rope_layers") else None
+    step = int(keys.get("no_rope_layer_interval", 4))
+    rope = rope or [int((i + 1) % step != 0) for i in range(n)]
+    return [CHUNKED if one else FULL for one in rope]
+
+
+def _smollm3(keys: Keys, n: int) -> list[str]:
+    rope = keys.list_of("no_rope_layers", n) if keys.get("no_rope_layers") else None
+    step = int(keys.get("no_rope_layer_interval", 4))
+    rope = rope or [int((i + 1) % step != 0) for i in range(n)]
+    return [FULL if one or not _slides(keys) else SLIDING for one in rope]
+
+
+def _cohere2_moe(keys: Keys, n: int) -> list[str]:
+    dense = int(keys.get("first_k_dense_replace", 0))
+    before = _every(1, SLIDING, FULL, "prefix_dense_sliding_window_pattern")(keys, dense)
+    return before + _every(4, SLIDING, FULL, "sliding_window_pattern")(keys, n - dense)
+
+
+def _exaone(keys: Keys, n: int) -> list[str]:
+    pattern = keys.get("sliding_window_pattern", 4)
+    if keys.get("sliding_window") is None:
+        return [FULL] * n
+    if isinstance(pattern, str):  # "LLLG"; the last layer is a global one
+        return [*(_LETTERS[pattern[i % len(pattern)]] for i in range(n - 1)), FULL]
+    return _every(int(pattern), SLIDING, FULL)(keys, n)
+
+
+def _jamba(keys: Keys, n: int) -> list[str]:
+    step, at = int(keys.get("attn_layer_period", 8)), int(keys.get("attn_layer_offset", 4))
+    return [FULL if i % step == at else LINEAR for i in range(n)]
+
+
+def _bamba(keys: Keys, n: int) -> list[str]:
+    chosen = keys.get("attn_layer_indices") or []
+    return [FULL if i in chosen else LINEAR for i in range(n)]
+
+
+def _lfm2(keys: Keys, n: int) -> list[str]:
+    chosen = keys.get("full_attn_idxs")
+    return [FULL if chosen is None or i in chosen else CONV for i in range(n)]
+
+
+def _nemotron_h(keys: Keys, n: int) -> list[str]:
+    pattern = keys.get("hybrid_override_pattern")
+    if pattern is None:
+        return [LINEAR, NOTHING, FULL, NOTHING]
+    return [_NEMOTRON.get(letter, letter) for letter in str(pattern).replace("|", "")]
+
+
+def _zamba(keys: Keys, n: int) -> list[str]:
+    step, at = int(keys.get("attn_layer_period", 6)), int(keys.get("attn_layer_offset", 4))
+    rest = [HYBRID if i % step == at else LINEAR for i in range(n - 3)]
+    return [LINEAR, LINEAR, HYBRID, *rest]
+
+
+def _zamba2(keys: Keys, n: int) -> list[str]:
+    chosen = keys.get("hybrid_layer_ids", [6, 12, 18, 24, 30, 36, 42, 47, 51])
+    return [HYBRID if i in chosen else LINEAR for i in range(n)]
+
+
+def _recurrent_gemma(keys: Keys, n: int) -> list[str]:
+    block = keys.get("block_types", ["recurrent", "recurrent", "attention"])
+    return [LINEAR if block[i % len(block)] == "recurrent" else SLIDING for i in range(n)]
+
+
+def _kimi(keys: Keys, n: int) -> list[str]:
+    chosen = (keys.get("linear_attn_config") or {}).get("full_attn_layers")
+    if chosen is not None:  # counted from 1
+        return [FULL if i + 1 in chosen else LINEAR for i in range(n)]
+    return [FULL if i and i % 4 == 0 else LINEAR for i in range(n)]
+
+
+def _gpt_neo(keys: Keys, n: int) -> list[str]:
+    listed = keys.get("attention_layers")
+    if listed is None:
+        types = keys.get("attention_types", [[["global", "local"], n // 2]])
+        listed = [name for names, times in types for name in list(names) * int(times)]
+    return [SLIDING if name == "local" else FULL for name in listed]
+
+
+def _minimax(keys: Keys, n: int) -> list[str]:
+    listed = keys.get("attn_type_list")
+    if listed is not None:  # 1 where attention is softmax
+        return [FULL if one else LINEAR for one in listed]
+    return [LINEAR if i % 2 else FULL for i in range(n)]
+
+
+def _minimax_m3(keys: Keys, n: int) -> list[str]:
+    sparse = (keys.get("sparse_attention_config") or {}).get("sparse_attention_freq")
+    return ["minimax_m3_sparse" if one else FULL for one in sparse] if sparse else [FULL] * n
+
+
+def _dots3_note(keys: Keys, n: int) -> list[str]:
+    full = FULL if keys.get("use_dsa") is False else INDEXED
+    slides = keys.get("use_sliding_window", True)
+    return [full if not slides or i < 2 or i % 4 == 1 else SLIDING for i in range(n)]
+
+
+def _deepseek_v4(keys: Keys, n: int) -> list[str]:
+    names = {0: SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    ratios = keys.get("compress_ratios")
+    if ratios is not None:
+        return [names.get(ratio, f"compress_ratios {ratio}") for ratio in ratios[:n]]
+    return [names[4] if i >= 2 and i % 2 else names[128] for i in range(n)]
+
+
+def _inkling(keys: Keys, n: int) -> list[str]:
+    local = keys.get("local_layer_ids")
+    return [
+        HYBRID_SLIDING if ((i + 1) % 6 if local is None else i in local) else HYBRID
+        for i in range(n)
+    ]
+
+
+def _olmo_hybrid(keys: Keys, n: int) -> list[str]:
+    types = _every(4, LINEAR, FULL)(keys, n)
+    return types if FULL in types else [*types[:-1], FULL]
+
+
+def _phi4flash(keys: Keys, n: int) -> list[str]:
+    """A decoder of two halves: the upper one reads the K and V of one layer, or the state of another (YOCO)."""
+    step = int(keys.get("mb_per_layer", 2))
+    half, types = n // 2, []
+    for i in range(n):
+        if step and i % step == 0:
+            types.append(LINEAR if i <= half else NOTHING)
+        else:
+            types.append(SLIDING if i < half else FULL)
+    return types
+
+
+def _all(name: str) -> _Pattern:
+    return lambda keys, n: [name] * n
+
+
+_QWEN2 = ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen2_5_omni_text", "qwen3", "dots1")
+_EVERY_OTHER = ("gemma2", "t5_gemma_module", "vaultgemma", "gpt_oss")
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text", "diffusion_gemma_text")
+_LINEAR_MOSTLY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_ONLY_LINEAR = ("mamba", "falcon_mamba", "mamba2", "xlstm", "rwkv")
+_INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4_text")
+_ALL_SLIDE = (
+    "mistral", "mixtral", "ministral", "ministral3", "phi3", "phimoe", "starcoder2", "qwen3_moe", "moshi", "doge",
+    "voxtral_realtime_text", "phi4_multimodal",
+)  # fmt: skip
+_FULL_IN_FRONT = ("cwm", "granite_swa", "granitemoe_swa")
+
+_PATTERNS: dict[str, _Pattern] = {
+    **dict.fromkeys(_QWEN2, _from_max_window),
+    **dict.fromkeys(_EVERY_OTHER, _every(2, SLIDING, FULL)),
+    **dict.fromkeys(_GEMMA4, _last_full(_every(6, SLIDING, FULL))),
+    **dict.fromkeys(_LINEAR_MOSTLY, _every(4, LINEAR, FULL, "full_attention_interval")),
+    **dict.fromkeys(_ONLY_LINEAR, _all(LINEAR)),
+    **dict.fromkeys(_INDEXED, _all(INDEXED)),
+    **dict.fromkeys(_ALL_SLIDE, _all_slide),
+    **dict.fromkeys(_FULL_IN_FRONT, _every(4, SLIDING, FULL, first=True)),
+    **dict.fromkeys(("gemma3_text", "t5gemma2_decoder"), _every(6, SLIDING, FULL, "sliding_window_pattern")),
+    **dict.fromkeys(("gemma3n_text", "kolibri1"), _every(5, SLIDING, FULL)),
+    **dict.fromkeys(("exaone4", "exaone_moe"), _exaone),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
+    **dict.fromkeys(("falcon_h1", "zaya"), _all(HYBRID)),
+    **dict.fromkeys(("llama4_text",), _llama4),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), _inkling),
+    **dict.fromkeys(
+        ("muse_glimmer_text", "muse_spark_text"), _where(FULL, SLIDING, lambda i, n: (n - 1 - i) % 4 == 0)
+    ),
+    "afmoe": _every(4, SLIDING, FULL, "global_attn_every_n_layers"),
+    "bailing_hybrid": _every(6, LINEAR, FULL, "layer_group_size"),
+    "bamba": _bamba,
+    "beam": _last_full(_every(6, SLIDING, FULL)),
+    "cohere2": _every(4, SLIDING, FULL, "sliding_window_pattern"),
+    "cohere2_moe": _cohere2_moe,
+    "deepseek_v4": _deepseek_v4,
+    "dots3_note_text": _dots3_note,
+    "flint": _where(FULL, SLIDING, lambda i, n: i < 2 or i % 4 == 1 or i == n - 1),
+    "glm5_next_text": _every(4, LINEAR, INDEXED),
+    "gpt_neo": _gpt_neo,
+    "granitemoehybrid": _all(LINEAR),
+    "jamba": _jamba,
+    "kimi_linear": _kimi,
+    "lfm3": lambda keys, n: [FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i else CONV for i in range(n)],
+    "mimo_v2_flash": _where(FULL, SLIDING, lambda i, n: i == 0 or (i + 1) % 6 == 0),
+    "minimax": _minimax,
+    "minimax_m3_vl_text": _minimax_m3,
+    "modernbert_decoder": _every(3, SLIDING, FULL, "global_attn_every_n_layers", first=True),
+    "nemotron_h": _nemotron_h,
+    "olmo3": _every(4, SLIDING, FULL),
+    "olmo_hybrid": _olmo_hybrid,
+    "phi4flash": _phi4flash,
+    "qwen2_moe": _qwen2_moe,
+    "qwen4_exp_text": _every(4, LINEAR, INDEXED, "full_attention_interval"),
+    "recurrent_gemma": _recurrent_gemma,
+    "smollm3": _smollm3,
+    "unlimited_ocr_text": lambda keys, n: ["reference_sliding_attention" if keys.get("sliding_window") else FULL] * n,
+    "zamba": _zamba,
+    "zamba2": _zamba2,
+}  # fmt: skip
+
+
+def layer_types_of(keys: Keys) -> list[str]:
+    """The type of each layer, in transformers' present words; words that nobody knows stay as they are.
+
+    Parameters
+    ----------
+    keys : Keys
+        The decoder's entries.
+
+    Returns
+    -------
+    list of str
+    """
+    listed = keys.get("layer_types")
+    pattern = _PATTERNS.get(keys.model_type)
+    if isinstance(listed, (list, tuple)) and listed:
+        types = [str(name) for name in listed]
+    elif keys.model_type == "nemotron_h":
+        types = _nemotron_h(keys, 0)
+    elif keys.model_type == "hrm_text":  # a stack runs in cycles, each with rows of its own
+        stack = int(keys.get("num_layers_per_stack") or keys.num_layers())
+        types = [FULL] * (stack * keys.size("H_cycles") * (keys.size("L_cycles") + 1))
+    elif pattern is not None:
+        types = pattern(keys, keys.num_layers())
+    elif keys.known:
+        types = [FULL] * keys.num_layers()
+    else:
+        types = _by_keys(keys, keys.num_layers())
+    types = [_SAME.get(name.lower(), name) for name in types]
+    if keys.model_type in _INDEXED or keys.model_type in ("qwen4_exp_text", "glm5_next_text"):
+        types = [INDEXED if name == FULL else name for name in types]
+    if keys.model_type in _GEMMA4:
+        types[-1:] = [FULL]
+    return types
+
+
+def _by_keys(keys: Keys, n: int) -> list[str]:
+    """Types of a family that is not known, by entries whose meaning is the same wherever they are."""
+    if keys.get("attention_chunk_size"):
+        return _llama4(keys, n) if keys.get("no_rope_layers") else [CHUNKED] * n
+    if keys.get("full_attention_interval"):
+        return _every(4, LINEAR, FULL, "full_attention_interval")(keys, n)
+    if keys.get("attn_layer_period"):
+        return _jamba(keys, n)
+    if keys.get("hybrid_override_pattern"):
+        return _nemotron_h(keys, n)
+    if _slides(keys):
+        pattern = keys.get("sliding_window_pattern")
+        if isinstance(pattern, str) and set(pattern) <= set(_LETTERS):
+            return _exaone(keys, n)
+        if isinstance(pattern, int) and pattern > 0:
+            return _every(pattern, SLIDING, FULL)(keys, n)
+        if keys.get("max_window_layers") is not None:
+            return _from_max_window(keys, n)
+        return [SLIDING] * n
+    return [FULL] * n

@@ -1,0 +1,121 @@
+"""`numkv plan`: what it prints of sizes and of configs."""
+
+import json
+
+from demo_models import SIZES, cells, run
+
+import numkv
+from numkv.cli import main
+
+
+def test_plan_by_sizes(capsys):
+    options = ("--layers", 36, "--kv-heads", 8, "--head-dim", 128)
+    output = run(capsys, "plan", *options, "--memory", "1.125GiB", "--tokens", "1,024")
+    assert cells(output, "fp16") == ["fp16", "4,096", "147,456", "8,192", "144", "MiB"]
+    assert cells(output, "fp32")[3] == "4,096"
+    labels = [line.split()[0] for line in output.splitlines()[4:-2]]
+    assert labels == [kind.name for kind in numkv.kinds.kinds()]
+    assert cells(output, "int8")[1] == f"{8 * 2 * (128 + 4):,}"
+    assert "scales of int8 are counted" in output
+    output = run(capsys, "plan", *options, "--head-dim-v", 64, "--kind", "bf16")
+    assert "scales" not in output
+    assert cells(output, "bf16")[2] == f"{36 * 8 * (128 + 64) * 2:,}"
+
+
+def test_plan_lists_the_kinds_that_can_store_such_rows(capsys):
+    options = ("--layers", 1, "--kv-heads", 1, "--head-dim", 127)
+    output = run(capsys, "plan", *options)
+    assert cells(output, "int8")[1] == f"{2 * (127 + 4)}"
+    assert "int4" not in output
+    assert main(["plan", *map(str, options), "--kind", "int4"]) == 2
+    assert "multiple of 2" in capsys.readouterr().err
+
+
+def test_plan_of_layers_that_differ(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    types = ["sliding_attention", "full_attention", "linear_attention", "sliding_attention"]
+    sizes = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 4}
+    config = {
+        **SIZES,
+        **sizes,
+        "model_type": "qwen3_next",
+        "layer_types": types,
+        "sliding_window": 512,
+    }
+    path.write_text(json.dumps({**config, "linear_value_head_dim": 4, "num_hidden_layers": 4}))
+    output = run(capsys, "plan", path, "--kind", "bf16", "--context", 256, 1024, "--memory", "1MiB")
+    assert "2 layers of 2 key/value heads of 8, the last 512 tokens" in output
+    assert "1 layer of 2 key/value heads of 8\n" in output
+    assert (
+        "1 layer with a convolution state of 96 numbers in bfloat16 and a recurrent state of 32"
+        in output
+    )
+    # 64 bytes a token and layer; states of 2 * 96 + 4 * 32 bytes
+    state, first = 320, cells(output, "bf16")
+    assert first[1:4] == ["192", "64", f"{(2**20 - state - 2 * 512 * 64) // 64:,}"]
+    second = next(line for line in output.split("One sequence")[1].splitlines() if "bf16" in line)
+    assert f": {2**20 // (256 * 192 + state)}" in second
+    assert second.endswith(f": {2**20 // (2 * 512 * 64 + 1024 * 64 + state)}")
+    assert "States take 320 B" in output
+    assert "NOT KNOWN" not in output
+    assert main(["plan", str(path), "--layers", "3"]) == 2
+    assert "--layers is for models whose layers are all alike" in capsys.readouterr().err
+    changed = run(capsys, "plan", path, "--kind", "bf16", "--kv-heads", 4)
+    assert cells(changed, "bf16")[1] == "384"
+
+
+def test_plan_names_what_it_does_not_know(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {**SIZES, "model_type": "odd", "global_memory": 3, "layer_types": ["what", "full"]}
+        )
+    )
+    output = run(capsys, "plan", path, "--kind", "bf16")
+    assert "NOT KNOWN: `model_type` 'odd'" in output
+    assert "NOT KNOWN: `layer_types` 'what'" in output
+    assert "NOT KNOWN: `global_memory`" in output
+    assert cells(output, "bf16")[2] == "128"  # as if all were plain
+
+
+def test_plan_of_latents_blocks_and_cross_attention(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    path.write_text(json.dumps({**SIZES, **latent, "model_type": "deepseek_v3"}))
+    output = run(
+        capsys, "plan", path, "--kind", "bf16", "int8/bf16", "--block-size", 16, "--tokens", 17
+    )
+    assert "2 layers of latents of 40" in output
+    assert cells(output, "bf16")[1:3] == ["80", "160"]
+    assert cells(output, "bf16")[-2:] == ["5", "KiB"]  # 32 tokens
+    assert cells(output, "int8/bf16")[1] == "44"
+    assert "rounded up to blocks of 16 tokens" in output
+    expanded = run(capsys, "plan", path, "--kind", "bf16", "--expanded")
+    assert cells(expanded, "bf16")[1] == f"{4 * (16 + 8) * 2}"
+    path.write_text(
+        json.dumps({"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2})
+    )
+    output = run(capsys, "plan", path, "--kind", "bf16", "--tokens", 1)
+    assert cells(output, "bf16")[1:4] == ["128", "256", "256"]
+    assert "give --source-tokens" in output
+    output = run(capsys, "plan", path, "--kind", "bf16", "--tokens", 1, "--source-tokens", 3)
+    assert cells(output, "bf16")[-2:] == ["1", "KiB"]
+
+
+def test_plan_of_a_model_that_never_grows(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2}))
+    output = run(capsys, "plan", path, "--kind", "bf16")
+    assert cells(output, "bf16")[1:] == ["0", "0", "any", "number"]
+    assert main(["plan", str(path), "--config", str(path)]) == 2
+    assert "one config, got two" in capsys.readouterr().err
+    assert main(["plan", str(path), "--head-dim", "8", "--kv-heads", "1"]) == 0
+
+
+def test_plan_by_config(tiny, tmp_path, capsys):
+    for path in (tiny, tiny / "config.json"):
+        assert cells(run(capsys, "plan", "--config", path), "bf16")[2] == "128"
+    assert cells(run(capsys, "plan", "--config", tiny, "--layers", 4), "bf16")[2] == "256"
+    other = {"model_type": "gemma3", "text_config": {**SIZES, "head_dim": None}}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    assert cells(run(capsys, "plan", "--config", tmp_path), "bf16")[2] == "96"
