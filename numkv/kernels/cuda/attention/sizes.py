@@ -81,7 +81,7 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
         q_step=rows * k_width + Q_PAD,  # so that the lanes of a team read different banks
         part_step=part_step,
         parts=parts,
-        searchers=min(8, THREADS // rows),
+        searchers=min(4, THREADS // rows),
         tokens_each=max(1, tile // THREADS),
         row_step=max(1, THREADS // tile),
         v_width=v_width,
