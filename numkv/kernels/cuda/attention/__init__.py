@@ -40,7 +40,7 @@ from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
-from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
+from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
@@ -62,7 +62,7 @@ def _attention(
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
-    return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
+    return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
 
 @implements(Operations.attend)
@@ -80,8 +80,9 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     wanted = group * ceil_div(num_tokens, num_seqs)
-    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
-    fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
+    choices = row_choices(k_kind, v_kind, compute.name)
+    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
+    fitting = [n for n in choices if sizes[n] <= Q_BYTES] or [1]
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
     wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
@@ -127,7 +128,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
         ("bf16", "bf16", "bf16", 1, 1, True),
         ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
-        ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
+        ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
         *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:

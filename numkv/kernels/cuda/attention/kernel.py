@@ -519,7 +519,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         cuda.syncthreads()
         add_counts(counts, thread)
         cuda.syncthreads()
-        before, items = items_before(counts, thread)
+        before, items = items_before(batch, counts, count, thread)
         for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
             put_item(batch, number, before, count, found, thread)
             if thread == 0:
