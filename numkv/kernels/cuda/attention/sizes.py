@@ -55,7 +55,7 @@ def row_choices(k_kind: str, v_kind: str, compute: str) -> dict[int, int]:
     if k_kind == v_kind == "fp32" and compute == "float32":
         return ROW_CHOICES
     if compute == "float64" and "int4" in (k_kind, v_kind):
-        return {n: blocks for n, blocks in CONVERTED_ROW_CHOICES.items() if n < 8}
+        return {n: 2 for n in CONVERTED_ROW_CHOICES if n < 8}
     return CONVERTED_ROW_CHOICES
 
 
