@@ -119,4 +119,4 @@ def test_memory_of_parts_is_a_small_share_of_the_cache():
                 room = splits.room_for(num_seqs * tokens, num_seqs, heads, group, capacity, -1)
                 parts = room.rows * (128 + splits.PART_EXTRA) * 4 if room.slots else 0
                 cache = num_seqs * capacity * heads * 2 * 128 * 2
-                    assert parts <= 2.1 / items.TOKENS_PER_ROW * cache
+                assert parts <= 2.1 / items.TOKENS_PER_ROW * cache
