@@ -16,9 +16,9 @@ The functions here never wait. A kernel calls them so::
         put_item(batch, number, before, count, found, thread)
         cuda.syncthreads()
         item = find_item(found)
+        cuda.syncthreads()  # before the next `put_item`; if there are others, one of them does
         describe_rows(batch, item, rows, thread)
         ...
-        cuda.syncthreads()
 
 Which splits a sequence has depends on its own length, number of queries and window or ranges, and on the model's
 numbers of heads: so its result is the same in every batch. Nothing read from the device is trusted.

@@ -346,7 +346,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
         dim = out.shape[2]
         for n in range(COLUMNS):
             for r0 in range(0, ROWS, ROWS_AT_ONCE):
-                cuda.syncthreads()
+                if n + r0 > 0:
+                    cuda.syncthreads()
                 for i in range(ROWS_AT_ONCE):
                     for e in range(V_WIDTH):
                         if r0 + i < ROWS:
@@ -560,6 +561,5 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                 state, item, rows, v_scale, sinks, lse, parts, p, peaks, tops, factors, thread
             )  # fmt: skip
             store_rows(state, item, rows, out, parts, partial, factors, own, thread)
-            cuda.syncthreads()
 
     return kernel

@@ -288,7 +288,8 @@ def make_merge_splits(Q_KIND, COMPUTE):
                                     m += lanes * WIDTH
                                 out[at, h0 + r, start * WIDTH + d] = store_q(factors[r] * y)
                             cuda.syncthreads()
-            cuda.syncthreads()
+            else:  # `found` has been read
+                cuda.syncthreads()
 
     return kernel
 
