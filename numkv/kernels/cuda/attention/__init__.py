@@ -58,7 +58,7 @@ def _attention(
     signature = (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.UniTuple(types.int64, 5), real, real, array(real, 1), array(WORDS[q_kind], 3),
+        types.Tuple((*[types.int64] * 5, real, real)), array(real, 1), array(WORDS[q_kind], 3),
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
@@ -100,11 +100,13 @@ def attend(
     parts = parts_of(room, dim_v, compute.name)
     real = compute.type
     scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
-    options = (int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token))
+    options = (
+        int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), scale, real(logits_soft_cap)
+    )  # fmt: skip
     launch(
         kernel, row_blocks * room.splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale,
-        real(logits_soft_cap), sinks, out, lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks,
+        out, lse, parts,
         shared_bytes=sizes[rows],
     )  # fmt: skip
     if room.slots:

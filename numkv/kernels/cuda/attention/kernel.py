@@ -420,6 +420,28 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
     return locate_rows
 
 
+@register_jitable
+def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
+    """The `Batch` of a call."""
+    by_slot, _, window_left, slots, by_token, _, _ = options
+    heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
+    if not by_slot:
+        capacity *= k.shape[2]
+    return Batch(
+        seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
+        heads, slots, by_token,
+    )  # fmt: skip
+
+
+@register_jitable
+def v_team(thread, dim_v, V_WIDTH, TILE):
+    """A thread's place in the teams that read V rows."""
+    chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
+    lanes = natural(min(chunks, THREADS))
+    teams = natural(min(THREADS // lanes, TILE))
+    return VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, chunks)
+
+
 def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     """The attention kernel.
 
@@ -440,14 +462,12 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
     TILE, V_WIDTH, TOKENS_EACH = SIZES.tile, SIZES.v_width, SIZES.tokens_each
     K_SCALED, V_SCALED = (kind(name).scales_per == "row" for name in (K_KIND, V_KIND))
-    # How long arrays are.
     PARTS, PROBABILITIES, PLACES = SIZES.parts, ROWS * TILE, 2 * TILE
     MAXIMA, V_SCALES = ROWS * SIZES.searchers, TILE if V_SCALED else 1
     K_PLACES, V_PLACES = (PLACES if by_address(name, WIDE) else 1 for name in (K_KIND, V_KIND))
     TOTALS, TOKENS = ceil_div(ROWS, SIZES.row_step), SIZES.tokens
     SCORES, K_FLOATS = ROWS * SIZES.tokens, SIZES.tokens * SIZES.k_width
     V_FLOATS, SUMS = SIZES.v_tokens * V_WIDTH, COLUMNS * ROWS * V_WIDTH
-    # The steps.
     count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(ROWS)
     locate_rows = make_locate_rows(K_KIND, V_KIND, SIZES, WIDE)
     load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
@@ -459,30 +479,19 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out,
-        lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
+        parts,
     ):  # fmt: skip
-        by_slot, shift, window_left, slots, by_token = options
+        by_slot, shift, _, _, _, scale, soft_cap = options
         paging = Paging(by_slot, shift)
-        num_kv_heads, dim_v = natural(k.shape[1]), out.shape[2]
-        capacity = np.int64(block_table.shape[1])
-        if not by_slot:
-            capacity *= k.shape[2]
-        batch = Batch(
-            seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
-            natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token,
-        )  # fmt: skip
+        batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)
-        v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
-        lanes = natural(min(v_chunks, THREADS))
-        teams = natural(min(THREADS // lanes, TILE))
-        own = VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, v_chunks)
+        own = v_team(thread, out.shape[2], V_WIDTH, TILE)
 
         q_rows = cuda.shared.array(0, REAL)  # [chunk, row, element of the chunk]
         partial = cuda.shared.array(PARTS, F)
-        # [token, row]: scores, then probabilities.
         if SIMULATED:
-            p = cuda.shared.array(PROBABILITIES, F)
+            p = cuda.shared.array(PROBABILITIES, F)  # [token, row]: scores, then probabilities
             peaks = cuda.shared.array(MAXIMA, F)
         else:  # so that several are read at once
             p = cuda.shared.array(PROBABILITIES, F, alignment=16)

@@ -120,34 +120,30 @@ def parts_of(room: Room, dim_v: int, compute: str) -> Any:
     return memory.empty((1, 1, room.rows, ceil_div(dim_v, 4) * 4 + PART_EXTRA), np.dtype(compute))
 
 
-def make_merge_splits(Q_KIND, COMPUTE):
-    """The kernel that merges the parts of split sequences, in order: some q heads of a token at a time."""
-    F = np.float32 if COMPUTE == "float32" else np.float64
-    KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
-    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
-    SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
-    _, store_q = codec(Q_KIND, COMPUTE)
+@register_jitable
+def find_splits(batch, at, found):
+    """Put down how many splits the sequence of token `at` has; the token among its own; and the sequence."""
+    # The sequence is the last that starts no later. In decoding, each has one token.
+    num_seqs = batch.seq_lens.shape[0]
+    b, above = np.int64(0), np.int64(num_seqs)
+    if at < num_seqs and number_at(batch.q_starts, at) == at:
+        if number_at(batch.q_starts, at + 1) == at + 1:
+            b, above = at, at + 1
+    while above - b > 1:
+        middle = (b + above) // 2
+        if number_at(batch.q_starts, middle) <= at:
+            b = middle
+        else:
+            above = middle
+    own = extent(batch, b)
+    t = at - own.start
+    found[0], found[1], found[2] = own.splits, t, b
+    if t < 0 or t >= own.tokens:
+        found[0] = 1
 
-    @register_jitable
-    def find_splits(batch, at, found):
-        """Put down how many splits the sequence of token `at` has; the token among its own; and the sequence."""
-        # The sequence is the last that starts no later. In decoding, each has one token.
-        num_seqs = batch.seq_lens.shape[0]
-        b, above = np.int64(0), np.int64(num_seqs)
-        if at < num_seqs and number_at(batch.q_starts, at) == at:
-            if number_at(batch.q_starts, at + 1) == at + 1:
-                b, above = at, at + 1
-        while above - b > 1:
-            middle = (b + above) // 2
-            if number_at(batch.q_starts, middle) <= at:
-                b = middle
-            else:
-                above = middle
-        own = extent(batch, b)
-        t = at - own.start
-        found[0], found[1], found[2] = own.splits, t, b
-        if t < 0 or t >= own.tokens:
-            found[0] = 1
+
+def make_add_parts(KIND, WIDTH, F):
+    """The function that adds up a chunk of the parts of a row."""
 
     @register_jitable
     def add_parts(parts, first, c, splits, start, step, weights, floats, x):
@@ -167,14 +163,23 @@ def make_merge_splits(Q_KIND, COMPUTE):
                         x[e] = cuda.fma(weight, floats[m * WIDTH + e], x[e])
             i += AT_ONCE * step
 
-    def kernel(
-        parts, capacity, heads, slots, by_token, each, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-    ):  # fmt: skip
-        num_tokens, num_q_heads, dim = out.shape
-        q_heads = natural(num_q_heads)
+    return add_parts
+
+
+def make_merge_splits(Q_KIND, COMPUTE):
+    """The kernel that merges the parts of split sequences, in order: some q heads of a token at a time."""
+    F = np.float32 if COMPUTE == "float32" else np.float64
+    KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
+    SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
+    _, store_q = codec(Q_KIND, COMPUTE)
+    add_parts = make_add_parts(KIND, WIDTH, F)
+
+    def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
+        capacity, window_left, heads, slots, by_token, each = options
+        num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
         batch = Batch(
             seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
-            q_heads // natural(heads), natural(heads), np.int64(slots), by_token,
+            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token,
         )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
         width = parts.shape[3] - PART_EXTRA
@@ -190,7 +195,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
         found = cuda.shared.array(3, np.int32)
         floats = cuda.local.array(FLOATS, F)
         x = cuda.local.array(WIDTH, F)
-        pieces = natural((q_heads + each - 1) // each)  # of the heads
+        pieces = natural((num_q_heads + each - 1) // each)  # of the heads
         searchers = natural(THREADS // natural(each))
         for job in range(
             np.int64(cuda.blockIdx.x), num_tokens * pieces, np.int64(cuda.gridDim.x)
@@ -202,8 +207,8 @@ def make_merge_splits(Q_KIND, COMPUTE):
             cuda.syncthreads()
             splits, t, b = natural(found[0]), natural(found[1]), natural(found[2])
             if splits > 1:
-                count = natural(min(np.int64(each), q_heads - h0))
-                first = (t * q_heads + h0) * splits + b * slots
+                count = natural(min(np.int64(each), num_q_heads - h0))
+                first = (t * num_q_heads + h0) * splits + b * slots
                 if by_token:
                     first = h0 * splits + at * slots
                 i = thread
@@ -244,10 +249,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
                     while i < splits:
                         total += totals[natural(thread * splits + i)]
                         i += 1
-                    sink = F(-np.inf)
-                    if sinks.shape[0] > 0:
-                        sink = F(sinks[h0 + thread]) * F(TO_BASE_2)
-                    factor, log_sum = finish(factors[thread], total, sink, F(TO_BASE_E))
+                    has_sink = sinks.shape[0] > 0
+                    sink = F(sinks[h0 + thread]) * F(LOG2_E) if has_sink else F(-np.inf)
+                    factor, log_sum = finish(factors[thread], total, sink, F(LN_2))
                     factors[thread] = F(factor)
                     if lse.shape[0] > 0:
                         lse[at, h0 + thread] = log_sum
@@ -298,8 +302,8 @@ def make_merge_splits(Q_KIND, COMPUTE):
 def _merge_splits(q_kind: str, compute: str) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 4), *[types.int64] * 5, INDICES, INDICES, array(types.int64, 2), types.int64,
-        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
+        array(real, 4), types.UniTuple(types.int64, 6), INDICES, INDICES, array(types.int64, 2), array(real, 1),
+        array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     return jit(make_merge_splits, (q_kind, compute), signature)
 
@@ -332,7 +336,7 @@ def merge_splits(
     each = min(each, num_q_heads, MOST_HEADS, MAX_MERGED // room.splits)
     launch(
         _merge_splits(q_kind, sinks.dtype.name), num_tokens * ceil_div(num_q_heads, each), THREADS,
-        parts, capacity, heads, room.slots, int(room.by_token), each, seq_lens, q_starts, ranges, window_left,
+        parts, (capacity, window_left, heads, room.slots, int(room.by_token), each), seq_lens, q_starts, ranges,
         sinks, out, lse,
     )  # fmt: skip
 
