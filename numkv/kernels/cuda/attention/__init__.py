@@ -35,11 +35,13 @@ from typing import Any
 
 from numba import types
 
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
+from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
-from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
-from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
+from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
+from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
@@ -56,11 +58,11 @@ def _attention(
     signature = (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
-        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(real, 4),
+        types.Tuple((*[types.int64] * 5, real, real)), array(real, 1), array(WORDS[q_kind], 3),
+        array(types.float32, 2), array(real, 4),
     )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
-    return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
+    return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
 
 @implements(Operations.attend)
@@ -78,8 +80,9 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     wanted = group * ceil_div(num_tokens, num_seqs)
-    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
-    fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
+    choices = row_choices(k_kind, v_kind, compute.name)
+    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
+    fitting = [n for n in choices if sizes[n] <= Q_BYTES] or [1]
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
     wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
@@ -87,23 +90,29 @@ def attend(
 
     # -- how much there can be to do
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
-    num_splits = max_splits(capacity, window_left, compute.name)
+    if capacity > MAX_CAPACITY:
+        raise NotSupported(f"expected sequences of at most {MAX_CAPACITY} tokens, got {capacity}")
+    window_left = int(window_left)
+    room = room_for(num_tokens, num_seqs, num_kv_heads, group, capacity, window_left)
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
-    parts = parts_of(num_tokens, num_seqs, num_q_heads, num_splits, dim_v, compute.name)
-    window_left = int(window_left)
+    parts = parts_of(room, dim_v, compute.name)
+    real = compute.type
+    scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
+    options = (
+        int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), scale, real(logits_soft_cap)
+    )  # fmt: skip
     launch(
-        kernel, row_blocks * num_splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left),
-        sinks, out, lse, parts,
+        kernel, row_blocks * room.splits * num_kv_heads, THREADS,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks,
+        out, lse, parts,
         shared_bytes=sizes[rows],
     )  # fmt: skip
-    if num_splits > 1:
+    if room.slots:
         merge_splits(
-            parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-        )
+            parts, room, q_kind, capacity, num_kv_heads, seq_lens, q_starts, ranges, window_left, sinks, out, lse
+        )  # fmt: skip
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -121,7 +130,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
         ("bf16", "bf16", "bf16", 1, 1, True),
         ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
-        ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
+        ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
         *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:
