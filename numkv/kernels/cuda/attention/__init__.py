@@ -38,8 +38,15 @@ from numba import types
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.kernel import make_attention
+from numkv.kernels.cuda.attention.prefill import make_prefill
+from numkv.kernels.cuda.attention.prefill_sizes import (
+    MOST_ROWS,
+    PREFILL_ROWS,
+    fits_prefill,
+    prefill_sizes,
+)
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
-from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
+from numkv.kernels.cuda.attention.splits import LOG2_E, max_splits, merge_splits, parts_of
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
@@ -56,11 +63,42 @@ def _attention(
     signature = (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
+        types.Tuple((types.int64, types.float64, types.float64, types.int64, types.int64)),
         array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(real, 4),
     )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
     return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
+
+
+@functools.cache
+def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped: bool) -> Any:
+    signature = (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.UniTuple(types.int64, 3), types.float32, types.float32, array(types.float32, 1),
+        array(WORDS[q_kind], 3), array(types.float32, 2),
+    )  # fmt: skip
+    blocks = prefill_sizes(q_kind, k_kind, v_kind, dim, dim_v).blocks
+    return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
+
+
+def prefill(
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+    by_slot, sm_scale, logits_soft_cap, window_left, least, sinks, out, lse,
+):  # fmt: skip
+    """Attention of the sequences with more than `least` queries; see `fits_prefill`."""
+    sizes = prefill_sizes(q_kind, k_kind, v_kind, q.shape[2], out.shape[2])
+    capped = logits_soft_cap > 0
+    kernel = _prefill(q_kind, k_kind, v_kind, sizes.dim, sizes.dim_v, capped)
+    rows = q.shape[0] * (q.shape[1] // k.shape[1])
+    items = (rows // PREFILL_ROWS + seq_lens.shape[0]) * k.shape[1]
+    launch(
+        kernel, items, THREADS,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
+        (int(by_slot), int(window_left), least), float(sm_scale if capped else sm_scale * LOG2_E),
+        float(logits_soft_cap), sinks, out, lse,
+        shared_bytes=sizes.shared_bytes,
+    )  # fmt: skip
 
 
 @implements(Operations.attend)
@@ -77,6 +115,17 @@ def attend(
 
     # -- which kernel
     group = num_q_heads // num_kv_heads
+    most_tokens = num_tokens
+    if num_tokens * group > MOST_ROWS and fits_prefill(
+        q, q_kind, k, k_kind, v, v_kind, dim_v, sm_scale
+    ):
+        most_tokens = MOST_ROWS // group if num_seqs > 1 else 0
+        prefill(
+            q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
+            by_slot, sm_scale, logits_soft_cap, window_left, most_tokens, sinks, out, lse,
+        )  # fmt: skip
+        if num_seqs == 1:
+            return
     wanted = group * ceil_div(num_tokens, num_seqs)
     sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
     fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
@@ -96,7 +145,7 @@ def attend(
     launch(
         kernel, row_blocks * num_splits * num_kv_heads, THREADS,
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left),
+        (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left, most_tokens),
         sinks, out, lse, parts,
         shared_bytes=sizes[rows],
     )  # fmt: skip

@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     num_tokens: Any
     capacity: Any  #: tokens that a row of the block table can say the places of
     window_left: Any
+    most_tokens: Any  #: sequences with more queries than that are left to another kernel
 
 
 class Extent(NamedTuple):
@@ -98,6 +99,8 @@ def extent(batch, b, TILE):
     start = number_at(batch.q_starts, b)
     tokens = number_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
+        tokens = np.int64(0)
+    if tokens > batch.most_tokens:
         tokens = np.int64(0)
     length = min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR))
     first, span = np.int64(0), np.int64(0)

@@ -379,13 +379,13 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
         parts,
     ):  # fmt: skip
-        by_slot, sm_scale, soft_cap, window_left = options
+        by_slot, sm_scale, soft_cap, window_left, most_tokens = options
         num_kv_heads, dim_v = k.shape[1], out.shape[2]
         group = q.shape[1] // num_kv_heads
         capacity = np.int64(block_table.shape[1])
         if not by_slot:
             capacity *= k.shape[2]
-        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left)
+        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, most_tokens)
         thread = natural(cuda.threadIdx.x)
         v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
         lanes = natural(min(v_chunks, THREADS))

@@ -63,7 +63,9 @@ def make_merge_splits(Q_KIND, COMPUTE):
         num_tokens, num_q_heads, dim_v = out.shape
         num_seqs = seq_lens.shape[0]
         num_sinks = sinks.shape[0]
-        batch = Batch(seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left)
+        batch = Batch(
+            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left, num_tokens
+        )
         thread = np.int64(cuda.threadIdx.x)
         tops = cuda.shared.array(MAX_SPLITS, F)
         weights = cuda.shared.array(MAX_SPLITS, F)
