@@ -90,15 +90,6 @@ FLOATS = {
 }
 
 
-class Stage(NamedTuple):
-    """Where a thread's rows lie among those of a stage of shared memory."""
-
-    k: Any  #: address that it gives where matrices of K are loaded
-    v: Any
-    k_to: Any  #: address of the first chunk of K that it copies
-    v_to: Any
-
-
 class State(NamedTuple):
     """The online softmax of a thread's two rows, in registers."""
 
@@ -106,8 +97,23 @@ class State(NamedTuple):
     totals: Any
     sums: Any  #: [columns 8n + 2t, + 1 of row g, and of row g + 8]
     scales: Any  #: what scores of each row are multiplied by
-    begins: Any  #: the tokens that each row sees
-    ends: Any
+
+
+def in_turn(steps):
+    """The function that calls functions one after another with what it is called with.
+
+    For what registers are numbered by: the compiler unrolls short loops whole, but not these.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    first, rest = in_turn(steps[: len(steps) // 2]), in_turn(steps[len(steps) // 2 :])
+
+    @register_jitable
+    def both(*args):
+        first(*args)
+        rest(*args)
+
+    return both
 
 
 def make_load_queries(Q_KIND, K_KIND, SIZES):
@@ -121,37 +127,40 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
     load, _ = codec(Q_KIND, "float32")
 
     @register_jitable
-    def power_for(q, token, head, there, place):
-        """The power of two that brings a row's largest element to 2**14; 1 if there is no such one."""
+    def power_for(q, row, place):
+        """The exponent that brings a row's largest element to 2**14; 0 if there is no such one."""
         top = F(0)
-        if there:
+        if row.there:
             for d in range(2 * place, q.shape[2], 8):
-                top = max(top, abs(load(q[token, head, d])))
+                top = max(top, abs(load(q[row.token, row.head, d])))
                 if d + 1 < q.shape[2]:
-                    top = max(top, abs(load(q[token, head, d + 1])))
+                    top = max(top, abs(load(q[row.token, row.head, d + 1])))
         top = max(top, shuffle_xor_float(top, 1))
         top = max(top, shuffle_xor_float(top, 2))
         exponent = I32(U32(top.view(U32)) >> U32(23))
-        power = I32(0)
         if exponent > 0 and exponent < 255:
-            power = min(max(I32(14 + 127) - exponent, I32(-100)), I32(100))
-        return power
+            return min(max(I32(14 + 127) - exponent, I32(-100)), I32(100))
+        return I32(0)
 
     @register_jitable
-    def words_of(q, token, head, d, there, sign, power):
+    def float_of(exponent):
+        return U32(U32(exponent + I32(127)) << U32(23)).view(np.float32)
+
+    @register_jitable
+    def words_of(q, row, d, sign, power):
         """Elements d and d + 1 of a row as a word, and what it leaves as another one."""
         x, y = F(0), F(0)
         low, high = U32(0), U32(0)
-        if there and d < q.shape[2]:
+        if row.there and d < q.shape[2]:
             if SAME:
-                low = U32(q[token, head, d])
+                low = U32(q[row.token, row.head, d])
             else:
-                x = load(q[token, head, d]) * power
-        if there and d + 1 < q.shape[2]:
+                x = load(q[row.token, row.head, d]) * power
+        if row.there and d + 1 < q.shape[2]:
             if SAME:
-                high = U32(q[token, head, d + 1])
+                high = U32(q[row.token, row.head, d + 1])
             else:
-                y = load(q[token, head, d + 1]) * power
+                y = load(q[row.token, row.head, d + 1]) * power
         if SAME:
             return U32(low | U32(high << U32(16))) ^ sign, U32(0)
         if WHOLE:
@@ -159,31 +168,35 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
         first, rest = halves(x, y)
         return first ^ sign, rest ^ sign
 
-    @register_jitable
-    def load_queries(q, tokens, heads, there, sign, scale, scales, words, q_at, place):
-        powers = cuda.local.array(2, np.float32)
-        for r in range(2):
-            powers[r] = F(1)
-            scales[r] = scale
-            if MOVED:
-                power = power_for(q, tokens[r], heads[r], there[r], place)
-                powers[r] = U32(U32(power + I32(127)) << U32(23)).view(np.float32)
-                scales[r] = scale * U32(U32(I32(127) - power) << U32(23)).view(np.float32)
-        for s in range(PARTS):
-            for i in range(4):  # a0: row g, a1: row g + 8, then columns from 8 on
-                r = i & 1
-                d = 16 * s + (i >> 1) * 8 + 2 * place
-                first, rest = words_of(q, tokens[r], heads[r], d, there[r], sign, powers[r])
-                if IN_SHARED:
-                    words[i] = first
-                    words[4 + i] = rest
-                else:
-                    words[4 * s + i] = first
+    def make_step(S):
+        @register_jitable
+        def step(q, row, other, sign, power, other_power, words, q_at, place):
+            d = 16 * S + 2 * place
+            a0, low0 = words_of(q, row, d, sign, power)
+            a1, low1 = words_of(q, other, d, sign, other_power)
+            a2, low2 = words_of(q, row, d + 8, sign, power)
+            a3, low3 = words_of(q, other, d + 8, sign, other_power)
             if IN_SHARED:
-                store_shared_16(q_at + s * (16 * THREADS), words[0], words[1], words[2], words[3])
+                store_shared_16(q_at + S * (16 * THREADS), a0, a1, a2, a3)
                 if not WHOLE:
-                    at = q_at + (PARTS + s) * (16 * THREADS)
-                    store_shared_16(at, words[4], words[5], words[6], words[7])
+                    store_shared_16(q_at + (PARTS + S) * (16 * THREADS), low0, low1, low2, low3)
+            else:
+                words[4 * S], words[4 * S + 1], words[4 * S + 2], words[4 * S + 3] = a0, a1, a2, a3
+
+        return step
+
+    load_words = in_turn([make_step(s) for s in range(PARTS)])
+
+    @register_jitable
+    def load_queries(q, row, other, sign, scale, scales, words, q_at, place):
+        """Those of a thread's two rows; `scales` gets what their scores are multiplied by."""
+        scales[0] = scales[1] = scale
+        power = other_power = F(1)
+        if MOVED:
+            exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
+            power, other_power = float_of(exponent), float_of(other_exponent)
+            scales[0], scales[1] = scale * float_of(-exponent), scale * float_of(-other_exponent)
+        load_words(q, row, other, sign, power, other_power, words, q_at, place)
 
     return load_queries
 
@@ -233,15 +246,19 @@ def make_softmax(V_KIND, CAPPED, SIZES):
     SUMS, WEIGHTS = SIZES.dim_v // 2, TILE // 4
 
     @register_jitable
-    def mask(c, state, tile, place, sizes, number, lost):
+    def mask_row(c, row, r, tile, place):
+        begin = I32(min(max(row.begin - tile, I64(0)), I64(TILE))) - 2 * place
+        end = I32(min(max(row.end - tile, I64(0)), I64(TILE))) - 2 * place
+        for j in range(TILE // 8):
+            for e in range(2):
+                if begin > 8 * j + e or end <= 8 * j + e:
+                    c[4 * j + 2 * r + e] = MINUS_INF
+
+    @register_jitable
+    def mask(c, row, other, tile, place, sizes, number, lost):
         """Leave scores of tokens that a row does not see at minus infinity."""
-        for r in range(2):
-            begin = I32(min(max(state.begins[r] - tile, I64(0)), I64(TILE))) - 2 * place
-            end = I32(min(max(state.ends[r] - tile, I64(0)), I64(TILE))) - 2 * place
-            for j in range(TILE // 8):
-                for e in range(2):
-                    if begin > 8 * j + e or end <= 8 * j + e:
-                        c[4 * j + 2 * r + e] = MINUS_INF
+        mask_row(c, row, 0, tile, place)
+        mask_row(c, other, 1, tile, place)
         if lost != 0:
             for j in range(TILE // 8):
                 for e in range(2):
@@ -259,35 +276,39 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                     c[i] = soft_cap * F(math.tanh(c[i] * scales[r] / soft_cap)) * TO_BASE_2
 
     @register_jitable
+    def weigh_row(c, state, weights, r):
+        scale = F(1) if CAPPED else state.scales[r]
+        top = c[2 * r]
+        for j in range(TILE // 8):
+            for e in range(2):
+                top = max(top, c[4 * j + 2 * r + e])
+        top = max(top, shuffle_xor_float(top, 1))
+        top = max(top, shuffle_xor_float(top, 2))
+        top = max(state.maxima[r], top * scale)
+        # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
+        base = top if top > MINUS_INF else F(0)
+        shrink = exp2_approx(state.maxima[r] - base)
+        state.maxima[r] = top
+        state.totals[r] *= shrink
+        for n in range(SUMS // 4):
+            for e in range(2):
+                state.sums[4 * n + 2 * r + e] *= shrink
+        offset = LIFT - base
+        for j in range(TILE // 8):
+            x = exp2_approx(cuda.fma(c[4 * j + 2 * r], scale, offset))
+            y = exp2_approx(cuda.fma(c[4 * j + 2 * r + 1], scale, offset))
+            if HALVES == 1:
+                weights[2 * j + r] = pack(x, y)
+            else:
+                first, rest = halves(x, y)
+                weights[2 * j + r] = first
+                weights[WEIGHTS + 2 * j + r] = rest
+
+    @register_jitable
     def weigh(c, state, weights):
         """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
-        for r in range(2):
-            scale = F(1) if CAPPED else state.scales[r]
-            top = c[2 * r]
-            for j in range(TILE // 8):
-                for e in range(2):
-                    top = max(top, c[4 * j + 2 * r + e])
-            top = max(top, shuffle_xor_float(top, 1))
-            top = max(top, shuffle_xor_float(top, 2))
-            top = max(state.maxima[r], top * scale)
-            # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
-            base = top if top > MINUS_INF else F(0)
-            shrink = exp2_approx(state.maxima[r] - base)
-            state.maxima[r] = top
-            state.totals[r] *= shrink
-            for n in range(SUMS // 4):
-                for e in range(2):
-                    state.sums[4 * n + 2 * r + e] *= shrink
-            offset = LIFT - base
-            for j in range(TILE // 8):
-                x = exp2_approx(cuda.fma(c[4 * j + 2 * r], scale, offset))
-                y = exp2_approx(cuda.fma(c[4 * j + 2 * r + 1], scale, offset))
-                if HALVES == 1:
-                    weights[2 * j + r] = pack(x, y)
-                else:
-                    first, rest = halves(x, y)
-                    weights[2 * j + r] = first
-                    weights[WEIGHTS + 2 * j + r] = rest
+        weigh_row(c, state, weights, 0)
+        weigh_row(c, state, weights, 1)
 
     return mask, cap, weigh
 
@@ -390,29 +411,36 @@ def make_poison(V_KIND, SIZES):
             return F(np.inf)
         return MINUS_INF if minus > 0 else F(0)
 
-    @register_jitable
-    def poison(state, weights, words, at):
-        for n0 in range(SIZES.dim_v // 16):
-            load(at + n0 * 32, words)
+    def make_step(COLUMN):
+        SUM = COLUMN // 2
+
+        @register_jitable
+        def step(state, weights, words, at):
+            load(at + COLUMN * 2, words)
             for m in range(2):
                 d = (F(0), F(0), F(0), F(0))
                 for i in range(TILE // 16):
-                    a = cuda.local.array(4, np.uint32)
-                    for s in range(4):
-                        # The sign's bit where the weight is not 0, then ones there.
-                        marks = ((weights[4 * i + s] & MAGNITUDES) + MAGNITUDES) & SIGNS
-                        a[s] = (marks >> U32(15)) * U32(ONE)
+                    # The sign's bit where the weight is not 0, then ones there.
+                    marks = (
+                        ((weights[4 * i] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 1] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 2] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 3] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                    )
                     d = mma(
-                        a[0], a[1], a[2], a[3], words[4 * i + 2 * m], words[4 * i + 2 * m + 1],
-                        d[0], d[1], d[2], d[3],
+                        (marks[0] >> U32(15)) * U32(ONE), (marks[1] >> U32(15)) * U32(ONE),
+                        (marks[2] >> U32(15)) * U32(ONE), (marks[3] >> U32(15)) * U32(ONE),
+                        words[4 * i + 2 * m], words[4 * i + 2 * m + 1], d[0], d[1], d[2], d[3],
                     )  # fmt: skip
-                n = 4 * (2 * n0 + m)
                 if d[0] != 0 or d[1] != 0 or d[2] != 0 or d[3] != 0:
-                    state.sums[n] += value_of(d[0])
-                    state.sums[n + 1] += value_of(d[1])
-                    state.sums[n + 2] += value_of(d[2])
-                    state.sums[n + 3] += value_of(d[3])
+                    state.sums[SUM + 4 * m] += value_of(d[0])
+                    state.sums[SUM + 4 * m + 1] += value_of(d[1])
+                    state.sums[SUM + 4 * m + 2] += value_of(d[2])
+                    state.sums[SUM + 4 * m + 3] += value_of(d[3])
 
+        return step
+
+    poison = in_turn([make_step(16 * n) for n in range(SIZES.dim_v // 16)])
     return is_finite, put_aside, poison
 
 
@@ -489,20 +517,29 @@ def make_store(Q_KIND, V_KIND, SIZES):
     LIFT = F(FLOATS[OPERANDS[V_KIND]].lift)
     _, store_word = codec(Q_KIND, "float32")
 
+    def make_step(COLUMN):
+        SUM = COLUMN // 2
+
+        @register_jitable
+        def step(state, out, token, head, r, factor, place):
+            d = COLUMN + 2 * place
+            if d < out.shape[2]:
+                out[token, head, d] = store_word(factor * state.sums[SUM + 2 * r])
+            if d + 1 < out.shape[2]:
+                out[token, head, d + 1] = store_word(factor * state.sums[SUM + 2 * r + 1])
+
+        return step
+
+    store_row = in_turn([make_step(8 * n) for n in range(COLUMNS)])
+
     @register_jitable
-    def store(state, tokens, heads, there, sinks, out, lse, place):
-        for r in range(2):
-            if there[r]:
-                sink = F(sinks[heads[r]]) * TO_BASE_2 if sinks.shape[0] > 0 else MINUS_INF
-                factor, log_sum = finish(state.maxima[r] - LIFT, state.totals[r], sink, TO_BASE_E)
-                if place == 0 and lse.shape[0] > 0:
-                    lse[tokens[r], heads[r]] = log_sum
-                for n in range(COLUMNS):
-                    for e in range(2):
-                        d = 8 * n + 2 * place + e
-                        if d < out.shape[2]:
-                            x = F(factor) * state.sums[4 * n + 2 * r + e]
-                            out[tokens[r], heads[r], d] = store_word(x)
+    def store(state, row, r, sinks, out, lse, place):
+        if row.there:
+            sink = F(sinks[row.head]) * TO_BASE_2 if sinks.shape[0] > 0 else MINUS_INF
+            factor, log_sum = finish(state.maxima[r] - LIFT, state.totals[r], sink, TO_BASE_E)
+            if place == 0 and lse.shape[0] > 0:
+                lse[row.token, row.head] = log_sum
+            store_row(state, out, row.token, row.head, r, F(factor), place)
 
     return store
 
@@ -521,7 +558,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     """
     SIZES = prefill_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
     TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.stage, SIZES.k_step, SIZES.v_step
-    Q_WORDS = 8 if SIZES.q_shared else SIZES.q_words
+    Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
     SCORES, SUMS, WEIGHTS = TILE // 2, DIM_V // 2, TILE // 4 * SIZES.p_halves
     LOADED = max(DIM // 8, 16)
     TABLE, SIZES_TABLE = 2 * TILE, 4 * TILE
@@ -574,12 +611,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         totals = cuda.local.array(2, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         scales = cuda.local.array(2, np.float32)
-        begins = cuda.local.array(2, np.int64)
-        ends = cuda.local.array(2, np.int64)
-        state = State(maxima, totals, sums, scales, begins, ends)
-        row_token = cuda.local.array(2, np.int64)
-        row_head = cuda.local.array(2, np.int64)
-        row_there = cuda.local.array(2, np.bool_)
+        state = State(maxima, totals, sums, scales)
 
         base = shared_address(stages)
         k_from, v_from = global_address(k), global_address(v)
@@ -612,14 +644,11 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
             cuda.syncthreads()
             if tiles > 0:
                 copy(places, 0, thread, k_from, v_from, q.shape[2], out.shape[2], base)
-            for r in range(2):
-                own = warp * 16 + (lane >> I32(2)) + 8 * r
-                row_token[r], row_head[r], begins[r], ends[r] = describe_row(batch, item, own)
-                row_there[r] = own < item.rows
-                maxima[r], totals[r] = MINUS_INF, F(0)
-            load_queries(
-                q, row_token, row_head, row_there, sign, abs(scale), scales, words, q_at, place
-            )
+            own = warp * 16 + (lane >> I32(2))
+            row, other = describe_row(batch, item, own), describe_row(batch, item, own + 8)
+            load_queries(q, row, other, sign, abs(scale), scales, words, q_at, place)
+            maxima[0] = maxima[1] = MINUS_INF
+            totals[0] = totals[1] = F(0)
             for i in range(SUMS):
                 sums[i] = F(0)
             for n in range(tiles):
@@ -627,8 +656,8 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                 cp_async_wait(0)
                 cuda.syncthreads()
                 if n + 1 < tiles:
-                    other = base + STAGE - stage
-                    copy(places, n + 1, thread, k_from, v_from, q.shape[2], out.shape[2], other)
+                    following = base + STAGE - stage
+                    copy(places, n + 1, thread, k_from, v_from, q.shape[2], out.shape[2], following)
                 if n + 2 < tiles:
                     locate(places, block_table, by_slot, k, v, item, tile + 2 * TILE, n + 2, thread)
                 if thread == 0:
@@ -638,7 +667,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                     cap(c, scales, soft_cap)
                 ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
                 if ragged:
-                    mask(c, state, tile, place, sizes, n, lost[0])
+                    mask(c, row, other, tile, place, sizes, n, lost[0])
                 weigh(c, state, weights)
                 if ragged:
                     v_stage = base + stage + SIZES.k_bytes
@@ -650,6 +679,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                         cuda.syncthreads()
                         poison(state, weights, loaded, v_lane + stage - SIZES.k_bytes)
                 add(state, weights, loaded, v_lane + stage)
-            store(state, row_token, row_head, row_there, sinks, out, lse, place)
+            store(state, row, 0, sinks, out, lse, place)
+            store(state, other, 1, sinks, out, lse, place)
 
     return kernel

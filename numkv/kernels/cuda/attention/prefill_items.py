@@ -16,7 +16,14 @@ from numkv.kernels.cuda.attention.prefill_sizes import PREFILL_ROWS
 from numkv.kernels.cuda.launches import THREADS, number_at
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
-__all__ = ["ITEM_FIELDS", "PrefillBatch", "PrefillItem", "make_places", "make_prefill_items"]
+__all__ = [
+    "ITEM_FIELDS",
+    "PrefillBatch",
+    "PrefillItem",
+    "QueryRow",
+    "make_places",
+    "make_prefill_items",
+]
 
 #: Longer than any sequence, and far from overflowing.
 FAR = 1 << 40
@@ -49,6 +56,16 @@ class PrefillItem(NamedTuple):
     end: Any
     all_begin: Any  #: the tokens that all rows see
     all_end: Any
+
+
+class QueryRow(NamedTuple):
+    """A row of an item."""
+
+    token: Any  #: among those of q
+    head: Any  #: the q head
+    there: Any  #: whether there is one; else it sees nothing
+    begin: Any  #: the tokens that it sees
+    end: Any
 
 
 #: Elements of the array that an item is put into.
@@ -126,7 +143,7 @@ def make_prefill_items():
 
     @register_jitable
     def describe_row(batch, item, r):
-        """Token, q head and visible tokens of a row of an item; those past the last one see nothing."""
+        """Row r of an item."""
         t = (item.row + r) // batch.group
         head = item.head * batch.group + item.row + r - t * batch.group
         begin, end = np.int64(0), np.int64(0)
@@ -134,7 +151,7 @@ def make_prefill_items():
             begin, end = visible_range(
                 batch.ranges, item.start + t, item.position + t, batch.window_left, batch.capacity
             )  # fmt: skip
-        return item.start + t, head, begin, end
+        return QueryRow(item.start + t, head, r < item.rows, begin, end)
 
     return count_prefill, put_prefill, find_prefill, describe_row
 
