@@ -75,7 +75,7 @@ def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped
     signature = (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.UniTuple(types.int64, 3), types.float32, types.float32, array(types.float32, 1),
+        types.UniTuple(types.int64, 4), types.float32, types.float32, array(types.float32, 1),
         array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     blocks = prefill_sizes(q_kind, k_kind, v_kind, dim, dim_v).blocks
@@ -90,12 +90,14 @@ def prefill(
     sizes = prefill_sizes(q_kind, k_kind, v_kind, q.shape[2], out.shape[2])
     capped = logits_soft_cap > 0
     kernel = _prefill(q_kind, k_kind, v_kind, sizes.dim, sizes.dim_v, capped)
+    block_size = k.shape[2]
+    shift = -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
     rows = q.shape[0] * (q.shape[1] // k.shape[1])
     items = (rows // PREFILL_ROWS + seq_lens.shape[0]) * k.shape[1]
     launch(
         kernel, items, THREADS,
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        (int(by_slot), int(window_left), least), float(sm_scale if capped else sm_scale * LOG2_E),
+        (int(by_slot), shift, int(window_left), least), float(sm_scale if capped else sm_scale * LOG2_E),
         float(logits_soft_cap), sinks, out, lse,
         shared_bytes=sizes.shared_bytes,
     )  # fmt: skip

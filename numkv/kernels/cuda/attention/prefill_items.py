@@ -14,6 +14,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_sizes import PREFILL_ROWS
 from numkv.kernels.cuda.launches import THREADS, number_at
+from numkv.kernels.cuda.simd import natural
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 __all__ = [
@@ -160,24 +161,31 @@ def make_places(TILE):
     """The function that looks up where the rows of a KV tile lie."""
 
     @register_jitable
-    def locate(places, block_table, by_slot, k, v, item, tile, number, thread):
+    def locate(places, block_table, by_slot, shift, k, v, item, tile, number, thread):
         """Put down how far the rows of a tile's tokens are from the pools' starts, and how many bytes to copy at once.
 
         Tile `number` of an item starts with token `tile`. Tokens that do not count get the first row of all, of which
-        0 bytes are copied.
+        0 bytes are copied. If `shift` is not negative, blocks have ``1 << shift`` tokens.
         """
         k_at, v_at, sizes, lost = places
         if thread < TILE:
             position = tile + thread
             block, offset, size = np.int64(0), np.int64(0), np.int32(0)
             if item.begin <= position and position < item.end:
-                block_size = np.int64(k.shape[2])
                 place = position  # among the sequence's own blocks, or a slot of the pool
                 if by_slot:
-                    place = np.int64(block_table[item.seq, position])
-                block, offset = place // block_size, place % block_size
-                if not by_slot:
-                    block = np.int64(block_table[item.seq, block])
+                    place = np.int64(block_table[natural(item.seq), natural(position)])
+                block = np.int64(-1)
+                if place >= 0:
+                    if shift >= 0:
+                        block = natural(place) >> shift
+                        offset = natural(place) - (block << shift)
+                    else:
+                        block_size = natural(k.shape[2])
+                        block = natural(place) // block_size
+                        offset = natural(place) - block * block_size
+                    if not by_slot:
+                        block = np.int64(block_table[natural(item.seq), natural(block)])
                 size = np.int32(16)
                 if block < 0 or block >= k.shape[0]:
                     block, offset, size = np.int64(0), np.int64(0), np.int32(0)

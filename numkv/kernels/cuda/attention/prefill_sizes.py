@@ -27,8 +27,10 @@ class PrefillSizes(NamedTuple):
     """Constants of a kernel."""
 
     tile: int  #: tokens of a KV tile
-    dim: int  #: columns of K in shared memory: a multiple of 32
+    dim: int  #: columns of K
     dim_v: int  #: and of V
+    padded: int  #: columns of K in shared memory, the last of which may be zeros: a multiple of 32
+    padded_v: int
     k_step: int  #: bytes from a row of K to the next: an odd number of 16, so that eight rows lie in different banks
     v_step: int
     k_bytes: int  #: what K of a tile takes; what of its V is not finite may lie there, too
@@ -46,21 +48,23 @@ def _padded(dim: int) -> int:
 
 
 def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> PrefillSizes:
-    """The sizes of a kernel for head dims, or for their next multiples of 32."""
-    dim, dim_v = _padded(dim), _padded(dim_v)
-    longest = max(dim, dim_v)
+    """The sizes of a kernel."""
+    padded, padded_v = _padded(dim), _padded(dim_v)
+    longest = max(padded, padded_v)
     tile = 64 if longest <= 128 else 32
-    k_step, v_step = 2 * dim + 16, 2 * dim_v + 16
+    k_step, v_step = 2 * padded + 16, 2 * padded_v + 16
     k_bytes = tile * max(k_step, v_step)
     # A float32 has 24 bits, a float16 11: bfloat16 has 8, and two of them 16.
     q_halves = 2 if q_kind == "fp32" or (q_kind, OPERANDS[k_kind]) == ("fp16", "bf16") else 1
-    q_words = dim // 4 * q_halves
+    q_words = padded // 4 * q_halves
     q_shared = q_words > 32
     stage = k_bytes + tile * v_step
     return PrefillSizes(
         tile=tile,
         dim=dim,
         dim_v=dim_v,
+        padded=padded,
+        padded_v=padded_v,
         k_step=k_step,
         v_step=v_step,
         k_bytes=k_bytes,
@@ -68,7 +72,8 @@ def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -
         q_halves=q_halves,
         q_words=q_words,
         q_shared=q_shared,
-        p_halves=2 if q_kind == "fp32" else 1,
+        # Of eight bits, weights would add as much error as the result's own rounding to bfloat16.
+        p_halves=2 if q_kind == "fp32" or OPERANDS[v_kind] == "bf16" else 1,
         blocks=3 if longest <= 128 and not q_shared else 2,
         shared_bytes=2 * stage + (128 * 4 * q_words if q_shared else 0),
     )
