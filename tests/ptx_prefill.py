@@ -13,8 +13,9 @@ from problems import Shape
 from numkv import targets
 
 F32, I32, I64 = np.float32, np.int32, np.int64
-#: A row's relative L2 error, by the kind of the query.
-BOUNDS = {"fp16": 2e-3, "bf16": 2e-3, "fp32": 5e-5}
+#: A row's relative L2 error beside that of rounding the exact row to the kind of the query, which is up to 2.1e-3 of
+#: bfloat16, 2.6e-4 of float16.
+BOUNDS = {"fp16": 5e-4, "bf16": 2e-4, "fp32": 5e-5}
 ODD = [np.nan, np.inf, -np.inf]
 
 
@@ -134,17 +135,26 @@ def prefill(
     )  # fmt: skip
     wide = [[x.astype(np.float64) for x in rows] for rows in (k, v)]
     want, want_lse = expected(q, *wide, seen, sm_scale=scale, **options)
-    compare(host(out).view(q.dtype).astype(np.float64), want, BOUNDS[q_kind])
+    compare(host(out).view(q.dtype), want, BOUNDS[q_kind])
     tolerances.assert_lse_close(host(lse), want_lse)
 
 
 def compare(got, want, bound):
     """Rows within a bound, and what is not finite where and as it should be."""
     finite = np.isfinite(want)
+    with np.errstate(invalid="ignore"):
+        rounded = want.astype(got.dtype).astype(np.float64)
+    got = got.astype(np.float64)
     np.testing.assert_array_equal(got[~finite], want[~finite])
-    errors = np.linalg.norm(np.where(finite, got - np.where(finite, want, 0), 0), axis=-1)
-    sizes = np.linalg.norm(np.where(finite, want, 0), axis=-1)
-    assert np.all(errors <= bound * sizes), f"row error {np.nanmax(errors / sizes)} > {bound}"
+
+    def size(x):
+        return np.linalg.norm(np.where(finite, x, 0), axis=-1)
+
+    with np.errstate(invalid="ignore"):
+        errors, own = size(got - want), size(rounded - want)
+    assert np.all(errors <= own + bound * size(want)), (
+        f"row error {np.nanmax((errors - own) / size(want))} > {bound}"
+    )
 
 
 def add_cases(case):

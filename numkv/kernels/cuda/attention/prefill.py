@@ -291,7 +291,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.stage, SIZES.k_step, SIZES.v_step
     Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
     SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
-    LOADED = max(SIZES.padded // 8, 16)
+    LOADED = 16  # words that `ldmatrix` loads at once
     TABLE, SIZES_TABLE = 2 * TILE, 4 * TILE
     count_prefill, put_prefill, find_prefill, describe_row = make_prefill_items()
     locate = make_places(TILE)
@@ -348,8 +348,9 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         base = shared_address(stages)
         sides = begin_copies(k, v, places, base, thread)
         q_at = base + 2 * STAGE + thread * 16
-        # A thread gives the address of a row of a matrix: of eight tokens' K, and of sixteen tokens' V.
-        k_lane = keep(U32(base + (lane & I32(7)) * K_STEP + (lane >> I32(3)) * 16))
+        # A thread gives the address of a row of a matrix, of sixteen tokens' K or V.
+        k_row = (lane & I32(7)) + (lane >> I32(4)) * 8
+        k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
         v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16
         v_lane = keep(U32(v_lane))
         sign = U32(0x80008000) if scale < 0 else U32(0)

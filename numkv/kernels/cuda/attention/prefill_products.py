@@ -168,37 +168,41 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
 
 def make_scores(K_KIND, SIZES):
     """The function that multiplies a warp's query rows by a KV tile's K."""
-    TILE, PARTS, K_STEP = SIZES.tile, SIZES.padded // 16, SIZES.k_step
-    IN_SHARED, HALVES = SIZES.q_shared, SIZES.q_halves
+    TILE, PARTS, IN_SHARED, HALVES = SIZES.tile, SIZES.padded // 16, SIZES.q_shared, SIZES.q_halves
     mma = FLOATS[OPERANDS[K_KIND]].mma
-    # A row of 8 tokens' matrices: 32 columns at once.
-    load = ldmatrix_x4_into(SIZES.padded // 32, 64, False)
+    # Sixteen columns of all tokens: four matrices for each sixteen tokens.
+    load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False)
+
+    @register_jitable
+    def add_products(c, a0, a1, a2, a3, k_words):
+        for j in range(TILE // 8):
+            d = mma(
+                a0, a1, a2, a3, k_words[2 * j], k_words[2 * j + 1], c[4 * j], c[4 * j + 1], c[4 * j + 2],
+                c[4 * j + 3],
+            )  # fmt: skip
+            c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
+
+    def make_step(S):
+        @register_jitable
+        def step(c, words, q_at, k_words, k_at):
+            load(k_at + 32 * S, k_words)
+            if IN_SHARED:
+                for h in range(HALVES):
+                    a = load_shared_16(q_at + (h * PARTS + S) * (16 * THREADS))
+                    add_products(c, a[0], a[1], a[2], a[3], k_words)
+            else:
+                w = 4 * S
+                add_products(c, words[w], words[w + 1], words[w + 2], words[w + 3], k_words)
+
+        return step
+
+    multiply = in_turn([make_step(s) for s in range(PARTS)])
 
     @register_jitable
     def score(c, words, q_at, k_words, k_at):
-        if IN_SHARED:
-            for i in range(TILE // 2):
-                c[i] = F(0)
-            for h in range(HALVES):
-                for j in range(TILE // 8):
-                    load(k_at + j * (8 * K_STEP), k_words)
-                    for s in range(PARTS):
-                        a = load_shared_16(q_at + (h * PARTS + s) * (16 * THREADS))
-                        d = mma(
-                            a[0], a[1], a[2], a[3], k_words[2 * s], k_words[2 * s + 1],
-                            c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3],
-                        )  # fmt: skip
-                        c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
-            return
-        for j in range(TILE // 8):
-            load(k_at + j * (8 * K_STEP), k_words)
-            d = (F(0), F(0), F(0), F(0))
-            for s in range(PARTS):
-                d = mma(
-                    words[4 * s], words[4 * s + 1], words[4 * s + 2], words[4 * s + 3],
-                    k_words[2 * s], k_words[2 * s + 1], d[0], d[1], d[2], d[3],
-                )  # fmt: skip
-            c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
+        for i in range(TILE // 2):
+            c[i] = F(0)
+        multiply(c, words, q_at, k_words, k_at)
 
     return score
 

@@ -50,8 +50,7 @@ def _padded(dim: int) -> int:
 def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> PrefillSizes:
     """The sizes of a kernel."""
     padded, padded_v = _padded(dim), _padded(dim_v)
-    longest = max(padded, padded_v)
-    tile = 64 if longest <= 128 else 32
+    tile = 64 if max(padded, padded_v) <= 128 else 32
     k_step, v_step = 2 * padded + 16, 2 * padded_v + 16
     k_bytes = tile * max(k_step, v_step)
     # A float32 has 24 bits, a float16 11: bfloat16 has 8, and two of them 16.
@@ -74,7 +73,7 @@ def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -
         q_shared=q_shared,
         # Of eight bits, weights would add as much error as the result's own rounding to bfloat16.
         p_halves=2 if q_kind == "fp32" or OPERANDS[v_kind] == "bf16" else 1,
-        blocks=3 if longest <= 128 and not q_shared else 2,
+        blocks=2,  # with 255 registers at most
         shared_bytes=2 * stage + (128 * 4 * q_words if q_shared else 0),
     )
 
