@@ -22,6 +22,9 @@ one of V its output rows.
 A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
 row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
 
+Sequences with many query rows are another kernel's, on tensor cores, if it takes the call at all: see
+`numkv.kernels.cuda.attention.prefill`.
+
 Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
 merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
 on the sequence and the head dims alone, so results do not depend on the batch or the launch.
@@ -73,32 +76,25 @@ def _attention(
 @functools.cache
 def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped: bool) -> Any:
     signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.UniTuple(types.int64, 4), types.float32, types.float32, array(types.float32, 1),
-        array(WORDS[q_kind], 3), array(types.float32, 2),
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(WORDS[v_kind], 4), array(types.int32, 2), INDICES,
+        INDICES, array(types.int64, 2), types.UniTuple(types.int64, 4), types.UniTuple(types.float64, 2),
+        array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     blocks = prefill_sizes(q_kind, k_kind, v_kind, dim, dim_v).blocks
     return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
 
 
-def prefill(
-    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
-    by_slot, sm_scale, logits_soft_cap, window_left, least, sinks, out, lse,
-):  # fmt: skip
-    """Attention of the sequences with more than `least` queries; see `fits_prefill`."""
-    sizes = prefill_sizes(q_kind, k_kind, v_kind, q.shape[2], out.shape[2])
-    capped = logits_soft_cap > 0
-    kernel = _prefill(q_kind, k_kind, v_kind, sizes.dim, sizes.dim_v, capped)
-    block_size = k.shape[2]
+def _launch_prefill(kinds, q, k, v, batch, options, sm_scale, soft_cap, sinks, out, lse):
+    """Attention of the sequences with more queries than the last one of `options`; see `fits_prefill`."""
+    sizes, capped = prefill_sizes(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
+    rows, block_size = q.shape[0] * (q.shape[1] // k.shape[1]), k.shape[2]
     shift = -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
-    rows = q.shape[0] * (q.shape[1] // k.shape[1])
-    items = (rows // PREFILL_ROWS + seq_lens.shape[0]) * k.shape[1]
+    by_slot, window_left, most_tokens = options
     launch(
-        kernel, items, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        (int(by_slot), shift, int(window_left), least), float(sm_scale if capped else sm_scale * LOG2_E),
-        float(logits_soft_cap), sinks, out, lse,
+        _prefill(*kinds, sizes.dim, sizes.dim_v, capped),
+        (rows // PREFILL_ROWS + batch[1].shape[0]) * k.shape[1], THREADS,
+        q, k, v, *batch, (int(by_slot), shift, int(window_left), most_tokens),
+        (float(sm_scale if capped else sm_scale * LOG2_E), float(soft_cap)), sinks, out, lse,
         shared_bytes=sizes.shared_bytes,
     )  # fmt: skip
 
@@ -122,9 +118,9 @@ def attend(
         q, q_kind, k, k_kind, v, v_kind, dim_v, sm_scale
     ):
         most_tokens = MOST_ROWS // group if num_seqs > 1 else 0
-        prefill(
-            q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
-            by_slot, sm_scale, logits_soft_cap, window_left, most_tokens, sinks, out, lse,
+        _launch_prefill(
+            (q_kind, k_kind, v_kind), q, k, v, (block_table, seq_lens, q_starts, ranges),
+            (by_slot, window_left, most_tokens), sm_scale, logits_soft_cap, sinks, out, lse,
         )  # fmt: skip
         if num_seqs == 1:
             return
@@ -181,6 +177,9 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name += "]" if wide else ", strided]"
         kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
         yield name, *kernel.described
+    for kinds in (("fp32", "fp16", "bf16"),):
+        kernel = _prefill(*kinds, 40, 64, True)
+        yield f"prefill[q {kinds[0]}, K {kinds[1]}, V {kinds[2]}, capped]", *kernel.described
     yield from splits.catalogue()
 
 

@@ -19,7 +19,8 @@ two, as they would lose bits where they are small.
 
 A tile that some rows do not see whole is masked. There a weight of 0 does not hide an infinite or NaN V from a row that
 does not see it: if the tile has one, such elements are put aside and replaced by zeros, and each row gets those that it
-sees by a product of its own (`make_poison`). Rows of V that nobody sees are not read.
+sees by a product of its own (`make_poison`). Rows of V that nobody sees are not read. Elsewhere an infinity in V gives
+NaN where weights have two halves, as one of them may be 0.
 
 Every sum is taken in an order that depends on the sequence and the head dims alone, so results do not depend on the
 batch or the launch.
@@ -293,18 +294,19 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
     LOADED = 16  # words that `ldmatrix` loads at once
     TABLE, SIZES_TABLE = 2 * TILE, 4 * TILE
-    count_prefill, put_prefill, find_prefill, describe_row = make_prefill_items()
+    number_items, put_prefill, find_prefill, describe_row = make_prefill_items()
     locate = make_places(TILE)
     begin_copies, copy = make_copy(SIZES)
     load_queries = make_load_queries(Q_KIND, K_KIND, SIZES)
     score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
     mask, cap, weigh = make_softmax(V_KIND, CAPPED, SIZES)
-    is_finite, put_aside, poison = make_poison(V_KIND, SIZES)
+    hide = make_poison(V_KIND, SIZES)
     store = make_store(Q_KIND, V_KIND, SIZES)
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out, lse,
+        q, k, v, block_table, seq_lens, q_starts, ranges, options, reals, sinks, out, lse
     ):  # fmt: skip
+        scale, soft_cap = F(reals[0]), F(reals[1])
         by_slot, shift, window_left, most_tokens = options
         heads, group = I64(k.shape[1]), I64(q.shape[1]) // I64(k.shape[1])
         capacity = I64(block_table.shape[1])
@@ -355,14 +357,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         v_lane = keep(U32(v_lane))
         sign = U32(0x80008000) if scale < 0 else U32(0)
 
-        count = count_prefill(batch, thread)
-        counts[thread] = count
-        cuda.syncthreads()
-        before, items = I64(0), I64(0)
-        for i in range(min(seq_lens.shape[0], THREADS)):
-            if i == thread:
-                before = items
-            items += counts[i]
+        count, before, items = number_items(batch, counts, thread)
         for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
             cuda.syncthreads()
             put_prefill(batch, number, before, count, found, thread)
@@ -406,14 +401,10 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                     mask(c, row, other, tile, place, sizes, n, lost[0])
                 weigh(c, state, weights)
                 if ragged:
-                    v_stage = base + stage + SIZES.k_bytes
-                    if not is_finite(v_stage, thread):
-                        flags[n & 1] = 1
-                    cuda.syncthreads()
-                    if flags[n & 1] != 0:
-                        put_aside(v_stage, base + stage, thread)
-                        cuda.syncthreads()
-                        poison(state, weights, loaded, v_lane + stage - SIZES.k_bytes)
+                    here = base + stage
+                    hide(
+                        state, weights, loaded, flags, n, here, here + SIZES.k_bytes, v_lane + stage, thread
+                    )  # fmt: skip
                 add(state, weights, loaded, v_lane + stage)
             store(state, row, 0, sinks, out, lse, place)
             store(state, other, 1, sinks, out, lse, place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_sizes import PREFILL_ROWS
@@ -154,7 +155,20 @@ def make_prefill_items():
             )  # fmt: skip
         return QueryRow(item.start + t, head, r < item.rows, begin, end)
 
-    return count_prefill, put_prefill, find_prefill, describe_row
+    @register_jitable
+    def number_items(batch, counts, thread):
+        """How many items a thread counts, how many those before it, and how many there are."""
+        count = count_prefill(batch, thread)
+        counts[thread] = count
+        cuda.syncthreads()
+        before, items = np.int64(0), np.int64(0)
+        for i in range(min(batch.seq_lens.shape[0], THREADS)):
+            if i == thread:
+                before = items
+            items += counts[i]
+        return count, before, items
+
+    return number_items, put_prefill, find_prefill, describe_row
 
 
 def make_places(TILE):

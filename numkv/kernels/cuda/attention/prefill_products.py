@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS
@@ -244,11 +245,11 @@ def make_sums(V_KIND, SIZES):
 
 
 def make_poison(V_KIND, SIZES):
-    """The functions for tiles whose V is not finite where some rows see it and others do not.
+    """The function for tiles whose V is not finite where some rows see it and others do not.
 
-    One looks for such elements. One replaces them by zeros, and leaves numbers where K was, which nobody needs any
+    Where there are such elements, they are replaced by zeros, and numbers are left where K was, which nobody needs any
     more: 1 for infinity, 128 for minus infinity, 16,384 for NaN, 0 for all that is finite. A product of these with
-    ones, where a row's weight is not 0, counts for each row and column what the row sees: the third one adds that.
+    ones, where a row's weight is not 0, counts for each row and column what the row sees; it is added.
     """
     TILE, V_STEP = SIZES.tile, SIZES.v_step
     OPERAND = FLOATS[OPERANDS[V_KIND]]
@@ -335,4 +336,19 @@ def make_poison(V_KIND, SIZES):
         return step
 
     poison = in_turn([make_step(16 * n) for n in range(SIZES.padded_v // 16)])
-    return is_finite, put_aside, poison
+
+    @register_jitable
+    def hide(state, weights, words, flags, number, k_stage, v_stage, v_lane, thread):
+        """Leave a tile's V finite, for rows that do not see what is not; others get it now.
+
+        `flags` has a word for even tiles, and one for odd ones; 0 before.
+        """
+        if not is_finite(v_stage, thread):
+            flags[number & 1] = 1
+        cuda.syncthreads()
+        if flags[number & 1] != 0:
+            put_aside(v_stage, k_stage, thread)
+            cuda.syncthreads()
+            poison(state, weights, words, v_lane - (v_stage - k_stage))
+
+    return hide

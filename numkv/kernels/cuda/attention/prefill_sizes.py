@@ -56,7 +56,7 @@ def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -
     # A float32 has 24 bits, a float16 11: bfloat16 has 8, and two of them 16.
     q_halves = 2 if q_kind == "fp32" or (q_kind, OPERANDS[k_kind]) == ("fp16", "bf16") else 1
     q_words = padded // 4 * q_halves
-    q_shared = q_words > 32
+    q_shared = q_words > 32 or q_halves > 1
     stage = k_bytes + tile * v_step
     return PrefillSizes(
         tile=tile,
