@@ -7,6 +7,7 @@ not: what comes of them is compared too.
 import naive
 import numpy as np
 import operands
+import paged_problems
 import tolerances
 from problems import Shape
 
@@ -69,6 +70,7 @@ def table_of(rng, lengths, block_size, by_slot, lost):
     if lost:
         table[0, units[0] // 2] = -1
         table[0, 1] = 1 << 20
+        table[0, units[0] * 7 // 8] = -1
     return table
 
 
@@ -160,6 +162,18 @@ def compare(got, want, bound, may_be_nan):
     )
 
 
+def alone(rng, shape, kind):
+    """Each sequence of a batch by itself: the same bits."""
+    problem = paged_problems.make(rng, shape, kind, kind, block_size=16)
+    together = host(problem.run(to))
+    starts = problem.problem.cu_seqlens_q
+    for s in range(len(shape.seq_lens)):
+        found = host(problem.only(s).run(to))
+        np.testing.assert_array_equal(
+            operands.words(found), operands.words(together[starts[s] : starts[s + 1]])
+        )
+
+
 def add_cases(case):
     """Every kind and option of it; `case` takes a function and its arguments."""
     case(prefill, Shape(2, 1, 64, (83,), new=(70,)), "bf16", "bf16", everyday=True)
@@ -186,3 +200,4 @@ def add_cases(case):
     odd = (80, 81, 100, 101, 128, 165, 190, 221)
     for kind in ("bf16", "fp16"):
         case(prefill, Shape(2, 1, 64, (230,), new=(150,)), kind, kind, odd=odd)
+    case(alone, Shape(2, 1, 64, (90, 200, 60), new=(70, 80, 5)), "bf16")

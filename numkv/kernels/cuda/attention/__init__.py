@@ -46,7 +46,7 @@ from numkv.kernels.cuda.attention.prefill_sizes import (
     MOST_ROWS,
     PREFILL_ROWS,
     fits_prefill,
-    prefill_sizes,
+    sizes_of_prefill,
 )
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
 from numkv.kernels.cuda.attention.splits import LOG2_E, max_splits, merge_splits, parts_of
@@ -80,13 +80,13 @@ def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped
         INDICES, array(types.int64, 2), types.UniTuple(types.int64, 4), types.UniTuple(types.float64, 2),
         array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
-    blocks = prefill_sizes(q_kind, k_kind, v_kind, dim, dim_v).blocks
+    blocks = sizes_of_prefill(q_kind, k_kind, v_kind, dim, dim_v).blocks
     return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
 
 
 def _launch_prefill(kinds, q, k, v, batch, options, sm_scale, soft_cap, sinks, out, lse):
     """Attention of the sequences with more queries than the last one of `options`; see `fits_prefill`."""
-    sizes, capped = prefill_sizes(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
+    sizes, capped = sizes_of_prefill(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
     rows, block_size = q.shape[0] * (q.shape[1] // k.shape[1]), k.shape[2]
     shift = -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
     by_slot, window_left, most_tokens = options

@@ -51,7 +51,7 @@ from numkv.kernels.cuda.attention.prefill_products import (
     make_scores,
     make_sums,
 )
-from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, prefill_sizes
+from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, sizes_of_prefill
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_16_rows,
@@ -94,11 +94,11 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                     c[4 * j + 2 * r + e] = MINUS_INF
 
     @register_jitable
-    def mask(c, row, other, tile, place, sizes, number, lost):
+    def mask(c, row, other, tile, place, sizes, number, missing):
         """Leave scores of tokens that a row does not see at minus infinity."""
         mask_row(c, row, 0, tile, place)
         mask_row(c, other, 1, tile, place)
-        if lost != 0:
+        if missing:
             for j in range(TILE // 8):
                 for e in range(2):
                     if sizes[(number & 3) * TILE + 8 * j + 2 * place + e] == 0:
@@ -288,7 +288,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     CAPPED : bool
         Whether scores are capped.
     """
-    SIZES = prefill_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
+    SIZES = sizes_of_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
     TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.stage, SIZES.k_step, SIZES.v_step
     Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
     SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
@@ -313,16 +313,8 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         if not by_slot:
             capacity *= k.shape[2]
         batch = PrefillBatch(
-            seq_lens,
-            q_starts,
-            ranges,
-            I64(q.shape[0]),
-            capacity,
-            window_left,
-            group,
-            heads,
-            most_tokens,
-        )
+            seq_lens, q_starts, ranges, I64(q.shape[0]), capacity, window_left, group, heads, most_tokens
+        )  # fmt: skip
         thread = I32(cuda.threadIdx.x) & I32(0x7FFFFFFF)
         lane, warp = thread & I32(31), thread >> I32(5)
         place = lane & I32(3)
@@ -333,7 +325,9 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         k_at = cuda.shared.array(TABLE, np.int64)
         v_at = cuda.shared.array(TABLE, np.int64)
         sizes = cuda.shared.array(SIZES_TABLE, np.int32)
-        lost = cuda.shared.array(1, np.int32)
+        lost = cuda.shared.array(
+            4, np.int32
+        )  # whether a tile has tokens that lie outside of the pool
         flags = cuda.shared.array(2, np.int32)  # whether the V of a tile is not finite
         places = (k_at, v_at, sizes, lost)
 
@@ -361,9 +355,9 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
             cuda.syncthreads()
             put_prefill(batch, number, before, count, found, thread)
-            if thread == 0:
-                lost[0] = 0
-                flags[0] = 0
+            if thread < 4:
+                lost[thread] = 0
+                flags[thread & 1] = 0
             cuda.syncthreads()
             item = find_prefill(found)
             first = item.begin - item.begin % TILE
@@ -385,20 +379,22 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                 cp_async_wait(0)
                 cuda.syncthreads()
                 if n + 1 < tiles:
-                    plain = tile + 2 * TILE <= item.end and lost[0] == 0
+                    plain = tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
                     copy(sides, n + I32(1), plain)
                 if n + 2 < tiles:
                     locate(
                         places, block_table, by_slot, shift, k, v, item, tile + 2 * TILE, n + I32(2), thread
                     )  # fmt: skip
-                if thread == 0:
+                if thread == 0:  # what nobody reads or writes now
+                    lost[(n + 3) & 3] = 0
                     flags[(n + 1) & 1] = 0
                 score(c, words, q_at, loaded, k_lane + stage)
                 if CAPPED:
                     cap(c, scales, soft_cap)
-                ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
+                missing = lost[n & 3] != 0
+                ragged = missing or tile < item.all_begin or tile + TILE > item.all_end
                 if ragged:
-                    mask(c, row, other, tile, place, sizes, n, lost[0])
+                    mask(c, row, other, tile, place, sizes, n, missing)
                 weigh(c, state, weights)
                 if ragged:
                     here = base + stage

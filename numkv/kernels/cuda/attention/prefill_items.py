@@ -203,7 +203,7 @@ def make_places(TILE):
                 size = np.int32(16)
                 if block < 0 or block >= k.shape[0]:
                     block, offset, size = np.int64(0), np.int64(0), np.int32(0)
-                    lost[0] = 1
+                    lost[number & 3] = 1
             at = (number & 1) * TILE + thread
             k_at[at] = block * k.strides[0] + item.head * k.strides[1] + offset * k.strides[2]
             v_at[at] = block * v.strides[0] + item.head * v.strides[1] + offset * v.strides[2]

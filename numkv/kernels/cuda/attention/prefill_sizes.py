@@ -9,7 +9,7 @@ from numkv.kernels.cuda.simd import aligned
 from numkv.kinds import kind
 
 __all__ = [
-    "MOST_DIM", "MOST_ROWS", "OPERANDS", "PREFILL_ROWS", "PrefillSizes", "fits_prefill", "prefill_sizes",
+    "MOST_DIM", "MOST_ROWS", "OPERANDS", "PREFILL_ROWS", "PrefillSizes", "fits_prefill", "sizes_of_prefill",
 ]  # fmt: skip
 
 #: Query rows of an item: sixteen for each of four warps, as a product of matrices has.
@@ -47,7 +47,7 @@ def _padded(dim: int) -> int:
     return -(-dim // 32) * 32
 
 
-def prefill_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> PrefillSizes:
+def sizes_of_prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> PrefillSizes:
     """The sizes of a kernel."""
     padded, padded_v = _padded(dim), _padded(dim_v)
     tile = 64 if max(padded, padded_v) <= 128 else 32
