@@ -201,7 +201,9 @@ def test_pairs_of_floats():
         )
     for at, which in ((8, 3), (10, 0)):
         np.testing.assert_array_equal(got[at : at + 2].view(F32).T, values[which].astype(F32))
-    np.testing.assert_allclose(got[12].view(F32), np.exp2(a), rtol=2.0**-21, atol=2.0**-126)
+    with np.errstate(over="ignore"):
+        powers = np.exp2(a)
+    np.testing.assert_allclose(got[12].view(F32), powers, rtol=2.0**-21, atol=2.0**-126)
     eight = np.concatenate([pairs[0, :, None].view(U8), pairs[1, :, None].view(U8)], 1)
     np.testing.assert_array_equal(got[13].view(U8).reshape(32, 4), eight[:, [0, 4, 2, 5]])
     np.testing.assert_array_equal(got[14], pairs[0] & 0x0F0F0F0F | 0x80000001)

@@ -13,7 +13,7 @@ def batch_of(lengths, tokens, heads, group, window_left, capacity, room, ranges=
     starts = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
     return items.Batch(
         np.array(lengths, np.int32), starts, ranges, int(starts[-1]), capacity, window_left, group, heads,
-        room.slots, room.by_token,
+        room.slots, room.by_token, int(starts[-1]),
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@
 Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
 the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
 of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
-divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches
-is left out in turn, and the case has to fail.
+divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches,
+and each wait for copies, is left out in turn, and the case has to fail.
 """
 
 from __future__ import annotations

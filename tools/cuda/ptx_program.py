@@ -67,8 +67,8 @@ class Program:
     blocks: dict[int, int] = field(default_factory=dict)  #: start of a basic block to its end
 
     def barriers(self) -> list[int]:
-        """Instructions at which the threads of a block wait for each other."""
-        return [i for i, x in enumerate(self.code) if is_barrier(x)]
+        """Instructions at which the threads of a block wait for each other, or one for its copies."""
+        return [i for i, x in enumerate(self.code) if is_barrier(x) or is_wait(x)]
 
     def without(self, number: int) -> Program:
         """The program with an instruction left out."""
@@ -83,6 +83,11 @@ class Program:
 def is_barrier(x: Instruction) -> bool:
     """Whether all threads of a block wait here."""
     return x.opcode.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync"))
+
+
+def is_wait(x: Instruction) -> bool:
+    """Whether a thread waits here for copies that it has started."""
+    return x.opcode.startswith("cp.async.wait")
 
 
 def parse(text: str) -> Program:

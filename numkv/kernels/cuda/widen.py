@@ -15,10 +15,10 @@ from numba.extending import register_jitable
 from numkv.kernels.cuda.instructions import (
     fma_bf16x2,
     fma_fp16x2,
-    pack_bf16,
     pack_fp16,
     permute_bytes,
     select_bits,
+    split_bf16,
     unpack_fp16,
 )
 
@@ -45,9 +45,7 @@ def halves_bf16(a, b):
 
     ``high = array([a, b]).astype(bfloat16); low = (array([a, b]) - high).astype(bfloat16)``
     """
-    high = pack_bf16(a, b)
-    x, y = unpack_bf16(high)
-    return high, pack_bf16(a - x, b - y)
+    return split_bf16(a, b)
 
 
 @register_jitable

@@ -22,6 +22,9 @@ one of V its output rows.
 A query sees what causality and the window leave of its sequence, or a range of its own; either way two numbers for each
 row. Tiles that some rows of an item do not see whole are added up token by token, so that nothing hidden gets in.
 
+Sequences with many query rows are another kernel's, on tensor cores, if it takes the call at all: see
+`numkv.kernels.cuda.attention.prefill`.
+
 Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
 merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
 on the sequence and the head dims alone, so results do not depend on the batch or the launch.
@@ -40,6 +43,13 @@ from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
+from numkv.kernels.cuda.attention.prefill import make_prefill
+from numkv.kernels.cuda.attention.prefill_sizes import (
+    MOST_ROWS,
+    PREFILL_ROWS,
+    fits_prefill,
+    sizes_of_prefill,
+)
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
@@ -58,11 +68,36 @@ def _attention(
     signature = (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((*[types.int64] * 5, real, real)), array(real, 1), array(WORDS[q_kind], 3),
+        types.Tuple((*[types.int64] * 6, real, real)), array(real, 1), array(WORDS[q_kind], 3),
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
     return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
+
+
+@functools.cache
+def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped: bool) -> Any:
+    signature = (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(WORDS[v_kind], 4), array(types.int32, 2), INDICES,
+        INDICES, array(types.int64, 2), types.UniTuple(types.int64, 4), types.UniTuple(types.float64, 2),
+        array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
+    )  # fmt: skip
+    blocks = sizes_of_prefill(q_kind, k_kind, v_kind, dim, dim_v).blocks
+    return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
+
+
+def _launch_prefill(kinds, q, k, v, batch, options, sm_scale, soft_cap, sinks, out, lse):
+    """Attention of the sequences with more queries than the last one of `options`; see `fits_prefill`."""
+    sizes, capped = sizes_of_prefill(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
+    rows, block_size = q.shape[0] * (q.shape[1] // k.shape[1]), k.shape[2]
+    by_slot, window_left, most_tokens = options
+    launch(
+        _prefill(*kinds, sizes.dim, sizes.dim_v, capped),
+        (rows // PREFILL_ROWS + batch[1].shape[0]) * k.shape[1], THREADS,
+        q, k, v, *batch, (int(by_slot), shift_of(block_size), int(window_left), most_tokens),
+        (float(sm_scale if capped else sm_scale * LOG2_E), float(soft_cap)), sinks, out, lse,
+        shared_bytes=sizes.shared_bytes,
+    )  # fmt: skip
 
 
 @implements(Operations.attend)
@@ -79,6 +114,17 @@ def attend(
 
     # -- which kernel
     group = num_q_heads // num_kv_heads
+    most_tokens = num_tokens
+    if num_tokens * group > MOST_ROWS and fits_prefill(
+        q, q_kind, k, k_kind, v, v_kind, dim_v, sm_scale
+    ):
+        most_tokens = MOST_ROWS // group if num_seqs > 1 else 0
+        _launch_prefill(
+            (q_kind, k_kind, v_kind), q, k, v, (block_table, seq_lens, q_starts, ranges),
+            (by_slot, window_left, most_tokens), sm_scale, logits_soft_cap, sinks, out, lse,
+        )  # fmt: skip
+        if num_seqs == 1:
+            return
     wanted = group * ceil_div(num_tokens, num_seqs)
     choices = row_choices(k_kind, v_kind, compute.name)
     sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
@@ -101,7 +147,8 @@ def attend(
     real = compute.type
     scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
     options = (
-        int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), scale, real(logits_soft_cap)
+        int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), most_tokens,
+        scale, real(logits_soft_cap),
     )  # fmt: skip
     launch(
         kernel, row_blocks * room.splits * num_kv_heads, THREADS,
@@ -139,6 +186,9 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name += "]" if wide else ", strided]"
         kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
         yield name, *kernel.described
+    for kinds in (("fp32", "fp16", "bf16"),):
+        kernel = _prefill(*kinds, 40, 64, True)
+        yield f"prefill[q {kinds[0]}, K {kinds[1]}, V {kinds[2]}, capped]", *kernel.described
     yield from splits.catalogue()
 
 

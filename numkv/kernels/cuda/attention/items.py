@@ -79,6 +79,7 @@ class Batch(NamedTuple):
     heads: Any  #: kv heads
     slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.Room`
     by_token: Any  #: whether it is a token
+    most_tokens: Any  #: sequences with more queries than that are left to another kernel
 
 
 class Extent(NamedTuple):
@@ -168,6 +169,8 @@ def extent(batch, b):
     tokens = number_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
         start, tokens = np.int64(0), np.int64(0)
+    if tokens > batch.most_tokens:
+        tokens = np.int64(0)
     start, tokens = _natural(start), _natural(tokens)
     length = _natural(min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
     first, split_len, splits = np.int64(0), np.int64(FAR), np.int64(1)

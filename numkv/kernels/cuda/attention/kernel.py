@@ -13,7 +13,6 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.instructions.addressed import load_chunk_at, row_address
 from numkv.kernels.cuda.attention.items import (
     COUNTS,
     FIELDS,
@@ -24,6 +23,7 @@ from numkv.kernels.cuda.attention.items import (
 )  # fmt: skip
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
+from numkv.kernels.cuda.instructions.addressed import load_chunk_at, row_address
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, column_of, natural, reader
 from numkv.kinds import kind
 from numkv.rows.convert import codec
@@ -423,13 +423,13 @@ def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
 @register_jitable
 def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
     """The `Batch` of a call."""
-    by_slot, _, window_left, slots, by_token, _, _ = options
+    by_slot, _, window_left, slots, by_token, most_tokens, _, _ = options
     heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
     if not by_slot:
         capacity *= k.shape[2]
     return Batch(
         seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
-        heads, slots, by_token,
+        heads, slots, by_token, most_tokens,
     )  # fmt: skip
 
 
@@ -482,7 +482,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
         parts,
     ):  # fmt: skip
-        by_slot, shift, _, _, _, scale, soft_cap = options
+        by_slot, shift, _, _, _, _, scale, soft_cap = options
         paging = Paging(by_slot, shift)
         batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)

@@ -179,7 +179,7 @@ def make_merge_splits(Q_KIND, COMPUTE):
         num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
         batch = Batch(
             seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
-            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token,
+            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
         )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
         width = parts.shape[3] - PART_EXTRA

@@ -14,6 +14,7 @@ from numkv.kernels.cuda.instructions.chunks import load_chunk, loader
 from numkv.kernels.cuda.instructions.memory import (
     cp_async_16,
     cp_async_16_or_zeros,
+    cp_async_16_rows,
     cp_async_commit,
     cp_async_wait,
     global_address,
@@ -31,6 +32,7 @@ from numkv.kernels.cuda.instructions.warps import (
     ldmatrix_x2,
     ldmatrix_x2_trans,
     ldmatrix_x4,
+    ldmatrix_x4_into,
     ldmatrix_x4_steps,
     ldmatrix_x4_trans,
     mma_bf16,
@@ -44,18 +46,21 @@ from numkv.kernels.cuda.instructions.words import (
     exp2_approx,
     fma_bf16x2,
     fma_fp16x2,
+    keep,
+    keep_address,
     pack_bf16,
     pack_fp16,
     permute_bytes,
     select_bits,
+    split_bf16,
     unpack_fp16,
 )
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_commit", "cp_async_wait", "exp2_approx", "fma_bf16x2",
-    "fma_fp16x2", "global_address", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_steps",
-    "ldmatrix_x4_trans", "load_chunk", "load_global_16", "load_shared_4", "load_shared_8", "load_shared_16", "loader",
-    "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits", "shared_address", "shuffle",
-    "shuffle_float", "shuffle_xor", "shuffle_xor_float", "store_global_16", "store_shared_4", "store_shared_8",
-    "store_shared_16", "unpack_fp16",
+    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_commit", "cp_async_wait", "exp2_approx",
+    "fma_bf16x2", "fma_fp16x2", "global_address", "keep", "keep_address", "ldmatrix_x2", "ldmatrix_x2_trans",
+    "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans", "load_chunk", "load_global_16",
+    "load_shared_4", "load_shared_8", "load_shared_16", "loader", "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16",
+    "permute_bytes", "select_bits", "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
+    "split_bf16", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "unpack_fp16",
 ]  # fmt: skip

@@ -35,7 +35,7 @@ def intrinsic(typed: Callable[..., Any]) -> Any:
 
 def operation(
     name: str, text: str, results: str, operands: dict[str, str], doc: str, *, together: bool = False,
-    memory: bool = False, early: bool = False,
+    memory: bool = False, early: bool = False, into: bool = False,
 ) -> Any:  # fmt: skip
     """A function for kernels that is an instruction, or a few.
 
@@ -57,6 +57,8 @@ def operation(
         Whether it reads or writes memory, or orders accesses.
     early : bool
         Whether it sets results while it still needs operands, so that they may not share registers.
+    into : bool
+        Whether results go to the first elements of a local array, which is given last, not to a tuple.
     """
     constraints = ",".join([*(f"={'&' * early}{r}" for r in results), *operands.values()])
     if memory:
@@ -72,7 +74,7 @@ def operation(
     )
 
     def typed(typing_context: Any, *args: Any) -> Any:
-        if len(args) != len(operands):
+        if len(args) != len(operands) + into:
             return None
 
         def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
@@ -80,18 +82,25 @@ def operation(
                 whole if results else ir.VoidType(), [LLVM[x] for x in operands.values()]
             )
             assembly = ir.InlineAsm(of, text, constraints, side_effect=memory)
-            found = b.call(assembly, values, attrs=("convergent",) if together else ())
-            if not results:
+            found = b.call(
+                assembly, values[: len(operands)], attrs=("convergent",) if together else ()
+            )
+            if into:
+                data = context.make_array(sig.args[-1])(context, b, values[-1]).data
+                for i in range(len(results)):
+                    b.store(b.extract_value(found, i), b.gep(data, [ir.Constant(I64, i)]))
+            if not results or into:
                 return context.get_dummy_value()
             if len(results) == 1:
                 return found
             parts = [b.extract_value(found, i) for i in range(len(results))]
             return context.make_tuple(b, sig.return_type, parts)
 
-        return returned(*(NUMBA[x] for x in operands.values())), codegen
+        given = [NUMBA[x] for x in operands.values()]
+        return (types.void(*given, args[-1]) if into else returned(*given)), codegen
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["typing_context", *operands]
+    names = ["typing_context", *operands, *(["found"] if into else [])]
     typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
     typed.__name__ = typed.__qualname__ = name
     typed.__doc__ = doc

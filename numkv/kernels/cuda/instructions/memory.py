@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -10,9 +11,9 @@ from numba import types
 from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_commit", "cp_async_wait", "global_address", "load_global_16",
-    "load_shared_4", "load_shared_8", "load_shared_16", "shared_address", "store_global_16", "store_shared_4",
-    "store_shared_8", "store_shared_16",
+    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_commit", "cp_async_wait", "global_address",
+    "load_global_16", "load_shared_4", "load_shared_8", "load_shared_16", "shared_address", "store_global_16",
+    "store_shared_4", "store_shared_8", "store_shared_16",
 ]  # fmt: skip
 
 
@@ -55,6 +56,30 @@ cp_async_16_or_zeros = operation(
     ``shared[to : to + 16] = [*memory[source : source + size], *zeros(16 - size)]``
     """, memory=True,
 )  # fmt: skip
+
+
+@functools.cache
+def cp_async_16_rows(count: int, table_step: int, step: int, sized: bool) -> Any:
+    """An operation that starts `count` copies, of rows that a table in shared memory says the places of.
+
+    ``copy(to, table, source)``: ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
+    count``; the table has int64. If `sized`, ``copy(to, table, source, sizes, most)``: `cp_async_16_or_zeros`, of sizes
+    that another table has, of int32, half as far apart; ``& most``.
+    """
+    text = "{ .reg .b64 %row_source; .reg .b32 %row_size;\n"
+    for i in range(count):
+        text += f"ld.shared.b64 %row_source, [$1+{i * table_step}]; add.s64 %row_source, %row_source, $2;\n"
+        size = ""
+        if sized:
+            text += f"ld.shared.b32 %row_size, [$3+{i * table_step // 2}]; and.b32 %row_size, %row_size, $4;\n"
+            size = ", %row_size"
+        text += f"cp.async.cg.shared.global [$0+{i * step}], [%row_source], 16{size};\n"
+    operands = {"to": "r", "table": "r", "source": "l"} | (
+        {"sizes": "r", "most": "r"} if sized else {}
+    )
+    name = f"cp_async_16_{count}_rows_of_{table_step}_{step}" + "_sized" * sized
+    return operation(name, text.rstrip() + " }", "", operands, "", memory=True)
+
 
 cp_async_commit = operation(
     "cp_async_commit", "cp.async.commit_group;", "", {},

@@ -40,8 +40,8 @@ from typing import Any
 from numkv.kernels.cuda.instructions.emit import operation
 
 __all__ = [
-    "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_steps", "ldmatrix_x4_trans", "mma_bf16",
-    "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
+    "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans",
+    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
 ]  # fmt: skip
 
 
@@ -70,13 +70,7 @@ ldmatrix_x4, ldmatrix_x4_trans = _ldmatrix(4, False), _ldmatrix(4, True)
 ldmatrix_x2, ldmatrix_x2_trans = _ldmatrix(2, False), _ldmatrix(2, True)
 
 
-@functools.cache
-def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
-    """An operation that is `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, each `step` bytes after the one before.
-
-    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``; the steps are part of the instructions, so
-    that no address but the first is computed.
-    """
+def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool) -> Any:
     text = ""
     for i in range(count):
         found = ", ".join(f"${4 * i + j}" for j in range(4))
@@ -84,8 +78,24 @@ def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
     # Results may not share a register with the address, which later loads still need.
     name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}"
     return operation(
-        name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True
+        name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True, into=into
     )  # fmt: skip
+
+
+@functools.cache
+def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
+    """An operation that is `count` times `ldmatrix_x4`, or `ldmatrix_x4_trans`, each `step` bytes after the one before.
+
+    ``sum((ldmatrix_x4(address + i * step) for i in range(count)), ())``; the steps are part of the instructions, so
+    that no address but the first is computed.
+    """
+    return _ldmatrix_steps(count, step, trans, False)
+
+
+@functools.cache
+def ldmatrix_x4_into(count: int, step: int, trans: bool) -> Any:
+    """`ldmatrix_x4_steps` that puts its words into a local array: ``load(address, words)``."""
+    return _ldmatrix_steps(count, step, trans, True)
 
 
 def _shuffle(name: str, mode: str, of: str, doc: str) -> Any:

@@ -11,8 +11,8 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic, operation
 
 __all__ = [
-    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
-    "unpack_fp16",
+    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "pack_bf16", "pack_fp16", "permute_bytes",
+    "select_bits", "split_bf16", "unpack_fp16",
 ]  # fmt: skip
 
 exp2_approx = operation(
@@ -28,6 +28,17 @@ pack_bf16 = operation(
 pack_fp16 = operation(
     "pack_fp16", "cvt.rn.f16x2.f32 $0, $2, $1;", "r", {"low": "f", "high": "f"},
     _PAIR.format("float16", "float16") + " What is above 65,504 becomes infinite.",
+)  # fmt: skip
+
+split_bf16 = operation(
+    "split_bf16",
+    "{ .reg .b32 %split<2>; cvt.rn.bf16x2.f32 $0, $3, $2; shl.b32 %split0, $0, 16; and.b32 %split1, $0, -65536; "
+    "sub.f32 %split0, $2, %split0; sub.f32 %split1, $3, %split1; cvt.rn.bf16x2.f32 $1, %split1, %split0; }",
+    "rr", {"low": "f", "high": "f"},
+    """Two float32 as a word of two bfloat16, and a word of what these leave: together they have 16 bits.
+
+    ``x = array([low, high]); a = x.astype(bfloat16); b = (x - a).astype(bfloat16)``
+    """, early=True,
 )  # fmt: skip
 
 _FMA = "``a * b + c`` of words of two {}, each rounded once."
@@ -73,3 +84,17 @@ def unpack_fp16(typing_context: Any, word: Any) -> Any:
         return context.make_tuple(b, sig.return_type, parts)
 
     return types.UniTuple(types.float32, 2)(types.uint32), codegen
+
+
+keep = operation(
+    "keep", "mov.b32 $0, $1;", "r", {"x": "r"},
+    "`x`, in a register: where a loop needs it, the compiler would rather compute it anew each time.", memory=True,
+)  # fmt: skip
+keep_address = operation(
+    "keep_address",
+    "mov.b64 $0, $1;",
+    "l",
+    {"x": "l"},
+    "`keep` of an address of global memory.",
+    memory=True,
+)

@@ -1,0 +1,408 @@
+"""Attention of many query rows on tensor cores: prefill, and long chunks of it.
+
+A block takes an item: 64 query rows, sixteen for each warp, and the KV tiles that any of them sees, one after another.
+K and V of the next tile are on their way to shared memory while this one is worked on; there is one barrier a tile.
+What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv:2307.08691), by the drawings of
+`numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
+
+    scores    S = Q K^T, 16 rows x 64 tokens      c0, c1: row g, tokens 8j + 2t and 8j + 2t + 1   c2, c3: row g + 8
+    weights   P, packed in pairs: scores of tokens 16i to 16i + 15 are an A of the second product as they are
+    sums      O = P V, 16 rows x head_dim_v       as scores, with columns of V in place of tokens
+
+The softmax is online (Milakov and Gimelshein, arXiv:1805.02867), in base 2; four threads have a row, and agree on its
+maximum by shuffles. The sum of weights is one more product, with a column of ones.
+
+Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
+bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
+queries are moved by a power of two to where float16 holds them. Weights of float16 are moved up by `LIFT` powers of
+two, as they would lose bits where they are small.
+
+A tile that some rows do not see whole is masked. There a weight of 0 does not hide an infinite or NaN V from a row that
+does not see it: if the tile has one, such elements are put aside and replaced by zeros, and each row gets those that it
+sees by a product of its own (`make_poison`). Rows of V that nobody sees are not read. Elsewhere an infinity in V gives
+NaN where weights have two halves, as one of them may be 0.
+
+Every sum is taken in an order that depends on the sequence and the head dims alone, so results do not depend on the
+batch or the launch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.prefill_items import (
+    ITEM_FIELDS,
+    PrefillBatch,
+    make_places,
+    make_prefill_items,
+)  # fmt: skip
+from numkv.kernels.cuda.attention.prefill_products import (
+    FLOATS,
+    MINUS_INF,
+    State,
+    in_turn,
+    make_load_queries,
+    make_poison,
+    make_scores,
+    make_sums,
+)
+from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, sizes_of_prefill
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
+from numkv.kernels.cuda.instructions import (
+    cp_async_16_rows,
+    cp_async_commit,
+    cp_async_wait,
+    exp2_approx,
+    global_address,
+    keep,
+    keep_address,
+    shared_address,
+    shuffle_xor_float,
+)  # fmt: skip
+from numkv.kernels.cuda.launches import THREADS
+from numkv.rows.convert import codec
+from numkv.rows.softmax import finish
+
+__all__ = ["make_prefill"]
+
+F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
+
+#: A row's maximum is raised when a score is so many powers of two above it; until then weights just exceed 1. So what
+#: has been added up is rarely multiplied.
+SLACK = F(4)
+
+
+def make_softmax(V_KIND, CAPPED, SIZES):
+    """The functions that cap and mask scores, and turn them into packed weights."""
+    TILE, HALVES, TO_BASE_2 = SIZES.tile, SIZES.p_halves, F(LOG2_E)
+    OPERAND = FLOATS[OPERANDS[V_KIND]]
+    pack, halves, LIFT = OPERAND.pack, OPERAND.halves, F(OPERAND.lift)
+    SUMS, WEIGHTS = SIZES.padded_v // 2, TILE // 4
+
+    @register_jitable
+    def mask_row(c, row, r, tile, place):
+        begin = I32(min(max(row.begin - tile, I64(0)), I64(TILE))) - 2 * place
+        end = I32(min(max(row.end - tile, I64(0)), I64(TILE))) - 2 * place
+        for j in range(TILE // 8):
+            for e in range(2):
+                if begin > 8 * j + e or end <= 8 * j + e:
+                    c[4 * j + 2 * r + e] = MINUS_INF
+
+    @register_jitable
+    def mask(c, row, other, tile, place, sizes, number, missing):
+        """Leave scores of tokens that a row does not see at minus infinity."""
+        mask_row(c, row, 0, tile, place)
+        mask_row(c, other, 1, tile, place)
+        if missing:
+            for j in range(TILE // 8):
+                for e in range(2):
+                    if sizes[(number & 3) * TILE + 8 * j + 2 * place + e] == 0:
+                        c[4 * j + e] = MINUS_INF
+                        c[4 * j + 2 + e] = MINUS_INF
+
+    @register_jitable
+    def cap(c, scales, soft_cap):
+        """Cap scores, which leaves them in base 2."""
+        for r in range(2):
+            for j in range(TILE // 8):
+                for e in range(2):
+                    i = 4 * j + 2 * r + e
+                    c[i] = soft_cap * F(math.tanh(c[i] * scales[r] / soft_cap)) * TO_BASE_2
+
+    @register_jitable
+    def scale_of(state, r):
+        return F(1) if CAPPED else state.scales[r]
+
+    @register_jitable
+    def top_of(c, state, r):
+        """The largest score of a row so far, or one that is little less."""
+        top = c[2 * r]
+        for j in range(TILE // 8):
+            for e in range(2):
+                top = max(top, c[4 * j + 2 * r + e])
+        top = max(top, shuffle_xor_float(top, 1))
+        top = max(top, shuffle_xor_float(top, 2))
+        top *= scale_of(state, r)
+        return top if top > state.maxima[r] + SLACK else state.maxima[r]
+
+    @register_jitable
+    def base_of(top):
+        """A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf."""
+        return top if top > MINUS_INF else F(0)
+
+    @register_jitable
+    def weigh_row(c, state, weights, r):
+        scale, offset = scale_of(state, r), LIFT - base_of(state.maxima[r])
+        for j in range(TILE // 8):
+            x = exp2_approx(cuda.fma(c[4 * j + 2 * r], scale, offset))
+            y = exp2_approx(cuda.fma(c[4 * j + 2 * r + 1], scale, offset))
+            if HALVES == 1:
+                state.totals[r] += x
+                state.totals[r] += y
+                weights[2 * j + r] = pack(x, y)
+            else:
+                first, rest = halves(x, y)
+                weights[2 * j + r] = first
+                weights[WEIGHTS + 2 * j + r] = rest
+
+    @register_jitable
+    def weigh(c, state, weights):
+        """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
+        top, other = top_of(c, state, 0), top_of(c, state, 1)
+        # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
+        if cuda.any_sync(0xFFFFFFFF, top > state.maxima[0] or other > state.maxima[1]):
+            shrink = exp2_approx(state.maxima[0] - base_of(top))
+            other_shrink = exp2_approx(state.maxima[1] - base_of(other))
+            state.totals[0] *= shrink
+            state.totals[1] *= other_shrink
+            for n in range(SUMS // 4):
+                state.sums[4 * n] *= shrink
+                state.sums[4 * n + 1] *= shrink
+                state.sums[4 * n + 2] *= other_shrink
+                state.sums[4 * n + 3] *= other_shrink
+        state.maxima[0], state.maxima[1] = top, other
+        weigh_row(c, state, weights, 0)
+        weigh_row(c, state, weights, 1)
+
+    return mask, cap, weigh
+
+
+class Side(NamedTuple):
+    """What a thread needs to copy rows of K or V: a chunk of 16 bytes of every so many rows."""
+
+    source: Any  #: address of its chunk in the first row of all
+    there: Any  #: whether it copies any
+    to: Any  #: address of its chunk of its first row, in the first stage
+    table: Any  #: address of what says where that row is, for the first tile
+    sizes: Any
+    most: Any  #: 0 where its chunk is past the end of the pool's rows, 16 elsewhere
+
+
+def make_copy(SIZES):
+    """The functions that copy KV tiles to shared memory."""
+    TILE, STAGE = SIZES.tile, SIZES.stage
+
+    def make_side(DIM, PADDED, STEP):
+        CHUNKS = PADDED // 8
+        # As many rows at once as divide a tile.
+        ROWS = max(n for n in range(1, THREADS // CHUNKS + 1) if TILE % n == 0)
+        COUNT, WHOLE = TILE // ROWS, DIM == PADDED
+        copy_rows = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, False)
+        copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True)
+
+        @register_jitable
+        def begin_side(thread, source, base, table, sizes):
+            chunk, row = thread % CHUNKS, thread // CHUNKS
+            return Side(
+                keep_address(source + chunk * 16), row < ROWS, keep(U32(base + row * STEP + chunk * 16)),
+                keep(U32(table + row * 8)), keep(U32(sizes + row * 4)), I32(16) if chunk * 8 < DIM else I32(0),
+            )  # fmt: skip
+
+        @register_jitable
+        def copy_side(side, number, plain):
+            if side.there:
+                odd = U32(number & 1)
+                to, table = side.to + odd * U32(STAGE), side.table + odd * U32(8 * TILE)
+                if WHOLE and plain:
+                    copy_rows(to, table, side.source)
+                else:
+                    sizes = side.sizes + U32(number & 3) * U32(4 * TILE)
+                    copy_sized(to, table, side.source, sizes, side.most)
+
+        return begin_side, copy_side
+
+    begin_k, copy_k = make_side(SIZES.dim, SIZES.padded, SIZES.k_step)
+    begin_v, copy_v = make_side(SIZES.dim_v, SIZES.padded_v, SIZES.v_step)
+
+    @register_jitable
+    def begin_copies(k, v, places, base, thread):
+        """A thread's part of all copies."""
+        k_at, v_at, sizes, _ = places
+        own = shared_address(sizes)
+        return (
+            begin_k(thread, global_address(k), base, shared_address(k_at), own),
+            begin_v(thread, global_address(v), base + SIZES.k_bytes, shared_address(v_at), own),
+        )
+
+    @register_jitable
+    def copy(sides, number, plain):
+        """Start to copy a tile; `plain` if all of its tokens count."""
+        copy_k(sides[0], number, plain)
+        copy_v(sides[1], number, plain)
+        cp_async_commit()
+
+    return begin_copies, copy
+
+
+def make_store(Q_KIND, V_KIND, SIZES):
+    """The function that normalises a thread's two rows and stores them."""
+    COLUMNS, TO_BASE_2, TO_BASE_E = SIZES.padded_v // 8, F(LOG2_E), F(LN_2)
+    LIFT, ADDED = F(FLOATS[OPERANDS[V_KIND]].lift), SIZES.p_halves == 1
+    _, store_word = codec(Q_KIND, "float32")
+
+    def make_step(COLUMN):
+        SUM = COLUMN // 2
+
+        @register_jitable
+        def step(state, out, token, head, r, factor, place):
+            d = COLUMN + 2 * place
+            if d < out.shape[2]:
+                out[token, head, d] = store_word(factor * state.sums[SUM + 2 * r])
+            if d + 1 < out.shape[2]:
+                out[token, head, d + 1] = store_word(factor * state.sums[SUM + 2 * r + 1])
+
+        return step
+
+    store_row = in_turn([make_step(8 * n) for n in range(COLUMNS)])
+
+    @register_jitable
+    def store(state, row, r, sinks, out, lse, place):
+        total = state.totals[r]
+        if ADDED:  # by each of the row's four threads, of its own tokens
+            total += shuffle_xor_float(total, 1)
+            total += shuffle_xor_float(total, 2)
+        if row.there:
+            sink = F(sinks[row.head]) * TO_BASE_2 if sinks.shape[0] > 0 else MINUS_INF
+            factor, log_sum = finish(state.maxima[r] - LIFT, total, sink, TO_BASE_E)
+            if place == 0 and lse.shape[0] > 0:
+                lse[row.token, row.head] = log_sum
+            store_row(state, out, row.token, row.head, r, F(factor), place)
+
+    return store
+
+
+def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
+    """The kernel.
+
+    Parameters
+    ----------
+    Q_KIND, K_KIND, V_KIND : str
+        Kinds of q and the output, of K and of V.
+    DIM, DIM_V : int
+        Columns of K and V.
+    CAPPED : bool
+        Whether scores are capped.
+    """
+    SIZES = sizes_of_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
+    TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.stage, SIZES.k_step, SIZES.v_step
+    Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
+    SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
+    LOADED = 16  # words that `ldmatrix` loads at once
+    TABLE, SIZES_TABLE = 2 * TILE, 4 * TILE
+    number_items, put_prefill, find_prefill, describe_row = make_prefill_items()
+    locate = make_places(TILE)
+    begin_copies, copy = make_copy(SIZES)
+    load_queries = make_load_queries(Q_KIND, K_KIND, SIZES)
+    score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
+    mask, cap, weigh = make_softmax(V_KIND, CAPPED, SIZES)
+    hide = make_poison(V_KIND, SIZES)
+    store = make_store(Q_KIND, V_KIND, SIZES)
+
+    def kernel(
+        q, k, v, block_table, seq_lens, q_starts, ranges, options, reals, sinks, out, lse
+    ):  # fmt: skip
+        scale, soft_cap = F(reals[0]), F(reals[1])
+        by_slot, shift, window_left, most_tokens = options
+        heads, group = I64(k.shape[1]), I64(q.shape[1]) // I64(k.shape[1])
+        capacity = I64(block_table.shape[1])
+        if not by_slot:
+            capacity *= k.shape[2]
+        batch = PrefillBatch(
+            seq_lens, q_starts, ranges, I64(q.shape[0]), capacity, window_left, group, heads, most_tokens
+        )  # fmt: skip
+        thread = I32(cuda.threadIdx.x) & I32(0x7FFFFFFF)
+        lane, warp = thread & I32(31), thread >> I32(5)
+        place = lane & I32(3)
+
+        stages = cuda.shared.array(0, np.uint32)  # two stages of K and V, then query rows
+        counts = cuda.shared.array(THREADS, np.int64)
+        found = cuda.shared.array(ITEM_FIELDS, np.int64)
+        k_at = cuda.shared.array(TABLE, np.int64)
+        v_at = cuda.shared.array(TABLE, np.int64)
+        sizes = cuda.shared.array(SIZES_TABLE, np.int32)
+        lost = cuda.shared.array(
+            4, np.int32
+        )  # whether a tile has tokens that lie outside of the pool
+        flags = cuda.shared.array(2, np.int32)  # whether the V of a tile is not finite
+        places = (k_at, v_at, sizes, lost)
+
+        words = cuda.local.array(Q_WORDS, np.uint32)
+        loaded = cuda.local.array(LOADED, np.uint32)
+        weights = cuda.local.array(WEIGHTS, np.uint32)
+        c = cuda.local.array(SCORES, np.float32)
+        maxima = cuda.local.array(2, np.float32)
+        totals = cuda.local.array(2, np.float32)
+        sums = cuda.local.array(SUMS, np.float32)
+        scales = cuda.local.array(2, np.float32)
+        state = State(maxima, totals, sums, scales)
+
+        base = shared_address(stages)
+        sides = begin_copies(k, v, places, base, thread)
+        q_at = base + 2 * STAGE + thread * 16
+        # A thread gives the address of a row of a matrix, of sixteen tokens' K or V.
+        k_row = (lane & I32(7)) + (lane >> I32(4)) * 8
+        k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
+        v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16
+        v_lane = keep(U32(v_lane))
+        sign = U32(0x80008000) if scale < 0 else U32(0)
+
+        count, before, items = number_items(batch, counts, thread)
+        for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
+            cuda.syncthreads()
+            put_prefill(batch, number, before, count, found, thread)
+            if thread < 4:
+                lost[thread] = 0
+                flags[thread & 1] = 0
+            cuda.syncthreads()
+            item = find_prefill(found)
+            first = item.begin - item.begin % TILE
+            tiles = I32((item.end - first + TILE - 1) // TILE)
+            locate(places, block_table, by_slot, shift, k, v, item, first, 0, thread)
+            locate(places, block_table, by_slot, shift, k, v, item, first + TILE, 1, thread)
+            cuda.syncthreads()
+            if tiles > 0:
+                copy(sides, I32(0), False)
+            own = warp * 16 + (lane >> I32(2))
+            row, other = describe_row(batch, item, own), describe_row(batch, item, own + 8)
+            load_queries(q, row, other, sign, abs(scale), scales, words, q_at, place)
+            maxima[0] = maxima[1] = MINUS_INF
+            totals[0] = totals[1] = F(0)
+            for i in range(SUMS):
+                sums[i] = F(0)
+            for n in range(tiles):
+                tile, stage = first + n * TILE, I32((n & I32(1)) * STAGE)
+                cp_async_wait(0)
+                cuda.syncthreads()
+                if n + 1 < tiles:
+                    plain = tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
+                    copy(sides, n + I32(1), plain)
+                if n + 2 < tiles:
+                    locate(
+                        places, block_table, by_slot, shift, k, v, item, tile + 2 * TILE, n + I32(2), thread
+                    )  # fmt: skip
+                if thread == 0:  # what nobody reads or writes now
+                    lost[(n + 3) & 3] = 0
+                    flags[(n + 1) & 1] = 0
+                score(c, words, q_at, loaded, k_lane + stage)
+                if CAPPED:
+                    cap(c, scales, soft_cap)
+                missing = lost[n & 3] != 0
+                ragged = missing or tile < item.all_begin or tile + TILE > item.all_end
+                if ragged:
+                    mask(c, row, other, tile, place, sizes, n, missing)
+                weigh(c, state, weights)
+                if ragged:
+                    here = base + stage
+                    hide(
+                        state, weights, loaded, flags, n, here, here + SIZES.k_bytes, v_lane + stage, thread
+                    )  # fmt: skip
+                add(state, weights, loaded, v_lane + stage)
+            store(state, row, 0, sinks, out, lse, place)
+            store(state, other, 1, sinks, out, lse, place)
+
+    return kernel

@@ -1,0 +1,212 @@
+"""Which items the kernel for many query rows has, and where the rows of a KV tile lie.
+
+An item is `PREFILL_ROWS` query rows of a sequence (a row is a token and a q head of the group, the heads of a token one
+after another) for one kv head. The host knows neither lengths nor query starts, so each block counts the items
+itself: a thread those of its sequences. The thread that has an item's sequence puts it down for the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.prefill_sizes import PREFILL_ROWS
+from numkv.kernels.cuda.launches import THREADS, number_at
+from numkv.kernels.cuda.simd import natural
+from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
+
+__all__ = [
+    "ITEM_FIELDS",
+    "PrefillBatch",
+    "PrefillItem",
+    "QueryRow",
+    "make_places",
+    "make_prefill_items",
+]
+
+#: Longer than any sequence, and far from overflowing.
+FAR = 1 << 40
+
+
+class PrefillBatch(NamedTuple):
+    """What the sequences of a call are; see `numkv.kernels.operations.Operations.attend`."""
+
+    seq_lens: Any
+    q_starts: Any
+    ranges: Any
+    num_tokens: Any
+    capacity: Any  #: tokens that a row of the block table can say the places of
+    window_left: Any
+    group: Any  #: q heads of a kv head
+    heads: Any  #: kv heads
+    most_tokens: Any  #: sequences with no more queries than that are left to other kernels
+
+
+class PrefillItem(NamedTuple):
+    """A unit of work."""
+
+    seq: Any
+    start: Any  #: the sequence's first query
+    position: Any  #: of that query; negative where there are more queries than tokens
+    row: Any  #: the first query row, counted within the sequence
+    rows: Any  #: how many there are
+    head: Any  #: the kv head
+    begin: Any  #: the tokens that some row sees
+    end: Any
+    all_begin: Any  #: the tokens that all rows see
+    all_end: Any
+
+
+class QueryRow(NamedTuple):
+    """A row of an item."""
+
+    token: Any  #: among those of q
+    head: Any  #: the q head
+    there: Any  #: whether there is one; else it sees nothing
+    begin: Any  #: the tokens that it sees
+    end: Any
+
+
+#: Elements of the array that an item is put into.
+ITEM_FIELDS = len(PrefillItem._fields)
+
+
+def make_prefill_items():
+    """The functions that count a call's items and find one."""
+
+    @register_jitable
+    def queries_of(batch, b):
+        """The first query of a sequence and their number: 0 if others take it. Nothing read here is trusted."""
+        start = number_at(batch.q_starts, b)
+        tokens = number_at(batch.q_starts, b + 1) - start
+        if (
+            start < 0
+            or tokens < 0
+            or tokens > batch.num_tokens
+            or start > batch.num_tokens - tokens
+        ):
+            tokens = np.int64(0)
+        if tokens <= batch.most_tokens:
+            tokens = np.int64(0)
+        return start, tokens
+
+    @register_jitable
+    def count_of(batch, tokens):
+        return (tokens * batch.group + PREFILL_ROWS - 1) // PREFILL_ROWS * batch.heads
+
+    @register_jitable
+    def count_prefill(batch, thread):
+        """Items of the sequences that a thread counts."""
+        each = (batch.seq_lens.shape[0] + THREADS - 1) // THREADS
+        count = np.int64(0)
+        for b in range(thread * each, min((thread + 1) * each, batch.seq_lens.shape[0])):
+            count += count_of(batch, queries_of(batch, b)[1])
+        return count
+
+    @register_jitable
+    def put_prefill(batch, number, before, count, found, thread):
+        """Put the item of a number into `found`, by the thread that has counted it: after `before` others."""
+        if number < before or number >= before + count:
+            return
+        b = thread * ((batch.seq_lens.shape[0] + THREADS - 1) // THREADS)
+        start, tokens = queries_of(batch, b)
+        inner = number - before
+        while inner >= count_of(batch, tokens):
+            inner -= count_of(batch, tokens)
+            b += 1
+            start, tokens = queries_of(batch, b)
+        # Later rows see more: take them first.
+        row_blocks = (tokens * batch.group + PREFILL_ROWS - 1) // PREFILL_ROWS
+        row = (row_blocks - 1 - inner // batch.heads) * PREFILL_ROWS
+        rows = min(np.int64(PREFILL_ROWS), tokens * batch.group - row)
+        length = min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR))
+        first = row // batch.group
+        queries = (row + rows - 1) // batch.group + 1 - first
+        position = length - tokens
+        begin, end = visible_to_any(
+            batch.ranges, start + first, queries, position + first, batch.window_left, batch.capacity
+        )  # fmt: skip
+        all_begin, all_end = visible_to_all(
+            batch.ranges, start + first, queries, position + first, batch.window_left, batch.capacity
+        )  # fmt: skip
+        found[0], found[1], found[2], found[3] = b, start, position, row
+        found[4], found[5] = rows, inner % batch.heads
+        found[6], found[7], found[8], found[9] = begin, end, all_begin, all_end
+
+    @register_jitable
+    def find_prefill(found):
+        """The item that `put_prefill` has put down."""
+        return PrefillItem(
+            found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7], found[8], found[9]
+        )  # fmt: skip
+
+    @register_jitable
+    def describe_row(batch, item, r):
+        """Row r of an item."""
+        t = (item.row + r) // batch.group
+        head = item.head * batch.group + item.row + r - t * batch.group
+        begin, end = np.int64(0), np.int64(0)
+        if r < item.rows:
+            begin, end = visible_range(
+                batch.ranges, item.start + t, item.position + t, batch.window_left, batch.capacity
+            )  # fmt: skip
+        return QueryRow(item.start + t, head, r < item.rows, begin, end)
+
+    @register_jitable
+    def number_items(batch, counts, thread):
+        """How many items a thread counts, how many those before it, and how many there are."""
+        count = count_prefill(batch, thread)
+        counts[thread] = count
+        cuda.syncthreads()
+        before, items = np.int64(0), np.int64(0)
+        for i in range(min(batch.seq_lens.shape[0], THREADS)):
+            if i == thread:
+                before = items
+            items += counts[i]
+        return count, before, items
+
+    return number_items, put_prefill, find_prefill, describe_row
+
+
+def make_places(TILE):
+    """The function that looks up where the rows of a KV tile lie."""
+
+    @register_jitable
+    def locate(places, block_table, by_slot, shift, k, v, item, tile, number, thread):
+        """Put down how far the rows of a tile's tokens are from the pools' starts, and how many bytes to copy at once.
+
+        Tile `number` of an item starts with token `tile`. Tokens that do not count get the first row of all, of which
+        0 bytes are copied. If `shift` is not negative, blocks have ``1 << shift`` tokens.
+        """
+        k_at, v_at, sizes, lost = places
+        if thread < TILE:
+            position = tile + thread
+            block, offset, size = np.int64(0), np.int64(0), np.int32(0)
+            if item.begin <= position and position < item.end:
+                place = position  # among the sequence's own blocks, or a slot of the pool
+                if by_slot:
+                    place = np.int64(block_table[natural(item.seq), natural(position)])
+                block = np.int64(-1)
+                if place >= 0:
+                    if shift >= 0:
+                        block = natural(place) >> shift
+                        offset = natural(place) - (block << shift)
+                    else:
+                        block_size = natural(k.shape[2])
+                        block = natural(place) // block_size
+                        offset = natural(place) - block * block_size
+                    if not by_slot:
+                        block = np.int64(block_table[natural(item.seq), natural(block)])
+                size = np.int32(16)
+                if block < 0 or block >= k.shape[0]:
+                    block, offset, size = np.int64(0), np.int64(0), np.int32(0)
+                    lost[number & 3] = 1
+            at = (number & 1) * TILE + thread
+            k_at[at] = block * k.strides[0] + item.head * k.strides[1] + offset * k.strides[2]
+            v_at[at] = block * v.strides[0] + item.head * v.strides[1] + offset * v.strides[2]
+            sizes[(number & 3) * TILE + thread] = size
+
+    return locate

@@ -1,0 +1,354 @@
+"""The products of attention's kernel for many query rows: what it multiplies, on tensor cores, and how it gets there.
+
+Steps are closures over sizes and kinds; see `numkv.kernels.cuda.attention.prefill`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS
+from numkv.kernels.cuda.instructions import (
+    ldmatrix_x4_into,
+    load_shared_16,
+    mma_bf16,
+    mma_fp16,
+    pack_bf16,
+    pack_fp16,
+    shuffle_xor_float,
+    store_shared_16,
+)  # fmt: skip
+from numkv.kernels.cuda.launches import THREADS
+from numkv.kernels.cuda.widen import halves_bf16, halves_fp16
+from numkv.rows.convert import codec
+
+__all__ = [
+    "FLOATS", "MINUS_INF", "State", "in_turn", "make_load_queries", "make_poison", "make_scores", "make_sums",
+]  # fmt: skip
+
+F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
+MINUS_INF = F(-np.inf)
+
+
+class Operand(NamedTuple):
+    """A 16-bit float as tensor cores take it, and constants of it; of words, both halves alike."""
+
+    mma: Any
+    pack: Any
+    halves: Any
+    ones: int
+    exponent: int  #: all bits of an exponent: infinity
+    lift: float  #: powers of two that weights are moved up by; they may be `SLACK` more above 1
+    codes: tuple[int, int, int]  #: 1, 128 and 16,384
+
+
+FLOATS = {
+    "bf16": Operand(
+        mma_bf16, pack_bf16, halves_bf16, 0x3F803F80, 0x7F80, 0.0, (0x3F80, 0x4300, 0x4680)
+    ),
+    "fp16": Operand(
+        mma_fp16, pack_fp16, halves_fp16, 0x3C003C00, 0x7C00, 11.0, (0x3C00, 0x5800, 0x7400)
+    ),
+}
+
+
+class State(NamedTuple):
+    """The online softmax of a thread's two rows, in registers."""
+
+    maxima: Any  #: in base 2
+    totals: Any
+    sums: Any  #: [columns 8n + 2t, + 1 of row g, and of row g + 8]
+    scales: Any  #: what scores of each row are multiplied by
+
+
+def in_turn(steps):
+    """The function that calls functions one after another with what it is called with.
+
+    For what registers are numbered by: the compiler unrolls short loops whole, but not these.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    first, rest = in_turn(steps[: len(steps) // 2]), in_turn(steps[len(steps) // 2 :])
+
+    @register_jitable
+    def both(*args):
+        first(*args)
+        rest(*args)
+
+    return both
+
+
+def make_load_queries(Q_KIND, K_KIND, SIZES):
+    """The function that puts a thread's part of its query rows into registers or shared memory, as fragments of A."""
+    OPERAND = FLOATS[OPERANDS[K_KIND]]
+    pack, halves = OPERAND.pack, OPERAND.halves
+    SAME, WHOLE = OPERANDS[K_KIND] == Q_KIND, SIZES.q_halves == 1
+    PARTS, IN_SHARED = SIZES.padded // 16, SIZES.q_shared
+    # Where K is float16, and queries are not, rows are moved by a power of two.
+    MOVED = OPERANDS[K_KIND] == "fp16" and not SAME
+    load, _ = codec(Q_KIND, "float32")
+
+    @register_jitable
+    def power_for(q, row, place):
+        """The exponent that brings a row's largest element to 2**14; 0 if there is no such one."""
+        top = F(0)
+        if row.there:
+            for d in range(2 * place, q.shape[2], 8):
+                top = max(top, abs(load(q[row.token, row.head, d])))
+                if d + 1 < q.shape[2]:
+                    top = max(top, abs(load(q[row.token, row.head, d + 1])))
+        top = max(top, shuffle_xor_float(top, 1))
+        top = max(top, shuffle_xor_float(top, 2))
+        exponent = I32(U32(top.view(U32)) >> U32(23))
+        if exponent > 0 and exponent < 255:
+            return min(max(I32(14 + 127) - exponent, I32(-100)), I32(100))
+        return I32(0)
+
+    @register_jitable
+    def float_of(exponent):
+        return U32(U32(exponent + I32(127)) << U32(23)).view(np.float32)
+
+    @register_jitable
+    def words_of(q, row, d, sign, power):
+        """Elements d and d + 1 of a row as a word, and what it leaves as another one."""
+        x, y = F(0), F(0)
+        low, high = U32(0), U32(0)
+        if row.there and d < q.shape[2]:
+            if SAME:
+                low = U32(q[row.token, row.head, d])
+            else:
+                x = load(q[row.token, row.head, d]) * power
+        if row.there and d + 1 < q.shape[2]:
+            if SAME:
+                high = U32(q[row.token, row.head, d + 1])
+            else:
+                y = load(q[row.token, row.head, d + 1]) * power
+        if SAME:
+            return U32(low | U32(high << U32(16))) ^ sign, U32(0)
+        if WHOLE:
+            return pack(x, y) ^ sign, U32(0)
+        first, rest = halves(x, y)
+        return first ^ sign, rest ^ sign
+
+    def make_step(S):
+        @register_jitable
+        def step(q, row, other, sign, power, other_power, words, q_at, place):
+            d = 16 * S + 2 * place
+            a0, low0 = words_of(q, row, d, sign, power)
+            a1, low1 = words_of(q, other, d, sign, other_power)
+            a2, low2 = words_of(q, row, d + 8, sign, power)
+            a3, low3 = words_of(q, other, d + 8, sign, other_power)
+            if IN_SHARED:
+                store_shared_16(q_at + S * (16 * THREADS), a0, a1, a2, a3)
+                if not WHOLE:
+                    store_shared_16(q_at + (PARTS + S) * (16 * THREADS), low0, low1, low2, low3)
+            else:
+                words[4 * S], words[4 * S + 1], words[4 * S + 2], words[4 * S + 3] = a0, a1, a2, a3
+
+        return step
+
+    load_words = in_turn([make_step(s) for s in range(PARTS)])
+
+    @register_jitable
+    def load_queries(q, row, other, sign, scale, scales, words, q_at, place):
+        """Those of a thread's two rows; `scales` gets what their scores are multiplied by."""
+        scales[0] = scales[1] = scale
+        power = other_power = F(1)
+        if MOVED:
+            exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
+            power, other_power = float_of(exponent), float_of(other_exponent)
+            scales[0], scales[1] = scale * float_of(-exponent), scale * float_of(-other_exponent)
+        load_words(q, row, other, sign, power, other_power, words, q_at, place)
+
+    return load_queries
+
+
+def make_scores(K_KIND, SIZES):
+    """The function that multiplies a warp's query rows by a KV tile's K."""
+    TILE, PARTS, IN_SHARED, HALVES = SIZES.tile, SIZES.padded // 16, SIZES.q_shared, SIZES.q_halves
+    mma = FLOATS[OPERANDS[K_KIND]].mma
+    # Sixteen columns of all tokens: four matrices for each sixteen tokens.
+    load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False)
+
+    @register_jitable
+    def add_products(c, a0, a1, a2, a3, k_words):
+        for j in range(TILE // 8):
+            d = mma(
+                a0, a1, a2, a3, k_words[2 * j], k_words[2 * j + 1], c[4 * j], c[4 * j + 1], c[4 * j + 2],
+                c[4 * j + 3],
+            )  # fmt: skip
+            c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
+
+    def make_step(S):
+        @register_jitable
+        def step(c, words, q_at, k_words, k_at):
+            load(k_at + 32 * S, k_words)
+            if IN_SHARED:
+                for h in range(HALVES):
+                    a = load_shared_16(q_at + (h * PARTS + S) * (16 * THREADS))
+                    add_products(c, a[0], a[1], a[2], a[3], k_words)
+            else:
+                w = 4 * S
+                add_products(c, words[w], words[w + 1], words[w + 2], words[w + 3], k_words)
+
+        return step
+
+    multiply = in_turn([make_step(s) for s in range(PARTS)])
+
+    @register_jitable
+    def score(c, words, q_at, k_words, k_at):
+        for i in range(TILE // 2):
+            c[i] = F(0)
+        multiply(c, words, q_at, k_words, k_at)
+
+    return score
+
+
+def make_sums(V_KIND, SIZES):
+    """The function that adds a tile's V rows, weighted, and the weights themselves."""
+    TILE, V_STEP, HALVES, WEIGHTS = SIZES.tile, SIZES.v_step, SIZES.p_halves, SIZES.tile // 4
+    OPERAND = FLOATS[OPERANDS[V_KIND]]
+    mma, ONES = OPERAND.mma, U32(OPERAND.ones)
+    # Sixteen columns of sixteen tokens are four matrices; some of them are loaded at once.
+    AT_ONCE = 4 if SIZES.padded_v % 64 == 0 else 2
+    load = ldmatrix_x4_into(AT_ONCE, 32, True)
+
+    @register_jitable
+    def add(state, weights, v_words, v_at):
+        for i in range(TILE // 16):
+            for n0 in range(0, SIZES.padded_v // 16, AT_ONCE):
+                load(v_at + i * (16 * V_STEP) + n0 * 32, v_words)
+                for h in range(HALVES):
+                    w = h * WEIGHTS + 4 * i
+                    for m in range(2 * AT_ONCE):
+                        n = 4 * (2 * n0 + m)
+                        d = mma(
+                            weights[w], weights[w + 1], weights[w + 2], weights[w + 3],
+                            v_words[2 * m], v_words[2 * m + 1], state.sums[n], state.sums[n + 1],
+                            state.sums[n + 2], state.sums[n + 3],
+                        )  # fmt: skip
+                        state.sums[n], state.sums[n + 1] = d[0], d[1]
+                        state.sums[n + 2], state.sums[n + 3] = d[2], d[3]
+            for h in range(HALVES if HALVES > 1 else 0):
+                w = h * WEIGHTS + 4 * i
+                d = mma(
+                    weights[w], weights[w + 1], weights[w + 2], weights[w + 3], ONES, ONES,
+                    state.totals[0], state.totals[0], state.totals[1], state.totals[1],
+                )  # fmt: skip
+                state.totals[0], state.totals[1] = d[0], d[2]
+
+    return add
+
+
+def make_poison(V_KIND, SIZES):
+    """The function for tiles whose V is not finite where some rows see it and others do not.
+
+    Where there are such elements, they are replaced by zeros, and numbers are left where K was, which nobody needs any
+    more: 1 for infinity, 128 for minus infinity, 16,384 for NaN, 0 for all that is finite. A product of these with
+    ones, where a row's weight is not 0, counts for each row and column what the row sees; it is added.
+    """
+    TILE, V_STEP = SIZES.tile, SIZES.v_step
+    OPERAND = FLOATS[OPERANDS[V_KIND]]
+    mma, ONE, EXPONENT = OPERAND.mma, OPERAND.ones & 0xFFFF, OPERAND.exponent
+    PLUS, MINUS, NAN = OPERAND.codes
+    CHUNKS, PLACES = SIZES.padded_v // 8, TILE * (SIZES.padded_v // 8)
+    STEP = U32((0x8000 - EXPONENT) * 0x10001)
+    MAGNITUDES, SIGNS = U32(0x7FFF7FFF), U32(0x80008000)
+    load = ldmatrix_x4_into(TILE // 16, 16 * V_STEP, True)
+
+    @register_jitable
+    def is_finite(v_from, thread):
+        """Whether the elements of V are that a thread looks at."""
+        marks = U32(0)
+        for i in range(thread, PLACES, THREADS):
+            w = load_shared_16(v_from + i // CHUNKS * V_STEP + i % CHUNKS * 16)
+            for m in range(4):
+                marks |= (w[m] & MAGNITUDES) + STEP
+        return marks & SIGNS == 0
+
+    @register_jitable
+    def part(half):
+        """What is left of an element of V, and its number."""
+        if half & U32(EXPONENT) != U32(EXPONENT):
+            return half, U32(0)
+        if half & U32(0x7FFF) != U32(EXPONENT):
+            return U32(0), U32(NAN)
+        return U32(0), U32(MINUS) if half & U32(0x8000) != 0 else U32(PLUS)
+
+    @register_jitable
+    def parts(word):
+        low, low_number = part(word & U32(0xFFFF))
+        high, high_number = part(word >> U32(16))
+        return low | U32(high << U32(16)), low_number | U32(high_number << U32(16))
+
+    @register_jitable
+    def put_aside(v_from, k_from, thread):
+        for i in range(thread, PLACES, THREADS):
+            at = i // CHUNKS * V_STEP + i % CHUNKS * 16
+            w = load_shared_16(v_from + at)
+            a, b = parts(w[0]), parts(w[1])
+            c, d = parts(w[2]), parts(w[3])
+            store_shared_16(v_from + at, a[0], b[0], c[0], d[0])
+            store_shared_16(k_from + at, a[1], b[1], c[1], d[1])
+
+    @register_jitable
+    def value_of(count):
+        """What was counted, as a sum."""
+        n = I32(count)
+        plus, minus = n & I32(127), (n >> I32(7)) & I32(127)
+        if n >= I32(16384) or (plus > 0 and minus > 0):
+            return F(np.nan)
+        if plus > 0:
+            return F(np.inf)
+        return MINUS_INF if minus > 0 else F(0)
+
+    def make_step(COLUMN):
+        SUM = COLUMN // 2
+
+        @register_jitable
+        def step(state, weights, words, at):
+            load(at + COLUMN * 2, words)
+            for m in range(2):
+                d = (F(0), F(0), F(0), F(0))
+                for i in range(TILE // 16):
+                    # The sign's bit where the weight is not 0, then ones there.
+                    marks = (
+                        ((weights[4 * i] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 1] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 2] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                        ((weights[4 * i + 3] & MAGNITUDES) + MAGNITUDES) & SIGNS,
+                    )
+                    d = mma(
+                        (marks[0] >> U32(15)) * U32(ONE), (marks[1] >> U32(15)) * U32(ONE),
+                        (marks[2] >> U32(15)) * U32(ONE), (marks[3] >> U32(15)) * U32(ONE),
+                        words[4 * i + 2 * m], words[4 * i + 2 * m + 1], d[0], d[1], d[2], d[3],
+                    )  # fmt: skip
+                if d[0] != 0 or d[1] != 0 or d[2] != 0 or d[3] != 0:
+                    state.sums[SUM + 4 * m] += value_of(d[0])
+                    state.sums[SUM + 4 * m + 1] += value_of(d[1])
+                    state.sums[SUM + 4 * m + 2] += value_of(d[2])
+                    state.sums[SUM + 4 * m + 3] += value_of(d[3])
+
+        return step
+
+    poison = in_turn([make_step(16 * n) for n in range(SIZES.padded_v // 16)])
+
+    @register_jitable
+    def hide(state, weights, words, flags, number, k_stage, v_stage, v_lane, thread):
+        """Leave a tile's V finite, for rows that do not see what is not; others get it now.
+
+        `flags` has a word for even tiles, and one for odd ones; 0 before.
+        """
+        if not is_finite(v_stage, thread):
+            flags[number & 1] = 1
+        cuda.syncthreads()
+        if flags[number & 1] != 0:
+            put_aside(v_stage, k_stage, thread)
+            cuda.syncthreads()
+            poison(state, weights, words, v_lane - (v_stage - k_stage))
+
+    return hide

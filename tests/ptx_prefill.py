@@ -1,0 +1,203 @@
+"""Cases of attention's CUDA kernel for many query rows, for `ptx_cases`; each row is compared with float64.
+
+Pools are NaN wherever nothing may be read. Some cases have NaN and infinity in rows that some queries see and others do
+not: what comes of them is compared too.
+"""
+
+import naive
+import numpy as np
+import operands
+import paged_problems
+import tolerances
+from problems import Shape
+
+from numkv import targets
+
+F32, I32, I64 = np.float32, np.int32, np.int64
+#: A row's relative L2 error beside that of rounding the exact row to the kind of the query, which is up to 2.1e-3 of
+#: bfloat16, 2.6e-4 of float16.
+BOUNDS = {"fp16": 5e-4, "bf16": 2e-4, "fp32": 5e-5}
+ODD = [np.nan, np.inf, -np.inf]
+
+
+def to(x):
+    return targets.get("cuda").asarray(x)
+
+
+def host(x):
+    return targets.get("cuda").to_host(x)
+
+
+def expected(q, k, v, seen, *, sm_scale, logits_soft_cap=0.0, sinks=None):
+    """Rows of float64 and their lse; `seen` says which tokens of its sequence's each query attends to."""
+    group = q.shape[1] // k[0].shape[0]
+    out = np.zeros((*q.shape[:2], v[0].shape[2]))
+    lse = np.zeros(q.shape[:2])
+    for i, (s, tokens) in enumerate(seen):
+        for h in range(q.shape[1]):
+            sink = None if sinks is None else float(sinks[h])
+            with np.errstate(invalid="ignore"):
+                out[i, h], lse[i, h] = naive.attention_row(
+                    q[i, h].astype(np.float64), k[s][h // group, tokens], v[s][h // group, tokens], sm_scale,
+                    logits_soft_cap, sink,
+                )  # fmt: skip
+    return out, lse
+
+
+def pool_of(rows, table, kind, block_size, by_slot):
+    """A pool of NaN with the rows of sequences ``(heads, tokens, dim)`` where the table says."""
+    blocks = 1 + int(table.max()) // (block_size if by_slot else 1)
+    pool = np.full(
+        (blocks, rows[0].shape[0], block_size, rows[0].shape[2]), np.nan, naive.DTYPES[kind]
+    )
+    for s, x in enumerate(rows):
+        for i in range(x.shape[1]):
+            slot = (
+                table[s, i] if by_slot else table[s, i // block_size] * block_size + i % block_size
+            )
+            if slot >= 0:
+                pool[slot // block_size, :, slot % block_size] = x[:, i].astype(pool.dtype)
+    return pool
+
+
+def table_of(rng, lengths, block_size, by_slot, lost):
+    """Shuffled blocks or slots; where tokens are to be `lost`, some of them are in no pool."""
+    units = [n if by_slot else -(-n // block_size) for n in lengths]
+    order = rng.permutation(sum(units) + 2).astype(I32)
+    table = np.full((len(lengths), max(units)), -7, I32)
+    for s, n in enumerate(units):
+        table[s, :n], order = order[:n], order[n:]
+    if lost:
+        table[0, units[0] // 2] = -1
+        table[0, 1] = 1 << 20
+        table[0, units[0] * 7 // 8] = -1
+    return table
+
+
+def prefill(
+    rng, shape, k_kind, q_kind, v_kind=None, *, block_size=16, by_slot=False, ranges=False, lost=False, odd=(),
+    window_left=-1, sm_scale=None, sinks=False, factor=1.0, **options
+):  # fmt: skip
+    """Sequences with many queries, and others; `odd` are tokens whose V is not finite, in one column each."""
+    v_kind, lengths = v_kind or k_kind, shape.seq_lens
+    dim_v = shape.head_dim_v or shape.head_dim
+    starts = np.concatenate([[0], np.cumsum(shape.new)])
+    q = naive.round_to(
+        factor * rng.standard_normal((starts[-1], shape.num_q_heads, shape.head_dim)), q_kind
+    )
+    k, v = (
+        [naive.round_to(rng.standard_normal((shape.num_kv_heads, n, d)), kind) for n in lengths]
+        for d, kind in ((shape.head_dim, k_kind), (dim_v, v_kind))
+    )
+    for i, token in enumerate(odd):
+        v[0][:, token, (3 * i) % dim_v] = ODD[i % 3]
+        v[0][:, token, (3 * i + 1) % dim_v] = ODD[(i + 1) % 3]
+    table = table_of(rng, lengths, block_size, by_slot, lost)
+    seen, limits = [], np.zeros((0, 2), I64)
+    if ranges:
+        limits = np.sort(rng.integers(-3, max(lengths) + 9, (starts[-1], 2)), axis=1).astype(I64)
+        limits[5] = limits[5, ::-1]
+    capacity = table.shape[1] * (1 if by_slot else block_size)
+    for s, n in enumerate(lengths):
+        there = np.ones(n, bool)
+        if lost and s == 0:
+            places = table[0, np.arange(n) // (1 if by_slot else block_size)]
+            there = (places >= 0) & (places < (1 << 20))
+        for i in range(starts[s], starts[s + 1]):
+            position = n - starts[s + 1] + i
+            begin, end = 0 if window_left < 0 else max(0, position - window_left), position + 1
+            if ranges:
+                begin, end = max(limits[i, 0], 0), min(limits[i, 1], capacity, n)
+            tokens = np.arange(begin, max(begin, end))
+            seen.append((s, tokens[there[tokens]]))
+    if ranges:
+        limits[:, 1] = np.minimum(limits[:, 1], [lengths[s] for s, _ in seen])  # as callers do
+    scale = 1 / np.sqrt(shape.head_dim) if sm_scale is None else sm_scale
+    options |= {"sinks": rng.standard_normal(shape.num_q_heads).astype(F32)} if sinks else {}
+    sides = []
+    for rows, kind in ((k, k_kind), (v, v_kind)):
+        pool = operands.words(
+            pool_of(
+                rows,
+                table if not lost else np.where(table < 1 << 20, table, -9),
+                kind,
+                block_size,
+                by_slot,
+            )
+        )
+        sides += [to(pool), kind, to(np.zeros((0, 0, 0), F32))]
+    out, lse = (
+        to(operands.words(np.zeros((*q.shape[:2], dim_v), q.dtype))),
+        to(np.zeros(q.shape[:2], F32)),
+    )
+    targets.get("cuda").ops.attend(
+        to(operands.words(q)), q_kind, *sides, to(table), to(np.array(lengths, I64)), to(starts.astype(I64)),
+        to(limits), int(by_slot), scale, options.get("logits_soft_cap", 0.0), window_left,
+        to(options.get("sinks", np.zeros(0, F32))), out, lse,
+    )  # fmt: skip
+    wide = [[x.astype(np.float64) for x in rows] for rows in (k, v)]
+    want, want_lse = expected(q, *wide, seen, sm_scale=scale, **options)
+    compare(host(out).view(q.dtype), want, BOUNDS[q_kind], v_kind == "bf16")
+    tolerances.assert_lse_close(host(lse), want_lse)
+
+
+def compare(got, want, bound, may_be_nan):
+    """Rows within a bound, and what is not finite where and as it should be; or NaN in place of infinity."""
+    finite = np.isfinite(want)
+    with np.errstate(invalid="ignore"):
+        rounded = want.astype(got.dtype).astype(np.float64)
+    got = got.astype(np.float64)
+    odd, infinite = got[~finite], ~np.isnan(want[~finite])
+    if may_be_nan:
+        odd = np.where(infinite & np.isnan(odd), want[~finite], odd)
+    np.testing.assert_array_equal(odd, want[~finite])
+
+    def size(x):
+        return np.linalg.norm(np.where(finite, x, 0), axis=-1)
+
+    with np.errstate(invalid="ignore"):
+        errors, own = size(got - want), size(rounded - want)
+    assert np.all(errors <= own + bound * size(want)), (
+        f"row error {np.nanmax((errors - own) / size(want))} > {bound}"
+    )
+
+
+def alone(rng, shape, kind):
+    """Each sequence of a batch by itself: the same bits."""
+    problem = paged_problems.make(rng, shape, kind, kind, block_size=16)
+    together = host(problem.run(to))
+    starts = problem.problem.cu_seqlens_q
+    for s in range(len(shape.seq_lens)):
+        found = host(problem.only(s).run(to))
+        np.testing.assert_array_equal(
+            operands.words(found), operands.words(together[starts[s] : starts[s + 1]])
+        )
+
+
+def add_cases(case):
+    """Every kind and option of it; `case` takes a function and its arguments."""
+    case(prefill, Shape(2, 1, 64, (83,), new=(70,)), "bf16", "bf16", everyday=True)
+    case(prefill, Shape(4, 2, 128, (200, 90), new=(150, 40)), "bf16", "bf16")
+    case(prefill, Shape(3, 1, 64, (100, 9, 0, 150), new=(60, 3, 0, 130)), "fp16", "fp16")
+    for k_kind, q_kind, v_kind in (
+        ("bf16", "fp32", "bf16"), ("fp16", "fp32", "fp16"), ("fp16", "bf16", "bf16"), ("bf16", "fp16", "fp16"),
+    ):  # fmt: skip
+        case(prefill, Shape(2, 1, 128, (130,), new=(80,)), k_kind, q_kind, v_kind)
+    case(prefill, Shape(2, 1, 64, (130,), new=(80,)), "fp16", "fp32", factor=1e7, sm_scale=1e-8)
+    case(prefill, Shape(2, 1, 40, (130,), new=(80,), head_dim_v=24), "fp16", "fp16", block_size=3)
+    case(prefill, Shape(1, 1, 96, (140,), new=(140,)), "bf16", "bf16", block_size=5)
+    case(prefill, Shape(2, 1, 256, (130,), new=(80,)), "bf16", "bf16")
+    case(prefill, Shape(2, 1, 256, (130,), new=(80,), head_dim_v=64), "fp16", "fp32")
+    options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": -0.3}
+    case(prefill, Shape(2, 1, 64, (230,), new=(150,)), "bf16", "bf16", **options)
+    case(
+        prefill, Shape(2, 1, 64, (230,), new=(150,)), "fp16", "fp16", window_left=100, sm_scale=-0.2
+    )
+    slots = {"by_slot": True, "ranges": True}
+    case(prefill, Shape(2, 1, 64, (230, 90), new=(75, 70)), "bf16", "bf16", **slots)
+    case(prefill, Shape(2, 1, 64, (230,), new=(150,)), "bf16", "bf16", lost=True)
+    case(prefill, Shape(2, 1, 64, (230,), new=(150,)), "fp16", "fp16", by_slot=True, lost=True)
+    odd = (80, 81, 100, 101, 128, 165, 190, 221)
+    for kind in ("bf16", "fp16"):
+        case(prefill, Shape(2, 1, 64, (230,), new=(150,)), kind, kind, odd=odd)
+    case(alone, Shape(2, 1, 64, (90, 200, 60), new=(70, 80, 5)), "bf16")
