@@ -24,7 +24,7 @@ LADDER = [
     ["targets"],
     ["checks", "threads"],
     ["blocks", "cells", "storage", "compression"],
-    ["compaction"],
+    ["compaction", "store"],
     ["attention", "writing"],
     ["caches"],
     ["files", "compile_ahead"],
