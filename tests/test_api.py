@@ -60,6 +60,7 @@ PACKAGES = {
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "storage": ["Pool", "Rotation"],
+    "store": ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip
 EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # that may be missing
