@@ -22,7 +22,6 @@ from stored_prefixes import HEADS, SIZE, cache, check_rows, prompt, rows, starte
 
 from numkv.blocks import block_digests
 from numkv.store import BlocksWritten
-from numkv.store.engine import Reading
 
 WRITERS = 4
 RECORD = struct.Struct("<II32s")
@@ -102,6 +101,16 @@ def end(child):
     assert os.WIFSIGNALED(status), f"a writer has ended: {os.waitstatus_to_exitcode(status)}"
 
 
+class OneBlock:
+    """A block that is read into an array."""
+
+    def __init__(self, name, depth, tokens, content):
+        self.names, self.depths = [name], [depth]
+        self.tokens = lambda i: np.array(tokens, "<i4").tobytes()
+        self.content = lambda i: [content]
+        self.sound = lambda content: True
+
+
 def check(folder, acknowledged):
     """How many blocks are in the store, each of which has to be right."""
     of = cache(store_in(folder))
@@ -109,10 +118,7 @@ def check(folder, acknowledged):
     for number, i, name in acknowledged:
         text = prompt(number, (i + 1) * SIZE)
         content = np.zeros(tiers._bytes.content, np.uint8)
-        tokens = np.array(text[-SIZE:], "<i4").tobytes()
-        if tiers._engine.read(tiers._section, [Reading(name, tokens, i, [content], lambda: True)])[
-            0
-        ]:
+        if tiers._engine.read(tiers._section, OneBlock(name, i, text[-SIZE:], content))[0]:
             there += 1
             want = [rows(layer, text)[:, -SIZE:].swapaxes(1, 2) for layer in range(of.num_layers)]
             assert content.tobytes() == np.stack(want).tobytes()

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 
 from numkv.errors import NumkvError
 from numkv.store.bound import Bound
-from numkv.store.folder import Job
 from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
 from numkv.store.records import BlocksDropped, BlocksWritten, StoreStats
 
-__all__ = ["Engine", "FullBlock", "Owner", "Reading", "Section"]
+__all__ = ["Engine", "FullBlock", "Owner", "Readings", "Section"]
 
 log = logging.getLogger("numkv.store")
 
@@ -75,16 +74,21 @@ class FullBlock(NamedTuple):
     """Blocks before it in the prompt."""
 
 
-class Reading(NamedTuple):
-    """A block that is to be read into memory."""
+class Readings(Protocol):
+    """Blocks that are to be read into memory."""
 
-    name: bytes
-    tokens: bytes
-    depth: int
-    content: Sequence[Any]
-    """Buffers for its content."""
-    sound: Callable[[], bool]
-    """Whether what has been read can be what a pool holds."""
+    names: Sequence[bytes]
+    depths: Sequence[int]
+    """Blocks before each in its prompt."""
+
+    def tokens(self, i: int) -> bytes:
+        """Token ids of a block."""
+
+    def content(self, i: int) -> list[Any]:
+        """Buffers for its content."""
+
+    def sound(self, content: Sequence[Any]) -> bool:
+        """Whether what has been read can be what a pool holds."""
 
 
 class _Waiting:
@@ -287,37 +291,31 @@ class Engine:
         with self._changed:
             return self._host(section, name, True)
 
-    def read(self, section: Section, blocks: Sequence[Reading]) -> list[bool]:
+    def read(self, section: Section, blocks: Readings) -> list[bool]:
         """Read blocks from the store, and say of each whether it is there and what it should be."""
-        layout = section.layout
-        jobs = []
-        for of in blocks:
-            header = bytearray(layout.header)
-            views = [header, *of.content]
-            check = _checker(layout, of, header)
-            jobs.append(Job(section.key(of.name), views, layout.nbytes, check))
+        jobs = _Objects(section, blocks)
         errors = self.place.read(jobs)
         now = time.time()
         with self._changed:
-            for of, job, error in zip(blocks, jobs, errors, strict=True):
+            for key, depth, error in zip(jobs.keys, blocks.depths, errors, strict=True):
                 if error is None:
-                    self._used.append((job.key, now - _EARLIER * of.depth))
-                    self._counts["bytes_read"] += layout.nbytes
+                    self._used.append((key, now - _EARLIER * depth))
+                    self._counts["bytes_read"] += jobs.nbytes
                 elif not isinstance(error, FileNotFoundError):
                     self._last_error = f"{type(error).__name__}: {error}"
             self._start()
-        for of, job, error in zip(blocks, jobs, errors, strict=True):
+        for key, name, error in zip(jobs.keys, blocks.names, errors, strict=True):
             if isinstance(error, DamagedObject | ForeignObject):
-                self._refuse(of, job, error)
+                self._refuse(key, name, error)
         return [error is None for error in errors]
 
-    def _refuse(self, of: Reading, job: Job, error: Exception) -> None:
+    def _refuse(self, key: str, name: bytes, error: Exception) -> None:
         reason = "damaged" if isinstance(error, DamagedObject) else "refused"
-        log.warning("%s/%s is %s, and deleted: %s", self.place, job.key, reason, error)
-        self.place.delete_bad(job.key)
+        log.warning("%s/%s is %s, and deleted: %s", self.place, key, reason, error)
+        self.place.delete_bad(key)
         with self._changed:
             self._counts[reason] += 1
-            self._tell(BlocksDropped(_names([of.name]), reason, str(error)))
+            self._tell(BlocksDropped(_names([name]), reason, str(error)))
             self._start()
 
     def count(self, wanted: int, found: Sequence[int]) -> None:
@@ -517,17 +515,24 @@ class Engine:
         self._begin()
 
 
-def _checker(layout: Layout, of: Reading, header: bytearray) -> Callable[[], None]:
-    """What compares an object that has been read with what it should be."""
+class _Objects:
+    """The objects of blocks that are to be read; see `Jobs`."""
 
-    def check() -> None:
-        crc = layout.check_header(header, of.name, of.tokens)
-        if crc32_of(of.content) != crc:
+    def __init__(self, section: Section, of: Readings) -> None:
+        self._layout, self._of = section.layout, of
+        self.keys = [section.key(name) for name in of.names]
+        self.nbytes = section.layout.nbytes
+
+    def views(self, i: int) -> list[Any]:
+        return [bytearray(self._layout.header), *self._of.content(i)]
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        header, *content = views
+        crc = self._layout.check_header(header, self._of.names[i], self._of.tokens(i))
+        if crc32_of(content) != crc:
             raise DamagedObject("the checksum of the content is wrong")
-        if not of.sound():
+        if not self._of.sound(content):
             raise DamagedObject("it has scales that are none")
-
-    return check
 
 
 def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:

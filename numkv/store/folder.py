@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from numkv.store.objects import DamagedObject
 
-__all__ = ["Entry", "Folder", "Job", "in_threads"]
+__all__ = ["Entry", "Folder", "Jobs", "in_threads"]
 
 #: Buffers that one call of the system takes; it is 1,024 where POSIX is.
 _MOST_VIEWS = 1000
@@ -26,17 +28,19 @@ _ABANDONED = 600.0
 _SUFFIX = ".partial"
 
 
-class Job(NamedTuple):
-    """An object to be read."""
+class Jobs(Protocol):
+    """Objects that are to be read. Nothing is made for one before its turn, nor kept after it."""
 
-    key: str
-    """Where it lies, below the root."""
-    views: Sequence[Any]
-    """Writable buffers for all its bytes, one after another."""
+    keys: Sequence[str]
+    """Where they lie, below the root."""
     nbytes: int
-    """How many these are."""
-    check: Callable[[], None]
-    """Called when they are full; raises what is wrong."""
+    """Bytes of each."""
+
+    def views(self, i: int) -> list[Any]:
+        """Writable buffers for all bytes of an object, one after another."""
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        """Raise what is wrong with an object that has been read into them."""
 
 
 class Entry(NamedTuple):
@@ -80,28 +84,26 @@ class Folder:
                 found.append(False)
         return found
 
-    def read(self, jobs: Sequence[Job]) -> list[Exception | None]:
+    def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and what went wrong with each; an object that is not there is a `FileNotFoundError`."""
 
         def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
-            opened: list[Any] = []
+            ahead: collections.deque[int | OSError] = collections.deque()
+            following = iter(mine)
             try:
-                for at, i in enumerate(mine):
-                    while len(opened) < len(mine) and len(opened) <= at + _AHEAD:
-                        opened.append(self._announced(jobs[mine[len(opened)]].key))
+                for i in mine:
+                    for j in itertools.islice(following, 1 + _AHEAD - len(ahead)):
+                        ahead.append(self._announced(jobs.keys[j]))
                     try:
-                        if isinstance(opened[at], Exception):
-                            raise opened[at]
-                        descriptor, opened[at] = opened[at], None
-                        _read(descriptor, jobs[i])
+                        _read(ahead.popleft(), jobs, i)
                     except Exception as error:
                         errors[i] = error
             finally:
-                for each in opened:
+                for each in ahead:
                     if isinstance(each, int):
                         os.close(each)
 
-        return in_threads(len(jobs), _READERS, work)
+        return in_threads(len(jobs.keys), _READERS, work)
 
     def _announced(self, key: str) -> int | OSError:
         """A file that is open, and that the system has been told to read."""
@@ -255,17 +257,20 @@ def in_threads(
     return errors
 
 
-def _read(descriptor: int, job: Job) -> None:
+def _read(file: int | OSError, jobs: Jobs, i: int) -> None:
     """Read and check an object, and close its file."""
+    if isinstance(file, OSError):
+        raise file
     try:
-        views, got = [*job.views, bytearray(1)], 0  # a byte more, which stays empty
-        for first in range(0, len(views), _MOST_VIEWS):
-            got += os.preadv(descriptor, views[first : first + _MOST_VIEWS], got)
-        if got != job.nbytes:
-            _read_slowly(descriptor, job.views)
+        views, got = jobs.views(i), 0
+        longer = [*views, bytearray(1)]  # which stays empty
+        for first in range(0, len(longer), _MOST_VIEWS):
+            got += os.preadv(file, longer[first : first + _MOST_VIEWS], got)
+        if got != jobs.nbytes:
+            _read_slowly(file, views)
     finally:
-        os.close(descriptor)
-    job.check()
+        os.close(file)
+    jobs.check(i, views)
 
 
 def _read_slowly(descriptor: int, views: Sequence[Any]) -> None:

@@ -84,15 +84,15 @@ class Layout:
         crc : int
             CRC-32 of its content.
         """
+        made = self._header(name, tokens, crc, 0)
+        return self._header(name, tokens, crc, zlib.crc32(made))
 
-        def made(own: int) -> bytes:
-            fixed = _FIXED.pack(
-                _MAGIC, FORMAT_VERSION, self.header, self.content, len(self.identity),
-                self.block_size, name, crc, own,
-            )  # fmt: skip
-            return (fixed + self.identity + tokens).ljust(self.header, b"\0")
-
-        return made(zlib.crc32(made(0)))
+    def _header(self, name: bytes, tokens: bytes, crc: int, own: int) -> bytes:
+        fixed = _FIXED.pack(
+            _MAGIC, FORMAT_VERSION, self.header, self.content, len(self.identity), self.block_size,
+            name, crc, own,
+        )  # fmt: skip
+        return (fixed + self.identity + tokens).ljust(self.header, b"\0")
 
     def check_header(self, header: bytes | bytearray, name: bytes, tokens: bytes) -> int:
         """The CRC-32 that the content must have, if the header is that of a block.

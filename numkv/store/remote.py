@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from numkv.errors import NotSupported
-from numkv.store.folder import Entry, Job, in_threads
+from numkv.store.folder import Entry, Jobs, in_threads
 from numkv.store.objects import DamagedObject
 
 __all__ = ["RemoteFolder", "opened"]
@@ -80,26 +80,27 @@ class RemoteFolder:
         in_threads(len(keys), _REQUESTS, work)
         return found
 
-    def read(self, jobs: Sequence[Job]) -> list[Exception | None]:
+    def read(self, jobs: Jobs) -> list[Exception | None]:
         """Read objects, and what went wrong with each."""
 
         def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
             for i in mine:
                 try:
-                    self._read(jobs[i])
+                    self._read(jobs, i)
                 except Exception as error:
                     errors[i] = error
 
-        return in_threads(len(jobs), _REQUESTS, work)
+        return in_threads(len(jobs.keys), _REQUESTS, work)
 
-    def _read(self, job: Job) -> None:
-        found = memoryview(self._fs.cat_file(self._path(job.key)))
-        if len(found) != job.nbytes:
-            raise DamagedObject(f"it has {len(found)} bytes, and not {job.nbytes}")
-        for view in job.views:
+    def _read(self, jobs: Jobs, i: int) -> None:
+        found = memoryview(self._fs.cat_file(self._path(jobs.keys[i])))
+        if len(found) != jobs.nbytes:
+            raise DamagedObject(f"it has {len(found)} bytes, and not {jobs.nbytes}")
+        views = jobs.views(i)
+        for view in views:
             to = memoryview(view).cast("B")
             to[:], found = found[: len(to)], found[len(to) :]
-        job.check()
+        jobs.check(i, views)
 
     # -- writing
 

@@ -50,6 +50,7 @@ class BlockBytes:
             (tuple(map(int, side.scales.shape[1:])), np.dtype(side.scales.dtype), side.kind)
             for side in scaled
         ]
+        self._scaled = len(scaled) > 0
         self._widths = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._parts]
         self.content = sum(self._widths) * len(of.pools)
         self._columns = [
@@ -108,6 +109,8 @@ class BlockBytes:
 
     def sound(self, rows: Sequence[Bytes]) -> bool:
         """Whether a block has scales where it should have such."""
+        if not self._scaled:
+            return True
         parts = self._parts * len(self._pools)
         return all(
             kind is None or are_scales(kind, row.view(dtype))

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.paged.block_bytes import BlockBytes
+from numkv.caches.paged.block_bytes import BlockBytes, Room
 from numkv.caches.paged.prefix_match import Match, NewNames, find_prefix, longest_prefix
 from numkv.caches.paged.store import BlockStore
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
-from numkv.store.engine import IN_HOST, IN_POOL, IN_STORE, NOWHERE, FullBlock, Reading, Section
+from numkv.store.engine import IN_HOST, IN_POOL, IN_STORE, NOWHERE, FullBlock, Section
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import PrefixFound
 
@@ -252,30 +251,21 @@ class Tiers:
         """Copy and read content into blocks; which of them have it now."""
         room = self._bytes.room(taken)
         good = np.zeros(len(missing), np.bool_)
-        numbers, readings = [], []
-        for at, (group, i, name, tokens) in enumerate(missing):
-            full_name = name.tobytes()
+        others = []
+        for at, (group, i, name, _) in enumerate(missing):
             data = None
             if where[group][i] == IN_HOST:
-                data = self._engine.from_host(self._section, full_name)
-            if data is not None:
+                data = self._engine.from_host(self._section, name.tobytes())
+            if data is None:
+                where[group][i] = IN_STORE
+                others.append(at)
+            else:
                 room.fill(at, data)
                 good[at] = True
-                continue
-            where[group][i] = IN_STORE
-            rows = room.rows(at)
-            numbers.append(at)
-            readings.append(
-                Reading(
-                    full_name,
-                    tokens.astype("<i4").tobytes(),
-                    i,
-                    rows,
-                    functools.partial(self._bytes.sound, rows),
-                )
+        if others:
+            good[others] = self._engine.read(
+                self._section, _Reading(self._bytes, room, missing, others)
             )
-        if readings:
-            good[numbers] = self._engine.read(self._section, readings)
         room.done(good)
         return good
 
@@ -299,3 +289,20 @@ class _Missing(NamedTuple):
     number: int
     name: NDArray[np.uint8]
     tokens: NDArray[np.int32]
+
+
+class _Reading:
+    """Blocks that are read from the store; see `Readings`."""
+
+    def __init__(
+        self, of: BlockBytes, room: Room, missing: list[_Missing], which: list[int]
+    ) -> None:
+        self._room, self._missing, self._which, self.sound = room, missing, which, of.sound
+        self.names = [missing[at].name.tobytes() for at in which]
+        self.depths = [missing[at].number for at in which]
+
+    def tokens(self, i: int) -> bytes:
+        return self._missing[self._which[i]].tokens.astype("<i4").tobytes()
+
+    def content(self, i: int) -> list[NDArray[np.uint8]]:
+        return self._room.rows(self._which[i])
