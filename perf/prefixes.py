@@ -129,7 +129,11 @@ def hit(folder, options):
         seq = cache.add(ids)
         assert cache.cached_len(seq) == options.tokens
 
-    calls = {"hit": found, "one file": lambda: read([one], buffer), "the same objects": lambda: read(objects, buffer)}  # fmt: skip
+    calls = {
+        "hit": found,
+        "one file": lambda: read([one], buffer),
+        "the same objects": lambda: read(objects, buffer),
+    }
     for turn in range(options.rounds + 1):
         for name in sorted(calls, reverse=turn % 2 == 0):
             forget([*objects, one])
@@ -244,7 +248,8 @@ def report_hit(times, size, count, options):
     rows = []
     for name in ("one file", "the same objects"):
         ratios = [a / b for a, b in zip(times["hit"], times[name], strict=True)]
-        rows.append([name, f"{1e3 * median(times[name]):.1f}", f"{1e3 * median(times['hit']):.1f}", f"{median(ratios):.2f}"])  # fmt: skip
+        took = [f"{1e3 * median(x):.1f}" for x in (times[name], times["hit"])]
+        rows.append([name, *took, f"{median(ratios):.2f}"])
     print(table(["read plainly", "ms", "hit, ms", "ratio"], rows, (1, 2, 3)))
     return median(times["hit"]) > MOST * median(times["one file"])
 

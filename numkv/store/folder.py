@@ -18,8 +18,9 @@ __all__ = ["Entry", "Folder", "Jobs", "in_threads"]
 
 #: Buffers that one call of the system takes; it is 1,024 where POSIX is.
 _MOST_VIEWS = 1000
-#: Threads that read, and files that each of them has announced to the system ahead.
-_READERS = 8
+#: Threads that read, and files that each of them has announced to the system ahead: the disk works on these meanwhile,
+#: so more threads than cores would only take Python's lock from each other.
+_READERS = max(2, min(8, os.cpu_count() or 1))
 _AHEAD = 8
 #: Objects that one thread reads alone: others would begin when it is done.
 _FEW = 4
