@@ -76,3 +76,19 @@ def test_a_full_disk(tmp_path):
         of.store.close(), other.store.close()
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_a_process_that_ends_writes_what_waits(tmp_path):
+    """Without `flush` or `close`, and though the disk is slow."""
+    script = f"""
+    sys.path.insert(0, {str(processes.ROOT / "tests")!r})
+    from stored_prefixes import cache, prompt, started, store_in
+    from numkv.store.folder import Folder
+    write = Folder.write
+    Folder.write = lambda *args: (time.sleep(0.05), write(*args))[1]
+    of = cache(store_in({str(tmp_path)!r}))
+    started(of, prompt(1))
+    print(of.store.stats().written)
+    """
+    assert processes.run(script) < 5
+    assert started(cache(store_in(tmp_path)), prompt(1))[1] == 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -298,8 +298,8 @@ class _Reading:
         self, of: BlockBytes, room: Room, missing: list[_Missing], which: list[int]
     ) -> None:
         self._room, self._missing, self._which, self.sound = room, missing, which, of.sound
-        self.names = [missing[at].name.tobytes() for at in which]
-        self.depths = [missing[at].number for at in which]
+        self.names: Sequence[bytes] = [missing[at].name.tobytes() for at in which]
+        self.depths: Sequence[int] = [missing[at].number for at in which]
 
     def tokens(self, i: int) -> bytes:
         return self._missing[self._which[i]].tokens.astype("<i4").tobytes()
