@@ -27,6 +27,7 @@ from numkv.targets.base import Target, masked
 
 __all__ = [
     "MOST_BYTES",
+    "Mark",
     "Shape",
     "check_apart",
     "check_array",
@@ -35,6 +36,7 @@ __all__ = [
     "check_index",
     "check_integers",
     "check_kept",
+    "check_mark",
     "check_number",
     "check_size",
     "check_writable",
@@ -45,6 +47,8 @@ __all__ = [
 
 #: What a shape must be: numbers, and names of sizes that the caller is free to choose.
 Shape = tuple[int | str, ...]
+#: What a caller says of rows that are kept beyond a process: a text, or facts by name.
+Mark = str | Mapping[str, str | int | float | bool | None]
 
 
 def _describe(shape: Shape) -> str:
@@ -303,3 +307,28 @@ def check_kept(name: str, x: Any, size: int, ndim: int | None = 1) -> NDArray[np
             "sort them"
         )
     return kept
+
+
+def check_mark(name: str, mark: Any) -> Any:
+    """A mark as JSON gives it back: None, a text, or a dictionary of texts, numbers and None.
+
+    Raises
+    ------
+    TypeError
+        If it is something else.
+    ValueError
+        If a number in it is not finite.
+    """
+    if mark is None or isinstance(mark, str):
+        return mark
+    plain = isinstance(mark, Mapping) and all(
+        isinstance(key, str) and (value is None or isinstance(value, str | int | float))
+        for key, value in mark.items()
+    )
+    if not plain:
+        raise TypeError(
+            f"`{name}`: expected a text, or texts, numbers and None by name, got {mark!r}"
+        )
+    if any(isinstance(value, float) and value - value != 0 for value in mark.values()):
+        raise ValueError(f"`{name}`: expected finite numbers, got {mark!r}")
+    return dict(mark)

@@ -1,7 +1,7 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``files``, ``install``, ``machines``, ``neighbour`` and ``threads`` do other things: see perf/README.md.
+``files``, ``install``, ``machines``, ``neighbour``, ``prefixes`` and ``threads`` do other things: see perf/README.md.
 """
 
 import argparse
@@ -46,6 +46,7 @@ COMMANDS = {
     "install": "envs",
     "machines": "machines",
     "neighbour": "neighbour",
+    "prefixes": "prefixes",
     "threads": "python_threads",
 }
 

@@ -61,6 +61,7 @@ PACKAGES = {
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "planning": ["ConfigError", "LayerNeeds", "ModelNeeds", "Rows", "State", "needs_of"],
     "storage": ["Pool", "Rotation"],
+    "store": ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],
 }  # fmt: skip
 EXTRAS = {"torch": None, "transformers": ["NumkvCache", "restore", "use"]}  # that may be missing

@@ -24,7 +24,7 @@ LADDER = [
     ["targets"],
     ["checks", "threads"],
     ["blocks", "cells", "storage", "compression"],
-    ["compaction", "planning"],
+    ["compaction", "planning", "store"],
     ["attention", "writing"],
     ["caches"],
     ["files", "compile_ahead"],

@@ -18,6 +18,7 @@ from numkv.blocks.records import (
     Ids,
     MissReason,
     PoolStats,
+    Watcher,
 )
 from numkv.blocks.turns import Turns, changes, looks
 from numkv.errors import NumkvError
@@ -50,6 +51,8 @@ class Books:
         self._state, self._digests, self._tokens, self._table, self._evicted, self._counters = books
         self._struct: Any = None
         self._turns = Turns()
+        #: Who is told of content before anybody can write over it; see `Watcher`.
+        self._watcher: Watcher | None = None
 
     def _arrays(self) -> tuple[Any, ...]:
         return (
@@ -211,6 +214,8 @@ class Books:
         """
         fresh = arrays.new_arrays(self._num_blocks, self._block_size)
         cached = np.flatnonzero(self._state[arrays.CACHED, : self._num_blocks]).astype(np.int32)
+        if self._watcher is not None:
+            self._watcher.dropped(cached)
         history = slice(arrays.PEAK_USED, arrays.NUM_COUNTERS)
         fresh[-1][history] = self._counters[history]
         event = self._removal(cached) if len(cached) else None

@@ -113,8 +113,10 @@ class BlockPool(Books):
 
     def _report_evicted(self, ids: Ids, evicted: Ids) -> None:
         """Report which of the blocks that were just allocated have lost their content."""
-        if len(evicted) and self.on_event is not None:
+        if len(evicted) and (self.on_event is not None or self._watcher is not None):
             try:
+                if self._watcher is not None:
+                    self._watcher.evicted(evicted, self._digests[evicted], self._tokens[evicted])
                 self._report(self._removal(evicted))
             except BaseException:  # an interrupt, say: nobody will get the ids
                 compiled.compiled("release")(self._state, self._counters, ids)
@@ -144,7 +146,8 @@ class BlockPool(Books):
             A block is listed twice.
         """
         ids = taken = block_ids(ids, self._num_blocks).copy()
-        was = self._state[arrays.CACHED].take(ids, mode="clip") if self.on_event else None
+        told = self.on_event is not None or self._watcher is not None
+        was = self._state[arrays.CACHED].take(ids, mode="clip") if told else None
         wrong = compiled.compiled("allocate_ids")(
             self._state, self._digests, self._table, self._evicted, self._counters, ids
         )
@@ -385,6 +388,8 @@ class BlockPool(Books):
         if wrong >= 0:
             block = id_in_range(ids, wrong, self._num_blocks)
             raise NumkvError(f"`ids`: block {block} is pinned; unpin it first")
+        if self._watcher is not None:
+            self._watcher.dropped(ids)
         if was is not None and was.any():
             self._report(self._removal(np.unique(ids[was != 0])))
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.arrays import ABSENT, EVICTED, NO_MISS, TOKENS_DIFFER
 
-__all__ = ["MISS_REASONS", "BlocksRemoved", "BlocksStored", "Ids", "MissReason", "PoolStats"]
+__all__ = [
+    "MISS_REASONS",
+    "BlocksRemoved",
+    "BlocksStored",
+    "Ids",
+    "MissReason",
+    "PoolStats",
+    "Watcher",
+]
 
 Ids = NDArray[np.int32]
 
@@ -95,3 +104,16 @@ class BlocksRemoved:
     """Digests ``(n, 32)``."""
     block_ids: Ids
     """Blocks ``(n,)``."""
+
+
+class Watcher(Protocol):
+    """Who keeps elsewhere what blocks hold; called within the pool's turn, before anybody can write to the blocks.
+
+    What it raises comes out of the call that it is told of. It may not use the pool.
+    """
+
+    def evicted(self, ids: Ids, names: NDArray[np.uint64], tokens: NDArray[np.int32]) -> None:
+        """Blocks have been allocated that hold these names and tokens."""
+
+    def dropped(self, ids: Ids) -> None:
+        """Blocks will hold nothing that can be found."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from numkv import targets
 from numkv._version import __version__
 from numkv.caches.paged.swap import SwappedSequence
 from numkv.caches.paged_layer import PagedPool
+from numkv.checks import Mark, check_mark
 from numkv.errors import NotSupported, NumkvError
 from numkv.files import compressed, multi, paged, sequences, single
 from numkv.files.container import Container, opened, write
@@ -20,9 +21,6 @@ from numkv.files.plan import Options, Plan, Saved
 from numkv.numbers import memory_of_machine
 
 __all__ = ["load", "load_sequences", "save", "save_sequences"]
-
-#: What a caller says of a file: a text, or facts by name.
-Mark = str | Mapping[str, str | int | float | bool | None]
 
 _ONE, _MANY = "SwappedSequence", "sequences"
 
@@ -87,7 +85,7 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
     >>> len(again), bool((again.k(0) == cache.k(0)).all())
     (5, True)
     """
-    path, checked = _check_path(path), _check_mark(mark)
+    path, checked = _check_path(path), check_mark("mark", mark)
     if isinstance(cache, SwappedSequence):
         saved, name = sequences.describe(cache), _ONE
     elif isinstance(cache, Sequence):
@@ -162,7 +160,7 @@ def load(
     TypeError
         If an argument is none of these.
     """
-    path, checked = _check_path(path), _check_mark(mark)
+    path, checked = _check_path(path), check_mark("mark", mark)
     most = _check_bytes(max_nbytes)
     if pool is not None and not isinstance(pool, PagedPool):
         raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
@@ -250,7 +248,7 @@ def load_sequences(
     OSError
         If the file cannot be read, as the system gave it.
     """
-    path, checked = _check_path(path), _check_mark(mark)
+    path, checked = _check_path(path), check_mark("mark", mark)
     with _reading(path) as file:
         _compare_marks(path, file, checked)
         name = _MANY if file.version < 3 else file.fields.text("class")
@@ -287,23 +285,6 @@ def _check_path(path: Any) -> str:
     if "\0" in name:
         raise ValueError(f"`path`: expected a path, got one with a null character, {name!r}")
     return name
-
-
-def _check_mark(mark: Any) -> Any:
-    """A mark as JSON gives it back."""
-    if mark is None or isinstance(mark, str):
-        return mark
-    plain = isinstance(mark, Mapping) and all(
-        isinstance(key, str) and (value is None or isinstance(value, str | int | float))
-        for key, value in mark.items()
-    )
-    if not plain:
-        raise TypeError(
-            f"`mark`: expected a text, or texts, numbers and None by name, got {mark!r}"
-        )
-    if any(isinstance(value, float) and value - value != 0 for value in mark.values()):
-        raise ValueError(f"`mark`: expected finite numbers, got {mark!r}")
-    return dict(mark)
 
 
 def _compare_marks(path: str, file: Container, mark: Any) -> None:

@@ -531,6 +531,20 @@ Books.rows = [
     ),
     *(Row(f"device.{name}", {"kind": KIND}) for name in ("load_row", "load_element", "store_row")),
     Row("rope_shift", {**ANGLES, "interleaved": FLAG}),
+    Row(
+        "store.PrefixStore",
+        {
+            "place": Arg("anything", lambda d: "/nowhere/at/all"),  # made when something is written
+            "mark": one_of("anything", "a model", {"model": "mine", "base": 1e6}),
+            "rope": one_of("anything", "plain", {"base": 1e6}),
+            "max_nbytes": integer(1, 9, "size"),
+            "host_nbytes": integer(0, 9, "size"),
+            "durable": FLAG,
+            "file_system": Arg("anything", lambda d: None),
+            "on_event": Arg("function", lambda d: OMIT),
+        },
+        call=lambda function, given: repr(function(**given)),
+    ),
     Row("storage.Rotation", {"head_dim": integer(1, 64, "size"), "seed": integer(0, 99)}),
     *(
         Row(name, dict.fromkeys(fields, ANYTHING), weight=0.1)

@@ -239,7 +239,12 @@ Paged.rows = [
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
     Row(
         "PagedKVCache",
-        {**CACHE_SIZES, **PAGED_OPTIONS, "windows": WINDOWS},
+        {
+            **CACHE_SIZES,
+            **PAGED_OPTIONS,
+            "windows": WINDOWS,
+            "store": Arg("object", lambda d: OMIT),
+        },
         call=constructed,
         weight=0.3,
     ),

@@ -14,7 +14,17 @@ import numkv
 __all__ = ["callables", "properties", "resolve"]
 
 #: Packages whose `__all__` is public, as `tests/test_api.py` lists them.
-PACKAGES = ["attention", "blocks", "caches", "compaction", "device", "files", "storage", "targets"]
+PACKAGES = [
+    "attention",
+    "blocks",
+    "caches",
+    "compaction",
+    "device",
+    "files",
+    "storage",
+    "store",
+    "targets",
+]
 SPECIAL = {
     "__len__", "__getitem__", "__contains__", "__iter__", "__call__", "__enter__", "__exit__",
     "__copy__", "__deepcopy__",

@@ -35,12 +35,13 @@ from numkv.blocks.prefix import plain_extra, token_ids
 from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.compact import plan_compaction
-from numkv.caches.paged.prefix_match import block_names, find_prefix, register, register_blocks
+from numkv.caches.paged.prefix_match import block_names, register, register_blocks
 from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import PagedStats
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
+from numkv.caches.paged.tiers import longest_found
 from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
@@ -73,6 +74,8 @@ class PagedKVCache(WholeCache):
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
     rotate : bool
         Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`.
+    store : PrefixStore, optional
+        Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
 
     Attributes
     ----------
@@ -90,7 +93,7 @@ class PagedKVCache(WholeCache):
     Your own kernels get the memory by `arrays`, in ``@njit`` as in ``@cuda.jit``, which is why there is no `jit` view.
 
     `copy`, `copy.copy` and `copy.deepcopy` are the same; a cache of the CPU can be pickled. None of them takes open
-    steps, nor `on_event` of `blocks`.
+    steps, nor `on_event` of `blocks`; a copy uses the same store, what comes out of a pickle none.
 
     Examples
     --------
@@ -135,16 +138,13 @@ class PagedKVCache(WholeCache):
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
         names = block_names(self._store, full, extra)
-        match = find_prefix(self._store, full, names)
-        blocks, length = match.blocks, match.blocks * size
-        state = SequenceState(
-            length, match.tables, extra, ids[:length].copy(), [of_group[:blocks] for of_group in names],
-            blocks, [0] * self.num_groups, cached=length,
-        )  # fmt: skip
-        seq = self._insert(state, shared=state.blocks())
-        if match.wanted:
-            self.blocks.count_lookup(match.wanted, blocks, match.reason)
-        return seq
+        with longest_found(self._store, full, names) as match:
+            blocks, length = match.blocks, match.blocks * size
+            state = SequenceState(
+                length, match.tables, extra, ids[:length].copy(), [of_group[:blocks] for of_group in names],
+                blocks, [0] * self.num_groups, cached=length,
+            )  # fmt: skip
+            return self._insert(state, shared=state.blocks())
 
     def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
         """Give a sequence its number, and references to blocks that others have or have had."""

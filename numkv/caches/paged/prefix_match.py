@@ -16,6 +16,7 @@ __all__ = [
     "NewNames",
     "block_names",
     "find_prefix",
+    "longest_prefix",
     "name_blocks",
     "register",
     "register_blocks",
@@ -68,10 +69,38 @@ class Match(NamedTuple):
     """How many blocks were looked for."""
     reason: int
     """Why there are no more; see `BlockPool.count_lookup`."""
+    found: list[NDArray[np.int32]]
+    """Each block that was looked for, in each group: its number, or the negative of the reason why there is none."""
+
+
+def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> int:
+    """Blocks of the longest prefix with all blocks in full groups, and those in the window in sliding groups.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Whose groups.
+    present : sequence of bool array (num_blocks,)
+        Which blocks of a prompt there are in each group.
+    """
+    blocks = len(present[0])
+    for group, there in zip(store.groups, present, strict=True):
+        if group.window < 0:
+            missing = np.flatnonzero(~there[:blocks])
+            blocks = int(missing[0]) if len(missing) else blocks
+    # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
+    fits = np.ones(blocks + 1, np.bool_)
+    for group, there in zip(store.groups, present, strict=True):
+        if group.window >= 0:
+            numbers = np.arange(1, blocks + 1)
+            last_hole = np.maximum.accumulate(np.where(there[:blocks], 0, numbers))
+            ends = numbers * store.block_size - 1 - group.window
+            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
+    return int(np.flatnonzero(fits)[-1])
 
 
 def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]]) -> Match:
-    """Find the longest cached prefix: with all blocks in full groups, and those in the window in sliding groups.
+    """Find the longest prefix that the cache itself has; see `longest_prefix`.
 
     Parameters
     ----------
@@ -87,20 +116,8 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     Match
     """
     found = [store.blocks.find_each(of_group, ids) for of_group in names]
-    blocks = wanted = len(ids) // store.block_size
-    for group, in_group in zip(store.groups, found, strict=True):
-        if group.window < 0:
-            missing = np.flatnonzero(in_group[:blocks] < 0)
-            blocks = int(missing[0]) if len(missing) else blocks
-    # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
-    fits = np.ones(blocks + 1, np.bool_)
-    for group, in_group in zip(store.groups, found, strict=True):
-        if group.window >= 0:
-            numbers = np.arange(1, blocks + 1)
-            last_hole = np.maximum.accumulate(np.where(in_group[:blocks] < 0, numbers, 0))
-            ends = numbers * store.block_size - 1 - group.window
-            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
-    blocks = int(np.flatnonzero(fits)[-1])
+    wanted = len(ids) // store.block_size
+    blocks = longest_prefix(store, [in_group >= 0 for in_group in found])
     reason = 0
     if blocks < wanted:
         # The first block not taken, or one before it that only windows need.
@@ -111,7 +128,7 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
         table[: store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
-    return Match(blocks, tables, wanted, reason)
+    return Match(blocks, tables, wanted, reason, found)
 
 
 class NewNames(NamedTuple):
@@ -120,6 +137,8 @@ class NewNames(NamedTuple):
     ids: NDArray[np.int32]
     names: NDArray[np.uint8]
     tokens: NDArray[np.int32]
+    depths: NDArray[np.int64]
+    """Blocks before each in its sequence."""
 
 
 def name_blocks(
@@ -155,14 +174,20 @@ def name_blocks(
         ids = (tables or state.tables)[group][first:full]
         stored = ids >= 0  # a window may have moved past some already
         if stored.any():
-            parts.append(NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored]))
+            depths = first + np.flatnonzero(stored)
+            parts.append(
+                NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored], depths)
+            )
     return state._replace(digests=digests, registered=full), parts
 
 
 def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
-    """Register blocks in the prefix cache, all or none."""
+    """Register blocks in the prefix cache, all or none, and have those written that are new there."""
     if parts:
-        store.blocks.register(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        ids, names, tokens, depths = (np.concatenate(column) for column in zip(*parts, strict=True))
+        holders = store.blocks.register(ids, names, tokens)
+        if store.tiers is not None:
+            store.tiers.stored(NewNames(ids, names, tokens, depths), holders)
 
 
 def register_blocks(store: BlockStore, state: SequenceState) -> SequenceState:

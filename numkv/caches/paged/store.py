@@ -101,6 +101,8 @@ class BlockStore:
         Pool and group of each layer, by their numbers.
     layer_pools : dict of int to Pool
         The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
+    tiers : Tiers or None
+        Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
     bad : dict of int to tuple
         On CUDA, of sequences that have rows which were NaN or infinite, the first such position, and the error.
     """
@@ -111,6 +113,7 @@ class BlockStore:
     blocks: BlockPool
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
+    tiers: Any = None
     bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
 
     def refuse_bad(self, seq: int, length: int) -> None:

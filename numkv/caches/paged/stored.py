@@ -17,10 +17,12 @@ from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import group_layers
 from numkv.caches.paged.store import BlockStore, SequenceState
+from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
+from numkv.store.prefix_store import PrefixStore
 
 __all__ = ["PagedStats", "StoredSequences"]
 
@@ -72,6 +74,7 @@ class StoredSequences:
         v_kind: str | Kind | None = None,
         windows: Sequence[int] | None = None,
         rotate: bool = False,
+        store: PrefixStore | None = None,
     ) -> None:
         layers = check_size("num_layers", num_layers, 1, _MOST_LAYERS)
         windows_of = _windows(windows, layers)
@@ -86,6 +89,7 @@ class StoredSequences:
             check_size("block_size", block_size, 1),
         )
         rotated = check_flag("rotate", rotate)
+        _check_store(store)
         groups = group_layers(windows_of)
         blocks = BlockPool(shape[0], shape[2])  # which bounds both numbers
         pools = [
@@ -100,7 +104,8 @@ class StoredSequences:
             layer: pools[slot] if group == 0 else pools[slot].with_own_scales()
             for layer, (slot, group) in places.items()
         }
-        self._adopt(BlockStore(place, groups, pools, blocks, places, layer_pools), {}, 0)
+        made = BlockStore(place, groups, pools, blocks, places, layer_pools)
+        self._adopt(with_tiers(made, store), {}, 0)
 
     def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
         """Begin with these buffers and sequences; `number` is that of the next one."""
@@ -178,6 +183,11 @@ class StoredSequences:
     def rotate(self) -> bool:
         """Whether a Hadamard rotation is applied to rows before they are stored."""
         return self._pools[0].rotate
+
+    @property
+    def store(self) -> PrefixStore | None:
+        """Where prefixes are kept beyond this cache."""
+        return None if self._store.tiers is None else self._store.tiers.store
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -377,6 +387,16 @@ class StoredSequences:
             before.update(old)
             self._generation += 1
             raise
+
+
+def _check_store(store: Any) -> None:
+    if store is None:
+        return
+    if not isinstance(store, PrefixStore):
+        raise TypeError(
+            f"`store`: expected a PrefixStore or None, got {type(store).__name__}; see numkv.store.PrefixStore"
+        )
+    store._check_open()
 
 
 def _windows(windows: Any, layers: int) -> list[int]:

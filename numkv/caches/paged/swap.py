@@ -19,6 +19,7 @@ from numkv.storage.buffer import Buffer, are_scales
 
 __all__ = [
     "Geometry", "SwappedSequence", "check_sequence", "check_swapped", "check_table", "copy_in", "copy_out",
+    "head_scales_of",
 ]  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
         buffers.append((*words, *scales))
     return SwappedSequence(
         state.length, state.tokens, state.extra, store.geometry, logical, buffers,
-        tuple(state.starts), _head_scales(store),
+        tuple(state.starts), head_scales_of(store),
     )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def _by_head(side: Buffer) -> bool:
     return side.kind.scales_per == "head"
 
 
-def _head_scales(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
+def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
     """Scales of heads of K and of V, by layer; empty if neither kind has any."""
     if not any(_by_head(side) for side in (store.pools[0].k_buffer, store.pools[0].v_buffer)):
         return ()
@@ -206,7 +207,7 @@ def check_swapped(store: BlockStore, swapped: SwappedSequence) -> None:
     Geometry.read(swapped.geometry)
     _check_geometry(store.geometry, swapped.geometry)
     check_sequence(swapped)
-    _check_head_scales(_head_scales(store), swapped.head_scales)
+    _check_head_scales(head_scales_of(store), swapped.head_scales)
 
 
 def check_sequence(swapped: SwappedSequence) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from numkv.access import writes
 from numkv.caches.paged.reading import ReadableSequences
+from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
 
@@ -54,6 +55,8 @@ class WholeCache(ReadableSequences):
                 pool.buffer(name).check_scales(name, scales)
         self.blocks.forget()
         pool.set_scales(k, v)
+        if self._store.tiers is not None:
+            self._store.tiers.rename()
 
     # -- as a whole
 
@@ -97,7 +100,8 @@ class WholeCache(ReadableSequences):
     def _copied(self) -> Self:
         self._refuse_open_steps("copy")
         made = self.__class__.__new__(self.__class__)
-        made._adopt(self._store.copy(), dict(self._sequences), self._next)
+        store = with_tiers(self._store.copy(), self.store)
+        made._adopt(store, dict(self._sequences), self._next)
         return made
 
     def __copy__(self) -> Self:
@@ -114,7 +118,8 @@ class WholeCache(ReadableSequences):
                 f"a cache on {self._target.name} cannot be pickled, only one on the CPU; swap its sequences out, "
                 "and pickle these"
             )
-        store = self._copied()._store
+        self._refuse_open_steps("copy")
+        store = self._store.copy()
         return {"store": store, "sequences": dict(self._sequences), "next": self._next}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ __all__ = [
 #: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048
+#: Shared memory that a block of any kernel has without asking, static and dynamic.
+SHARED_BYTES = 48 * 1024
 #: Dynamic shared memory that a block of any kernel has without asking; more is asked for, see `shared_bytes`. Static
 #: memory comes out of the same 48 KB.
 ANYWHERE_BYTES = 40 * 1024

@@ -1,0 +1,165 @@
+"""The bytes of blocks in all layers of a group, in the order in which an object of a store has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.caches.paged.store import BlockStore
+from numkv.kinds import Kind
+from numkv.storage.buffer import are_scales
+
+__all__ = ["BlockBytes", "Room"]
+
+Bytes = NDArray[np.uint8]
+
+
+class BlockBytes:
+    """The bytes of a cache's blocks.
+
+    For each layer of a group: words of K, words of V, scales of rows of K and of V, as far as there are any.
+
+    Parameters
+    ----------
+    of : BlockStore
+        The cache's buffers.
+
+    Attributes
+    ----------
+    content : int
+        Bytes of a block.
+    seen_by_host : bool
+        Whether they lie in host memory.
+    """
+
+    def __init__(self, of: BlockStore) -> None:
+        self._target, self._pools = of.target, of.pools
+        self.seen_by_host = of.target.values_on_host
+        pool = of.pools[0]
+        sides = (pool.k_buffer, pool.v_buffer)
+        scaled = [side for side in sides if side.kind.has_scales]
+        #: Of each part of a layer the shape within a block, dtype, and the kind that it has the scales of.
+        self._parts: list[tuple[tuple[int, ...], Any, Kind | None]] = [
+            (tuple(map(int, side.words.shape[1:])), np.dtype(side.words.dtype), None)
+            for side in sides
+        ] + [
+            (tuple(map(int, side.scales.shape[1:])), np.dtype(side.scales.dtype), side.kind)
+            for side in scaled
+        ]
+        self._scaled = len(scaled) > 0
+        self._widths = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._parts]
+        self.content = sum(self._widths) * len(of.pools)
+        self._columns = [
+            _as_bytes(x) for arrays in map(self._arrays, of.pools) for x in arrays
+        ] if self.seen_by_host else []  # fmt: skip
+
+    @staticmethod
+    def _arrays(pool: Any) -> list[Any]:
+        sides = (pool.k_buffer, pool.v_buffer)
+        return [side.words for side in sides] + [
+            side.scales for side in sides if side.kind.has_scales
+        ]
+
+    # -- out
+
+    def copy(self, block: int, out: Bytes) -> None:
+        """Copy a block in host memory."""
+        at = 0
+        for column in self._columns:
+            width = column.shape[1]
+            out[at : at + width] = column[block]
+            at += width
+
+    def copies(self, blocks: Sequence[int]) -> list[Bytes]:
+        """Copies of blocks, wherever they are."""
+        made = [np.empty(self.content, np.uint8) for _ in blocks]
+        if self.seen_by_host:
+            for block, out in zip(blocks, made, strict=True):
+                self.copy(block, out)
+            return made
+        source = self._target.index(np.array(blocks), np.int32)
+        to = self._target.index(np.arange(len(blocks)), np.int32)
+        at = 0
+        for pool in self._pools:
+            staging = pool.like(len(blocks))
+            pool.copy_blocks(source, staging, to)
+            for x in self._arrays(staging):
+                column = _as_bytes(np.ascontiguousarray(self._target.to_host(x)))
+                for row, out in zip(column, made, strict=True):
+                    out[at : at + len(row)] = row
+                at += column.shape[1]
+        return made
+
+    # -- in
+
+    def room(self, ids: NDArray[np.int32]) -> Room:
+        """Where blocks with these numbers go."""
+        if self.seen_by_host:
+            return Room(self, ids, self._columns, ids.tolist(), [])
+        staged = [
+            [np.zeros((len(ids), *shape), dtype) for shape, dtype, _ in self._parts]
+            for _ in self._pools
+        ]
+        columns = [_as_bytes(x) for arrays in staged for x in arrays]
+        return Room(self, ids, columns, list(range(len(ids))), staged)
+
+    def sound(self, rows: Sequence[Bytes]) -> bool:
+        """Whether a block has scales where it should have such."""
+        if not self._scaled:
+            return True
+        parts = self._parts * len(self._pools)
+        return all(
+            kind is None or are_scales(kind, row.view(dtype))
+            for row, (_, dtype, kind) in zip(rows, parts, strict=True)
+        )
+
+    def send(self, ids: NDArray[np.int32], staged: list[list[Any]], chosen: NDArray[Any]) -> None:
+        """Copy chosen blocks from host memory to the device."""
+        source = self._target.index(chosen, np.int32)
+        to = self._target.index(ids[chosen], np.int32)
+        for pool, arrays in zip(self._pools, staged, strict=True):
+            k, v, *scales = arrays
+            full = []
+            for side in (pool.k_buffer, pool.v_buffer):
+                none = np.empty((0, 0, 0), np.dtype(side.scales.dtype))
+                full.append(scales.pop(0) if side.kind.has_scales else none)
+            pool.from_host((k, v, *full)).copy_blocks(source, pool, to)
+
+
+class Room:
+    """Blocks of a pool that wait for their content; made by `BlockBytes.room`."""
+
+    def __init__(
+        self, of: BlockBytes, ids: NDArray[np.int32], columns: Any, numbers: Any, staged: Any
+    ) -> None:
+        self._of, self._ids = of, ids
+        self._columns, self._numbers, self._staged = columns, numbers, staged
+
+    def rows(self, i: int) -> list[Bytes]:
+        """The memory of the i-th block, to be written to."""
+        number = self._numbers[i]
+        return [column[number] for column in self._columns]
+
+    def fill(self, i: int, data: Bytes) -> None:
+        """Copy the content of the i-th block."""
+        at = 0
+        for row in self.rows(i):
+            row[:] = data[at : at + len(row)]
+            at += len(row)
+
+    def done(self, good: NDArray[np.bool_]) -> None:
+        """Have blocks in the pool, those that are good."""
+        if self._staged and good.any():
+            self._of.send(self._ids, self._staged, np.flatnonzero(good))
+
+
+def _as_bytes(x: Any) -> Bytes:
+    """An array of blocks as rows of bytes, without a copy."""
+    width = math.prod(x.shape[1:])
+    found: Bytes = x.reshape(x.shape[0], width).view(np.uint8)
+    assert np.may_share_memory(found, x) or not x.size
+    return found

@@ -1,0 +1,562 @@
+"""What a `PrefixStore` does: the host tier, the queue of blocks that are to be written, and the threads that write.
+
+Everything here is changed under one lock, which nobody holds while a disk works. A thread that holds the lock of a
+`BlockPool` may take this one; who holds this one takes no other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.errors import NumkvError
+from numkv.store.bound import Bound
+from numkv.store.objects import DamagedObject, ForeignObject, Layout, crc32_of
+from numkv.store.records import BlocksDropped, BlocksWritten, StoreStats
+
+__all__ = ["Engine", "FullBlock", "Owner", "Readings", "Section"]
+
+log = logging.getLogger("numkv.store")
+
+#: Where a block was found.
+NOWHERE, IN_POOL, IN_HOST, IN_STORE = range(4)
+
+#: Seconds that a thread waits for work before it ends; the next block starts another one.
+_IDLE = 2.0
+#: Seconds that the end of the process waits for what is to be written.
+_AT_EXIT = 60.0
+#: A block counts as used so many seconds earlier for each block before it: the end of a prefix goes first.
+_EARLIER = 0.01
+
+Bytes = NDArray[np.uint8]
+
+
+class Owner(Protocol):
+    """A cache whose pool has blocks that are to be written."""
+
+    def copy_block(self, block: int, out: Bytes) -> None:
+        """Copy the content of a block."""
+
+    def holds(self, block: int, name: bytes) -> bool:
+        """Whether a block is registered under a name."""
+
+
+class Section(NamedTuple):
+    """The objects of one identity."""
+
+    folder: str
+    layout: Layout
+
+    def key(self, name: bytes) -> str:
+        """Where the object of a name lies."""
+        digits = name.hex()
+        return f"{self.folder}/{digits[:2]}/{digits[2:]}"
+
+
+class FullBlock(NamedTuple):
+    """A full block of a prompt."""
+
+    block: int
+    """Its number in the pool."""
+    name: bytes
+    tokens: bytes
+    depth: int
+    """Blocks before it in the prompt."""
+
+
+class Readings(Protocol):
+    """Blocks that are to be read into memory."""
+
+    names: Sequence[bytes]
+    depths: Sequence[int]
+    """Blocks before each in its prompt."""
+
+    def tokens(self, i: int) -> bytes:
+        """Token ids of a block."""
+
+    def content(self, i: int) -> list[Any]:
+        """Buffers for its content."""
+
+    def sound(self, content: Sequence[Any]) -> bool:
+        """Whether what has been read can be what a pool holds."""
+
+
+class _Waiting:
+    """A block that is to be written: in the pool of `owner`, or in `data`."""
+
+    __slots__ = ("copying", "data", "number", "of", "owner", "section")
+
+    def __init__(self, section: Section, of: FullBlock, owner: Owner | None, number: int) -> None:
+        self.section, self.of, self.owner, self.number = section, of, owner, number
+        self.data: Bytes | None = None
+        self.copying = False
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        return self.section.folder, self.of.name
+
+
+class Engine:
+    """The works of a `PrefixStore`.
+
+    Parameters
+    ----------
+    place : Folder or RemoteFolder
+        Where objects lie.
+    max_nbytes : int or None
+        Bytes of all of them.
+    host_nbytes : int
+        Bytes of the host tier.
+    writers : int
+        Threads that write.
+    on_event : callable or None
+        Told of what has happened.
+    """
+
+    def __init__(
+        self, place: Any, max_nbytes: int | None, host_nbytes: int, writers: int, on_event: Any
+    ) -> None:
+        self.place = place
+        self._bound, self._bound_lock = Bound(place, max_nbytes), threading.Lock()
+        self._host_most, self._writers, self._on_event = host_nbytes, writers, on_event
+        self._counts = dict.fromkeys(StoreStats.__dataclass_fields__, 0)
+        del self._counts["last_error"]
+        self._last_error = ""
+        self._given_up = self._said = (
+            0  # blocks dropped or failed; how many of them `flush` has said
+        )
+        self.closed = False
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Begin with nothing waiting, no thread and an empty host tier."""
+        self._changed = threading.Condition(threading.RLock())
+        self._queue: collections.OrderedDict[Any, _Waiting] = collections.OrderedDict()
+        self._writing: dict[Any, _Waiting] = {}
+        self._in_pool: dict[tuple[int, int], _Waiting] = {}  # by owner and block
+        self._clean: collections.OrderedDict[Any, Bytes] = collections.OrderedDict()
+        self._dirty: dict[Any, Bytes] = {}
+        self._used: list[tuple[str, float]] = []
+        self._events: list[Any] = []
+        self._host_bytes = self._number = self._threads = 0
+        self._made = self._told = 0  # events
+
+    # -- what is to be written
+
+    def add(self, section: Section, owner: Owner, blocks: Iterable[FullBlock]) -> None:
+        """Have blocks written that lie in a pool whose memory the host sees."""
+        with self._changed:
+            if self.closed:
+                return
+            for of in blocks:
+                waiting = self._wait(section, of, owner)
+                if waiting is not None:
+                    self._in_pool[id(owner), of.block] = waiting
+            self._start()
+
+    def add_data(self, section: Section, blocks: Iterable[tuple[FullBlock, Bytes]]) -> None:
+        """Have copies of blocks written."""
+        with self._changed:
+            if self.closed:
+                return
+            for of, data in blocks:
+                waiting = self._wait(section, of, None)
+                if waiting is not None:
+                    self._fill(waiting, data)
+            self._start()
+
+    def _wait(self, section: Section, of: FullBlock, owner: Owner | None) -> _Waiting | None:
+        key = section.folder, of.name
+        if key in self._queue or key in self._writing:
+            return None
+        self._number += 1
+        waiting = self._queue[key] = _Waiting(section, of, owner, self._number)
+        return waiting
+
+    def _fill(self, waiting: _Waiting, data: Bytes | None) -> None:
+        """Have a block that waits lie in the host tier from now on, or give it up."""
+        waiting.owner = None
+        if data is not None and self._room_for(data.nbytes):
+            waiting.data = self._dirty[waiting.key] = data
+            self._host_bytes += data.nbytes
+        elif self._queue.pop(waiting.key, None) is not None:
+            self._give_up("dropped", "full", waiting.of.name, "the host tier is full")
+
+    def _give_up(self, count: str, reason: str, name: bytes, error: str) -> None:
+        self._counts[count] += 1
+        self._given_up += 1
+        self._tell(BlocksDropped(_names([name]), reason, error))
+
+    def _tell(self, event: Any) -> None:
+        """Have a thread of the store tell of something that has happened."""
+        if self._on_event is not None:
+            self._events.append(event)
+            self._made += 1
+
+    # -- what a pool loses
+
+    def rescue(
+        self, section: Section | None, owner: Owner, blocks: Iterable[tuple[int, bytes]]
+    ) -> None:
+        """Take blocks that a pool is about to lose into the host tier.
+
+        Parameters
+        ----------
+        section : Section or None
+            Whose they are; None: only what is still to be written is taken.
+        owner : Owner
+            Whose pool.
+        blocks : iterable of (int, bytes)
+            Their numbers and names.
+        """
+        with self._changed:
+            for block, name in blocks:
+                waiting = self._in_pool.pop((id(owner), block), None)
+                while waiting is not None and waiting.copying:
+                    self._changed.wait(1.0)
+                if waiting is not None and waiting.owner is not None and waiting.data is None:
+                    self._fill(waiting, self._copied(owner, block, waiting.section.layout.content))
+                elif section is not None and not self.closed:
+                    self._keep(section, owner, block, name)
+            if self._events:
+                self._start()
+
+    def _keep(self, section: Section, owner: Owner, block: int, name: bytes) -> None:
+        """Keep a block that has been written, or need not be, in the host tier."""
+        key, size = (section.folder, name), section.layout.content
+        if key in self._clean:
+            self._clean.move_to_end(key)
+        elif key not in self._dirty and self._room_for(size):
+            data = self._copied(owner, block, size)
+            if data is not None:
+                self._clean[key] = data
+                self._host_bytes += size
+
+    def _copied(self, owner: Owner, block: int, size: int) -> Bytes | None:
+        try:
+            data = np.empty(size, np.uint8)
+            owner.copy_block(block, data)
+        except MemoryError:
+            return None
+        return data
+
+    def _room_for(self, size: int) -> bool:
+        """Have room in the host tier, if what waits to be written there leaves so much."""
+        if size > self._host_most:
+            return False
+        while self._host_bytes + size > self._host_most and self._clean:
+            _, data = self._clean.popitem(last=False)
+            self._host_bytes -= data.nbytes
+        return self._host_bytes + size <= self._host_most
+
+    # -- what is looked for
+
+    def where(self, section: Section, names: Sequence[bytes]) -> list[int]:
+        """Where each block is: `IN_HOST`, `IN_STORE` or `NOWHERE`."""
+        with self._changed:
+            if self.closed:
+                return [NOWHERE] * len(names)
+            found = [
+                IN_HOST if self._host(section, name, False) is not None else NOWHERE
+                for name in names
+            ]
+        others = [i for i, tier in enumerate(found) if tier == NOWHERE]
+        keys = [section.key(names[i]) for i in others]
+        for i, there in zip(others, self.place.exist(keys, section.layout.nbytes), strict=True):
+            found[i] = IN_STORE if there else NOWHERE
+        return found
+
+    def _host(self, section: Section, name: bytes, used: bool) -> Bytes | None:
+        key = section.folder, name
+        found = self._clean.get(key)
+        if found is None:
+            return self._dirty.get(key)
+        if used:
+            self._clean.move_to_end(key)
+        return found
+
+    def from_host(self, section: Section, name: bytes) -> Bytes | None:
+        """The content of a block in the host tier; nobody changes it."""
+        with self._changed:
+            return self._host(section, name, True)
+
+    def read(self, section: Section, blocks: Readings) -> list[bool]:
+        """Read blocks from the store, and say of each whether it is there and what it should be."""
+        jobs = _Objects(section, blocks)
+        errors = self.place.read(jobs)
+        now = time.time()
+        with self._changed:
+            for key, depth, error in zip(jobs.keys, blocks.depths, errors, strict=True):
+                if error is None:
+                    self._used.append((key, now - _EARLIER * depth))
+                    self._counts["bytes_read"] += jobs.nbytes
+                elif not isinstance(error, FileNotFoundError):
+                    self._last_error = f"{type(error).__name__}: {error}"
+            self._start()
+        for key, name, error in zip(jobs.keys, blocks.names, errors, strict=True):
+            if isinstance(error, DamagedObject | ForeignObject):
+                self._refuse(key, name, error)
+        return [error is None for error in errors]
+
+    def _refuse(self, key: str, name: bytes, error: Exception) -> None:
+        reason = "damaged" if isinstance(error, DamagedObject) else "refused"
+        log.warning("%s/%s is %s, and deleted: %s", self.place, key, reason, error)
+        self.place.delete_bad(key)
+        with self._changed:
+            self._counts[reason] += 1
+            self._tell(BlocksDropped(_names([name]), reason, str(error)))
+            self._start()
+
+    def count(self, wanted: int, found: Sequence[int]) -> None:
+        """Count a lookup: how many blocks there were `NOWHERE`, `IN_POOL` and so on."""
+        with self._changed:
+            self._counts["lookups"] += 1
+            self._counts["wanted"] += wanted
+            names = ("missed", "found_in_pool", "found_in_host", "found_in_store")
+            for name, n in zip(names, found, strict=True):
+                self._counts[name] += n
+
+    def tell_now(self, event: Any) -> None:
+        """Tell of something in this thread."""
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:
+                log.exception("on_event failed; what it was told of has happened")
+
+    def stats(self) -> StoreStats:
+        """Counts of this moment."""
+        with self._changed:
+            counts = self._counts | {
+                "waiting": len(self._queue) + len(self._writing),
+                "host_blocks": len(self._clean) + len(self._dirty),
+                "host_nbytes": self._host_bytes,
+            }
+            return StoreStats(**counts, last_error=self._last_error)
+
+    # -- threads
+
+    def _start(self) -> None:
+        """See that there are threads, and that they look for work."""
+        if self._queue or self._used or self._events:
+            if self._threads < min(self._writers, max(1, len(self._queue))):
+                thread = threading.Thread(target=self._run, name="numkv store", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is about to end; `close` does it
+                    return
+                self._threads += 1
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Do what there is to do, until there has been nothing for a while."""
+        buffers: dict[int, Bytes] = {}
+        _own.inside = True
+        while True:
+            with self._changed:
+                if not (self._queue or self._used or self._events):
+                    self._changed.wait(_IDLE)
+                    if not (self._queue or self._used or self._events):
+                        self._threads -= 1
+                        return
+            try:
+                self._do_some(buffers)
+            except Exception:  # of the file system's own
+                log.exception("the store goes on")
+
+    def _do_some(self, buffers: dict[int, Bytes]) -> None:
+        """Write a block; then tell of what has happened, and note what was used."""
+        with self._changed:
+            waiting = self._queue.popitem(last=False)[1] if self._queue else None
+            if waiting is not None:
+                self._writing[waiting.key] = waiting
+                waiting.copying = waiting.owner is not None
+            used, self._used = self._used, []
+        if waiting is not None:
+            self._write(waiting, buffers)
+        for key, stamp in used:
+            self.place.touch(key, stamp)
+        with self._changed:
+            events, self._events = self._events, []
+        for event in events:
+            self.tell_now(event)
+        if events:
+            with self._changed:
+                self._told += len(events)
+                self._changed.notify_all()
+
+    def _write(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> None:
+        error, outcome = "", "failed"
+        layout = waiting.section.layout
+        try:
+            data = self._content(waiting, buffers)
+            if data is None:
+                error = "its memory was changed by compiled code of the user's own"
+            else:
+                outcome = self._put(waiting.section, waiting.of, data)
+        except Exception as problem:  # a full disk, no memory, whatever a file system raises
+            error = f"{type(problem).__name__}: {problem}"
+            log.warning("a block could not be written to %s: %s", self.place, error)
+        with self._changed:
+            del self._writing[waiting.key]
+            content = self._dirty.pop(waiting.key, None)
+            if content is not None:
+                self._clean[waiting.key] = content
+            if outcome == "failed":
+                self._last_error = error
+                self._give_up("failed", "failed", waiting.of.name, error)
+            else:
+                self._counts[outcome] += 1
+                self._counts["bytes_written"] += layout.nbytes * (outcome == "written")
+                self._tell(BlocksWritten(_names([waiting.of.name])))
+            self._changed.notify_all()
+
+    def _content(self, waiting: _Waiting, buffers: dict[int, Bytes]) -> Bytes | None:
+        """The content of a block, copied out of its pool if it lies there; None if it is not what it was."""
+        owner, of = waiting.owner, waiting.of
+        if owner is None:
+            return waiting.data
+        size = waiting.section.layout.content
+        try:
+            data = buffers.get(size)
+            if data is None:
+                data = buffers[size] = np.empty(size, np.uint8)
+            owner.copy_block(of.block, data)
+            sound = owner.holds(of.block, of.name)
+        finally:
+            with self._changed:
+                waiting.copying, waiting.owner = False, None
+                if self._in_pool.get((id(owner), of.block)) is waiting:
+                    del self._in_pool[id(owner), of.block]
+                self._changed.notify_all()
+        return data if sound else None
+
+    def _put(self, section: Section, of: FullBlock, data: Bytes) -> str:
+        """Write an object that is not there yet."""
+        key, stamp = section.key(of.name), time.time() - _EARLIER * of.depth
+        if self.place.exist([key], section.layout.nbytes)[0]:
+            self.place.touch(key, stamp)
+            return "already_there"
+        with self._bound_lock:
+            evicted = self._bound.make_room(section.layout.nbytes)
+        header = section.layout.make_header(of.name, of.tokens, crc32_of([data]))
+        self.place.write(key, [header, data], stamp)
+        if evicted:
+            with self._changed:
+                self._counts["evicted"] += evicted
+        return "written"
+
+    # -- the end
+
+    def flush(self, timeout: float | None) -> int:
+        """Wait for what waits now; how many blocks were given up since the last time."""
+        if getattr(_own, "inside", False):
+            raise NumkvError(
+                "flush: expected a thread that the store does not write with, got one; flush and close from "
+                "elsewhere than from `on_event`"
+            )
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            last, made = self._number, self._made
+            self._start()
+            while (waiting := self._first_waiting() <= last) or self._told < made:
+                made = (
+                    self._made if waiting else made
+                )  # those of the blocks that are waited for, too
+                rest = 1.0 if until is None else min(1.0, until - time.monotonic())
+                if rest <= 0:
+                    raise TimeoutError(
+                        f"`timeout`: {len(self._queue) + len(self._writing)} blocks are not written after {timeout} s"
+                    )
+                if not self._threads:
+                    self._do_here()
+                else:
+                    self._changed.wait(rest)
+            lost, self._said = self._given_up - self._said, self._given_up
+            return lost
+
+    def _do_here(self) -> None:
+        """Do some of the work in this thread, where no other can be started any more."""
+        self._changed.release()
+        try:
+            self._do_some({})
+        finally:
+            self._changed.acquire()
+
+    def _first_waiting(self) -> float:
+        numbers = [waiting.number for waiting in self._writing.values()]
+        if self._queue:
+            numbers.append(next(iter(self._queue.values())).number)
+        return min(numbers, default=float("inf"))
+
+    def close(self, timeout: float | None) -> int:
+        """Write what waits, and take and give nothing any more."""
+        lost = 0 if self.closed else self.flush(timeout)
+        with self._changed:
+            self.closed = True
+            self._clean.clear()
+            self._host_bytes = sum(x.nbytes for x in self._dirty.values())
+        return lost
+
+    def after_fork(self) -> None:
+        """Begin anew in a child: the parent's threads are not here, and what waits is the parent's."""
+        self._bound_lock = threading.Lock()
+        self._begin()
+
+
+class _Objects:
+    """The objects of blocks that are to be read; see `Jobs`."""
+
+    def __init__(self, section: Section, of: Readings) -> None:
+        self._layout, self._of = section.layout, of
+        self.keys = [section.key(name) for name in of.names]
+        self.nbytes = section.layout.nbytes
+
+    def views(self, i: int) -> list[Any]:
+        return [bytearray(self._layout.header), *self._of.content(i)]
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        header, *content = views
+        crc = self._layout.check_header(header, self._of.names[i], self._of.tokens(i))
+        if crc32_of(content) != crc:
+            raise DamagedObject("the checksum of the content is wrong")
+        if not self._of.sound(content):
+            raise DamagedObject("it has scales that are none")
+
+
+def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = np.frombuffer(b"".join(names), np.uint8).reshape(len(names), -1)
+    return found
+
+
+_all: weakref.WeakSet[Engine] = weakref.WeakSet()
+_own = threading.local()  # `inside` is set in threads that write
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_all):
+        engine.after_fork()
+
+
+def _at_exit() -> None:
+    for engine in list(_all):
+        try:
+            engine.close(_AT_EXIT)
+        except TimeoutError as error:
+            log.warning("the process ends: %s", error)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

@@ -1,0 +1,323 @@
+"""Objects in a folder of this machine's file systems."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from numkv.store.objects import DamagedObject
+
+__all__ = ["Entry", "Folder", "Jobs", "in_threads"]
+
+#: Buffers that one call of the system takes; it is 1,024 where POSIX is.
+_MOST_VIEWS = 1000
+#: Threads that read, and files that each of them has announced to the system ahead: the disk works on these meanwhile,
+#: so more threads than cores would only take Python's lock from each other.
+_READERS = max(2, min(8, os.cpu_count() or 1))
+_AHEAD = 8
+#: Objects that one thread reads alone: others would begin when it is done.
+_FEW = 4
+#: Seconds after which a temporary file is one that a killed process has left.
+_ABANDONED = 600.0
+_SUFFIX = ".partial"
+
+
+class Jobs(Protocol):
+    """Objects that are to be read. Nothing is made for one before its turn, nor kept after it."""
+
+    keys: Sequence[str]
+    """Where they lie, below the root."""
+    nbytes: int
+    """Bytes of each."""
+
+    def views(self, i: int) -> list[Any]:
+        """Writable buffers for all bytes of an object, one after another."""
+
+    def check(self, i: int, views: Sequence[Any]) -> None:
+        """Raise what is wrong with an object that has been read into them."""
+
+
+class Entry(NamedTuple):
+    """An object that is there."""
+
+    key: str
+    nbytes: int
+    stamp: float
+    """When it was used last, in seconds."""
+
+
+class Folder:
+    """A folder of files.
+
+    Parameters
+    ----------
+    root : str
+        The folder; it is made when something is written.
+    durable : bool
+        Whether an object is on the disk before it counts as written.
+    """
+
+    def __init__(self, root: str, durable: bool) -> None:
+        self.root, self._durable = root, durable
+
+    def __repr__(self) -> str:
+        return self.root
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    # -- reading
+
+    def exist(self, keys: Sequence[str], nbytes: int) -> list[bool]:
+        """Whether there are such objects, of so many bytes: a shorter one is no object."""
+        found = []
+        for key in keys:
+            try:
+                found.append(os.stat(self._path(key)).st_size == nbytes)
+            except OSError:
+                found.append(False)
+        return found
+
+    def read(self, jobs: Jobs) -> list[Exception | None]:
+        """Read objects, and what went wrong with each; an object that is not there is a `FileNotFoundError`."""
+
+        def work(mine: Sequence[int], errors: list[Exception | None]) -> None:
+            ahead: collections.deque[int | OSError] = collections.deque()
+            following = iter(mine)
+            try:
+                for i in mine:
+                    for j in itertools.islice(following, 1 + _AHEAD - len(ahead)):
+                        ahead.append(self._announced(jobs.keys[j]))
+                    try:
+                        _read(ahead.popleft(), jobs, i)
+                    except Exception as error:
+                        errors[i] = error
+            finally:
+                for each in ahead:
+                    if isinstance(each, int):
+                        os.close(each)
+
+        return in_threads(len(jobs.keys), _READERS, work)
+
+    def _announced(self, key: str) -> int | OSError:
+        """A file that is open, and that the system has been told to read."""
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        except OSError as error:
+            return error
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        return descriptor
+
+    # -- writing
+
+    def write(self, key: str, pieces: Sequence[Any], stamp: float) -> None:
+        """Make an object, or replace it, as a whole.
+
+        Raises
+        ------
+        OSError
+            As the system gave it; nothing is left of the new object.
+        """
+        path = self._path(key)
+        folder, name = os.path.split(path)
+        partial = f"{folder}/.{name[:16]}.{secrets.token_hex(8)}{_SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            descriptor = os.open(partial, flags, 0o666)
+        except FileNotFoundError:
+            os.makedirs(folder, exist_ok=True)
+            descriptor = os.open(partial, flags, 0o666)
+        try:
+            try:
+                _write(descriptor, pieces)
+                _stamp(descriptor, stamp)
+                if self._durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+        if self._durable:
+            _sync_folder(folder)
+
+    def touch(self, key: str, stamp: float) -> None:
+        """Note that an object was used."""
+        with contextlib.suppress(OSError):
+            _stamp(self._path(key), stamp)
+
+    # -- what there is
+
+    def entries(self) -> Iterator[Entry]:
+        """All objects; what killed processes have left half written is deleted."""
+        for identity in _scan(self.root):
+            if not identity.is_dir(follow_symlinks=False):
+                continue
+            for part in _scan(identity.path):
+                if part.is_dir(follow_symlinks=False):
+                    yield from self._entries_in(f"{identity.name}/{part.name}")
+
+    def _entries_in(self, folder: str) -> Iterator[Entry]:
+        for file in _scan(self._path(folder)):
+            try:
+                found = file.stat(follow_symlinks=False)
+            except OSError:  # deleted meanwhile
+                continue
+            if file.name.endswith(_SUFFIX) and time.time() - found.st_mtime > _ABANDONED:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.path)
+            else:
+                yield Entry(f"{folder}/{file.name}", found.st_size, found.st_mtime)
+
+    def delete(self, entry: Entry) -> bool:
+        """Delete an object unless it was used since; whether it is gone."""
+        path = self._path(entry.key)
+        try:
+            if os.stat(path).st_mtime > entry.stamp:
+                return False
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def delete_bad(self, key: str) -> None:
+        """Delete an object that is not what it should be."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._path(key))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether this process is the one that may evict now; a kill ends that too."""
+        try:
+            import fcntl
+        except ImportError:  # Windows: several may, which deletes too much at worst
+            yield True
+            return
+        try:
+            descriptor = os.open(self._path(".evicting"), os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # a full disk: all the more
+            yield True
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # a file system without locks
+                pass
+            yield True
+        finally:
+            os.close(descriptor)
+
+
+def in_threads(
+    count: int, most: int, work: Callable[[Sequence[int], list[Exception | None]], None]
+) -> list[Exception | None]:
+    """Share numbers out to threads, this one among them, and wait for all of them.
+
+    Parameters
+    ----------
+    count : int
+        Numbers.
+    most : int
+        Threads at most.
+    work : callable
+        Takes its numbers, and a list where it puts what went wrong with each.
+    """
+    errors: list[Exception | None] = [None] * count
+    shares = 1 if count <= _FEW else min(most, count)
+    threads = []
+    for share in range(1, shares):
+        mine = range(share, count, shares)
+        thread = threading.Thread(target=work, args=(mine, errors), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, or the interpreter is about to end
+            work(mine, errors)
+        else:
+            threads.append(thread)
+    try:
+        work(range(0, count, shares), errors)
+    finally:
+        for thread in threads:
+            thread.join()
+    return errors
+
+
+def _read(file: int | OSError, jobs: Jobs, i: int) -> None:
+    """Read and check an object, and close its file."""
+    if isinstance(file, OSError):
+        raise file
+    try:
+        views, got = jobs.views(i), 0
+        longer = [*views, bytearray(1)]  # which stays empty
+        for first in range(0, len(longer), _MOST_VIEWS):
+            got += os.preadv(file, longer[first : first + _MOST_VIEWS], got)
+        if got != jobs.nbytes:
+            _read_slowly(file, views)
+    finally:
+        os.close(file)
+    jobs.check(i, views)
+
+
+def _read_slowly(descriptor: int, views: Sequence[Any]) -> None:
+    """Read where the system stops in the middle, or there is no more."""
+    at = 0
+    for view in map(_bytes, views):
+        while len(view):
+            got = os.preadv(descriptor, [view], at)
+            if not got:
+                raise DamagedObject(f"it is cut off after {at} bytes")
+            view, at = view[got:], at + got
+    if os.pread(descriptor, 1, at):
+        raise DamagedObject(f"it is longer than {at} bytes")
+
+
+def _bytes(view: Any) -> memoryview:
+    return memoryview(view).cast("B")
+
+
+def _write(descriptor: int, pieces: Sequence[Any]) -> None:
+    rest = [_bytes(piece) for piece in pieces]
+    while rest:
+        done = os.writev(descriptor, rest[:_MOST_VIEWS])
+        while rest and done >= len(rest[0]):
+            done -= len(rest.pop(0))
+        if done:
+            rest[0] = rest[0][done:]
+
+
+def _stamp(file: Any, stamp: float) -> None:
+    at = int(stamp * 1e9)
+    os.utime(file, ns=(at, at))
+
+
+def _scan(path: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+def _sync_folder(folder: str) -> None:
+    with contextlib.suppress(OSError):  # some systems cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,276 @@
+"""`PrefixStore`: where caches of several processes and machines keep the full blocks of their prefixes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+from numkv.checks import Mark, check_flag, check_mark, check_size
+from numkv.errors import NotSupported, NumkvError
+from numkv.numbers import check_number
+from numkv.store.engine import Engine, Section
+from numkv.store.folder import Folder
+from numkv.store.identity import folder_of, identity_text
+from numkv.store.objects import Layout
+from numkv.store.records import BlocksDropped, BlocksWritten, PrefixFound, StoreStats
+from numkv.store.remote import RemoteFolder, opened
+
+__all__ = ["PrefixStore"]
+
+#: Bytes of the host tier, if nothing is said.
+_HOST_BYTES = 256 << 20
+#: Threads that write; with two, one encodes while the other waits for the disk to say that it has the bytes.
+_WRITERS, _DURABLE_WRITERS = 1, 2
+
+
+class PrefixStore:
+    """Full blocks under their content names, in a folder or any fsspec file system, for ``PagedKVCache(store=…)``.
+
+    `PagedKVCache.add` looks for a prompt's blocks in the cache's own pool, then in the host memory of this object, then
+    here; `PagedKVCache.commit` has full blocks written, by a thread of its own. Any number of caches, processes and
+    machines may use one place. What is found is what was computed for the same tokens, extra keys, mark, RoPE, sizes,
+    kinds and windows, to the bit; anything else is not found.
+
+    Parameters
+    ----------
+    place : path-like or str
+        A folder, which is made when something is written; a URL such as ``"s3://bucket/prefixes"``, which needs the
+        extra ``store``; or a path within `file_system`.
+    mark : str or mapping
+        What rows depend on beside tokens: the model and its revision, as a text, or texts, numbers and None by name.
+        A model with other weights needs another mark.
+    rope : str or mapping, optional
+        The same of RoPE, if `mark` does not say it: its base and scaling.
+    max_nbytes : int, optional
+        Bytes that objects in `place` may have together, those of other marks too; what was used longest ago is deleted
+        first. Each process that writes may go beyond it by a sixteenth. Without it there is no bound.
+    host_nbytes : int
+        Bytes of the host tier: blocks that pools have evicted, and blocks that wait to be written.
+    durable : bool
+        Whether each block is on the disk (``fsync``) before it counts as written. If not, a power cut may lose
+        the newest ones; a process that is killed loses none that counts.
+    file_system : fsspec.AbstractFileSystem, optional
+        Where `place` is.
+    on_event : callable, optional
+        Called with a `BlocksWritten`, `BlocksDropped` or `PrefixFound`: the first two in a thread of the store,
+        the last in `add`. Its exceptions are logged and not raised. It may not flush or close.
+
+    Raises
+    ------
+    NotSupported
+        If a URL needs a package that is not installed.
+    DimensionMismatch, TypeError, ValueError
+        If an argument is none of these.
+
+    Notes
+    -----
+    What cannot be written or read never fails a call of the cache: it is counted (`stats`), told (`on_event`), logged
+    under ``numkv.store``, and computed anew.
+
+    Whoever can write to `place` decides what is found there: checksums find damage, not malice.
+
+    On a file system of fsspec what was written longest ago is deleted first, as it keeps no time of reading.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv, tempfile
+    >>> from numkv.store import PrefixStore
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> def cache():
+    ...     store = PrefixStore(folder.name, mark={"model": "mine"}, rope={"base": 1e6})
+    ...     return numkv.PagedKVCache(1, 2, 8, num_blocks=8, block_size=4, store=store)
+    >>> first, second, prompt = cache(), cache(), list(range(11))
+    >>> seq = first.add(prompt)
+    >>> step = first.reserve([seq], 11)
+    >>> step.append(0, np.ones((11, 2, 8), np.float32), np.ones((11, 2, 8), np.float32))
+    >>> first.commit(step, token_ids=prompt)
+    >>> first.store.flush()  # how many blocks could not be written
+    0
+    >>> second.cached_len(second.add(prompt))
+    8
+    >>> second.store.stats().found_in_store
+    2
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike[str],
+        *,
+        mark: Mark,
+        rope: Mark | None = None,
+        max_nbytes: int | None = None,
+        host_nbytes: int = _HOST_BYTES,
+        durable: bool = False,
+        file_system: Any = None,
+        on_event: Callable[[BlocksWritten | BlocksDropped | PrefixFound], object] | None = None,
+    ) -> None:
+        path = _path(place)
+        if mark is None:
+            raise TypeError(
+                "`mark`: expected a text, or facts by name, got None; say which model's blocks these are"
+            )
+        self._mark, self._rope = check_mark("mark", mark), check_mark("rope", rope)
+        for name, given in (("mark", self._mark), ("rope", self._rope)):
+            _check_unicode(name, given)
+        most = None if max_nbytes is None else _bytes("max_nbytes", max_nbytes, 1)
+        host = _bytes("host_nbytes", host_nbytes, 0)
+        durable = check_flag("durable", durable)
+        if on_event is not None and not callable(on_event):
+            raise TypeError(
+                f"`on_event`: expected a function or None, got {type(on_event).__name__}"
+            )
+        where: Folder | RemoteFolder
+        if file_system is not None:
+            if not (hasattr(file_system, "cat_file") and hasattr(file_system, "pipe_file")):
+                raise TypeError(
+                    f"`file_system`: expected one of fsspec's, got {type(file_system).__name__}"
+                )
+            where = RemoteFolder(file_system, path)
+        elif "://" in path:
+            where = RemoteFolder(*opened(path))
+        else:
+            where = Folder(os.path.abspath(path), durable)
+        writers = _DURABLE_WRITERS if durable or isinstance(where, RemoteFolder) else _WRITERS
+        self._max_nbytes, self._host_nbytes = most, host
+        self._engine = Engine(where, most, host, writers, on_event)
+
+    # -- what it is
+
+    @property
+    def place(self) -> str:
+        """Where objects lie."""
+        return repr(self._engine.place)
+
+    @property
+    def mark(self) -> Any:
+        """What the user has said of the model."""
+        return self._mark
+
+    @property
+    def rope(self) -> Any:
+        """What the user has said of RoPE."""
+        return self._rope
+
+    @property
+    def max_nbytes(self) -> int | None:
+        """Bytes that objects may have together; None: no bound."""
+        return self._max_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that the host tier may have."""
+        return self._host_nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._engine.closed
+
+    def __repr__(self) -> str:
+        now = self.stats()
+        return (
+            f"<PrefixStore: {self.place}, {now.waiting} blocks waiting, {now.host_blocks} in the host tier"
+            f"{', closed' if self.closed else ''}>"
+        )
+
+    def stats(self) -> StoreStats:
+        """Counts of this object's work; see `StoreStats`.
+
+        Returns
+        -------
+        StoreStats
+        """
+        return self._engine.stats()
+
+    # -- its end
+
+    def flush(self, timeout: float | None = None) -> int:
+        """Wait until all blocks that were committed before are written.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most.
+
+        Returns
+        -------
+        int
+            Blocks that were given up since the last `flush`, by dropping or by failing; 0: all that was committed is in
+            the store, and stays there until it is evicted.
+
+        Raises
+        ------
+        TimeoutError
+            If they are not written by then; the store goes on with them.
+        NumkvError
+            If it is called by `on_event`, in a thread that writes.
+        """
+        return self._engine.flush(_timeout(timeout))
+
+    def close(self, timeout: float | None = None) -> int:
+        """Write what waits, and end. Caches that use the store go on without it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait at most.
+
+        Returns
+        -------
+        int
+            See `flush`.
+
+        Raises
+        ------
+        TimeoutError, NumkvError
+            See `flush`; the store is not closed then.
+        """
+        return self._engine.close(_timeout(timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise NotSupported(
+            "a PrefixStore cannot be copied or pickled: make one with the same arguments where it is needed"
+        )
+
+    def _section(self, fields: dict[str, Any], block_size: int, content: int) -> Section:
+        """The objects of a cache's blocks, of so many bytes."""
+        identity = identity_text(self._mark, self._rope, fields)
+        return Section(folder_of(identity), Layout(identity, block_size, content))
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise NumkvError("`store`: expected an open store, got a closed one; make another")
+
+
+def _path(place: Any) -> str:
+    try:
+        name = os.fsdecode(place)
+    except TypeError:
+        raise TypeError(f"`place`: expected a path or a URL, got {type(place).__name__}") from None
+    if "\0" in name or not name:
+        raise ValueError(f"`place`: expected a path or a URL, got {name!r}")
+    return name
+
+
+def _bytes(name: str, given: Any, least: int) -> int:
+    return check_size(name, given, least, 2**62)
+
+
+def _timeout(given: Any) -> float | None:
+    return None if given is None else check_number("timeout", given, 0.0)
+
+
+def _check_unicode(name: str, mark: Any) -> None:
+    try:
+        json.dumps(mark, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"`{name}`: expected Unicode text, got {mark!r}") from None

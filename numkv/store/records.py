@@ -1,0 +1,98 @@
+"""What a `PrefixStore` reports: counts, and events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BlocksDropped", "BlocksWritten", "PrefixFound", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts of one `PrefixStore` since it was made; all but `lookups` and bytes count blocks."""
+
+    lookups: int = 0
+    """Prompts that were looked for, by all caches of this store."""
+    wanted: int = 0
+    """Full blocks of these prompts."""
+    found_in_pool: int = 0
+    """Of these, blocks that the cache had itself."""
+    found_in_host: int = 0
+    """Blocks that came from the host tier."""
+    found_in_store: int = 0
+    """Blocks that were read."""
+    missed: int = 0
+    """Blocks that were in none of them, or behind such a block."""
+    written: int = 0
+    """Blocks written."""
+    already_there: int = 0
+    """Blocks that were not written because another process, or an earlier run, had written them."""
+    dropped: int = 0
+    """Blocks given up: evicted by the pool while the host tier was full of blocks that wait to be written."""
+    failed: int = 0
+    """Blocks that could not be written, for want of room on the disk, say; see `last_error`."""
+    damaged: int = 0
+    """Objects that were not as they were written; they have been deleted."""
+    refused: int = 0
+    """Objects of another mark, RoPE, kind, size or version, found in this one's place; they have been deleted."""
+    evicted: int = 0
+    """Objects deleted to keep to `max_nbytes`."""
+    waiting: int = 0
+    """Blocks that wait to be written now."""
+    host_blocks: int = 0
+    """Blocks in the host tier now."""
+    host_nbytes: int = 0
+    """Bytes of them."""
+    bytes_written: int = 0
+    """Bytes of the objects written."""
+    bytes_read: int = 0
+    """Bytes of the objects read."""
+    last_error: str = ""
+    """What the system said when something could not be read or written last."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the blocks looked for that were found anywhere; 0 before the first lookup."""
+        return (self.wanted - self.missed) / max(1, self.wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWritten:
+    """Blocks are in the store, and stay there until they are evicted."""
+
+    block_hashes: NDArray[np.uint8]
+    """Names ``(n, 32)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksDropped:
+    """Blocks will not be written, or objects are gone because they were not as they should be."""
+
+    block_hashes: NDArray[np.uint8]
+    """Names ``(n, 32)``."""
+    reason: str
+    """``"full"``: no room in the host tier; ``"failed"``: the system refused; ``"damaged"``; ``"refused"``: of another
+    mark, RoPE, kind, size or version."""
+    error: str = ""
+    """What the system said, or what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    """A prompt has been looked for: how many of its full blocks were where."""
+
+    wanted: int
+    """Full blocks that were looked for."""
+    in_pool: int
+    """Blocks that the cache had itself."""
+    in_host: int
+    """Blocks that came from the host tier."""
+    in_store: int
+    """Blocks that were read."""
+    missed: int
+    """The others."""
+    nbytes: int
+    """Bytes that were brought into the pool."""

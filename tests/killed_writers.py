@@ -1,0 +1,135 @@
+"""Processes that write to one store and are killed: ``python tests/killed_writers.py FOLDER KILLS [MAX_NBYTES]``.
+
+Four processes add prompts, look at every row of what they find, and write down which blocks their store has said are
+written. One after another is killed (SIGKILL) at random moments, and another takes its place. In the end every block
+that was written down has to be there, and be right, unless the store may evict. Prints what happened, as JSON.
+"""
+
+import json
+import os
+import random
+import signal
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from stored_prefixes import HEADS, SIZE, cache, check_rows, prompt, rows, started, store_in
+
+from numkv.blocks import block_digests
+from numkv.store import BlocksWritten
+
+WRITERS = 4
+RECORD = struct.Struct("<II32s")
+WRONG = 3
+
+
+def named(number, tokens):
+    """Names of the blocks of a prompt, with its number and their places in it."""
+    names = block_digests(prompt(number, tokens), SIZE)
+    return {name.tobytes(): (number, i) for i, name in enumerate(names)}
+
+
+def write(folder, said, seed, max_nbytes):
+    """Add prompts, some new and some old, until somebody ends it."""
+    rng, known = random.Random(seed), {}
+    notes = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(names):
+        os.write(notes, b"".join(RECORD.pack(*known[name], name) for name in names))
+
+    def told(event):
+        if isinstance(event, BlocksWritten):
+            note([name.tobytes() for name in event.block_hashes])
+
+    of = cache(
+        store_in(folder, max_nbytes=max_nbytes, host_nbytes=1 << 15, on_event=told), num_blocks=24
+    )
+    while True:
+        number, tokens = rng.choice([rng.randrange(30), rng.randrange(10**6)]), rng.randrange(2, 60)
+        mine = named(number, tokens)
+        known |= mine
+        seq, _ = started(of, prompt(number, tokens))
+        check_rows(of, seq, prompt(number, tokens))
+        of.remove(seq)
+        if rng.randrange(10) == 0 and of.store.flush() == 0 and max_nbytes is None:
+            note(mine)
+
+
+def born(folder, notes, seed, max_nbytes):
+    """Start a writer."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        write(folder, notes / str(seed), seed, max_nbytes)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(WRONG)
+
+
+def run(folder, notes, kills, max_nbytes=None):
+    """Kill writers; what was found in the end."""
+    started(cache(None), prompt(1))  # kernels are loaded before anybody is born
+    rng = random.Random(kills)
+    children = [born(folder, notes, seed, max_nbytes) for seed in range(WRITERS)]
+    for kill in range(kills):
+        time.sleep(rng.choice([0.0, 0.02, 0.1]) + rng.random() * 0.05)
+        which = rng.randrange(WRITERS)
+        end(children[which])
+        children[which] = born(folder, notes, WRITERS + kill, max_nbytes)
+    time.sleep(0.2)
+    for child in children:
+        end(child)
+    acknowledged = set()
+    for path in notes.iterdir():
+        whole = path.read_bytes()
+        acknowledged |= set(RECORD.iter_unpack(whole[: len(whole) // RECORD.size * RECORD.size]))
+    there = check(folder, sorted(acknowledged))
+    left = list(folder.rglob("*.partial"))
+    return {"kills": kills, "acknowledged": len(acknowledged), "there": there, "left": len(left)}
+
+
+def end(child):
+    """Kill a writer; it must not have ended by itself, as it does when it has found a wrong row."""
+    os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status), f"a writer has ended: {os.waitstatus_to_exitcode(status)}"
+
+
+class OneBlock:
+    """A block that is read into an array."""
+
+    def __init__(self, name, depth, tokens, content):
+        self.names, self.depths = [name], [depth]
+        self.tokens = lambda i: np.array(tokens, "<i4").tobytes()
+        self.content = lambda i: [content]
+        self.sound = lambda content: True
+
+
+def check(folder, acknowledged):
+    """How many blocks are in the store, each of which has to be right."""
+    of = cache(store_in(folder))
+    tiers, there = of._store.tiers, 0
+    for number, i, name in acknowledged:
+        text = prompt(number, (i + 1) * SIZE)
+        content = np.zeros(tiers._bytes.content, np.uint8)
+        if tiers._engine.read(tiers._section, OneBlock(name, i, text[-SIZE:], content))[0]:
+            there += 1
+            want = [rows(layer, text)[:, -SIZE:].swapaxes(1, 2) for layer in range(of.num_layers)]
+            assert content.tobytes() == np.stack(want).tobytes()
+            assert content.size == np.stack(want).nbytes == of.num_layers * 2 * HEADS * SIZE * 8 * 4
+    now = of.store.stats()
+    assert now.damaged == now.refused == 0
+    return there
+
+
+if __name__ == "__main__":
+    places = [Path(sys.argv[1]) / name for name in ("store", "notes")]
+    places[1].mkdir(parents=True)
+    most = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    print(json.dumps(run(*places, int(sys.argv[2]), most)))

@@ -1,0 +1,94 @@
+"""Writers that are killed at random moments, and disks that are full."""
+
+import json
+import os
+import subprocess
+import sys
+
+import processes
+import pytest
+from stored_prefixes import cache, check_rows, prompt, started, store_in
+
+
+def killed(folder, kills, *more):
+    """What `tests/killed_writers.py` says."""
+    settings = os.environ | {
+        "PYTHONPATH": str(processes.ROOT), "NUMKV_PROGRESS": "0", "NUMBA_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, processes.ROOT / "tests/killed_writers.py", folder, str(kills), *more],
+        capture_output=True, text=True, env=settings, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not done.stderr
+    print(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.nightly)])
+def test_nothing_that_was_acknowledged_is_missing_after_kills(tmp_path, kills):
+    found = killed(tmp_path, kills)
+    assert found["there"] == found["acknowledged"] > 20 * kills
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.nightly)])
+def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
+    """And the store has kept to its bound, but for a sixteenth for each writer."""
+    most = 60_000
+    found = killed(tmp_path, kills, str(most))
+    assert 0 < found["there"] < found["acknowledged"]
+    objects = [p for p in (tmp_path / "store").rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in objects) < most * (1 + 4 / 16)
+
+
+def test_a_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip(f"mounting is forbidden here: {mounted.stderr.strip()}")
+    try:
+        of = cache(store_in(disk))
+        for number in range(6):
+            seq, _ = started(of, prompt(number))
+            of.remove(seq)
+        lost = of.store.flush()
+        now = of.store.stats()
+        assert 0 < lost == now.failed < 30
+        assert now.written == 30 - lost
+        assert "No space left" in now.last_error
+        assert not list(disk.rglob("*.partial"))
+        other, found = cache(store_in(disk)), 0
+        for number in range(6):
+            seq, cached = started(other, prompt(number))
+            check_rows(other, seq, prompt(number))
+            found += cached
+            other.remove(seq)
+        assert found > 0
+        assert other.store.stats().damaged == 0
+        for path in disk.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        seq, _ = started(of, prompt(50))
+        assert of.store.flush() == 0
+        of.store.close(), other.store.close()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_process_that_ends_writes_what_waits(tmp_path):
+    """Without `flush` or `close`, and though the disk is slow."""
+    script = f"""
+    sys.path.insert(0, {str(processes.ROOT / "tests")!r})
+    from stored_prefixes import cache, prompt, started, store_in
+    from numkv.store.folder import Folder
+    write = Folder.write
+    Folder.write = lambda *args: (time.sleep(0.05), write(*args))[1]
+    of = cache(store_in({str(tmp_path)!r}))
+    started(of, prompt(1))
+    print(of.store.stats().written)
+    """
+    assert processes.run(script) < 5
+    assert started(cache(store_in(tmp_path)), prompt(1))[1] == 20
