@@ -143,7 +143,7 @@ class KVCache(StoredRows):
         self._current[0] = 0  # for views that `jit` gave so far
         vars(self).update(
             _pool=new, _pools=pools, _room=capacity, _struct=None, _current=np.ones(1, np.int64),
-            _generation=self._generation + 1,
+            _generation=self._generation + 1, _again=None if self._again is None else self._target.repeats(),
         )  # fmt: skip
         del kept  # what is freed may call a finaliser: not in the middle
 
@@ -324,10 +324,6 @@ class KVCache(StoredRows):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if stream is not None:
-            with self._target.on(stream, k, v):
-                self.append(layer, k, v, check_finite=check_finite)
-            return
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -341,16 +337,17 @@ class KVCache(StoredRows):
                 rows = (k, v)
                 if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
                     rows = (k[None], v[None])
-                if self._append_small(layer, *rows, check_finite):
+                if stream is None and self._append_small(layer, *rows, check_finite):
                     return
-            with self._target.on(None, k, v):
-                rows = self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)  # fmt: skip
-                self._append(layer, *rows, check_finite)
+            self._append(layer, k, v, check_finite, stream)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
                     access.dropped += 1
                 del writer["call"]
+
+    def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
+        return self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""

@@ -29,10 +29,13 @@ from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
+
+# Of the arrays of an attention call that `SingleSequence._attend_again` lists, the one that is written to.
+_OUT = frozenset({2})
 
 
 class SingleSequence:
@@ -76,6 +79,9 @@ class SingleSequence:
         "_seen",
         "_pools",
         "_tables",
+        "_again",
+        "_watch",
+        "_drops",
     )
 
     #: On CUDA, the first position with rows that were NaN or infinite, once that is known, and the error.
@@ -92,6 +98,10 @@ class SingleSequence:
         self._shown = False  # whether compiled code has got arrays that it could write to
         self._uploads = Uploads(self._target)
         self._seen = b""
+        self._again = None if self._full_precision is not None else self._target.repeats()
+        self._watch = self._target.new_watch()
+        # Calls of the watch up to which tokens from a position on have been dropped.
+        self._drops: list[tuple[int, int]] = []
 
     # -- what a subclass says
 
@@ -309,7 +319,7 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
-        self._target.collect_late(wait=True)
+        self._target.collect_late(self._watch, wait=True)
         self._refuse_bad()
         for layer in range(len(self._lengths)):
             self._stored(layer)
@@ -357,12 +367,48 @@ class SingleSequence:
         self._lengths[layer] = start + tokens
         return True
 
-    def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
-        """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        with self._target.on(None, k, v):
-            self._append_here(layer, k, v, check_finite)
+    def _as_rows(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """What a caller passed as rows, as ``(num_tokens, num_kv_heads, head_dim)``; not checked otherwise."""
+        return k, v
+
+    def _append(self, layer: int, k: Any, v: Any, check_finite: bool, stream: Any = None) -> None:
+        """Check rows of K and V, and append them."""
+        if self._again is None:
+            with self._target.on(stream, k, v):
+                self._append_here(layer, *self._as_rows(k, v), check_finite)
+            return
+        call = self._again.find(("append", layer, check_finite), stream, (k, v))
+        start, replay = self._stored(layer), call.replay
+        table = self._ready_table(layer)
+        if replay is not None and table is not None:
+            tokens, looked_at = replay.note
+            if start + tokens <= self._room:
+                look = self._look(layer, start, looked_at)
+                if call.run((table,), (start, look)) is None:
+                    self._lengths[layer] = start + tokens
+                    return
+        call.long(
+            lambda: self._append_here(layer, *self._as_rows(k, v), check_finite),
+            lambda: (self._block_table(layer),),
+            lambda: (int(self._lengths[layer]) - start, self._watch.latest),
+        )
+
+    def _ready_table(self, layer: int) -> int | None:
+        """The pointer of a layer's table on the target; None where it has to be uploaded first."""
+        return int(self._block_table(layer).gpu_data.device_pointer)
+
+    def _look(self, layer: int, start: int, looked_at: Any) -> int:
+        """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
+        if self._bad is not None or self._watch.arrived():
+            self._refuse_bad(layer)
+        if looked_at is None:
+            return 0
+        of_k, of_v, marker = looked_at
+        look: int = self._watch.look((of_k, of_v, marker._replace(first=start)))
+        return look
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        """Append rows on the stream of the call."""
         pool = self._pools[layer]
         self._target.refuse_capture("append")
         self._refuse_bad(layer)
@@ -371,27 +417,35 @@ class SingleSequence:
         k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
+        self._watch_nothing()
         look = pool.watch(k, v, self._marker(start)) if check_finite and not first else 0
         try:
-            self._store(layer, k, v, start, look)
+            self._store(layer, k, v, self._target.number(start, 0), look)
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
 
-    def _marker(self, start: int) -> Mark:
-        """What notes a token, counted from position `start`, whose rows are not what they should be."""
+    def _watch_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it says so."""
+        if self._watch is not None:
+            self._watch.latest = None
+
+    def _marker(self, start: int) -> Marker:
+        """What notes a position, in a call from position `start` on, whose rows are not what they should be."""
         cache = weakref.ref(self)  # its memory is not kept for that
 
-        def mark(token: int, error: NonFiniteInput) -> None:
+        def mark(position: int, error: NonFiniteInput, call: int) -> None:
             of = cache()
-            if of is not None and (of._bad is None or start + token < of._bad[0]):
-                of._bad = start + token, error
+            if of is None or (of._bad is not None and position >= of._bad[0]):
+                return
+            if not any(call <= last and position >= length for last, length in of._drops):
+                of._bad = position, error
 
-        return mark
+        return Marker(self._watch, mark, start)
 
     def _refuse_bad(self, layer: int | None = 0) -> None:
         """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
-        self._target.collect_late()
+        self._target.collect_late(self._watch)
         if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
             position, error = self._bad
             raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
@@ -400,6 +454,10 @@ class SingleSequence:
         """Forget a bad token from position `length` on, as it is dropped."""
         if self._bad is not None and length <= self._bad[0]:
             self._bad = None
+        if self._watch is not None and self._watch.calls:  # what is reported of tokens that are gone is old
+            calls = self._watch.calls
+            kept = [(n, at) for n, at in self._drops if at < length and calls - n < 1 << 12]
+            self._drops = [*kept, (calls, length)]
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
         """Give back memory that was got for tokens from position `start` on, which are not stored after all."""
@@ -479,6 +537,40 @@ class SingleSequence:
         if tokens > length and tokens != 1:
             raise too_many_queries(tokens, length)
         return q, length
+
+    def _attend_again(
+        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any, function: Callable[[], Any]
+    ) -> Any:  # fmt: skip
+        """Attend as an earlier call did, or by `function`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q, out, stream : object
+            What the caller passed.
+        asked : tuple
+            Scale, cap, window, sinks, and whether the lse is returned too, as the caller passed them.
+        function : function
+            Does the call, on its stream.
+        """
+        length, again = self._stored(layer), self._again  # in this order, beside a writer
+        scale, cap, window, sinks, return_lse = asked
+        kinds = type(scale), type(cap), type(window)
+        what = "attend", layer, kinds, scale, cap, window, return_lse
+        call = again.find(what, stream, (q, sinks, out))
+        replay, table = call.replay, self._ready_table(layer)
+        if replay is not None and table is not None:
+            lens = call.length(length)
+            if lens is not None and (replay.note <= length or replay.note == 1):
+                found = call.run((table, lens))
+                if found is not again.missed:
+                    return found
+        where = self._target.key
+        return call.long(
+            function, lambda: (self._block_table(layer), one_length(where, length)),
+            lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
+        )  # fmt: skip
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
         """Attend with the queries of a layer's last tokens."""

@@ -219,13 +219,20 @@ class StoredRows(SingleSequence):
             See `numkv.decode_attention`.
         """
         layer = check_index("layer", layer, len(self._lengths))
-        target = self._target
+        asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
+        if self._again is not None:
+            return self._attend_again(
+                layer, q, asked, out, stream, lambda: self._attend_rows(layer, q, asked, out)
+            )
         if stream is not None:
-            with target.on(stream, q):
-                return self.decode_attention(
-                    layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
-                    sinks=sinks, return_lse=return_lse, out=out,
-                )  # fmt: skip
+            with self._target.on(stream, q):
+                return self._attend_rows(layer, q, asked, out)
+        return self._attend_rows(layer, q, asked, out)
+
+    def _attend_rows(self, layer: int, q: Any, asked: tuple[Any, ...], out: Any) -> Any:
+        """Attend with queries of one token or of several."""
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse = asked
+        target = self._target
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:

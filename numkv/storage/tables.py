@@ -34,7 +34,10 @@ def one_sequence(target: str, num_tokens: int) -> Array:
 @functools.lru_cache(maxsize=64)
 def one_length(target: str, length: int) -> Array:
     """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
-    return _shared(target, np.array([length], np.int64))
+    found = targets.by_key(target).length(length)
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False
+    return found
 
 
 def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:

@@ -11,7 +11,7 @@ from numkv import arrays
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
 
 __all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
@@ -127,21 +127,37 @@ class Target(Protocol):
         """
 
     def watch(
-        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-        mark: Mark | None = None,
+        self, k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
+        marker: Marker | None = None,
     ) -> int:  # fmt: skip
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
 
         Parameters
         ----------
-        k, v : tuple of str, tuple and Kind
-            What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
-        mark : function, optional
-            Takes the number of the first bad token, and the error; without it the error is raised by a later function.
+        k, v : tuple of str, tuple, Kind and int
+            What errors call the arrays that K and V come from, the shapes of these, what they were stored in, and how
+            many axes of an index mean anything.
+        marker : Marker, optional
+            Whom to tell; without it the error is raised by a later function.
         """
 
-    def collect_late(self, wait: bool = False) -> None:
-        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
+    def new_watch(self) -> Any:
+        """What an object that writes has, for kernels to report to; None on the CPU."""
+
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
+        """Call `Marker.mark` for what kernels have reported to a watch; with `wait` once all that was launched is done."""
+
+    def repeats(self) -> Any:
+        """What makes an object's calls that repeat the short way; None where there is none."""
+
+    def number(self, value: int, which: int) -> int:
+        """A number that differs between an object's calls that are the same otherwise, while one is made the first time.
+
+        On the CPU, and else, the value itself.
+        """
+
+    def length(self, length: int) -> arrays.Array:
+        """An array of one element, an int32 or int64."""
 
     def refuse_capture(self, what: str) -> None:
         """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""

@@ -127,12 +127,28 @@ class CpuTarget:
     def place(self) -> None:
         """None: there is one."""
 
-    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+    def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """0: values are looked at before they are written."""
         return 0
 
-    def collect_late(self, wait: bool = False) -> None:
+    def new_watch(self) -> Any:
+        """None: nothing is reported late."""
+        return None
+
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
         """Do nothing: nothing is reported late."""
+
+    def repeats(self) -> Any:
+        """None: calls of functions are short as they are."""
+        return None
+
+    def number(self, value: int, which: int) -> int:
+        """The value: no call is written down."""
+        return value
+
+    def length(self, length: int) -> HostArray:
+        """An array of one element."""
+        return np.array([length], np.int64)
 
     def refuse_capture(self, what: str) -> None:
         """Do nothing: there are no graphs."""

@@ -13,6 +13,8 @@ import numpy as np
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
 from numkv.kernels.cuda import memory, streams, uploads
+from numkv.kernels.cuda.late import Watch
+from numkv.kernels.cuda.launches import Number
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
@@ -20,6 +22,7 @@ from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_loading import load_cuda
+from numkv.targets.cuda_repeats import Repeats
 from numkv.targets.memory import Memory, may_overlap
 
 __all__ = ["CudaTarget"]
@@ -195,13 +198,31 @@ class CudaTarget:
         """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
         return self._calls.run(function, call, stream, arrays, options)
 
-    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+    def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
-        return calls.watch(k, v, mark)
+        return calls.watch(k, v, marker)
 
-    def collect_late(self, wait: bool = False) -> None:
-        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
-        calls.collect_late(wait)
+    def new_watch(self) -> Any:
+        """What an object that writes has, for kernels to report to."""
+        return Watch()
+
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
+        """Call `Marker.mark` for what kernels have reported to a watch; with `wait` once all that was launched is done."""
+        calls.collect_late(watch, wait)
+
+    def repeats(self) -> Any:
+        """What makes an object's calls that repeat the short way; None in the simulator."""
+        return None if self._simulated else Repeats(self.accept)
+
+    def number(self, value: int, which: int) -> int:
+        """A number that differs between calls that are the same otherwise, where one is written down."""
+        return value if streams.recording() is None else Number.of(value, which)
+
+    def length(self, length: int) -> Array:
+        """An array of one element; it is a part of one that has been made already."""
+        if self._simulated:
+            return self._upload(np.array([length], np.int64))
+        return uploads.length(length)
 
     def refuse_capture(self, what: str) -> None:
         """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""

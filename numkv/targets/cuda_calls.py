@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,15 @@ from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
 from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
-from numkv.targets.call import Call, Mark
+from numkv.targets.call import Call, Marker
 
 __all__ = [
     "HERE",
     "Calls",
+    "Unlike",
     "collect_late",
+    "described",
+    "given_of",
     "handle_of",
     "place_of",
     "raise_late",
@@ -142,7 +145,7 @@ def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
     return streams.place(_device_of(arrays), handle)
 
 
-class _Unlike(Exception):
+class Unlike(Exception):
     """An argument that the short way does not know."""
 
 
@@ -158,7 +161,7 @@ def _numba(x: Any) -> _Read:
 
 def _torch(x: Any) -> _Read:
     if not x.is_cuda or x.requires_grad:
-        raise _Unlike
+        raise Unlike
     device = x.device
     return x.data_ptr(), (x.shape, x.stride(), x.dtype, device), -1 - device.index
 
@@ -186,6 +189,48 @@ def _reader(of: type) -> Callable[[Any], _Read] | None:
     if of.__module__.partition(".")[0] == "torch":
         return _torch if of.__name__ in ("Tensor", "Parameter") else None
     return _interface if hasattr(of, "__cuda_array_interface__") else None
+
+
+def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -> int | None:
+    """Append to a layout what matters of arguments, and to `pointers` where they lie.
+
+    Returns
+    -------
+    int or None
+        The stream of the first library that names one, for torch the device, as a negative number.
+
+    Raises
+    ------
+    Unlike, TypeError, AttributeError
+        If there is an argument that the short way does not know.
+    """
+    producer: int | None = None
+    for x in arrays:
+        of = type(x)
+        pointer, about, named = _reader(of)(x)  # type: ignore[misc,arg-type]
+        pointers.append(pointer)
+        layout += (of, about, pointer & 15)
+        if named is not None and producer is None:
+            producer = named
+    return producer
+
+
+def given_of(
+    arrays: tuple[Any, ...], accept: Callable[[Any, str], Array], names: Sequence[str] = ()
+) -> list[Given | None] | None:
+    """Where arguments lie, None for those that are no arrays; None where one goes backwards."""
+    given: list[Given | None] = []
+    for i, x in enumerate(arrays):
+        if x is None or isinstance(x, (bool, int, float)):
+            given.append(None)
+            continue
+        a: Any = accept(x, names[i] if names else "array")
+        if any(step < 0 for step in a.strides):
+            return None
+        steps = zip(a.shape, a.strides, strict=True)
+        nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
+        given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
+    return given
 
 
 class Calls:
@@ -237,26 +282,21 @@ class Calls:
         """What identifies the call, or None if it cannot be repeated; where it runs; and pointers of its arrays."""
         layout: list[Any] = [function]
         pointers: list[int] = []
-        producer: int | None = None
         try:
-            for x in arrays:
-                of = type(x)
-                pointer, described, named = _reader(of)(x)  # type: ignore[misc,arg-type]
-                pointers.append(pointer)
-                layout += (of, described, pointer & 15)
-                if named is not None and producer is None:
-                    producer = named
+            producer = described(arrays, layout, pointers)
             for x in options:
                 layout += (type(x), x)
             if stream is not None or not streams.one_device():
                 place = place_of(stream, arrays)
+                if producer is not None and producer < 0:  # torch's own may be another one
+                    layout.append(torch_stream(-1 - producer))
             else:
                 handle = producer or 0
                 place = streams.place(0, torch_stream(-1 - handle) if handle < 0 else handle)
             layout += (place.handle, place.device)
             key = tuple(layout)
             hash(key)
-        except (_Unlike, TypeError, KeyError, AttributeError):
+        except (Unlike, TypeError, KeyError, AttributeError):
             return None, place_of(stream, arrays), pointers
         return None if streams.recording() is not None else key, place, pointers
 
@@ -280,17 +320,9 @@ class Calls:
         if recording.spoiled:
             return
         results = result if isinstance(result, tuple) else () if result is None else (result,)
-        given: list[Any] = []
-        for name, x in zip(call.arrays, arrays, strict=True):
-            if x is None or isinstance(x, (bool, int, float)):
-                given.append(None)
-                continue
-            a: Any = self._accept(x, name)
-            if any(step < 0 for step in a.strides):
-                return
-            steps = zip(a.shape, a.strides, strict=True)
-            nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
-            given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
+        given = given_of(arrays, self._accept, call.arrays)
+        if given is None:
+            return
         replay = replay_of(recording, given, call.written, results, place)
         if replay is not None:
             if len(self._replays) >= MOST_REPLAYS:
@@ -308,32 +340,42 @@ _pending: list[NonFiniteInput] = []
 
 def raise_late() -> None:
     """Raise what writes of functions before found in their rows, as far as it has arrived."""
-    collect_late()
+    watch = late.of_functions()
+    if watch.arrived():
+        _collect_functions(watch)
     if _pending:
         raise _pending.pop(0)
 
 
-def collect_late(wait: bool = False) -> None:
-    """Hand out what has been reported: to the objects that wrote, and to the next function; see `Target`."""
+def _collect_functions(watch: late.Watch) -> None:
+    told = -1
+    for report in watch.take():
+        if report.call != told:  # of each call the first token
+            told = report.call
+            _pending.append(_late_error(report))
+
+
+def collect_late(watch: Any, wait: bool = False) -> None:
+    """See `numkv.targets.base.Target.collect_late`."""
     if wait:
         late.wait()
-    if late.arrived():
-        report = late.take()
-        if report is not None:
-            error = _late_error(report)
-            mark = None if report.what is None else report.what[2]
-            if mark is None:
-                _pending.append(error)
-            else:
-                mark(error.index[0], error)  # type: ignore[index]
+    if watch is not None and watch.arrived():
+        for report in watch.take():
+            if report.what is not None:
+                error = _late_error(report)
+                marker: Marker = report.what[2]
+                marker.mark(marker.first + error.index[0], error, report.call)  # type: ignore[index]
 
 
 def watch(
-    k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-    mark: Mark | None,
+    k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
+    marker: Marker | None,
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
-    return late.number((k, v, mark))
+    if marker is None:
+        return late.of_functions().look((k, v, None))
+    watch: late.Watch = marker.watch
+    return watch.look((k, v, marker._replace(watch=None)))
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:
@@ -342,8 +384,8 @@ def _late_error(report: late.Report) -> NonFiniteInput:
         return NonFiniteInput(
             "expected finite numbers in an earlier call, got NaN or infinity", index=()
         )
-    name, shape, kind = report.what[report.of_v]
-    index = tuple(int(i) for i in np.unravel_index(report.index, shape))
+    name, shape, kind, axes = report.what[report.of_v]
+    index = tuple(int(i) for i in np.unravel_index(report.index, shape)[:axes])
     return NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
         "call; the row was stored as zeros",

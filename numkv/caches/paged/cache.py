@@ -373,7 +373,7 @@ class PagedKVCache(WholeCache):
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
-        self._store.target.collect_late()
+        self._store.target.collect_late(self._store.watch)
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
             self._store.refuse_bad(seq, state.length)
@@ -432,15 +432,16 @@ class PagedKVCache(WholeCache):
             )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
-            self._store.target.collect_late()
+            self._store.target.collect_late(self._store.watch)
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
                 self._store.refuse_bad(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
-        step._end()
+        step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
+            step._kept.clear()
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
 

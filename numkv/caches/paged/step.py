@@ -20,7 +20,7 @@ from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvE
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -72,12 +72,18 @@ class Step:
         host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
+        self._widths = [table.shape[1] for table in tables]
         for table in tables:
             host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
+        if store.again is not None:  # of few widths, so that calls repeat
+            tables = [_widened(table) for table in tables]
         wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
         self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
         self._slots, self._tables = found[: len(tables)], found[len(tables) :]
         self._place = store.target.place()
+        # How much of each sequence is kept, once the step has ended.
+        self._kept: list[int] = []
+        self._noting: Marker | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +129,7 @@ class Step:
         if copies is None or pool.target.values_on_host:
             to_host, index = pool.target.to_host, pool.target.index
             given = (
-                (self._tables[group], np.int32),
+                (to_host(self._tables[group])[:, : self._widths[group]], np.int32),
                 (self._lens, np.int32),
                 (self._slots[group], np.int64),
             )
@@ -196,14 +202,48 @@ class Step:
         """
         pool, group = self._layer(layer)
         self._refuse_bad()
-        with self._on(stream, k, v):
-            check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.looks_first
-            k, v = pool.check_rows(k, v, check_finite=first)
-            self._check_tokens("k", int(k.shape[0]))
-            look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
-            pool.scatter(k, v, self._slots[group], look)
-            self._written[layer] = True
+        again = self._store.again
+        if again is None:
+            with self._on(stream, k, v):
+                self._append_here(layer, pool, self._slots[group], k, v, check_finite)
+            return
+        what = "append", layer, check_finite, len(self.positions)
+        call, own = again.find(what, stream, (k, v), self._place), self._slots[group]
+        if call.replay is not None:
+            numbers = (0, self._look(call.replay.note))
+            if call.run((int(own.gpu_data.device_pointer),), numbers) is None:
+                self._written[layer] = True
+                return
+        call.long(
+            lambda: self._append_here(layer, pool, own, k, v, check_finite), lambda: (own,),
+            lambda: self._store.watch.latest, after=self._place,
+        )  # fmt: skip
+
+    def _append_here(
+        self, layer: int, pool: Pool, slots: Array, k: Any, v: Any, check_finite: bool
+    ) -> None:
+        """Write rows on the stream of the call."""
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and pool.looks_first
+        k, v = pool.check_rows(k, v, check_finite=first)
+        self._check_tokens("k", int(k.shape[0]))
+        self._watch_nothing()
+        look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
+        pool.scatter(k, v, slots, look)
+        self._written[layer] = True
+
+    def _watch_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it says so."""
+        if self._store.watch is not None:
+            self._store.watch.latest = None
+
+    def _look(self, looked_at: Any) -> int:
+        """A number for a call that is made again."""
+        if looked_at is None:
+            return 0
+        of_k, of_v, _ = looked_at
+        look: int = self._store.watch.look((of_k, of_v, self._marker()._replace(watch=None)))
+        return look
 
     @writes
     def write(
@@ -256,24 +296,64 @@ class Step:
                 self._written[layer] = True
                 return q
         self._refuse_bad()
+        given = (
+            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )  # fmt: skip
+        if self._store.again is not None:
+            return self._write_again(layer, pool, slots, given, check_finite, stream)
         with self._on(stream, qkv):
-            p = Projection.check(
-                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+            p = Projection.check(pool, *given)
+            return self._write_here(layer, pool, slots, p, check_finite)
+
+    def _write_again(
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool, stream: Any
+    ) -> Array:  # fmt: skip
+        """Write as an earlier call did, or in the general way."""
+        qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
+        kinds = type(num_q_heads), type(qk_mode), type(eps)
+        what = "write", layer, kinds, num_q_heads, qk_mode, eps, check_finite, len(self.positions)
+        arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
+        again, own = self._store.again, (slots, self._positions)
+        call = again.find(what, stream, arrays, self._place)
+        if call.replay is not None:
+            positions, looked_at = call.replay.note
+            if positions < 0 or max(self._ends, default=0) <= positions:
+                numbers = (0, self._look(looked_at))
+                q = call.run([int(x.gpu_data.device_pointer) for x in own], numbers)
+                if q is not again.missed:
+                    self._written[layer] = True
+                    return q
+        made: list[Projection] = []
+
+        def write() -> Array:
+            made.append(Projection.check(pool, *given))
+            return self._write_here(layer, pool, slots, made[0], check_finite)
+
+        def note() -> tuple[int, Any]:
+            return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.watch.latest
+
+        found: Array = call.long(write, lambda: own, note, frozenset({5}), self._place)
+        return found
+
+    def _write_here(
+        self, layer: int, pool: Pool, slots: Array, p: Projection, check_finite: bool
+    ) -> Array:
+        """Write projections, checked but for their number and positions, on the stream of the call."""
+        self._check_tokens("qkv", p.num_tokens)
+        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
+                "make the tables longer"
             )
-            self._check_tokens("qkv", p.num_tokens)
-            if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
-                raise IndexError(
-                    f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                    "make the tables longer"
-                )
-            check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.looks_first
-            if first:
-                p.check_finite(pool)
-            look = p.watch(pool, self._marker()) if check_finite and not first else 0
-            p.scatter(pool, slots, self._positions, look)
-            self._written[layer] = True
-            return p.q_out
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and pool.looks_first
+        if first:
+            p.check_finite(pool)
+        self._watch_nothing()
+        look = p.watch(pool, self._marker()) if check_finite and not first else 0
+        p.scatter(pool, slots, self._positions, look)
+        self._written[layer] = True
+        return p.q_out
 
     @writes
     def attention(
@@ -312,12 +392,32 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        with self._on(stream, q):
-            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-            self._check_tokens("q", int(q.shape[0]))
-            window = self._store.groups[group].window
-            options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
-            return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        asked = sm_scale, logits_soft_cap, sinks, return_lse, out
+        again, own = self._store.again, (self._tables[group], self._lens, self._starts)
+        if again is None:
+            with self._on(stream, q):
+                return self._attend_here(pool, group, q, *asked)
+        kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
+        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
+        call = again.find(what, stream, (q, sinks, out), self._place)
+        if call.replay is not None:
+            found = call.run([int(x.gpu_data.device_pointer) for x in own])
+            if found is not again.missed:
+                return found
+        return call.long(
+            lambda: self._attend_here(pool, group, q, *asked), lambda: own, lambda: None,
+            frozenset({2}), self._place,
+        )  # fmt: skip
+
+    def _attend_here(
+        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any
+    ) -> Any:  # fmt: skip
+        """Attend on the stream of the call."""
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        window = self._store.groups[group].window
+        options = check_options(sm_scale, cap, window, sinks, return_lse, out)
+        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     @writes
     def attention_weights(
@@ -371,23 +471,29 @@ class Step:
                 lse=lse,
             )
 
-    def _marker(self) -> Mark:
-        """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
-        store = weakref.ref(self._store)
-        sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
+    def _marker(self) -> Marker:
+        """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
+        if self._noting is None:
+            store = weakref.ref(self._store)
+            sequences, positions, new_lens = self.sequences, self.positions, self.new_lens
+            kept = self._kept
 
-        def mark(token: int, error: NonFiniteInput) -> None:
-            of = store()
-            if of is not None:
-                seq = sequences[int(np.searchsorted(ends, token, "right"))]
+            def mark(token: int, error: NonFiniteInput, call: int) -> None:
+                of, ends = store(), np.cumsum(new_lens)
+                i = int(np.searchsorted(ends, token, "right"))
+                if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
+                    return  # rolled back
                 found = int(positions[token]), error
-                of.bad[seq] = min(found, of.bad.get(seq, found), key=lambda x: x[0])
+                of.bad[sequences[i]] = min(
+                    found, of.bad.get(sequences[i], found), key=lambda x: x[0]
+                )
 
-        return mark
+            self._noting = Marker(self._store.watch, mark)
+        return self._noting
 
     def _refuse_bad(self) -> None:
         """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
-        self._store.target.collect_late()
+        self._store.target.collect_late(self._store.watch)
         if self._store.bad:
             for seq, length in zip(self.sequences, self._ends, strict=True):
                 self._store.refuse_bad(seq, length)
@@ -396,9 +502,10 @@ class Step:
         """A context for what runs on a stream, after the step's tables have arrived there."""
         return self._store.target.on(stream, *arrays, after=self._place)
 
-    def _end(self) -> None:
-        """Take no more rows."""
+    def _end(self, keep: Ints) -> None:
+        """Take no more rows; so many tokens of each sequence are kept."""
         self.open = False
+        self._kept[:] = keep.tolist()
         for layers in self._bound:
             layers.clear()
 
@@ -413,3 +520,10 @@ class Step:
                 expected=self.num_tokens,
                 actual=tokens,
             )
+
+
+def _widened(table: Any) -> Any:
+    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
+    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
+    made[:, : table.shape[1]] = table
+    return made

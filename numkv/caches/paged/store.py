@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -112,6 +113,16 @@ class BlockStore:
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
     bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def again(self) -> Any:
+        """What makes steps' calls that repeat the short way; see `numkv.targets.base.Target.repeats`."""
+        return self.target.repeats()
+
+    @functools.cached_property
+    def watch(self) -> Any:
+        """What kernels report to; see `numkv.targets.base.Target.new_watch`."""
+        return self.target.new_watch()
 
     def refuse_bad(self, seq: int, length: int) -> None:
         """Refuse to go on with a sequence of `length` tokens of which a kernel has found one NaN or infinite."""

@@ -321,7 +321,7 @@ class StoredSequences:
         NumkvError
             If something is wrong, or the cache is being changed by another thread.
         """
-        self._store.target.collect_late(wait=True)
+        self._store.target.collect_late(self._store.watch, wait=True)
         before = self._generation
         self._refuse_changing(before)
         states = dict(self._sequences)

@@ -15,7 +15,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at, whole
 from numkv.kernels.cuda.rows import (
     V_SIDE,
     first_bad_of,
@@ -44,7 +44,8 @@ def make_append_rows(SRC, DST, BY_SLOT):
     """The function that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table.
 
     ``append(rows, pool, scale, places, start, block, num_blocks, peaks, look, found, raised)``, of which a block of
-    threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index.
+    threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index, in
+    the word of `found` that its token has; see `numkv.kernels.cuda.late`.
     """
     load, _ = codec(SRC)
     find, (peak, put) = slot_finder(BY_SLOT), row_store(DST, "float32", load)
@@ -72,7 +73,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
                         d = first_bad(rows[t, h], 0, dim, lane)
                         if d >= 0:
                             largest = np.float32(np.inf)
-                            cuda.atomic.min(found, 0, look + row * dim + d)
+                            cuda.atomic.min(found, t & (found.shape[0] - 1), look + row * dim + d)
                             cuda.threadfence_system()
                             raised[0] = 1
                 peaks[warp, lane] = largest
@@ -124,7 +125,7 @@ def make_append_groups(SRC, BY_SLOT):
                         bad = np.int64(d)
             if bad >= 0:
                 scale[block, h, offset, group] = zero_int4_group(count, words, first // 2)
-                cuda.atomic.min(found, 0, look + row * dim + bad)
+                cuda.atomic.min(found, t & (found.shape[0] - 1), look + row * dim + bad)
                 cuda.threadfence_system()
                 raised[0] = 1
             else:
@@ -194,7 +195,7 @@ def _both(k_side, v_side, places, start, look, by_slot):
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
         kernel, k_blocks + v_blocks, (LANES, ROWS), k, k_pool, k_scale, v, v_pool, v_scale, places,
-        int(start), k_blocks, look, *late.flags(),
+        whole(start), k_blocks, look, *late.flags(look),
     )  # fmt: skip
 
 
@@ -205,8 +206,8 @@ def _one(rows, rows_kind, pool, pool_kind, scale, places, start, by_slot):
         _blocks(rows, pool_kind, scale),
     )
     launch(
-        kernel, blocks, (LANES, ROWS), rows, pool, scale, rows, pool, scale, places, int(start), blocks, 0,
-        *late.flags(),
+        kernel, blocks, (LANES, ROWS), rows, pool, scale, rows, pool, scale, places, whole(start), blocks, 0,
+        *late.flags(0),
     )  # fmt: skip
 
 

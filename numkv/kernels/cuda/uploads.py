@@ -14,7 +14,7 @@ import numpy as np
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = ["upload", "upload_all"]
+__all__ = ["length", "pointer_of_length", "upload", "upload_all"]
 
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
@@ -87,3 +87,28 @@ def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
         memory.part(on_device, start, x.shape, x.dtype)
         for x, start in zip(arrays, starts, strict=True)
     ]
+
+
+#: For each place the numbers from 0 on, int32: an array of one length is a part of it, so that none has to go up.
+_numbers: dict[streams.Place, Any] = {}
+
+
+def length(n: int) -> Any:
+    """An array of one element, which is `n`, on the current place."""
+    if not 0 <= n < np.iinfo(np.int32).max:
+        return upload(np.array([n], np.int64))
+    here = streams.current()
+    found = _numbers.get(here)
+    if found is None or found.size <= n:
+        streams.spoil()
+        size = max(1 << 13, 1 << n.bit_length())
+        found = _numbers[here] = upload(np.arange(size, dtype=np.int32))
+    return memory.part(found, 4 * n, (1,), found.dtype)
+
+
+def pointer_of_length(here: streams.Place, n: int) -> int | None:
+    """The pointer of what `length` gives at a place; None where that would be made."""
+    found = _numbers.get(here)
+    if found is None or not 0 <= n < found.size:
+        return None
+    return memory.pointer_of(found) + 4 * n

@@ -15,7 +15,7 @@ from numba import cuda, types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, array, jit, launch, number_at, whole
 from numkv.kernels.cuda.rows import V_SIDE, as_it_is, needs_peak, row_store, slot_finder
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
@@ -119,7 +119,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 if stored and look > 0 and first_bad >= 0 and (K_LOOKS if is_qk else V_LOOKS):
                     largest = np.float32(np.inf)
                     side = np.int64(0) if is_qk else np.int64(V_SIDE)
-                    cuda.atomic.min(found, 0, look + side + t * qkv.shape[1] + first_bad)
+                    word = t & (found.shape[0] - 1)
+                    cuda.atomic.min(found, word, look + side + t * qkv.shape[1] + first_bad)
                     cuda.threadfence_system()
                     raised[0] = 1
                 squares[warp, lane] = largest
@@ -162,14 +163,14 @@ def _write(
     launch(
         kernel, ceil_div(qkv.shape[0] * heads, ROWS), (LANES, ROWS),
         qkv, cos, sin, options, q_weight, k_weight, angles, q_out, k_pool, k_scale, v_pool, v_scale, places,
-        look, *late.flags(),
+        look, *late.flags(look),
         shared_bytes=ROWS * widest * compute.itemsize,
     )  # fmt: skip
 
 
 def _options(mode, eps, first_angle, start):
     """Numbers as the kernel takes them."""
-    return (*map(bool, mode), float(eps), int(first_angle), int(start))
+    return (*map(bool, mode), float(eps), *map(whole, (first_angle, start)))
 
 
 @implements(Operations.write_rows)
