@@ -158,12 +158,14 @@ class Repeats:
         """
         layout: list[Any] = [what]
         pointers: list[int] = []
-        key, place = None, streams.chosen() if stream is None else None
+        key, place, easy = None, None, stream is None and streams.as_it_is()
+        if stream is None and not easy:
+            place = streams.chosen()
         try:
             producer = described(arrays, layout, pointers) or 0
             theirs = torch_stream(-1 - producer) if producer < 0 else producer
             if place is None:
-                if stream is not None or not streams.one_device():
+                if not easy and (stream is not None or not streams.one_device()):
                     place = place_of(stream, arrays)
                 else:
                     place = streams.place(0, theirs)
@@ -175,9 +177,11 @@ class Repeats:
         except (Unlike, TypeError, KeyError, AttributeError):
             key = replay = None
             place = place or place_of(stream, arrays)
-        if streams.recording() is not None or (after is not None and after is not place):
+        if after is not None and after is not place:
             key = replay = None
-        elif replay is not None and not streams.ready(place):
+        elif not easy and streams.recording() is not None:
+            key = replay = None
+        elif not easy and replay is not None and not streams.ready(place):
             replay = None
         elif place.handle and place.capturing():  # what objects do is not for graphs, or not like this
             key = replay = None

@@ -570,10 +570,11 @@ def _new_lens(new_lens: Any, n: int) -> NDArray[np.int64]:
     lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", given, (n,)).astype(
         np.int64
     )
-    if (lens < 0).any():
-        raise IndexError(f"`new_lens`: expected no negative numbers, got {lens.tolist()}")
-    if (lens >= 2**62).any():
-        raise IndexError(f"`new_lens`: expected numbers below 2**62, got {lens.tolist()}")
+    every = lens.tolist()
+    if min(every, default=0) < 0:
+        raise IndexError(f"`new_lens`: expected no negative numbers, got {every}")
+    if max(every, default=0) >= 2**62:
+        raise IndexError(f"`new_lens`: expected numbers below 2**62, got {every}")
     return lens
 
 

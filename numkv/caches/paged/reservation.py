@@ -75,22 +75,19 @@ def _plan_tables(
     store: BlockStore, states: dict[int, SequenceState], lens: list[int]
 ) -> tuple[list[int], list[bool]]:
     """How many blocks each table needs for its sequence's new tokens, and whether its last one has to be copied."""
-    tables = [table for state in states.values() for table in state.tables]
-    copied = [
-        n > 0 and state.length % store.block_size > 0
-        for state, n in zip(states.values(), lens, strict=True)
-        for _ in state.tables
-    ]
-    if any(copied):
+    size, tables = store.block_size, []
+    copied: list[bool] = []
+    needs: list[int] = []
+    for state, n in zip(states.values(), lens, strict=True):
+        tables += state.tables
+        groups = len(state.tables)
+        copied += [n > 0 and state.length % size > 0] * groups
+        needs += [-(-(state.length + n) // size)] * groups
+    if True in copied:
         # Others may use the block, or find it by what it stored before a truncation.
         last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
         busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last)
         copied = (busy & copied).tolist()
-    needs = [
-        store.blocks_for(state.length + n)
-        for state, n in zip(states.values(), lens, strict=True)
-        for _ in state.tables
-    ]
     wanted = [
         max(0, need - len(table)) + copy
         for need, table, copy in zip(needs, tables, copied, strict=True)

@@ -13,7 +13,6 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
-from numkv.blocks.tables import slot_mapping
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
@@ -60,21 +59,22 @@ class Step:
         self.new_lens = new_lens
         self.open = True
         self._access = Access()
-        starts = np.array([state.length for state in sequences.values()], np.int64)
-        lens = starts + new_lens
-        self.positions = np.concatenate(
-            [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
-        )
-        self._ends, self._longest = lens.tolist(), int(lens.max(initial=0))
+        lens = np.array([state.length for state in sequences.values()], np.int64) + new_lens
+        starts = np.zeros(len(lens) + 1, np.int64)  # of each sequence's tokens among all
+        np.cumsum(new_lens, out=starts[1:])
+        of_token = np.arange(len(lens)).repeat(new_lens)
+        self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        self._ends = lens.tolist()
+        self._longest = max(self._ends, default=0)
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
+        host = [self.positions, lens, starts]
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
         self._widths = [table.shape[1] for table in tables]
-        for table in tables:
-            host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
+        block, offset = np.divmod(self.positions, store.block_size)
+        host += [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
         if store.again is not None:  # of few widths, so that calls repeat
             tables = [_widened(table) for table in tables]
         wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]

@@ -344,11 +344,11 @@ class StoredSequences:
 
     def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
         """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
-        before = self._sequences
-        drops = any(
-            state is None or (seq in before and before[seq].dropped != state.dropped)
-            for seq, state in states.items()
-        )
+        before, drops = self._sequences, False
+        for seq, state in states.items():
+            if state is None or (seq in before and before[seq].dropped != state.dropped):
+                drops = True
+                break
         if None not in states.values():
             self._sequences.update(states)  # type: ignore[arg-type]
         else:

@@ -14,7 +14,7 @@ from numba import cuda
 from numba.core import config
 
 __all__ = [
-    "SIMULATED", "Place", "Recording", "ask", "chosen", "current", "default", "follow", "is_ready", "on",
+    "SIMULATED", "Place", "Recording", "as_it_is", "ask", "chosen", "current", "default", "follow", "is_ready", "on",
     "one_device", "place", "ready", "recorded", "recording", "spoil",
 ]  # fmt: skip
 
@@ -204,6 +204,12 @@ _counted: list[int] = []
 def ready(place: Place) -> bool:
     """Whether this thread can launch at a place as it is, without `on`."""
     return one_device() and is_ready()
+
+
+def as_it_is() -> bool:
+    """Whether this thread can launch wherever it likes: there is one device, nothing is chosen or written down."""
+    here = _here
+    return here.place is None and here.recording is None and here.ready and _counted == [1]
 
 
 def follow(handle: int) -> None:

@@ -11,10 +11,11 @@ import threading
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = ["length", "pointer_of_length", "upload", "upload_all"]
+__all__ = ["filled_word", "length", "pointer_of_length", "upload", "upload_all", "word_of"]
 
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
@@ -25,7 +26,6 @@ class _Ring:
 
     def __init__(self) -> None:
         from cuda.bindings import driver
-        from numba import cuda
 
         self.memory = cuda.pinned_array(RING, np.uint8)
         self.address = int(self.memory.__array_interface__["data"][0])
@@ -81,7 +81,7 @@ def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
         end += -(-x.nbytes // 64) * 64
     together = np.empty(end, np.uint8)
     for x, start in zip(arrays, starts, strict=True):
-        together[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
+        together[start : start + x.nbytes].view(x.dtype)[:] = x.reshape(-1)
     on_device = upload(together)
     return [
         memory.part(on_device, start, x.shape, x.dtype)
@@ -112,3 +112,34 @@ def pointer_of_length(here: streams.Place, n: int) -> int | None:
     if found is None or not 0 <= n < found.size:
         return None
     return memory.pointer_of(found) + 4 * n
+
+
+#: For each place a word of pinned memory, which `word_of` copies to.
+_pinned_words: dict[streams.Place, Any] = {}
+
+
+def filled_word(byte: int) -> Any:
+    """An array of one int64 all of whose bytes are this one, on the current place."""
+    if streams.SIMULATED:
+        return cuda.to_device(np.full(8, byte, np.uint8).view(np.int64))
+    streams.spoil()
+    made = memory.empty((1,), np.int64)
+    handle = streams.current().handle
+    streams.ask("cuMemsetD8Async", made.gpu_data.device_pointer, byte, 8, handle)
+    return made
+
+
+def word_of(x: Any) -> int:
+    """The element of an array of one int64, once what has been launched on the current place is done."""
+    if streams.SIMULATED:
+        return int(x.copy_to_host()[0])
+    here = streams.current()
+    streams.spoil()
+    with _lock:
+        word = _pinned_words.get(here)
+        if word is None:
+            word = _pinned_words[here] = cuda.pinned_array(1, np.int64)
+        there = word.__array_interface__["data"][0]
+        streams.ask("cuMemcpyDtoHAsync", there, x.gpu_data.device_pointer, 8, here.handle)
+        here.synchronize()
+        return int(word[0])
