@@ -12,17 +12,16 @@ from numkv.access import busy, drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.layer_write import write_again, write_here
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
 from numkv.kinds import Kind
-from numkv.numbers import check_flag
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
@@ -436,73 +435,9 @@ class Layer(SingleSequence):
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )  # fmt: skip
         if self._again is not None:
-            return self._write_again(given, pos_offset, check_finite, stream)
+            return write_again(self, given, pos_offset, check_finite, stream)
         with self._target.on(stream, qkv):
-            return self._write_here(Projection.check(pool, *given), pos_offset, check_finite)
-
-    def _write_again(
-        self, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool, stream: Any
-    ) -> Array:
-        """Write as an earlier call did, or in the general way."""
-        qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
-        kinds = type(num_q_heads), type(qk_mode), type(eps)
-        what = "write", kinds, num_q_heads, qk_mode, eps, check_finite
-        arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
-        call = self._again.find(what, stream, arrays)
-        start, replay, table = self._stored(0), call.replay, self._ready_table(0)
-        if replay is not None and table is not None:
-            tokens, positions, looked_at = replay.note
-            first = start if pos_offset is None else pos_offset
-            if start + tokens <= self._room and (positions < 0 or first + tokens <= positions):
-                look = self._look(0, start, looked_at)
-                q = call.run((table,), (start, look, first))
-                if q is not self._again.missed:
-                    self._lengths[0] = start + tokens
-                    return q
-        made: list[Projection] = []
-
-        def write() -> Array:
-            made.append(Projection.check(self._pool, *given))
-            return self._write_here(made[0], pos_offset, check_finite)
-
-        def note() -> tuple[int, int, Any]:
-            p = made[0]
-            return p.num_tokens, int(p.cos.shape[0]) if p.rotates else -1, self._watch.latest
-
-        q_written = frozenset({5})
-        found: Array = call.long(write, lambda: (self._block_table(0),), note, q_written)
-        return found
-
-    def _write_here(self, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
-        """Write projections, checked but for their number and positions, on the stream of the call."""
-        pool, number = self._pool, self._target.number
-        self._refuse_bad()
-        tokens, start = p.num_tokens, self._stored(0)
-        self._check_room(start, tokens)
-        first = start if pos_offset is None else pos_offset
-        p.check_positions(first)
-        check_finite = check_flag("check_finite", check_finite, True)
-        kept_apart = self._full_precision is not None
-        first_look = check_finite and (kept_apart or pool.looks_first)
-        if first_look:
-            p.check_finite(pool)
-        self._watch_nothing()
-        look = p.watch(pool, self._marker(start)) if check_finite and not first_look else 0
-        room = self._room
-        self._take_room(start + tokens)
-        try:
-            if self._full_precision is None:
-                table = self._ids if pool.target.values_on_host else self._block_table(0)[0]
-                p.write(pool, table, number(start, 0), number(first, 2), look)
-                self._lengths[0] = start + tokens
-            else:  # by way of unrounded floats, which then go the way of `append`
-                staging = self._full_precision.staging(tokens)
-                p.write(staging, one_block_each(self._target.key, 1)[0], 0, first)
-                self._store(0, *self._full_precision.staged(staging, tokens), start)
-        except BaseException:
-            self._unmake_room(0, start, room)
-            raise
-        return p.q_out
+            return write_here(self, Projection.check(pool, *given), pos_offset, check_finite)
 
     @drops
     def truncate(self, length: int) -> None:

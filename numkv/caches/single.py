@@ -7,7 +7,6 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,17 +18,17 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.caches.watched import Watched
 from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
-from numkv.errors import NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
 from numkv.targets.base import Array
-from numkv.targets.call import Marker
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
@@ -38,7 +37,7 @@ __all__ = ["SingleSequence"]
 _OUT = frozenset({2})
 
 
-class SingleSequence:
+class SingleSequence(Watched):
     """One sequence's K and V, for one layer or several, in one pool.
 
     A subclass says which blocks a layer has, how much memory there is and how to get more. All methods here take a
@@ -84,8 +83,6 @@ class SingleSequence:
         "_drops",
     )
 
-    #: On CUDA, the first position with rows that were NaN or infinite, once that is known, and the error.
-    _bad: tuple[int, NonFiniteInput] | None = None
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -99,9 +96,7 @@ class SingleSequence:
         self._uploads = Uploads(self._target)
         self._seen = b""
         self._again = None if self._full_precision is not None else self._target.repeats()
-        self._watch = self._target.new_watch()
-        # Calls of the watch up to which tokens from a position on have been dropped.
-        self._drops: list[tuple[int, int]] = []
+        self._begin_watching()
 
     # -- what a subclass says
 
@@ -395,17 +390,8 @@ class SingleSequence:
 
     def _ready_table(self, layer: int) -> int | None:
         """The pointer of a layer's table on the target; None where it has to be uploaded first."""
-        return int(self._block_table(layer).gpu_data.device_pointer)
-
-    def _look(self, layer: int, start: int, looked_at: Any) -> int:
-        """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
-        if self._bad is not None or self._watch.arrived():
-            self._refuse_bad(layer)
-        if looked_at is None:
-            return 0
-        of_k, of_v, marker = looked_at
-        look: int = self._watch.look((of_k, of_v, marker._replace(first=start)))
-        return look
+        found: int = self._again.pointer(self._block_table(layer))
+        return found
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Append rows on the stream of the call."""
@@ -424,40 +410,6 @@ class SingleSequence:
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
-
-    def _watch_nothing(self) -> None:
-        """Say that the call that comes looks for nothing, unless it says so."""
-        if self._watch is not None:
-            self._watch.latest = None
-
-    def _marker(self, start: int) -> Marker:
-        """What notes a position, in a call from position `start` on, whose rows are not what they should be."""
-        cache = weakref.ref(self)  # its memory is not kept for that
-
-        def mark(position: int, error: NonFiniteInput, call: int) -> None:
-            of = cache()
-            if of is None or (of._bad is not None and position >= of._bad[0]):
-                return
-            if not any(call <= last and position >= length for last, length in of._drops):
-                of._bad = position, error
-
-        return Marker(self._watch, mark, start)
-
-    def _refuse_bad(self, layer: int | None = 0) -> None:
-        """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
-        self._target.collect_late(self._watch)
-        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
-            position, error = self._bad
-            raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
-
-    def _mend(self, length: int) -> None:
-        """Forget a bad token from position `length` on, as it is dropped."""
-        if self._bad is not None and length <= self._bad[0]:
-            self._bad = None
-        if self._watch is not None and self._watch.calls:  # what is reported of tokens that are gone is old
-            calls = self._watch.calls
-            kept = [(n, at) for n, at in self._drops if at < length and calls - n < 1 << 12]
-            self._drops = [*kept, (calls, length)]
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
         """Give back memory that was got for tokens from position `start` on, which are not stored after all."""

@@ -145,16 +145,13 @@ class Target(Protocol):
         """What an object that writes has, for kernels to report to; None on the CPU."""
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
-        """Call `Marker.mark` for what kernels have reported to a watch; with `wait` once all that was launched is done."""
+        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
 
     def repeats(self) -> Any:
         """What makes an object's calls that repeat the short way; None where there is none."""
 
     def number(self, value: int, which: int) -> int:
-        """A number that differs between an object's calls that are the same otherwise, while one is made the first time.
-
-        On the CPU, and else, the value itself.
-        """
+        """A number that differs between an object's calls that are the same otherwise; on the CPU the value itself."""
 
     def length(self, length: int) -> arrays.Array:
         """An array of one element, an int32 or int64."""

@@ -207,7 +207,7 @@ class CudaTarget:
         return Watch()
 
     def collect_late(self, watch: Any, wait: bool = False) -> None:
-        """Call `Marker.mark` for what kernels have reported to a watch; with `wait` once all that was launched is done."""
+        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
         calls.collect_late(watch, wait)
 
     def repeats(self) -> Any:

@@ -84,9 +84,17 @@ def handle_of(stream: Any) -> int:
 
 def torch_stream(device: int) -> int:
     """The stream that torch has current."""
+    return int(_raw_stream()(device))
+
+
+@functools.cache
+def _raw_stream() -> Callable[[int], int]:
+    """What tells the pointer of torch's current stream, without a stream object where torch lets it."""
     import torch
 
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    raw: Callable[[int], int] | None
+    raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 def _producer(x: Any) -> int | None:
@@ -373,7 +381,7 @@ def watch(
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
     if marker is None:
-        return late.of_functions().look((k, v, None))
+        return late.of_functions().look((k, v, None), streams.current().capturing())
     watch: late.Watch = marker.watch
     return watch.look((k, v, marker._replace(watch=None)))
 

@@ -41,7 +41,7 @@ class Call:
         The same call as it was made before; None where there was none, or where it has to go the long way.
     """
 
-    __slots__ = ("_accept", "_arrays", "_key", "_kept", "_place", "_pointers", "replay")
+    __slots__ = ("_accept", "_arrays", "_kept", "_key", "_place", "_pointers", "replay")
 
     def __init__(
         self, key: Any, place: streams.Place, pointers: list[int], arrays: tuple[Any, ...],
@@ -79,7 +79,7 @@ class Call:
         return found[0] if len(found) == 1 else tuple(found) if found else None
 
     def length(self, length: int) -> int | None:
-        """The pointer of an array of one element, which is `length`, on the call's stream; None if there is none yet."""
+        """The pointer of an array of one element, this length, on the call's stream; None if there is none yet."""
         return pointer_of_length(self._place, length)
 
     def long(
@@ -142,6 +142,11 @@ class Repeats:
         self._accept = accept
         self._kept: dict[Any, Replay] = {}
 
+    @staticmethod
+    def pointer(x: Array) -> int:
+        """Where an array lies."""
+        return memory.pointer_of(x)
+
     def find(
         self, what: tuple[Any, ...], stream: Any, arrays: tuple[Any, ...], after: Any = None
     ) -> Call:
@@ -177,12 +182,14 @@ class Repeats:
         except (Unlike, TypeError, KeyError, AttributeError):
             key = replay = None
             place = place or place_of(stream, arrays)
-        if after is not None and after is not place:
-            key = replay = None
-        elif not easy and streams.recording() is not None:
+        if (after is not None and after is not place) or (
+            not easy and streams.recording() is not None
+        ):
             key = replay = None
         elif not easy and replay is not None and not streams.ready(place):
             replay = None
-        elif place.handle and place.capturing():  # what objects do is not for graphs, or not like this
+        elif (
+            place.handle and place.capturing()
+        ):  # what objects do is not for graphs, or not like this
             key = replay = None
         return Call(key, place, pointers, arrays, replay, self._kept, self._accept)

@@ -216,7 +216,9 @@ class Projection:
             return 0
         shape, axes = tuple(self.qkv.shape), 2
         shapes = shape, shape
-        if pool.rotate:  # it is the rotated rows of K and V that are looked at, and the token that is told
+        if (
+            pool.rotate
+        ):  # it is the rotated rows of K and V that are looked at, and the token that is told
             heads, axes = int(pool.k.shape[1]), 1
             shapes = (shape[0], heads, pool.head_dim), (shape[0], heads, pool.head_dim_v)
         of_k, of_v = (("qkv", s, k, axes) for s, k in zip(shapes, (pool.k_kind, pool.v_kind), strict=True))  # fmt: skip

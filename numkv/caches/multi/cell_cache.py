@@ -397,7 +397,7 @@ class CellCache(LayeredCache):
         call = again.find(("put", layer, check_finite, len(now.slots)), None, (k, v))
         puts = self._puts
         if call.replay is not None and now.has_slots:
-            own = (int(now.slots_on_target().gpu_data.device_pointer),)
+            own = (again.pointer(now.slots_on_target()),)
             try:  # nobody reads the layer meanwhile
                 puts[layer] = puts.get(layer, 0) | 1
                 if call.run(own) is None:
@@ -480,16 +480,26 @@ class CellCache(LayeredCache):
             return self._attend_here(now, layer, q, options)
         arrays, own = (q, options.sinks, options.out), now.on_target()
         shapes = own[0].shape, own[3].shape
-        what = "attend", layer, options.sm_scale, options.logits_soft_cap, options.return_lse, shapes
+        what = (
+            "attend",
+            layer,
+            options.sm_scale,
+            options.logits_soft_cap,
+            options.return_lse,
+            shapes,
+        )
         call = again.find(what, None, arrays)
         if call.replay is not None:
             begun = self._begin_reading(layer)
-            found = call.run([int(x.gpu_data.device_pointer) for x in own])
+            found = call.run([*map(again.pointer, own)])
             self._end_reading(layer, begun)
             if found is not again.missed:
                 return found
         return call.long(
-            lambda: self._attend_here(now, layer, q, options), lambda: own, lambda: None, frozenset({2})
+            lambda: self._attend_here(now, layer, q, options),
+            lambda: own,
+            lambda: None,
+            frozenset({2}),
         )
 
     def _attend_here(

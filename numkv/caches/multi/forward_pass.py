@@ -165,15 +165,18 @@ class ForwardPass:
             target = self._view.target
             if not table.size:
                 table = np.zeros((len(lens), 1), np.int32)
-            elif not target.values_on_host and table.shape[1] % _WIDTH:  # of few widths, so that calls repeat
+            elif (
+                not target.values_on_host and table.shape[1] % _WIDTH
+            ):  # of few widths, so that calls repeat
                 wide = np.zeros((len(lens), -(-table.shape[1] // _WIDTH) * _WIDTH), np.int32)
                 wide[:, : table.shape[1]] = table
                 table = wide
             wanted = [(x, np.int64) for x in (lens, self.rows.starts, ranges, self.slots)]
-            of_table, *others, slots = target.index_all([(table, np.int32), *wanted])
+            given = [(table, np.int32), *wanted]
+            of_table, of_lens, of_starts, of_ranges, slots = target.index_all(given)
             if not target.values_on_host:
                 self._slots_on_target = slots
-            self._device = (of_table, *others)
+            self._device = (of_table, of_lens, of_starts, of_ranges)
         return self._device
 
     def _table(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

@@ -211,7 +211,7 @@ class Step:
         call, own = again.find(what, stream, (k, v), self._place), self._slots[group]
         if call.replay is not None:
             numbers = (0, self._look(call.replay.note))
-            if call.run((int(own.gpu_data.device_pointer),), numbers) is None:
+            if call.run((again.pointer(own),), numbers) is None:
                 self._written[layer] = True
                 return
         call.long(
@@ -319,7 +319,7 @@ class Step:
             positions, looked_at = call.replay.note
             if positions < 0 or max(self._ends, default=0) <= positions:
                 numbers = (0, self._look(looked_at))
-                q = call.run([int(x.gpu_data.device_pointer) for x in own], numbers)
+                q = call.run([*map(again.pointer, own)], numbers)
                 if q is not again.missed:
                     self._written[layer] = True
                     return q
@@ -401,7 +401,7 @@ class Step:
         what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
         call = again.find(what, stream, (q, sinks, out), self._place)
         if call.replay is not None:
-            found = call.run([int(x.gpu_data.device_pointer) for x in own])
+            found = call.run([*map(again.pointer, own)])
             if found is not again.missed:
                 return found
         return call.long(

@@ -1,10 +1,10 @@
 """What kernels report when nobody waits for them: NaN and infinity in rows that were to be quantised.
 
-Whoever writes such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels see as their own.
-A kernel that finds such a row stores zeros in its place, puts the smallest of (number of the call, side, index) into the
+Whoever writes such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels see as theirs. A
+kernel that finds such a row stores zeros in its place, puts the smallest of (number of the call, side, index) into the
 word of the row's token, modulo `WORDS`, and sets the word of the host. The host looks at that in passing; only when it
-is set, or when somebody asks, does it wait and fetch the others. So of two objects that write bad rows each is told, and
-of several sequences in one call each, up to so many tokens apart.
+is set, or when somebody asks, does it wait and fetch the others. So of two objects that write bad rows each is told,
+and of several sequences in one call each, up to so many tokens apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba import cuda
 
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.rows import NOWHERE, V_SIDE
-from numkv.kernels.cuda.streams import SIMULATED, current
+from numkv.kernels.cuda.streams import SIMULATED, current, on, place
 
 __all__ = ["WORDS", "Report", "Watch", "flags", "of_functions", "wait"]
 
@@ -25,8 +25,10 @@ __all__ = ["WORDS", "Report", "Watch", "flags", "of_functions", "wait"]
 WORDS = 64
 #: Calls are this far apart in what kernels report.
 CALL = 2 * V_SIDE
-#: Calls of a watch after which its numbers start again, when nothing can be under way any more.
+#: Calls of a watch after which its numbers start again, when nothing can be under way any more. Beyond are those of
+#: calls in CUDA graphs, which stay.
 MOST_CALLS = 1 << 25
+MOST_LASTING = (1 << 26) - 1 - MOST_CALLS
 #: Calls that a watch remembers; those before have long been done.
 REMEMBERED = 1 << 12
 #: Watches whose words are allocated together.
@@ -61,7 +63,7 @@ class _Words:
         self.found, self.raised, self.host = found, raised, host
 
     def clear(self) -> None:
-        """Forget what has been reported."""
+        """Forget what has been reported; on the words' device."""
         self.found.copy_to_device(np.full(WORDS, NOWHERE, np.int64))
         self.host[0] = 0
 
@@ -69,7 +71,8 @@ class _Words:
 class _Device:
     """The words of a device: those that no watch has had, and those whose watch is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.lock = threading.Lock()
         self.fresh: list[_Words] = []
         self.retired: list[_Words] = []
@@ -116,7 +119,7 @@ _devices: dict[int, _Device] = {}
 
 
 def _of_device(number: int) -> _Device:
-    return _devices.get(number) or _devices.setdefault(number, _Device())
+    return _devices.get(number) or _devices.setdefault(number, _Device(number))
 
 
 class Watch:
@@ -136,6 +139,7 @@ class Watch:
         self._words: _Words | None = None
         self._host: Any = (0,)
         self._written: dict[int, Any] = {}
+        self._lasting: list[Any] = []
         self.calls = 0
         self.latest: Any = None
 
@@ -153,11 +157,22 @@ class Watch:
                     self._host = self._words.host
         return self._words
 
-    def look(self, what: Any) -> Number:
-        """A number for a call that writes; `what` comes back with what is found in it."""
+    def look(self, what: Any, lasting: bool = False) -> Number:
+        """A number for a call that writes.
+
+        Parameters
+        ----------
+        what : object
+            Comes back with what is found in it.
+        lasting : bool
+            Whether the call is a part of a CUDA graph, which may make it again at any time.
+        """
         if self._words is None:
             self.words()
         with self._lock:
+            if lasting and len(self._lasting) < MOST_LASTING:
+                self._lasting.append(what)
+                return Number.of((MOST_CALLS + len(self._lasting)) * CALL, 1, self)
             if self.calls >= MOST_CALLS:  # once there is a report they go on until it is taken
                 wait()
                 if not self._host[0]:
@@ -179,13 +194,16 @@ class Watch:
         with self._lock:
             if self._words is None or not self._host[0]:
                 return []
-            wait()
-            keys = self._words.found.copy_to_host()
-            self._words.clear()
+            with on(place(self._device.number, 0)):  # type: ignore[union-attr]
+                wait()
+                keys = self._words.found.copy_to_host()
+                self._words.clear()
             found = []
             for key in np.sort(keys[keys != NOWHERE]).tolist():
                 call, rest = divmod(key, CALL)
-                found.append(Report(call, self._written.get(call), rest >= V_SIDE, rest % V_SIDE))
+                of_graph = call - MOST_CALLS - 1
+                what = self._lasting[of_graph] if of_graph >= 0 else self._written.get(call)
+                found.append(Report(call, what, rest >= V_SIDE, rest % V_SIDE))
             return found
 
 
