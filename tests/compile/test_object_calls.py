@@ -233,7 +233,8 @@ def test_each_object_is_told_of_its_own_rows():
 
 
 def test_what_was_dropped_before_it_was_told_is_forgotten():
-    cache, good = numkv.ContiguousLayer(16, HEADS, DIM, kind="int8", target="cuda"), to(random(1, HEADS, DIM))  # fmt: skip
+    cache = numkv.ContiguousLayer(16, HEADS, DIM, kind="int8", target="cuda")
+    good = to(random(1, HEADS, DIM))
     for _ in range(3):
         cache.append(good, good)
     cache.append(good, to(bad(1, HEADS, DIM, at=(0, 0, 7))))

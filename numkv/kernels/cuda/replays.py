@@ -149,7 +149,7 @@ def replay_of(
                 held.append(x)  # the same in every call
         config = kernel.config(blocks, threads, shared_bytes)
         code = kernel.loaded(place.device)
-        numbers = kernel.numbers(args)
+        numbers = kernel.numbers(args) if foreign else []  # a function's own stay
         launches.append(_Again(code, config, kernel.flat(args), pointers, own, numbers))
     apart = []
     for i, x in enumerate(given):
