@@ -151,7 +151,7 @@ class BoundCache(BoundAttention):
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         cache = self._cache
         try:
-            return cache._attend(layer, q, self._options[layer]._replace(out=out))
+            return cache._attend_with(layer, q, self._options[layer]._replace(out=out))
         except BaseException:
             if cache._full_precision is None:
                 cache._lengths[layer] = step._of
@@ -280,13 +280,13 @@ class BoundLayer(Bound):
         """Append and attend the ordinary ways, all checks first."""
         q = layer._target.accept(q, "q")
         tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
-        q, k, v, checked = self._check(0, tokens, q, k, v, out)
+        q, k, v, checked = self._checked(0, tokens, q, k, v, out)
         room, full = layer._room, layer._full_precision is not None
         if full:
             self._access.dropped |= 1
         layer._append(0, k, v, self._rows.check_finite)
         try:
-            found = layer._attend(0, q, self._options[0]._replace(out=checked))
+            found = layer._attend_with(0, q, self._options[0]._replace(out=checked))
         except BaseException:
             if not full:
                 layer._lengths[0] = start

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numkv.checks import check_flag
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
 from numkv.writing.fused_write import Projection
 
-if TYPE_CHECKING:
-    from numkv.caches.layer import Layer
-
 __all__ = ["write_again", "write_here"]
 
 
 def write_again(
-    layer: Layer, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool, stream: Any
+    layer: Any, given: tuple[Any, ...], pos_offset: int | None, check_finite: bool, stream: Any
 ) -> Array:
     """Write as an earlier call did, or in the general way.
 
     Parameters
     ----------
-    layer : Layer
+    layer : numkv.caches.layer.Layer
         Where to.
     given : tuple
         What `Projection.check` takes after the pool.
@@ -59,7 +56,7 @@ def write_again(
     return found
 
 
-def write_here(layer: Layer, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
+def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
     """Write projections, checked but for their number and positions, on the stream of the call."""
     pool, number = layer._pool, layer._target.number
     layer._refuse_bad()

@@ -162,6 +162,40 @@ def test_steps(kind):
         step.append(0, to(random(3, HEADS, DIM)), to(random(3, HEADS, DIM)))
 
 
+def test_bound_calls():
+    """Of a cache, a layer and steps; what is not finite is said later."""
+    q_heads, kinds = HEADS * GROUP, {"kind": "int8", "target": "cuda"}
+    cache = numkv.KVCache(1, HEADS, DIM, max_seq_len=16, **kinds)
+    layer = numkv.ContiguousLayer(16, HEADS, DIM, **kinds)
+    paged = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=8, block_size=4, **kinds)
+    of_cache, of_layer, of_paged = (x.bind(q_heads) for x in (cache, layer, paged))
+    seq, rows = paged.add(), random(6, 1, HEADS, DIM)
+    for i, row in enumerate(rows):
+        q, k, out = random(1, q_heads, DIM) + i, to(row), to(np.zeros((1, q_heads, DIM), F32))
+        step = paged.reserve([seq], 1)
+        got = [
+            of_cache.begin()(0, to(q), k, k, out),
+            of_layer(to(q), k, k),
+            of_paged.begin(step)(0, to(q), k, k),
+        ]
+        cache.advance()
+        paged.commit(step)
+        x = stored(rows[: i + 1, 0], "int8")
+        for found in got:
+            bound = tolerances.attention("int8", "fp32")
+            tolerances.assert_rows_close(host(found), reference(q, x, x), bound)
+    with pytest.raises(numkv.DimensionMismatch):
+        of_layer(to(q), to(random(2, HEADS, DIM)), k)
+    wrong = to(bad(1, HEADS, DIM, at=(0, 1, 5)))
+    step = paged.reserve([seq], 1)
+    of_cache.begin()(0, to(q), k, wrong)
+    of_layer(to(q), wrong, k)
+    of_paged.begin(step)(0, to(q), k, wrong)
+    for call in (cache.advance, layer.check, lambda: paged.commit(step)):
+        with pytest.raises(numkv.NonFiniteInput, match="truncate"):
+            call()
+
+
 def test_arrays_within_a_caches_own_memory():
     """They are refused, also where a call like it has been made before."""
     cache = numkv.KVCache(1, HEADS, DIM, max_seq_len=16, kind="fp32", target="cuda")

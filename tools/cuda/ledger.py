@@ -56,9 +56,13 @@ LIMITS = [
     Limit(r"^paged_(decode|prefill)_attention .*out=", {"launches": 2}),
     Limit(r"^paged_(append|write) ", {"launches": 1}),
     Limit(r"^PagedKVCache .*: a step", {"launches": 3 * LAYERS, "async copies": 1}),
-    Limit(r"^(Causal|Wrapper)Cache .*: a pass", {"launches": 3 * LAYERS, "async copies": 1}),
-    Limit(r": (append|write)", {"launches": 1}),
-    Limit(r": decode_attention", {"launches": 2}),
+    Limit(r"^CausalCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 1}),
+    Limit(
+        r"^WrapperCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 2}
+    ),  # of two caches
+    Limit(r"^(KVCache|\w+Layer) .*: (append|write)", {"launches": 1}),
+    Limit(r"^(KVCache|\w+Layer) .*: decode_attention", {"launches": 2}),
+    Limit(r"rotated: a token", {"launches": 3}),  # rows of K, rows of V, and the append
     Limit(r": a call", {"launches": 3}),
     Limit(r"^first_non_finite", {"launches": 1, "async copies": 2, "blocking waits": 1}),
 ]

@@ -93,13 +93,24 @@ class BoundPaged(BoundAttention):
 
     def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
         pool, group = step._of._layer(layer)
-        pool.scatter(k, v, step._of._slots[group])
-        step._of._written[layer] = True
+        of, slots, check_finite = step._of, step._of._slots[group], self._rows.check_finite
+        if pool.target.values_on_host:
+            pool.scatter(k, v, slots)
+            of._written[layer] = True
+            return
+        of._refuse_bad()
+        if self._store.again is None:
+            of._append_here(layer, pool, slots, k, v, check_finite)
+        else:
+            of._append_again(layer, pool, group, k, v, check_finite, None)
 
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         of, (pool, group) = step._of, step._of._layer(layer)
         options = self._options[layer]._replace(out=out)
         try:
+            if self._store.again is not None:
+                asked = options.sm_scale, options.logits_soft_cap, options.sinks, False, out
+                return of._attend_again(layer, pool, group, q, asked, None)
             return attend(pool, of._tables[group], q, of._lens, of._starts, options)
         except BaseException:
             of._written[layer] = False

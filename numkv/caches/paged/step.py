@@ -207,6 +207,13 @@ class Step:
             with self._on(stream, k, v):
                 self._append_here(layer, pool, self._slots[group], k, v, check_finite)
             return
+        self._append_again(layer, pool, group, k, v, check_finite, stream)
+
+    def _append_again(
+        self, layer: int, pool: Pool, group: int, k: Any, v: Any, check_finite: bool, stream: Any
+    ) -> None:  # fmt: skip
+        """Append as an earlier call did, or in the general way."""
+        again = self._store.again
         what = "append", layer, check_finite, len(self.positions)
         call, own = again.find(what, stream, (k, v), self._place), self._slots[group]
         if call.replay is not None:
@@ -393,10 +400,17 @@ class Step:
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        again, own = self._store.again, (self._tables[group], self._lens, self._starts)
-        if again is None:
+        if self._store.again is None:
             with self._on(stream, q):
                 return self._attend_here(pool, group, q, *asked)
+        return self._attend_again(layer, pool, group, q, asked, stream)
+
+    def _attend_again(
+        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...], stream: Any
+    ) -> Any:
+        """Attend as an earlier call did, or in the general way."""
+        sm_scale, logits_soft_cap, sinks, return_lse, out = asked
+        again, own = self._store.again, (self._tables[group], self._lens, self._starts)
         kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
         what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
         call = again.find(what, stream, (q, sinks, out), self._place)
