@@ -320,12 +320,10 @@ class EncoderCache(LayeredCache):
         tokens = int(q.shape[0])
         ranges = np.empty((tokens, 2), np.int64)
         ranges[:] = 0, rows
-        found = attend(
-            pool, target.index(np.zeros((1, 1)), np.int32), q,
-            target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
-            options,
-            ranges=target.index(ranges, np.int64),
-        )  # fmt: skip
+        host = (np.array([rows]), np.array([0, tokens]), ranges)
+        given = [(np.zeros((1, 1)), np.int32), *((x, np.int64) for x in host)]
+        table, lens, starts, seen = target.index_all(given)
+        found = attend(pool, table, q, lens, starts, options, ranges=seen)
         self._end_reading(layer, begun)
         return found
 

@@ -61,7 +61,7 @@ def reserve_room(
                     table, dropped = table[:-1], state.rows_dropped()
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
-            new_states[seq] = state._replace(tables=tables, reserved=n, dropped=dropped)
+            new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
         step = Step(store, new_states, new_lens)
         if copy_from:
             store.copy_blocks(copy_from, copy_to)
@@ -137,10 +137,8 @@ def end_step(
             tokens = np.concatenate([tokens, ids[first : first + n]])
         tables, rejected = store.cut_tables(state.tables, length)
         ahead, behind = split_at_window(store, tables, length)
-        after = state._replace(
-            length=length, tables=ahead, tokens=tokens, reserved=None,
-            dropped=state.rows_dropped() if behind else state.dropped,
-        )  # fmt: skip
+        dropped = state.rows_dropped() if behind else state.dropped
+        after = state.in_step(length, ahead, tokens, None, dropped)
         after, parts = name_blocks(store, after, tables)
         new_states[seq] = after
         names += parts

@@ -67,6 +67,16 @@ class SequenceState(NamedTuple):
         """Its blocks, of one group after another."""
         return held(self.tables)
 
+    def in_step(
+        self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
+        dropped: int,
+    ) -> SequenceState:  # fmt: skip
+        """The sequence as a step begins or ends: `_replace`, in a third of its time."""
+        return SequenceState(
+            length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
+            self.cached, self.pins, dropped,
+        )  # fmt: skip
+
     def rows_dropped(self) -> int:
         """`dropped` of the state that follows, if that has rows no more that this one has."""
         return (self.dropped | 1) + 1
