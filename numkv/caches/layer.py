@@ -538,12 +538,9 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        if self._again is not None:
-            asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
-            return self._attend_again(
-                0, q, asked, out, stream, lambda: self._attend(0, q, check_options(*asked, out))
-            )
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        if self._again is not None:
+            return self._attend_with(0, q, options, stream)
         return self._attend(0, q, options, stream)
 
     @reads

@@ -524,14 +524,16 @@ class SingleSequence(Watched):
             lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
         )  # fmt: skip
 
-    def _attend_with(self, layer: int, q: Any, options: AttentionOptions) -> Any:
+    def _attend_with(
+        self, layer: int, q: Any, options: AttentionOptions, stream: Any = None
+    ) -> Any:
         """Attend with options that are checked, as an earlier call did where there is one like it."""
         if self._again is None:
-            return self._attend(layer, q, options)
+            return self._attend(layer, q, options, stream)
         scale, cap, window, sinks, return_lse, out = options
         asked = scale, cap, window, sinks, return_lse
         return self._attend_again(
-            layer, q, asked, out, None, lambda: self._attend(layer, q, options)
+            layer, q, asked, out, stream, lambda: self._attend(layer, q, options)
         )
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:

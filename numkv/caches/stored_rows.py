@@ -219,20 +219,10 @@ class StoredRows(SingleSequence):
             See `numkv.decode_attention`.
         """
         layer = check_index("layer", layer, len(self._lengths))
-        asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
-        if self._again is not None:
-            return self._attend_again(
-                layer, q, asked, out, stream, lambda: self._attend_rows(layer, q, asked, out)
-            )
-        if stream is not None:
-            with self._target.on(stream, q):
-                return self._attend_rows(layer, q, asked, out)
-        return self._attend_rows(layer, q, asked, out)
-
-    def _attend_rows(self, layer: int, q: Any, asked: tuple[Any, ...], out: Any) -> Any:
-        """Attend with queries of one token or of several."""
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse = asked
         target = self._target
+        if (stream is not None or target.has_streams) and stream is not target.here:
+            asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
+            return self._attend_on(layer, q, asked, out, stream)
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:
@@ -245,6 +235,19 @@ class StoredRows(SingleSequence):
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
+
+    def _attend_on(self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any) -> Any:
+        """Attend on a stream, as an earlier call did where there is one like it."""
+
+        def attend() -> Any:
+            names = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse")
+            options = dict(zip(names, asked, strict=True))
+            return self.decode_attention(layer, q, **options, out=out, stream=self._target.here)
+
+        if self._again is not None:
+            return self._attend_again(layer, q, asked, out, stream, attend)
+        with self._target.on(stream, q):
+            return attend()
 
     @reads
     def attention_weights(
