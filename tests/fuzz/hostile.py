@@ -113,6 +113,12 @@ def _typed_integer(x, d):
     return _integer(d.choice(types)(n if -1 < n < 128 else 1))
 
 
+def _no_integer_of_each(x, d):
+    value = d.choice(NO_INTEGERS)
+    # A list may be right: one number for each layer. Then it is its own plain argument.
+    return Hostile(value, value) if np.ndim(value) == 1 else _integer(value)
+
+
 INTS = [_no_integer, _no_integer, _huge, _huge, _small, _small, _typed_integer, none]
 
 
@@ -327,6 +333,7 @@ VARIANTS = {
     "output": FLOATS,
     "integers": INTEGERS,
     "int": INTS,
+    "int or ints": [_no_integer_of_each if variant is _no_integer else variant for variant in INTS],
     "size": INTS,
     "real": REALS,
     "scale": [*FLOATS, *REALS],

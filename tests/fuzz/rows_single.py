@@ -265,13 +265,16 @@ def _layers_keep(d: Draw) -> np.ndarray:
     )
 
 
+WINDOW_OF_EACH = WINDOW._replace(family="int or ints")
+
+
 def _row(name: str, args: dict[str, Arg], weight: float = 1.0) -> Row:
     return Row(f"KVCache.{name}", args, "KVCache", weight=weight)
 
 
 KV.rows = [
     _row("append", {"layer": LAYER, **APPEND}, 5),
-    _row("bind", {**BIND, "window_left": WINDOW}, 0.3)._replace(call=constructed),
+    _row("bind", {**BIND, "window_left": WINDOW_OF_EACH}, 0.3)._replace(call=constructed),
     _row("advance", {"n": integer(1, 3, "size")}, 1.5),
     _row("decode_attention", {"layer": LAYER, "q": Q, "window_left": WINDOW, **OPTIONS}, 3),
     _row("attention_weights", {"layer": LAYER, **WEIGHTS}),
