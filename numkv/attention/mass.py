@@ -164,11 +164,11 @@ def attention_weights(
                 expected=num_seqs,
                 actual=num_tokens,
             )
-        starts = one_query_each(target.key, num_seqs)
+        starts = one_query_each(target.device_key, num_seqs)
     else:
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
     options = check_options(sm_scale, logits_soft_cap, window_left)
-    table = one_block_each(target.key, num_seqs)
+    table = one_block_each(target.device_key, num_seqs)
     return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)

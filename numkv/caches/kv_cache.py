@@ -132,7 +132,7 @@ class KVCache(StoredRows):
         layers = len(self._lengths)
         self._pools = pools_of_layers(self._pool)
         self._tables = [np.array([layer], np.int32) for layer in range(layers)]
-        ids = one_block_each(self._target.key, layers)
+        ids = one_block_each(self._target.device_key, layers)
         self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
         self._current = np.ones(1, np.int64)  # whether the buffers of `jit` are the cache's own
 

@@ -454,7 +454,7 @@ class Layer(SingleSequence):
                     self._lengths[0] = start + tokens
                 else:  # by way of unrounded floats, which then go the way of `append`
                     staging = self._full_precision.staging(tokens)
-                    p.write(staging, one_block_each(self._target.key, 1)[0], 0, first)
+                    p.write(staging, one_block_each(self._target.device_key, 1)[0], 0, first)
                     self._store(0, *self._full_precision.staged(staging, tokens), start)
             except BaseException:
                 self._unmake_room(0, start, room)

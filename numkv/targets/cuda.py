@@ -12,7 +12,8 @@ import numpy as np
 
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
-from numkv.kernels.cuda import memory, streams, uploads
+from numkv.kernels.cuda import graphs, memory, streams, uploads
+from numkv.kernels.cuda.fixed import DeviceFixed
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
@@ -20,6 +21,7 @@ from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_loading import load_cuda
+from numkv.targets.fixed import Fixed, Layout
 from numkv.targets.memory import Memory, may_overlap
 
 __all__ = ["CudaTarget"]
@@ -56,6 +58,11 @@ class CudaTarget:
         """Device and stream on which this thread works."""
         here = streams.current()
         return f"cuda:{here.device}:{here.handle}"
+
+    @property
+    def device_key(self) -> str:
+        """Device on which this thread works."""
+        return f"cuda:{streams.current().device}"
 
     @property
     def ops(self) -> Operations:
@@ -183,7 +190,10 @@ class CudaTarget:
     def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
         inside = streams.chosen() if stream is None else None
-        return streams.on(inside or calls.place_of(stream, arrays), after)
+        place = inside or calls.place_of(stream, arrays)
+        if after is not None and after is not place and place.capturing():
+            after = None  # a graph cannot wait for what is not in it
+        return streams.on(place, after)
 
     def place(self) -> Any:
         """Where this thread works."""
@@ -203,13 +213,25 @@ class CudaTarget:
         """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
         calls.collect_late(wait)
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str, instead: str = "") -> None:
         """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
-        if streams.current().capturing():
+        if calls.capturing():
             raise NotSupported(
                 f"{what}: expected a stream that is not captured, as a CUDA graph would repeat this with the same "
-                "numbers; capture functions such as paged_append and paged_decode_attention over device arrays"
+                f"numbers; capture {instead or calls.CAPTURABLE}"
             )
+
+    def hold(self, *objects: Any) -> bool:
+        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+        return not self._simulated and graphs.hold(streams.current(), *objects)
+
+    def fixed(self, layout: Layout) -> Fixed:
+        """New arrays of integers, filled by one copy that nobody waits for."""
+        return DeviceFixed(layout)
+
+    def constant(self, x: HostArray) -> Array:
+        """A copy on the device, made while the host waits, also beside a capture."""
+        return self._cuda.to_device(x) if self._simulated else uploads.constant(x)
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
@@ -247,9 +269,10 @@ class CudaTarget:
         streams.spoil()
         self.refuse_capture("a copy to the host")
         device: Any = self.accept(x, "array")
-        words: Any = self.words(device)
-        streams.current().synchronize()
-        host = words.copy_to_host()
+        with calls.beside(device):
+            words: Any = self.words(device)
+            streams.current().synchronize()
+            host = words.copy_to_host()
         return host if host.dtype == device.dtype else host.view(device.dtype)
 
     # -- views

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,11 @@ from numkv.kinds import Kind
 from numkv.targets.call import Call, Mark
 
 __all__ = [
+    "CAPTURABLE",
     "HERE",
     "Calls",
+    "beside",
+    "capturing",
     "collect_late",
     "handle_of",
     "place_of",
@@ -39,6 +44,12 @@ class _Here:
 
 #: What `Calls.run` passes as `stream` to the function that it runs.
 HERE = _Here()
+
+#: What can be a part of a CUDA graph.
+CAPTURABLE = (
+    "functions such as paged_append and paged_decode_attention over device arrays, or steps of a PagedKVCache that "
+    "lie in its step_buffers"
+)
 
 #: Layouts of calls that are kept for the short way.
 MOST_REPLAYS = 4096
@@ -101,20 +112,52 @@ def _device_of(arrays: tuple[Any, ...]) -> int:
     """The device that arrays are on; where they do not say, the thread's."""
     if streams.one_device():
         return 0
-    for x in arrays:
-        if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
-            return int(x.device.index)
-        if getattr(x, "__cuda_ndarray__", False):
-            return int(x.gpu_data.context.device.id)
-        interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None:
-            from cuda.bindings import driver
+    there = {device for device in map(_own_device, arrays) if device is not None}
+    if len(there) > 1:
+        raise NotSupported(
+            f"expected all arrays on one device, got some on each of the devices {sorted(there)}; copy them to one"
+        )
+    return there.pop() if there else streams.default().device
 
-            ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-            error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
-            if error == driver.CUresult.CUDA_SUCCESS:
-                return int(device)
-    return streams.default().device
+
+def _own_device(x: Any) -> int | None:
+    """The device that an array is on; None where it does not say."""
+    if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
+        return int(x.device.index)
+    if getattr(x, "__cuda_ndarray__", False):
+        return int(x.gpu_data.context.device.id)
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is not None and interface["data"][0]:
+        from cuda.bindings import driver
+
+        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
+        if error == driver.CUresult.CUDA_SUCCESS:
+            return int(device)
+    return None
+
+
+def beside(x: Any) -> Any:
+    """A context in which this thread works on an array's device: on the stream that it works on if that is there."""
+    if SIMULATED or streams.one_device():
+        return contextlib.nullcontext()
+    device = _own_device(x)
+    here = streams.current()
+    return streams.on(here if device in (None, here.device) else streams.place(device, 0))
+
+
+def capturing() -> bool:
+    """Whether what this thread launches now becomes a part of a CUDA graph: numkv's, or one of torch's stream."""
+    here = streams.chosen()
+    if here is not None:
+        return here.capturing()
+    torch = sys.modules.get("torch")
+    try:
+        return torch is not None and bool(
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        )
+    except AttributeError:  # another module of that name
+        return False
 
 
 def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
@@ -315,17 +358,21 @@ def raise_late() -> None:
 
 def collect_late(wait: bool = False) -> None:
     """Hand out what has been reported: to the objects that wrote, and to the next function; see `Target`."""
+    if (not wait and late.arrived() is None) or capturing():  # which waiting would break
+        return
     if wait:
         late.wait()
-    if late.arrived():
-        report = late.take()
-        if report is not None:
-            error = _late_error(report)
-            mark = None if report.what is None else report.what[2]
-            if mark is None:
-                _pending.append(error)
-            else:
-                mark(error.index[0], error)  # type: ignore[index]
+    while (device := late.arrived()) is not None:
+        with streams.on(streams.place(device, 0)):
+            report = late.take()
+        if report is None:
+            return
+        error = _late_error(report)
+        mark = None if report.what is None else report.what[2]
+        if mark is None:
+            _pending.append(error)
+        else:
+            mark(error.index[0], error)  # type: ignore[index]
 
 
 def watch(
@@ -333,7 +380,7 @@ def watch(
     mark: Mark | None,
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
-    return late.number((k, v, mark))
+    return late.number((k, v, mark), lasting=streams.current().capturing())
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:

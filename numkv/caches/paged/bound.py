@@ -11,7 +11,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import BoundAttention, BoundStep, Rows, options_of_layers
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore
-from numkv.errors import NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.targets.base import Array
 
 __all__ = ["BoundPaged", "bind_paged"]
@@ -74,6 +74,10 @@ class BoundPaged(BoundAttention):
         if not step.open:
             raise NumkvError(
                 "`new`: expected an open step, got one that was committed or rolled back"
+            )
+        if step._buffers is not None:
+            raise NotSupported(
+                "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
             )
         memory: list[Any] = []
         if self._fits_one_call(step.num_tokens):

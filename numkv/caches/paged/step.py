@@ -14,6 +14,7 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.blocks.tables import slot_mapping
+from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
@@ -38,6 +39,8 @@ class Step:
         The sequences, in order; their block tables have room for the new tokens.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    into : StepBuffers, optional
+        Where its tables lie; else in memory of their own.
 
     Attributes
     ----------
@@ -50,12 +53,19 @@ class Step:
     -----
     Threads: different open steps may be written and attended to at once, a step by one thread at a time; a second one
     gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
+
+    A step that lies in a `StepBuffers` takes rows for all of the buffers' tokens, and its calls can be captured: see
+    `docs/cuda.md`. Captured calls write nothing; when the graph has been launched, say `mark_written`.
     """
 
     def __init__(
-        self, store: BlockStore, sequences: dict[int, SequenceState], new_lens: Ints
+        self,
+        store: BlockStore,
+        sequences: dict[int, SequenceState],
+        new_lens: Ints,
+        into: StepBuffers | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._buffers = store, into
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
@@ -69,14 +79,20 @@ class Step:
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
+        starts = np.concatenate([[0], np.cumsum(new_lens)])
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
-        for table in tables:
-            host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
-        wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
-        self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
-        self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        slots = [slot_mapping(x, lens, store.block_size, new_lens=new_lens) for x in tables]
+        if into is None:
+            host = [self.positions, lens, starts, *slots]
+            wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
+            self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
+            self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+            self._rows = len(self.positions)
+        else:
+            into.fill(Filled(self.positions, lens, starts, slots, tables))
+            self._positions, self._lens, self._starts, self._slots, self._tables = into.arrays()
+            self._rows, self._longest = into.num_tokens, into.max_length
         self._place = store.target.place()
 
     @property
@@ -109,7 +125,8 @@ class Step:
             Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, the new
             tokens counted; `slots`, int64, are those of the new tokens, of one sequence after another. The tables are
             copies, good until the step ends. The step does not see what you write: `append` or `write` each layer, or
-            say `mark_written`.
+            say `mark_written`. Of a step that lies in a `StepBuffers` they are as long as these are: sequences past the
+            step's have length 0, tokens slot -1.
 
         Raises
         ------
@@ -133,13 +150,13 @@ class Step:
         return cache_arrays(pool, *copies)
 
     @writes
-    def mark_written(self, layer: int) -> None:
-        """Say that a kernel of your own has written the rows of all new tokens of a layer, by `arrays`.
+    def mark_written(self, layer: int | None = None) -> None:
+        """Say that the rows of all new tokens have been written: by a kernel of your own, or by a CUDA graph.
 
         Parameters
         ----------
-        layer : int
-            Which layer.
+        layer : int, optional
+            In which layer; in all of them if None.
 
         Raises
         ------
@@ -148,9 +165,12 @@ class Step:
         IndexError
             If there is no such layer.
         """
-        number = check_index("layer", layer, self._store.num_layers)
+        number = 0 if layer is None else check_index("layer", layer, self._store.num_layers)
         self._layer(number)
-        self._written[number] = True
+        if layer is None:
+            self._written[:] = True
+        else:
+            self._written[number] = True
 
     @writes
     def _alone(self, action: Callable[[], None]) -> None:
@@ -197,13 +217,14 @@ class Step:
         pool, group = self._layer(layer)
         self._refuse_bad()
         with self._on(stream, k, v):
+            captured = self._captured("append")
             check_finite = check_flag("check_finite", check_finite, True)
             first = check_finite and pool.looks_first
             k, v = pool.check_rows(k, v, check_finite=first)
             self._check_tokens("k", int(k.shape[0]))
-            look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
+            look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
             pool.scatter(k, v, self._slots[group], look)
-            self._written[layer] = True
+            self._written[layer] |= not captured
 
     @writes
     def write(
@@ -247,7 +268,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         slots = self._slots[group]
-        if stream is None:
+        if stream is None and self._buffers is None:
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 self._positions, 0, slots, 0, 0, check_finite,
@@ -257,22 +278,23 @@ class Step:
                 return q
         self._refuse_bad()
         with self._on(stream, qkv):
+            captured = self._captured("write")
             p = Projection.check(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
             )
             self._check_tokens("qkv", p.num_tokens)
-            if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+            last = self._longest - 1 if captured else self.positions.max(initial=-1)
+            if p.rotates and last >= p.cos.shape[0]:
                 raise IndexError(
-                    f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                    "make the tables longer"
+                    f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
                 )
             check_finite = check_flag("check_finite", check_finite, True)
             first = check_finite and pool.looks_first
             if first:
                 p.check_finite(pool)
-            look = p.watch(pool, self._marker()) if check_finite and not first else 0
+            look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
             p.scatter(pool, slots, self._positions, look)
-            self._written[layer] = True
+            self._written[layer] |= not captured
             return p.q_out
 
     @writes
@@ -313,6 +335,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         with self._on(stream, q):
+            self._captured("attention")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             window = self._store.groups[group].window
@@ -357,22 +380,26 @@ class Step:
         """
         pool, group = self._layer(layer)
         with self._on(stream, q):
+            self._captured("attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-            return attention_mass(
-                pool,
-                self._tables[group],
-                q,
-                self._lens,
-                self._starts,
-                self._longest,
-                options,
-                lse=lse,
-            )
+            found = attention_mass(
+                pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+            )  # fmt: skip
+            return found if self._buffers is None else found[: self._buffers.num_seqs]
 
-    def _marker(self) -> Mark:
+    def _captured(self, name: str) -> bool:
+        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
+        if self._buffers is None:
+            self._store.target.refuse_capture(f"Step.{name}")
+            return False
+        return self._store.target.hold(self._buffers, self._store)
+
+    def _marker(self, captured: bool) -> Mark:
         """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
+        if captured and self._buffers is not None:
+            return self._buffers.marker()
         store = weakref.ref(self._store)
         sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
 
@@ -394,7 +421,7 @@ class Step:
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
-        return self._store.target.on(stream, *arrays, after=self._place)
+        return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
 
     def _end(self) -> None:
         """Take no more rows."""
@@ -407,9 +434,10 @@ class Step:
         return self._store is store
 
     def _check_tokens(self, name: str, tokens: int) -> None:
-        if tokens != self.num_tokens:
+        if tokens != self._rows:
+            whose = "step's" if self._buffers is None else "buffers'"
             raise DimensionMismatch(
-                f"`{name}`: expected rows of the step's {self.num_tokens} tokens, got {tokens}",
-                expected=self.num_tokens,
+                f"`{name}`: expected rows of the {whose} {self._rows} tokens, got {tokens}",
+                expected=self._rows,
                 actual=tokens,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from numkv.access import writes
+from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.reading import ReadableSequences
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
@@ -54,6 +55,54 @@ class WholeCache(ReadableSequences):
                 pool.buffer(name).check_scales(name, scales)
         self.blocks.forget()
         pool.set_scales(k, v)
+
+    # -- for CUDA graphs
+
+    def step_buffers(
+        self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None, *, stream: Any = None
+    ) -> StepBuffers:  # fmt: skip
+        """Memory for the tables of steps that CUDA graphs are made of: see `reserve`.
+
+        Parameters
+        ----------
+        num_seqs : int
+            The most sequences of a step.
+        num_tokens : int, optional
+            The most new tokens of all of them; as many as sequences if None.
+        max_length : int, optional
+            The most tokens that a sequence has, the new ones included: how long tables are, and by how many blocks
+            attention is launched. As many as all blocks hold if None.
+        stream : object, optional
+            The stream that graphs run on; see `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        StepBuffers
+
+        Raises
+        ------
+        DimensionMismatch, TypeError
+            If they are no such numbers.
+
+        Examples
+        --------
+        A step is captured once and run again with other sequences, lengths and blocks. Here without a graph, whose
+        launch would stand in place of the two calls:
+
+        >>> import numpy as np, numkv
+        >>> cache = numkv.PagedKVCache(1, 2, 8, num_blocks=8)
+        >>> buffers = cache.step_buffers(num_seqs=4, max_length=64)
+        >>> rows, q = np.ones((4, 2, 8), np.float32), np.ones((4, 2, 8), np.float32)
+        >>> for seqs in ([cache.add()], [cache.add(), cache.add()]):
+        ...     step = cache.reserve(seqs, 1, into=buffers)
+        ...     step.append(0, rows, rows)  # of four rows, as many as there are sequences count
+        ...     out = step.attention(0, q)
+        ...     cache.commit(step)
+        """
+        tokens = num_seqs if num_tokens is None else num_tokens
+        most = self.blocks.num_blocks * self.block_size if max_length is None else max_length
+        with self._target.on(stream, self._pools[0].k):
+            return StepBuffers(self._store, num_seqs, tokens, most)
 
     # -- as a whole
 

@@ -14,14 +14,16 @@ import numpy as np
 from numba import cuda
 
 from numkv.kernels.cuda.rows import NOWHERE, V_SIDE
-from numkv.kernels.cuda.streams import SIMULATED, current
+from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place
 
 __all__ = ["Report", "arrived", "flags", "number", "take", "wait"]
 
 #: Calls are this far apart in what kernels report.
 CALL = 2 * V_SIDE
-#: Calls after which numbers start again, when nothing can be under way any more.
+#: Calls after which numbers start again, when nothing can be under way any more. Beyond are those of calls in CUDA
+#: graphs, which stay.
 MOST_CALLS = 1 << 25
+MOST_LASTING = (1 << 26) - 1 - MOST_CALLS
 
 
 class Report(NamedTuple):
@@ -49,6 +51,7 @@ class _Flags:
         self.lock = threading.Lock()
         self.calls = 0
         self.written: dict[int, Any] = {}
+        self.lasting: list[Any] = []
         self.found = cuda.to_device(np.array([NOWHERE], np.int64))
         if SIMULATED:
             self.raised = cuda.to_device(np.zeros(1, np.int64))
@@ -84,16 +87,21 @@ def flags() -> tuple[Any, Any]:
     return of.found, of.raised
 
 
-def number(what: Any) -> int:
+def number(what: Any, lasting: bool = False) -> int:
     """A number for a call that writes; `what` comes back with what is found in it.
 
     Parameters
     ----------
     what : object
         Whoever writes, and where.
+    lasting : bool
+        Whether the call is a part of a CUDA graph, which may make it again at any time.
     """
     of = _of_device()
     with of.lock:
+        if lasting and len(of.lasting) < MOST_LASTING:
+            of.lasting.append(what)
+            return (MOST_CALLS + len(of.lasting)) * CALL
         if of.calls >= MOST_CALLS:  # once a report has arrived they go on until it is taken
             cuda.synchronize()
             if not of.host[0]:
@@ -107,16 +115,20 @@ def number(what: Any) -> int:
         return of.calls * CALL
 
 
-def arrived() -> bool:
-    """Whether a kernel of this thread's device has reported; does not wait."""
-    of = _flags.get(current().device) if _flags else None
-    return of is not None and bool(of.host[0])
+def arrived() -> int | None:
+    """The device of a kernel that has reported, None if none has; does not wait."""
+    for device, of in tuple(_flags.items()):
+        if of.host[0]:
+            return device
+    return None
 
 
 def wait() -> None:
-    """Wait for all that has been launched on this thread's device."""
+    """Wait for all that has been launched on the devices that report."""
     if not SIMULATED:
-        cuda.current_context().synchronize()
+        for device in list(_flags):
+            with on(place(device, 0)):
+                ask("cuCtxSynchronize")
 
 
 def take() -> Report | None:
@@ -125,9 +137,12 @@ def take() -> Report | None:
     with of.lock:
         if not of.host[0]:
             return None
-        wait()
+        if not SIMULATED:
+            ask("cuCtxSynchronize")
         key = int(of.found.copy_to_host()[0])
         of.found.copy_to_device(np.array([NOWHERE], np.int64))
         of.host[0] = 0
         call, rest = divmod(key, CALL)
-        return Report(of.written.get(call), rest >= V_SIDE, rest % V_SIDE)
+        of_graph = call - MOST_CALLS - 1
+        what = of.lasting[of_graph] if of_graph >= 0 else of.written.get(call)
+        return Report(what, rest >= V_SIDE, rest % V_SIDE)
