@@ -24,6 +24,7 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -264,7 +265,7 @@ class Layer(SingleSequence):
             If an array has another shape, dtype, layout or target.
         """
         if stream is not None:
-            with self._target.on(stream, k, v):
+            with self._target.on(stream, k, v, self._pool.k):
                 return self.append(k, v, check_finite=check_finite)
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
@@ -315,8 +316,9 @@ class Layer(SingleSequence):
             self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
         )
 
+    @on_stream
     @drops
-    def set_scales(self, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -326,6 +328,8 @@ class Layer(SingleSequence):
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -430,7 +434,8 @@ class Layer(SingleSequence):
             if tokens >= 0:
                 self._lengths[0] = start + tokens
                 return q
-        with self._target.on(stream, qkv):
+        with self._target.on(stream, qkv, pool.k):
+            self._target.refuse_capture(f"{type(self).__name__}.write")
             self._refuse_bad()
             p = Projection.check(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
@@ -481,8 +486,9 @@ class Layer(SingleSequence):
         self._give_back(length, self._shorter(length))
         self._cut(length)
 
+    @on_stream
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -495,6 +501,8 @@ class Layer(SingleSequence):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -526,17 +534,9 @@ class Layer(SingleSequence):
 
     @reads
     def decode_attention(
-        self,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
+        self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
+        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
         Parameters
@@ -563,16 +563,12 @@ class Layer(SingleSequence):
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
         return self._attend(0, q, options, stream)
 
+    @on_stream
     @reads
     def attention_weights(
-        self,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-    ) -> Array:
+        self, q: Any, *, lse: Any = None, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
+        window_left: int = -1, stream: Any = None,
+    ) -> Array:  # fmt: skip
         """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
@@ -582,7 +578,7 @@ class Layer(SingleSequence):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
+        sm_scale, logits_soft_cap, window_left, stream
             See `numkv.decode_attention`.
 
         Returns

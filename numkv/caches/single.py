@@ -28,8 +28,9 @@ from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
 from numkv.targets.call import Mark
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
@@ -186,6 +187,9 @@ class SingleSequence:
         """First tokens of a layer that are kept in full precision."""
         return 0 if self._full_precision is None else self._full_precision.num_sinks
 
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._pool.k
+
     def _dims(self) -> str:
         """What a ``repr`` says of rows."""
         same = self.head_dim_v == self.head_dim
@@ -256,9 +260,15 @@ class SingleSequence:
         """
         self._cut(0)
 
+    @on_stream
     @reads
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """Copy everything, as it is stored; the copy shares no memory.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -297,11 +307,17 @@ class SingleSequence:
         self.__dict__.update(state)
         self._derive()
 
+    @on_stream
     @reads
-    def check(self) -> None:
+    def check(self, *, stream: Any = None) -> None:
         """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
 
         It looks at every stored scale; on CUDA they are copied to the host for that.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -359,12 +375,12 @@ class SingleSequence:
 
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        with self._target.on(None, k, v):
+        with self._target.on(None, k, v, self._pool.k):
             self._append_here(layer, k, v, check_finite)
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         pool = self._pools[layer]
-        self._target.refuse_capture("append")
+        self._target.refuse_capture(f"{type(self).__name__}.append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and (pool.looks_first or self._full_precision is not None)
@@ -484,7 +500,8 @@ class SingleSequence:
         """Attend with the queries of a layer's last tokens."""
         there = self._target
         if (stream is not None or there.has_streams) and stream is not there.here:
-            with there.on(stream, q):
+            with there.on(stream, q, self._pool.k):
+                there.refuse_capture(f"{type(self).__name__}.decode_attention")
                 return self._attend(layer, q, options, there.here)
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
@@ -495,7 +512,7 @@ class SingleSequence:
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
-        with self._target.on(None, q):
+        with self._target.on(None, q, self._pool.k):
             return self._mass_here(layer, q, options, lse)
 
     def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:

@@ -23,6 +23,7 @@ from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_loading import load_cuda
 from numkv.targets.fixed import Fixed, Layout
 from numkv.targets.memory import Memory, may_overlap
+from numkv.targets.streamed import has_streams
 
 __all__ = ["CudaTarget"]
 
@@ -52,6 +53,7 @@ class CudaTarget:
         self._cuda = load_cuda()
         self._simulated = streams.SIMULATED
         self._calls = calls.Calls(self.accept)
+        has_streams.append(self.name)
 
     @property
     def key(self) -> str:

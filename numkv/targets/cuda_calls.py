@@ -266,6 +266,11 @@ class Calls:
             held = replay.run(place, pointers)
             if held is not None:
                 return self._returned(replay, held, call, arrays) if replay.results else None
+        if call.validate is not None and options[call.validate] is True and place.capturing():
+            raise NotSupported(
+                f"{function.__name__}: expected validate=False while a stream is captured, got True, which waits for "
+                "the device"
+            )
         with streams.on(place):
             if key is None:
                 return function(**_named(call, arrays, options), stream=HERE)

@@ -1,11 +1,13 @@
 """CUDA graphs on the stub driver: what can be captured gives, when it is replayed, what eager calls give."""
 
+import copy
 import gc
+import threading
 
 import naive
 import numpy as np
 import pytest
-from captured import GLOBAL, RELAXED, ask, captured, new_stream
+from captured import RELAXED, captured, new_stream
 from ptx_on_cuda import device
 
 import numkv
@@ -108,4 +110,278 @@ def test_a_captured_step_replays_with_other_lengths_slots_and_tables(where):
                 want, _ = naive.attention(query, *kv, length, starts, window_left=window)
                 np.testing.assert_allclose(found[i : i + 1], want, atol=2e-3)
             assert not found[len(chosen) :].any()
+    cache.check()
+
+
+def filled(cache, where, tokens=3, seqs=2, stream=None):
+    """Sequences with some tokens, of ones."""
+    made = [cache.add() for _ in range(seqs)]
+    step = cache.reserve(made, tokens, stream=stream)
+    given = where.asarray(np.ones((tokens * seqs, HEADS, DIM), np.float16))
+    for layer in range(cache.num_layers):
+        step.append(layer, given, given, stream=stream)
+    cache.commit(step)
+    return made
+
+
+def test_a_row_that_is_not_finite_in_a_replay_is_told_of_its_sequence(where):
+    """The graph's call has the number of the day it was captured; the step is the one that was replayed."""
+    stream = new_stream()
+    cache = paged(1, "int8")
+    buffers = cache.step_buffers(2, max_length=20, stream=stream)
+    seqs = filled(cache, where, seqs=3, stream=stream)
+    k = where.asarray(np.ones((2, HEADS, DIM), np.float16))
+    step = cache.reserve(seqs[:2], 1, into=buffers)
+    step.append(0, k, k, stream=stream)
+    cache.rollback(step)
+    step = cache.reserve(seqs[:2], 1, into=buffers)
+    with captured(stream) as graph:
+        step.append(0, k, k, stream=stream)
+    cache.rollback(step)
+    for _ in range(2):
+        step = cache.reserve([seqs[2]], 1, into=buffers)
+        graph.launch(stream)
+        step.mark_written()
+        cache.commit(step)
+    bad = np.ones((2, HEADS, DIM), np.float16)
+    bad[1, 0, 5] = np.inf
+    k.copy_to_device(bad)
+    step = cache.reserve([seqs[0], seqs[2]], 1, into=buffers)
+    graph.launch(stream)
+    step.mark_written()
+    with pytest.raises(numkv.NonFiniteInput, match="truncate sequence 2 to 5 tokens") as error:
+        cache.commit(step)
+    assert error.value.index == (1, 0, 5)
+    cache.commit(step, [1, 0])  # the good one's tokens
+    assert [cache.length(seq) for seq in seqs] == [4, 3, 5]
+    cache.reserve([seqs[2]], 1)
+    cache.check()
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_and_no_longer(where):
+    """The cache's memory, buffers and the scratch of calls; freed when the graph is destroyed."""
+    stream = new_stream()
+    cache = paged(1)
+    buffers = cache.step_buffers(2, max_length=20, stream=stream)
+    seqs = filled(cache, where, stream=stream)
+    q = where.asarray(np.ones((2, 4, DIM), np.float16))
+    step = cache.reserve(seqs, 1, into=buffers)
+    step.append(0, q[:, :2], q[:, :2], stream=stream)
+    step.attention(0, q, stream=stream)
+    with captured(stream) as graph:
+        step.append(0, q[:, :2], q[:, :2], stream=stream)
+        out = step.attention(0, q, stream=stream)
+        kept = out.__cuda_array_interface__["data"][0]
+    pool = cache._pools[0].k.gpu_data.device_pointer
+    tables = buffers._fixed.arrays[0].gpu_data.device_pointer
+    places = [int(p) for p in (pool, tables, kept)]
+    cache.rollback(step)
+    del step, cache, buffers, out
+    gc.collect()
+    assert all(driver.allocation(p) for p in places)
+    graph.launch(stream)
+    graph.destroy()
+    where.empty((12345,), np.float64)  # memory that is not there yet: then the host looks
+    gc.collect()
+    assert not any(driver.allocation(p) for p in places)
+
+
+def test_calls_of_a_graph_share_its_memory(where):
+    stream = new_stream()
+    pool = where.zeros((40, HEADS, 16, DIM), np.float16)
+    table, lens = where.zeros((1, 40), np.int32), where.zeros((1,), np.int32)
+    q = where.zeros((1, 4, DIM), np.float16)
+    out = where.zeros((1, 4, DIM), np.float16)
+
+    def attend():
+        numkv.paged_decode_attention(q, pool, pool, table, lens, out=out, stream=stream)
+
+    attend()
+    with driver.calls() as log, captured(stream):
+        attend()
+        first = log.groups, driver.log().names["cuMemAlloc"]
+        attend()
+        assert driver.log().names["cuMemAlloc"] == first[1] == 1
+
+
+def test_a_capture_that_fails_leaves_everything_usable(where):
+    """The error comes out, the capture ends, and the next one is whole."""
+    stream = new_stream()
+    cache = paged(1)
+    buffers = cache.step_buffers(1, max_length=20, stream=stream)
+    (seq,) = filled(cache, where, seqs=1, stream=stream)
+    row = where.asarray(np.ones((1, HEADS, DIM), np.float16))
+    step = cache.reserve([seq], 1, into=buffers)
+    with pytest.raises(numkv.DimensionMismatch), captured(stream):
+        step.append(0, row, row, stream=stream)
+        step.append(0, row[:0], row, stream=stream)
+    with captured(stream) as graph:
+        step.append(0, row, row, stream=stream)
+    graph.launch(stream)
+    step.mark_written()
+    cache.commit(step)
+    assert cache.length(seq) == 4
+    cache.check()
+
+
+def refused(call, name):
+    with pytest.raises(numkv.NotSupported, match=rf"^{name}: expected a stream that is not capt"):
+        call()
+
+
+def test_objects_with_lengths_on_the_host_are_refused_by_name(where):
+    stream = new_stream()
+    row = where.asarray(np.ones((1, HEADS, DIM), np.float16))
+    q = where.asarray(np.ones((1, 4, DIM), np.float16))
+    qkv = where.asarray(np.ones((1, 8 * DIM), np.float16))
+    layers = [
+        numkv.ContiguousLayer(8, HEADS, DIM, target="cuda"),
+        numkv.PagedLayer(2, 4, HEADS, DIM, target="cuda"),
+    ]
+    cache = numkv.KVCache(1, HEADS, DIM, max_seq_len=8, kind="fp16", target="cuda")
+    paged_cache, cells = paged(1), numkv.CausalCache()
+    cells.init("fp16", 1, 8, 2, target="cuda")
+    seqs = filled(paged_cache, where, seqs=1, stream=stream)
+    for layer in layers:
+        layer.append(row, row, stream=stream)
+        layer.decode_attention(q, stream=stream)
+    cache.append(0, row[0], row[0], stream=stream)
+    cache.advance()
+    cells.start_forward(numkv.Batch([0], [0]))
+    cells.put(0, row, row, stream=stream)
+    cells.decode_attention(0, q, stream=stream)
+    compressor = numkv.HeadCompressor(numkv.CompressorConfig(DIM, 4), target="cuda")
+    vector = where.asarray(np.ones(DIM, np.float32))
+    step = paged_cache.reserve(seqs, 1, stream=stream)
+    on = {"stream": stream}
+    with captured(stream):
+        for layer in layers:
+            name = type(layer).__name__
+            refused(lambda layer=layer: layer.append(row, row, **on), f"{name}.append")
+            refused(
+                lambda layer=layer: layer.write(qkv, num_q_heads=4, qk_mode=0, **on),
+                f"{name}.write",
+            )
+            refused(lambda layer=layer: layer.decode_attention(q, **on), f"{name}.decode_attention")
+            refused(
+                lambda layer=layer: layer.attention_weights(q, **on), f"{name}.attention_weights"
+            )
+            refused(lambda layer=layer: layer.compact([0], **on), f"{name}.compact")
+        refused(lambda: cache.append(0, row[0], row[0], **on), "KVCache.append")
+        refused(lambda: cache.decode_attention(0, q, **on), "KVCache.decode_attention")
+        with where.on(stream):
+            refused(cache.advance, "KVCache.advance")
+            refused(lambda: cells.start_forward(numkv.Batch([1], [0])), "start_forward")
+        refused(lambda: cells.put(0, row, row, **on), "CausalCache.put")
+        refused(lambda: cells.decode_attention(0, q, **on), "CausalCache.decode_attention")
+        refused(lambda: compressor.push(vector, vector, **on), "HeadCompressor.push")
+        refused(lambda: paged_cache.reserve(seqs, 1, **on), "reserve")
+        refused(lambda: paged_cache.decode_attention(0, seqs, q, **on), "PagedKVCache.decode_att.*")
+        refused(lambda: step.append(0, row, row, **on), "Step.append")
+        refused(lambda: step.attention(0, q, **on), "Step.attention")
+        pool, table = where.zeros((4, HEADS, 4, DIM), np.float16), where.zeros((1, 4), np.int32)
+        with pytest.raises(numkv.NotSupported, match="expected validate=False while"):
+            numkv.paged_decode_attention(
+                q, pool, pool, table, where.zeros((1,), np.int32), validate=True, stream=stream
+            )
+    paged_cache.rollback(step)
+    for thing in (*layers, cache, paged_cache, cells):
+        thing.check()
+
+
+def test_functions_are_captured_on_a_stream_where_nothing_ran_before(where):
+    """As torch does: it warms up on one stream, and captures on another."""
+    warm, other = new_stream(), new_stream()
+    k, lens = where.zeros((2, HEADS, 8, DIM), np.float16), where.zeros((2,), np.int64)
+    q, out = (where.zeros((2, 4, DIM), np.float16) for _ in range(2))
+    numkv.decode_attention(q, k, k, lens, out=out, stream=warm)
+    from numkv.storage import tables
+
+    for made in (tables.one_query_each, tables.one_block_each):
+        made.cache_clear()  # so that constants are made during the capture
+    with captured(other) as graph:
+        numkv.decode_attention(q, k, k, lens, out=out, stream=other)
+    values = np.random.default_rng(3).standard_normal((3, 2, HEADS, 8, DIM)).astype(np.float16)
+    k.copy_to_device(values[0])
+    lens.copy_to_device(np.array([5, 8]))
+    queries = values[1, :, 0, :4]
+    q.copy_to_device(np.ascontiguousarray(queries))
+    graph.launch(other)
+    want, _ = naive.attention(queries, values[0], values[0], [5, 8])
+    np.testing.assert_allclose(where.to_host(out), want, atol=2e-3)
+
+
+def test_captures_of_two_threads_do_not_meet(where):
+    """Each has a stream, a cache and a graph; relaxed captures, as global ones exclude each other."""
+    errors = []
+
+    def one(number):
+        try:
+            stream = new_stream()
+            cache = paged(1)
+            buffers = cache.step_buffers(1, max_length=20, stream=stream)
+            (seq,) = filled(cache, where, seqs=1, stream=stream)
+            row = where.asarray(np.full((1, HEADS, DIM), number, np.float16))
+            for _ in range(3):
+                step = cache.reserve([seq], 1, into=buffers)
+                with captured(stream, RELAXED) as graph:
+                    step.append(0, row, row, stream=stream)
+                graph.launch(stream)
+                step.mark_written()
+                cache.commit(step)
+            cache.check()
+            found = cache.swap_out(seq).buffers[0][0].view(np.float16)
+            assert found[0, 0, 3, 0] == number
+            assert (found[1, 0, :2, 0] == number).all()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_steps_in_buffers_on_the_cpu_and_what_does_not_fit():
+    cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=8, block_size=4)
+    plain = cache.copy()
+    buffers = cache.step_buffers(2, 5, max_length=12)
+    seqs = [cache.add() for _ in range(2)]
+    assert seqs == [plain.add() for _ in range(2)]
+    rng = np.random.default_rng(5)
+    for lens in ([2, 3], [1, 1], [0, 4]):
+        n = sum(lens)
+        k, q = rows(rng, 5), rows(rng, 5, 4)
+        step, other = cache.reserve(seqs, lens, into=buffers), plain.reserve(seqs, lens)
+        step.append(0, k, k)
+        other.append(0, k[:n], k[:n])
+        found = step.attention(0, q)
+        assert np.array_equal(found[:n], other.attention(0, q[:n]))
+        assert not found[n:].any()
+        weights = step.attention_weights(0, q)
+        want = other.attention_weights(0, q[:n])
+        assert np.array_equal(weights[..., : want.shape[2]], want)
+        with pytest.raises(numkv.NumkvError, match="without an open step"):
+            cache.reserve([cache.add()], 1, into=buffers)
+        with pytest.raises(numkv.DimensionMismatch, match="buffers' 5 tokens"):
+            step.append(0, k[:1], k[:1])
+        with pytest.raises(numkv.NotSupported, match="StepBuffers"):
+            cache.bind(4, "fp16").begin(step)
+        cache.commit(step)
+        plain.commit(other)
+    before = cache.stats()
+    for lens, what in (([3, 3], "5 new tokens"), ([0, 5], "12 tokens in a sequence")):
+        with pytest.raises(numkv.DimensionMismatch, match=what):
+            cache.reserve(seqs, lens, into=buffers)
+    with pytest.raises(numkv.NumkvError, match="of this cache"):
+        plain.reserve(seqs, 1, into=buffers)
+    with pytest.raises(TypeError, match="expected StepBuffers"):
+        cache.reserve(seqs, 1, into=3)
+    with pytest.raises(numkv.DimensionMismatch, match="max_length"):
+        cache.step_buffers(1, max_length=33)
+    with pytest.raises(numkv.NotSupported, match="copied or pickled"):
+        copy.copy(buffers)
+    assert cache.stats() == before
     cache.check()

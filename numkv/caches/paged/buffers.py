@@ -42,12 +42,19 @@ class StepBuffers:
     Made by `PagedKVCache.step_buffers`. A step that lies in buffers takes and gives rows of `num_tokens` tokens, of
     which the first `Step.num_tokens` are its own; the others are written nowhere, and attention gives 0 for them.
 
-    Attributes
+    Parameters
     ----------
+    store : BlockStore
+        Buffers of the cache.
     num_seqs, num_tokens : int
         The most sequences of a step, and the most new tokens of all of them.
     max_length : int
         The most tokens that a sequence has, the new ones included.
+
+    Attributes
+    ----------
+    num_seqs, num_tokens, max_length : int
+        As they were given.
 
     Notes
     -----
@@ -83,14 +90,14 @@ class StepBuffers:
 
     # -- arrays of the target
 
-    def arrays(self) -> tuple[Any, Any, Any, list[Any], list[Any]]:
+    def _arrays(self) -> tuple[Any, Any, Any, list[Any], list[Any]]:
         """Positions, lengths and starts of queries; slots and tables of each layer group."""
         found, groups = self._fixed.arrays, self._groups
         return found[0], found[1], found[2], found[3 : 3 + groups], found[3 + groups :]
 
     # -- steps
 
-    def check(self, store: BlockStore, lens: Ints, num_tokens: int) -> None:
+    def _check(self, store: BlockStore, lens: Ints, num_tokens: int) -> None:
         """Refuse a step that does not fit: `lens` are the lengths that its sequences will have."""
         if self._store is not store:
             raise NumkvError("`into`: expected buffers of this cache, got those of another")
@@ -110,7 +117,7 @@ class StepBuffers:
                     actual=got,
                 )
 
-    def fill(self, filled: Filled) -> None:
+    def _fill(self, filled: Filled) -> None:
         """Put a step's tables in place, in the order of the current stream."""
         seqs, tokens = len(filled.lens), len(filled.positions)
         host = [np.zeros(shape, dtype) for shape, dtype in self._layout]
@@ -125,21 +132,22 @@ class StepBuffers:
         self._place = self._store.target.place()
         self._updates += 1
 
-    def take(self, step: Any, ends: Ints) -> None:
+    def _take(self, step: Any, ends: Ints) -> None:
         """Let a step lie here: the one that has filled them."""
         self._open = step
+        self._forget_finite()
         self._before.append(_Before(self._updates, step.sequences, step.positions, ends))
 
     # -- rows that are not finite
 
-    def forget_finite(self) -> None:
+    def _forget_finite(self) -> None:
         """Forget the steps of which no row can still turn out to be NaN or infinite, as the device is past them."""
         arrived = self._fixed.arrived()
         self._store.target.collect_late()  # what they had is told by now
         while self._before and self._before[0].update < arrived:
             self._before.popleft()
 
-    def marker(self) -> Mark:
+    def _marker(self) -> Mark:
         """What notes a row of a graph that is not finite: in each step that it may have been of."""
         buffers = weakref.ref(self)
 

@@ -48,6 +48,7 @@ from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
+from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "StepBuffers", "SwappedSequence"]
 
@@ -234,8 +235,11 @@ class PagedKVCache(WholeCache):
         if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]
 
+    @on_stream
     @writes
-    def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(
+        self, seq: int, keep: Any, shift: RopeShift | None = None, *, stream: Any = None
+    ) -> None:
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
@@ -255,6 +259,8 @@ class PagedKVCache(WholeCache):
         shift : RopeShift, optional
             From `numkv.rope_shift` and the model's tables. Without it keys stay as they are: for models without RoPE,
             and for methods that go on counting positions from those that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -400,8 +406,6 @@ class PagedKVCache(WholeCache):
 
     def _reserve(self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None) -> Step:
         self._target.refuse_capture("reserve")
-        if into is not None:
-            into.forget_finite()
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
@@ -412,7 +416,7 @@ class PagedKVCache(WholeCache):
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if into is not None:
             ends = np.array([state.length for state in states.values()], np.int64) + lens
-            into.check(self._store, ends, int(lens.sum()))
+            into._check(self._store, ends, int(lens.sum()))
         room = reserve_room(self._store, states, lens, into)
         try:
             self._exchange(room.states, room.released)
@@ -420,7 +424,7 @@ class PagedKVCache(WholeCache):
             self.blocks.release(room.taken)
             raise
         if into is not None:
-            into.take(room.step, np.cumsum(lens))
+            into._take(room.step, np.cumsum(lens))
         return room.step
 
     @writes
@@ -542,14 +546,17 @@ class PagedKVCache(WholeCache):
 
     # -- from the host
 
+    @on_stream
     @writes
-    def swap_in(self, swapped: SwappedSequence) -> int:
+    def swap_in(self, swapped: SwappedSequence, *, stream: Any = None) -> int:
         """Copy a swapped sequence into the cache as a new one.
 
         Parameters
         ----------
         swapped : SwappedSequence
             From `swap_out` of a cache of the same geometry, on any target.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

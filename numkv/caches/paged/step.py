@@ -20,8 +20,9 @@ from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
 from numkv.targets.call import Mark
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -90,8 +91,8 @@ class Step:
             self._slots, self._tables = found[: len(tables)], found[len(tables) :]
             self._rows = len(self.positions)
         else:
-            into.fill(Filled(self.positions, lens, starts, slots, tables))
-            self._positions, self._lens, self._starts, self._slots, self._tables = into.arrays()
+            into._fill(Filled(self.positions, lens, starts, slots, tables))
+            self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
             self._rows, self._longest = into.num_tokens, into.max_length
         self._place = store.target.place()
 
@@ -111,13 +112,16 @@ class Step:
         """A number that stays while the step is open: so long are its `arrays` good."""
         return int(not self.open)
 
-    def arrays(self, layer: int) -> CacheArrays:
+    @on_stream
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -185,6 +189,9 @@ class Step:
     def __repr__(self) -> str:
         state = "open" if self.open else "ended"
         return f"<Step: {state}, {self.num_tokens} new tokens of {len(self.sequences)} sequences>"
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._store.target, self._store.pools[0].k
 
     def _layer(self, layer: int) -> tuple[Pool, int]:
         if not self.open:
@@ -399,7 +406,7 @@ class Step:
     def _marker(self, captured: bool) -> Mark:
         """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
         if captured and self._buffers is not None:
-            return self._buffers.marker()
+            return self._buffers._marker()
         store = weakref.ref(self._store)
         sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
 

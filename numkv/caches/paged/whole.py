@@ -9,6 +9,7 @@ from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.reading import ReadableSequences
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.targets.streamed import on_stream
 
 __all__ = ["WholeCache"]
 
@@ -18,8 +19,9 @@ class WholeCache(ReadableSequences):
 
     # -- scales
 
+    @on_stream
     @writes
-    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
         Parameters
@@ -28,6 +30,8 @@ class WholeCache(ReadableSequences):
             Which layer.
         k, v : float or float32 array (num_kv_heads,), optional
             Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -128,9 +132,15 @@ class WholeCache(ReadableSequences):
             self._publish(before)
             raise
 
+    @on_stream
     @writes
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """The same cache once more, in memory of its own: rows, sequences by the same numbers, cached prefixes, pins.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

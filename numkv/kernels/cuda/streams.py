@@ -76,7 +76,7 @@ def failed(what: str, error: object) -> RuntimeError:
     """
     if found := _ASTRAY.search(str(error)):
         return RuntimeError(
-            f"{what}: the CUDA driver says {found[0]}: a kernel that was launched earlier, by numkv or by others in this "
+            f"{what}: the CUDA driver says {found[0]}: a kernel that was launched earlier, by numkv or others in this "
             "process, has failed; this call only noticed. The device does nothing more for this process, and what "
             "lies in its memory is lost: start a new process. To find the kernel, run with CUDA_LAUNCH_BLOCKING=1, or "
             "under compute-sanitizer"
