@@ -254,6 +254,8 @@ def test_objects_with_lengths_on_the_host_are_refused_by_name(where):
     vector = where.asarray(np.ones(DIM, np.float32))
     step = paged_cache.reserve(seqs, 1, stream=stream)
     on = {"stream": stream}
+    pool, table = where.zeros((4, HEADS, 4, DIM), np.float16), where.zeros((1, 4), np.int32)
+    lens = where.zeros((1,), np.int32)
     with captured(stream):
         for layer in layers:
             name = type(layer).__name__
@@ -279,11 +281,8 @@ def test_objects_with_lengths_on_the_host_are_refused_by_name(where):
         refused(lambda: paged_cache.decode_attention(0, seqs, q, **on), "PagedKVCache.decode_att.*")
         refused(lambda: step.append(0, row, row, **on), "Step.append")
         refused(lambda: step.attention(0, q, **on), "Step.attention")
-        pool, table = where.zeros((4, HEADS, 4, DIM), np.float16), where.zeros((1, 4), np.int32)
         with pytest.raises(numkv.NotSupported, match="expected validate=False while"):
-            numkv.paged_decode_attention(
-                q, pool, pool, table, where.zeros((1,), np.int32), validate=True, stream=stream
-            )
+            numkv.paged_decode_attention(q, pool, pool, table, lens, validate=True, stream=stream)
     paged_cache.rollback(step)
     for thing in (*layers, cache, paged_cache, cells):
         thing.check()
