@@ -10,7 +10,8 @@ Each function is an operator of the same name; what varies its results has a nam
 
 and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefill_attention``. ``append``,
 ``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU, one for CUDA
-and a fake one, which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are refused.
+and a fake one, which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are
+refused.
 
 On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there. Outputs are memory
 of PyTorch's, but for the lse, and for what ``merge_states`` and ``attention_weights`` return. In a CUDA graph use

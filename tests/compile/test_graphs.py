@@ -1,6 +1,5 @@
 """CUDA graphs on the stub driver: what can be captured gives, when it is replayed, what eager calls give."""
 
-import copy
 import gc
 import threading
 
@@ -341,46 +340,3 @@ def test_captures_of_two_threads_do_not_meet(where):
     for thread in threads:
         thread.join()
     assert not errors
-
-
-def test_steps_in_buffers_on_the_cpu_and_what_does_not_fit():
-    cache = numkv.PagedKVCache(1, HEADS, DIM, num_blocks=8, block_size=4)
-    plain = cache.copy()
-    buffers = cache.step_buffers(2, 5, max_length=12)
-    seqs = [cache.add() for _ in range(2)]
-    assert seqs == [plain.add() for _ in range(2)]
-    rng = np.random.default_rng(5)
-    for lens in ([2, 3], [1, 1], [0, 4]):
-        n = sum(lens)
-        k, q = rows(rng, 5), rows(rng, 5, 4)
-        step, other = cache.reserve(seqs, lens, into=buffers), plain.reserve(seqs, lens)
-        step.append(0, k, k)
-        other.append(0, k[:n], k[:n])
-        found = step.attention(0, q)
-        assert np.array_equal(found[:n], other.attention(0, q[:n]))
-        assert not found[n:].any()
-        weights = step.attention_weights(0, q)
-        want = other.attention_weights(0, q[:n])
-        assert np.array_equal(weights[..., : want.shape[2]], want)
-        with pytest.raises(numkv.NumkvError, match="without an open step"):
-            cache.reserve([cache.add()], 1, into=buffers)
-        with pytest.raises(numkv.DimensionMismatch, match="buffers' 5 tokens"):
-            step.append(0, k[:1], k[:1])
-        with pytest.raises(numkv.NotSupported, match="StepBuffers"):
-            cache.bind(4, "fp16").begin(step)
-        cache.commit(step)
-        plain.commit(other)
-    before = cache.stats()
-    for lens, what in (([3, 3], "5 new tokens"), ([0, 5], "12 tokens in a sequence")):
-        with pytest.raises(numkv.DimensionMismatch, match=what):
-            cache.reserve(seqs, lens, into=buffers)
-    with pytest.raises(numkv.NumkvError, match="of this cache"):
-        plain.reserve(seqs, 1, into=buffers)
-    with pytest.raises(TypeError, match="expected StepBuffers"):
-        cache.reserve(seqs, 1, into=3)
-    with pytest.raises(numkv.DimensionMismatch, match="max_length"):
-        cache.step_buffers(1, max_length=33)
-    with pytest.raises(numkv.NotSupported, match="copied or pickled"):
-        copy.copy(buffers)
-    assert cache.stats() == before
-    cache.check()

@@ -233,16 +233,15 @@ CUresult cuStreamBeginCapture(void *s, int mode) {
 CUresult cuStreamEndCapture(void *s, void **graph) {
     note("cuStreamEndCapture", 0, s);
     Stream *of = stream_of(s);
-    if (!of->capturing || !of->begun) return NOT_CAPTURED;
     Graph *made = of->capturing;
+    if (!made || !of->begun) return NOT_CAPTURED;
     captures[of->mode]--; own_captures[of->mode]--;
     of->begun = 0;
     for (int i = 0; i < 64; i++) if (under_way[i] == made) under_way[i] = 0;
     for (Stream *at = all_streams; at; at = at->next) if (at->capturing == made) at->capturing = 0;
     *graph = made->broken ? 0 : made;
-    if (!made->broken) return OK;
-    drop_graph(made);
-    return INVALIDATED;
+    if (made->broken) drop_graph(made);
+    return made->broken ? INVALIDATED : OK;
 }
 static int status_of(void *s) { Graph *g = stream_of(s)->capturing; return !g ? 0 : g->broken ? 2 : 1; }
 CUresult cuStreamIsCapturing(void *s, int *status) { note("cuStreamIsCapturing", 0, s); *status = status_of(s); return OK; }
@@ -268,7 +267,7 @@ CUresult cuEventRecord(void *e, void *s) { note("cuEventRecord", (size_t)e, s); 
 CUresult cuEventRecordWithFlags(void *e, void *s, uint f) { return cuEventRecord(e, s); }
 CUresult cuEventQuery(void *e) { note("cuEventQuery", (size_t)e, 0); return ((Event *)e)->capturing ? CAPTURING : OK; }
 CUresult cuEventSynchronize(void *e) { note("cuEventSynchronize", (size_t)e, 0); return ((Event *)e)->capturing ? CAPTURING : OK; }
-CUresult cuEventElapsedTime(float *f, void *a, void *b) { *f = 1.0f; return OK; }
+CUresult cuEventElapsedTime(float *f, void *a, void *b) { *f = 1; return OK; }
 CUresult cuStreamWaitEvent(void *s, void *e, uint flags) {
     note("cuStreamWaitEvent", (size_t)e, s);
     Stream *of = stream_of(s);
@@ -531,15 +530,24 @@ CUresult cuLaunchCooperativeKernel(void *f, uint gx, uint gy, uint gz, uint bx, 
 typedef struct { uint sizes[7]; void *stream; void *attributes; uint count; } Config;
 CUresult cuLaunchKernelEx(const Config *c, void *f, void **params, void **extra) { return launch("cuLaunchKernelEx", f, c->sizes, c->stream, params); }
 
-/* What is instantiated is the graph itself, once more. */
-CUresult cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long f) { note("cuGraphInstantiate", 0, 0); if (!g) return INVALID; ((Graph *)g)->refs++; *e = g; return OK; }
+/* What is instantiated is a copy of the graph, with references of its own. */
+CUresult cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long f) {
+    Graph *of = g, *made = malloc(sizeof(Graph));
+    note("cuGraphInstantiate", 0, 0);
+    if (!g) return INVALID;
+    *made = *of;
+    made->refs = 1;
+    made->nodes = memcpy(malloc(of->count * sizeof(Node) + 1), of->nodes, of->count * sizeof(Node));
+    made->objects = memcpy(malloc(of->num_objects * sizeof(void *) + 1), of->objects, of->num_objects * sizeof(void *));
+    for (int i = 0; i < of->num_objects; i++) of->objects[i]->count++;
+    *e = made;
+    return OK;
+}
 CUresult cuGraphInstantiateWithParams(void **e, void *g, void *p) { return cuGraphInstantiateWithFlags(e, g, 0); }
 CUresult cuGraphInstantiate(void **e, void *g, unsigned long long f) { return cuGraphInstantiateWithFlags(e, g, f); }
 CUresult cuUserObjectCreate(void **o, void *p, void *destroy, uint count, uint flags) {
-    UserObject *made = malloc(sizeof(UserObject));
-    *made = (UserObject){p, (void (*)(void *))destroy, (int)count};
     note("cuUserObjectCreate", count, 0);
-    *o = made;
+    *(UserObject *)(*o = malloc(sizeof(UserObject))) = (UserObject){p, (void (*)(void *))destroy, (int)count};
     return OK;
 }
 CUresult cuUserObjectRetain(void *o, uint count) { ((UserObject *)o)->count += count; return OK; }
@@ -550,6 +558,12 @@ CUresult cuGraphRetainUserObject(void *g, void *o, uint count, uint flags) {
     if (!(flags & 1)) ((UserObject *)o)->count += count; /* else the references move */
     of->objects = realloc(of->objects, (of->num_objects + count) * sizeof(UserObject *));
     while (count--) of->objects[of->num_objects++] = o;
+    return OK;
+}
+CUresult cuGraphReleaseUserObject(void *g, void *o, uint count) {
+    Graph *of = g;
+    for (int i = 0; count && i < of->num_objects;)
+        if (of->objects[i] == o) { of->objects[i] = of->objects[--of->num_objects]; cuUserObjectRelease(o, 1); count--; } else i++;
     return OK;
 }
 CUresult cuGraphExecDestroy(void *e) { note("cuGraphExecDestroy", 0, 0); drop_graph(e); return OK; }
