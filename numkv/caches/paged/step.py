@@ -222,9 +222,9 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
-        self._refuse_bad()
         with self._on(stream, k, v):
             captured = self._captured("append")
+            self._refuse_bad()
             check_finite = check_flag("check_finite", check_finite, True)
             first = check_finite and pool.looks_first
             k, v = pool.check_rows(k, v, check_finite=first)
@@ -283,9 +283,9 @@ class Step:
             if tokens >= 0:
                 self._written[layer] = True
                 return q
-        self._refuse_bad()
         with self._on(stream, qkv):
             captured = self._captured("write")
+            self._refuse_bad()
             p = Projection.check(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
             )

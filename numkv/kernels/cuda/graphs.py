@@ -81,10 +81,13 @@ def capture_of(place: Place) -> Capture | None:
     error, _, number, graph, *_ = query(place.handle)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuStreamGetCaptureInfo: expected a capture, got {error.name}")
-    with _lock:
-        found = _by_number.get(int(number))
-        if found is None:
-            found = _by_number[int(number)] = _begin(graph, int(number))
+    found = _by_number.get(int(number))
+    if found is None:
+        sweep()
+        with _lock:
+            found = _by_number.get(int(number))
+            if found is None:
+                found = _by_number[int(number)] = _begin(graph, int(number))
     return found
 
 
