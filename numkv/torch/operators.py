@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import numkv
+from numkv.errors import NotSupported
 from numkv.torch.tensors import converter, refuse_gradient, tensors_of
 
 __all__ = ["calls"]
@@ -199,6 +200,15 @@ for _name, (_inputs_of, _result) in _OTHERS.items():
 # -- calls of operators that look like those of functions
 
 
+def _refuse_stream(options: dict[str, Any]) -> None:
+    """Take `stream` out of a traced call, which runs on PyTorch's current one."""
+    if options.pop("stream", None) is not None:
+        raise NotSupported(
+            "`stream`: expected None where calls are traced, as operators run on the stream that PyTorch has current; "
+            "choose it by torch.cuda.stream"
+        )
+
+
 def _tensor(x: Any) -> Any:
     """A tensor of a list, an array or a number."""
     return x if x is None or isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
@@ -216,6 +226,7 @@ def _attention_call(name: str) -> Callable[..., Any]:
         validate: bool = False,
         **options: Any,
     ) -> Any:
+        _refuse_stream(options)
         options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
         options["window_left"] = -1 if window_left is None else window_left
         inputs = tuple(map(_tensor, inputs))
@@ -237,6 +248,7 @@ def _other_call(name: str) -> Callable[..., Any]:
     defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
 
     def call(*inputs: Any, q_out: Any = None, validate: bool = False, **options: Any) -> Any:
+        _refuse_stream(options)
         for option, value in defaults.items():
             if option in options and options[option] is None:
                 options[option] = value

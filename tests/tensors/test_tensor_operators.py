@@ -110,6 +110,15 @@ def test_errors_come_through_operators():
         OPS.decode_attention(q, k, v, lens + 100)
 
 
+def test_a_stream_cannot_be_chosen_in_a_traced_call():
+    q, k, v, lens = operands()
+    new = k[:, :, 0].clone()
+    operators.calls["paged_append"](new, new, k, v, torch.tensor([6, 40]), stream=None)
+    for name, args in (("decode_attention", (q, k, v, lens)), ("attention_weights", (q, k, lens))):
+        with pytest.raises(numkv.NotSupported, match=r"^`stream`: expected None where"):
+            operators.calls[name](*args, stream=5)
+
+
 # -- on CUDA
 
 
