@@ -374,7 +374,9 @@ class BoundStep:
         bound._begun[:] = [(self._ready, memory)]
         self._kernel = bound._kernel
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+    def __call__(
+        self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
+    ) -> Any:
         """Append the rows of the step's new tokens to a layer, and attend with their queries.
 
         The same, bit by bit, as the cache's `append` and attention one after the other: each query sees itself, earlier
@@ -392,6 +394,8 @@ class BoundStep:
             Their values.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the cache.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -417,27 +421,30 @@ class BoundStep:
             if writer.setdefault("call", call) is not call:
                 raise busy(self, "call")
             ready = self._ready.get(layer) if type(layer) is int else None
-            if ready is not None:
+            if ready is not None and stream is None:
                 result = _empty(self._shape, self._dtype) if out is None else out
                 if not run_compiled(self._kernel, self._dtype, ready, q, k, v, result):
                     if self._written is not None:
                         self._written[layer] = True
                     del self._ready[layer]
                     return result
-            return self._in_two_calls(layer, q, k, v, out)
+            return self._in_two_calls(layer, q, k, v, out, stream)
         finally:
             if "call" in writer and writer["call"] is call:
                 del writer["call"]
 
-    def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any) -> Any:
+    def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any, stream: Any) -> Any:
         """Append and attend the ordinary ways, all checks first."""
         bound = self._bound
         number = check_index("layer", layer, len(bound._options))
         if number not in self._ready:
             raise NumkvError(bound._ended(self, number))
-        q, k, v, checked = bound._checked(number, self.num_tokens, q, k, v, out)
-        bound._append(self, number, k, v)
-        found = bound._attend(self, number, q, checked)
+        pool, after = bound._pools[0], getattr(self._of, "_place", None)
+        with pool.target.on(stream, q, k, v, pool.k, after=after):
+            pool.target.refuse_capture("BoundStep")
+            q, k, v, checked = bound._checked(number, self.num_tokens, q, k, v, out)
+            bound._append(self, number, k, v)
+            found = bound._attend(self, number, q, checked)
         del self._ready[number]
         return found if out is None else out
 

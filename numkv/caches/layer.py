@@ -23,6 +23,7 @@ from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -316,8 +317,9 @@ class Layer(SingleSequence):
             self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
         )
 
+    @on_stream
     @drops
-    def set_scales(self, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -327,6 +329,8 @@ class Layer(SingleSequence):
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -436,7 +440,7 @@ class Layer(SingleSequence):
         )  # fmt: skip
         if self._again is not None:
             return write_again(self, given, pos_offset, check_finite, stream)
-        with self._target.on(stream, qkv):
+        with self._target.on(stream, qkv, pool.k):
             return write_here(self, Projection.check(pool, *given), pos_offset, check_finite)
 
     @drops
@@ -459,8 +463,9 @@ class Layer(SingleSequence):
         self._give_back(length, self._shorter(length))
         self._cut(length)
 
+    @on_stream
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -473,6 +478,8 @@ class Layer(SingleSequence):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -504,17 +511,9 @@ class Layer(SingleSequence):
 
     @reads
     def decode_attention(
-        self,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
+        self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
+        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
         Parameters
@@ -543,16 +542,12 @@ class Layer(SingleSequence):
             return self._attend_with(0, q, options, stream)
         return self._attend(0, q, options, stream)
 
+    @on_stream
     @reads
     def attention_weights(
-        self,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-    ) -> Array:
+        self, q: Any, *, lse: Any = None, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
+        window_left: int = -1, stream: Any = None,
+    ) -> Array:  # fmt: skip
         """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
@@ -562,7 +557,7 @@ class Layer(SingleSequence):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
+        sm_scale, logits_soft_cap, window_left, stream
             See `numkv.decode_attention`.
 
         Returns

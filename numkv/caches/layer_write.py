@@ -30,7 +30,7 @@ def write_again(
     kinds = type(num_q_heads), type(qk_mode), type(eps)
     what = "write", kinds, num_q_heads, qk_mode, eps, check_finite
     arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
-    call = layer._again.find(what, stream, arrays)
+    call = layer._again.find(what, stream, arrays, layer._pool.k)
     start, replay, table = layer._stored(0), call.replay, layer._ready_table(0)
     if replay is not None and table is not None:
         tokens, positions, looked_at = replay.note
@@ -59,6 +59,7 @@ def write_again(
 def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: bool) -> Array:
     """Write projections, checked but for their number and positions, on the stream of the call."""
     pool, number = layer._pool, layer._target.number
+    layer._target.refuse_capture(f"{type(layer).__name__}.write")
     layer._refuse_bad()
     tokens, start = p.num_tokens, layer._stored(0)
     layer._check_room(start, tokens)
@@ -80,7 +81,7 @@ def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: 
             layer._lengths[0] = start + tokens
         else:  # by way of unrounded floats, which then go the way of `append`
             staging = layer._full_precision.staging(tokens)
-            p.write(staging, one_block_each(layer._target.key, 1)[0], 0, first)
+            p.write(staging, one_block_each(layer._target.device_key, 1)[0], 0, first)
             layer._store(0, *layer._full_precision.staged(staging, tokens), start)
     except BaseException:
         layer._unmake_room(0, start, room)

@@ -28,7 +28,8 @@ from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
@@ -191,6 +192,9 @@ class SingleSequence(Watched):
         """First tokens of a layer that are kept in full precision."""
         return 0 if self._full_precision is None else self._full_precision.num_sinks
 
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._pool.k
+
     def _dims(self) -> str:
         """What a ``repr`` says of rows."""
         same = self.head_dim_v == self.head_dim
@@ -261,9 +265,15 @@ class SingleSequence(Watched):
         """
         self._cut(0)
 
+    @on_stream
     @reads
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """Copy everything, as it is stored; the copy shares no memory.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -302,11 +312,17 @@ class SingleSequence(Watched):
         self.__dict__.update(state)
         self._derive()
 
+    @on_stream
     @reads
-    def check(self) -> None:
+    def check(self, *, stream: Any = None) -> None:
         """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
 
         It looks at every stored scale; on CUDA they are copied to the host for that.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -369,10 +385,10 @@ class SingleSequence(Watched):
     def _append(self, layer: int, k: Any, v: Any, check_finite: bool, stream: Any = None) -> None:
         """Check rows of K and V, and append them."""
         if self._again is None:
-            with self._target.on(stream, k, v):
+            with self._target.on(stream, k, v, self._pool.k):
                 self._append_here(layer, *self._as_rows(k, v), check_finite)
             return
-        call = self._again.find(("append", layer, check_finite), stream, (k, v))
+        call = self._again.find(("append", layer, check_finite), stream, (k, v), self._pool.k)
         start, replay = self._stored(layer), call.replay
         table = self._ready_table(layer)
         if replay is not None and table is not None:
@@ -396,7 +412,7 @@ class SingleSequence(Watched):
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
         """Append rows on the stream of the call."""
         pool = self._pools[layer]
-        self._target.refuse_capture("append")
+        self._target.refuse_capture(f"{type(self).__name__}.append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and (pool.looks_first or self._full_precision is not None)
@@ -510,7 +526,7 @@ class SingleSequence(Watched):
         scale, cap, window, sinks, return_lse = asked
         kinds = type(scale), type(cap), type(window)
         what = "attend", layer, kinds, scale, cap, window, return_lse
-        call = again.find(what, stream, (q, sinks, out))
+        call = again.find(what, stream, (q, sinks, out), self._pool.k)
         replay, table = call.replay, self._ready_table(layer)
         if replay is not None and table is not None:
             lens = call.length(length)
@@ -518,9 +534,8 @@ class SingleSequence(Watched):
                 found = call.run((table, lens))
                 if found is not again.missed:
                     return found
-        where = self._target.key
         return call.long(
-            function, lambda: (self._block_table(layer), one_length(where, length)),
+            function, lambda: (self._block_table(layer), one_length(self._target.key, length)),
             lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
         )  # fmt: skip
 
@@ -540,7 +555,8 @@ class SingleSequence(Watched):
         """Attend with the queries of a layer's last tokens."""
         there = self._target
         if (stream is not None or there.has_streams) and stream is not there.here:
-            with there.on(stream, q):
+            with there.on(stream, q, self._pool.k):
+                there.refuse_capture(f"{type(self).__name__}.decode_attention")
                 return self._attend(layer, q, options, there.here)
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
@@ -551,7 +567,7 @@ class SingleSequence(Watched):
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
-        with self._target.on(None, q):
+        with self._target.on(None, q, self._pool.k):
             return self._mass_here(layer, q, options, lse)
 
     def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:

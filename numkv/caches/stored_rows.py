@@ -10,6 +10,7 @@ from numkv.caches.single import SingleSequence
 from numkv.checks import check_index
 from numkv.errors import NotSupported
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 
 __all__ = ["StoredRows", "by_row"]
 
@@ -37,14 +38,17 @@ class StoredRows(SingleSequence):
         """
         return self._quantised(check_index("layer", layer, len(self._lengths)))
 
+    @on_stream
     @reads
-    def k(self, layer: int) -> Array:
+    def k(self, layer: int, *, stream: Any = None) -> Array:
         """Keys of a layer, rows not yet advanced included.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -109,14 +113,17 @@ class StoredRows(SingleSequence):
         """
         return self._scales("k", layer)
 
+    @on_stream
     @reads
-    def v(self, layer: int) -> Array:
+    def v(self, layer: int, *, stream: Any = None) -> Array:
         """Values of a layer ``(tokens, num_kv_heads, head_dim_v)``; see `k`.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
         """
         return self._read("v", layer)
 
@@ -246,9 +253,10 @@ class StoredRows(SingleSequence):
 
         if self._again is not None:
             return self._attend_again(layer, q, asked, out, stream, attend)
-        with self._target.on(stream, q):
+        with self._target.on(stream, q, self._pool.k):
             return attend()
 
+    @on_stream
     @reads
     def attention_weights(
         self,
@@ -259,6 +267,7 @@ class StoredRows(SingleSequence):
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
+        stream: Any = None,
     ) -> Array:
         """Sum the attention that each row of a layer gets from the queries of the last rows.
 
@@ -271,7 +280,7 @@ class StoredRows(SingleSequence):
         lse : float32 array of q's shape without its last axis, optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
+        sm_scale, logits_soft_cap, window_left, stream
             See `numkv.decode_attention`.
 
         Returns

@@ -12,6 +12,7 @@ from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
 from numkv.targets.call import Marker
+from numkv.targets.fixed import Fixed, Layout
 
 __all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
@@ -70,6 +71,10 @@ class Target(Protocol):
 
         On CUDA a device and a stream, in whose order they have been made.
         """
+
+    @property
+    def device_key(self) -> str:
+        """What `constant` arrays are kept by: the device on which this thread works."""
 
     @property
     def ops(self) -> Operations:
@@ -156,8 +161,25 @@ class Target(Protocol):
     def length(self, length: int) -> arrays.Array:
         """An array of one element, an int32 or int64."""
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+    def refuse_capture(self, what: str, instead: str = "") -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured.
+
+        Parameters
+        ----------
+        what : str
+            What is refused, by the name that users know it by.
+        instead : str
+            What to use in a graph; by default functions, and steps with buffers.
+        """
+
+    def hold(self, *objects: Any) -> bool:
+        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+
+    def fixed(self, layout: Layout) -> Fixed:
+        """New arrays of integers, of these shapes and dtypes, which stay where they are and are filled anew."""
+
+    def constant(self, x: np.ndarray[Any, Any]) -> arrays.Array:
+        """A copy that nobody writes to, for calls on all streams of this thread's device."""
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""

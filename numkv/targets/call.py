@@ -49,3 +49,5 @@ class Call:
         self.arrays, self.options = arrays.split(), options.split()
         self.written = frozenset(self.arrays.index(name) for name in written.split())
         self.late = late
+        #: Where among the options it says whether to look at values first, which waits; None if it never does.
+        self.validate = self.options.index("validate") if "validate" in self.options else None

@@ -16,6 +16,7 @@ from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
+from numkv.targets.fixed import HostFixed, Layout
 
 __all__ = ["CpuTarget"]
 
@@ -30,7 +31,7 @@ class CpuTarget:
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
-    key = "cpu"
+    key = device_key = "cpu"
     values_on_host = True
     has_jit_views = True
     has_streams = False
@@ -150,8 +151,20 @@ class CpuTarget:
         """An array of one element."""
         return np.array([length], np.int64)
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str, instead: str = "") -> None:
         """Do nothing: there are no graphs."""
+
+    def hold(self, *objects: Any) -> bool:
+        """False: there are no graphs."""
+        return False
+
+    def fixed(self, layout: Layout) -> HostFixed:
+        """New arrays of integers which stay where they are and are filled anew."""
+        return HostFixed(layout)
+
+    def constant(self, x: HostArray) -> Array:
+        """`x` itself."""
+        return x
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""

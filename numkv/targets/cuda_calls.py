@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +19,12 @@ from numkv.kinds import Kind
 from numkv.targets.call import Call, Marker
 
 __all__ = [
+    "CAPTURABLE",
     "HERE",
     "Calls",
     "Unlike",
+    "beside",
+    "capturing",
     "collect_late",
     "described",
     "given_of",
@@ -42,6 +47,12 @@ class _Here:
 
 #: What `Calls.run` passes as `stream` to the function that it runs.
 HERE = _Here()
+
+#: What can be a part of a CUDA graph.
+CAPTURABLE = (
+    "functions such as paged_append and paged_decode_attention over device arrays, or steps of a PagedKVCache that "
+    "lie in its step_buffers"
+)
 
 #: Layouts of calls that are kept for the short way.
 MOST_REPLAYS = 4096
@@ -112,20 +123,52 @@ def _device_of(arrays: tuple[Any, ...]) -> int:
     """The device that arrays are on; where they do not say, the thread's."""
     if streams.one_device():
         return 0
-    for x in arrays:
-        if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
-            return int(x.device.index)
-        if getattr(x, "__cuda_ndarray__", False):
-            return int(x.gpu_data.context.device.id)
-        interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None:
-            from cuda.bindings import driver
+    there = {device for device in map(_own_device, arrays) if device is not None}
+    if len(there) > 1:
+        raise NotSupported(
+            f"expected all arrays on one device, got some on each of the devices {sorted(there)}; copy them to one"
+        )
+    return there.pop() if there else streams.default().device
 
-            ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-            error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
-            if error == driver.CUresult.CUDA_SUCCESS:
-                return int(device)
-    return streams.default().device
+
+def _own_device(x: Any) -> int | None:
+    """The device that an array is on; None where it does not say."""
+    if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
+        return int(x.device.index)
+    if getattr(x, "__cuda_ndarray__", False):
+        return int(x.gpu_data.context.device.id)
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is not None and interface["data"][0]:
+        from cuda.bindings import driver
+
+        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
+        if error == driver.CUresult.CUDA_SUCCESS:
+            return int(device)
+    return None
+
+
+def beside(x: Any) -> Any:
+    """A context in which this thread works on an array's device: on the stream that it works on if that is there."""
+    if SIMULATED or streams.one_device():
+        return contextlib.nullcontext()
+    device = _own_device(x)
+    here = streams.current()
+    return streams.on(here if device in (None, here.device) else streams.place(device, 0))
+
+
+def capturing() -> bool:
+    """Whether what this thread launches now becomes a part of a CUDA graph: numkv's, or one of torch's stream."""
+    here = streams.chosen()
+    if here is not None:
+        return here.capturing()
+    torch = sys.modules.get("torch")
+    try:
+        return torch is not None and bool(
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        )
+    except AttributeError:  # another module of that name
+        return False
 
 
 def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
@@ -265,17 +308,25 @@ class Calls:
         arrays, options : tuple
             Its arguments, in the order of `call`.
         """
-        if call.late:
-            raise_late()
         if SIMULATED:
-            with streams.on(place_of(stream, arrays)):
+            place = place_of(stream, arrays)
+            if call.late:
+                raise_late(place)
+            with streams.on(place):
                 return function(**_named(call, arrays, options), stream=HERE)
         key, place, pointers = self._short(function, stream, arrays, options)
+        if call.late:
+            raise_late(place)
         replay = self._replays.get(key)
         if replay is not None and streams.ready(place):
             held = replay.run(place, pointers)
             if held is not None:
                 return self._returned(replay, held, call, arrays) if replay.results else None
+        if call.validate is not None and options[call.validate] is True and place.capturing():
+            raise NotSupported(
+                f"{function.__name__}: expected validate=False while a stream is captured, got True, which waits for "
+                "the device"
+            )
         with streams.on(place):
             if key is None:
                 return function(**_named(call, arrays, options), stream=HERE)
@@ -346,11 +397,18 @@ def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dic
 _pending: list[NonFiniteInput] = []
 
 
-def raise_late() -> None:
-    """Raise what writes of functions before found in their rows, as far as it has arrived."""
-    watch = late.of_functions()
-    if watch.arrived():
-        _collect_functions(watch)
+def raise_late(place: streams.Place) -> None:
+    """Raise what writes of functions before found in their rows, as far as it has arrived.
+
+    Parameters
+    ----------
+    place : Place
+        Where the call runs that comes: what has arrived is fetched when no stream is captured, as that waits.
+    """
+    arrived = late.functions_arrived()
+    if arrived and not (place.capturing() or capturing()):
+        for watch in arrived:
+            _collect_functions(watch)
     if _pending:
         raise _pending.pop(0)
 
@@ -365,14 +423,15 @@ def _collect_functions(watch: late.Watch) -> None:
 
 def collect_late(watch: Any, wait: bool = False) -> None:
     """See `numkv.targets.base.Target.collect_late`."""
+    if watch is None or not (wait or watch.arrived()) or capturing():  # which waiting would break
+        return
     if wait:
         late.wait()
-    if watch is not None and watch.arrived():
-        for report in watch.take():
-            if report.what is not None:
-                error = _late_error(report)
-                marker: Marker = report.what[2]
-                marker.mark(marker.first + error.index[0], error, report.call)  # type: ignore[index]
+    for report in watch.take():
+        if report.what is not None:
+            error = _late_error(report)
+            marker: Marker = report.what[2]
+            marker.mark(marker.first + error.index[0], error, report.call)  # type: ignore[index]
 
 
 def watch(
@@ -380,10 +439,11 @@ def watch(
     marker: Marker | None,
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
+    lasting = streams.current().capturing()
     if marker is None:
-        return late.of_functions().look((k, v, None), streams.current().capturing())
+        return late.of_functions().look((k, v, None), lasting)
     watch: late.Watch = marker.watch
-    return watch.look((k, v, marker._replace(watch=None)))
+    return watch.look((k, v, marker._replace(watch=None)), lasting)
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:

@@ -148,8 +148,8 @@ class Repeats:
         return memory.pointer_of(x)
 
     def find(
-        self, what: tuple[Any, ...], stream: Any, arrays: tuple[Any, ...], after: Any = None
-    ) -> Call:
+        self, what: tuple[Any, ...], stream: Any, arrays: tuple[Any, ...], own: Any, after: Any = None
+    ) -> Call:  # fmt: skip
         """A call with what a caller gave.
 
         Parameters
@@ -160,6 +160,8 @@ class Repeats:
             See `numkv.targets.base.Target.on`.
         arrays : tuple
             What the caller passed as arrays.
+        own : array
+            One of the object's, which says on which device it is.
         """
         layout: list[Any] = [what]
         pointers: list[int] = []
@@ -171,7 +173,7 @@ class Repeats:
             theirs = torch_stream(-1 - producer) if producer < 0 else producer
             if place is None:
                 if not easy and (stream is not None or not streams.one_device()):
-                    place = place_of(stream, arrays)
+                    place = place_of(stream, (*arrays, own))
                 else:
                     place = streams.place(0, theirs)
             if producer < 0:  # which may be another one
@@ -181,7 +183,7 @@ class Repeats:
             replay = self._kept.get(key)
         except (Unlike, TypeError, KeyError, AttributeError):
             key = replay = None
-            place = place or place_of(stream, arrays)
+            place = place or place_of(stream, (*arrays, own))
         if (after is not None and after is not place) or (
             not easy and streams.recording() is not None
         ):

@@ -207,7 +207,7 @@ class Projection:
             self._run(ops.write_rows, first, pool, block_table, start, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
-            self._run(ops.write_rows, first, aside, one_block_each(pool.target.key, 1)[0], 0)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.device_key, 1)[0], 0)
             pool.append(*_rows_of(aside), block_table, start, look)
 
     def watch(self, pool: Pool, marker: Marker | None = None) -> int:

@@ -394,7 +394,8 @@ class CellCache(LayeredCache):
         if again is None or now.reserve or layer not in self._layers:
             self._put_here(now, layer, k, v, check_finite)
             return
-        call = again.find(("put", layer, check_finite, len(now.slots)), None, (k, v))
+        what, pool = ("put", layer, check_finite, len(now.slots)), self._layers[layer]
+        call = again.find(what, None, (k, v), pool.k)
         puts = self._puts
         if call.replay is not None and now.has_slots:
             own = (again.pointer(now.slots_on_target()),)
@@ -488,7 +489,7 @@ class CellCache(LayeredCache):
             options.return_lse,
             shapes,
         )
-        call = again.find(what, None, arrays)
+        call = again.find(what, None, arrays, self._layers[layer].k)
         if call.replay is not None:
             begun = self._begin_reading(layer)
             found = call.run([*map(again.pointer, own)])

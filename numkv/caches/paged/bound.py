@@ -11,7 +11,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import BoundAttention, BoundStep, Rows, options_of_layers
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore
-from numkv.errors import NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.targets.base import Array
 
 __all__ = ["BoundPaged", "bind_paged"]
@@ -75,6 +75,10 @@ class BoundPaged(BoundAttention):
             raise NumkvError(
                 "`new`: expected an open step, got one that was committed or rolled back"
             )
+        if step._buffers is not None:
+            raise NotSupported(
+                "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
+            )
         memory: list[Any] = []
         if self._fits_one_call(step.num_tokens):
             spare = self._spare()
@@ -98,7 +102,6 @@ class BoundPaged(BoundAttention):
             pool.scatter(k, v, slots)
             of._written[layer] = True
             return
-        of._refuse_bad()
         if self._store.again is None:
             of._append_here(layer, pool, slots, k, v, check_finite)
         else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
@@ -30,8 +31,8 @@ class Reservation(NamedTuple):
 
 
 def reserve_room(
-    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints
-) -> Reservation:
+    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepBuffers | None = None
+) -> Reservation:  # fmt: skip
     """Allocate blocks for new tokens of some sequences, and copies of the last blocks that they share with others.
 
     Parameters
@@ -42,6 +43,8 @@ def reserve_room(
         The sequences, without open steps.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    into : StepBuffers, optional
+        Where the step's tables lie.
     """
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
@@ -62,7 +65,7 @@ def reserve_room(
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        step = Step(store, new_states, new_lens)
+        step = Step(store, new_states, new_lens, into)
         if copy_from:
             store.copy_blocks(copy_from, copy_to)
         return Reservation(step, new_states, taken, np.array(copy_from, np.int32))

@@ -13,13 +13,15 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
+from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -37,6 +39,8 @@ class Step:
         The sequences, in order; their block tables have room for the new tokens.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    into : StepBuffers, optional
+        Where its tables lie; else in memory of their own.
 
     Attributes
     ----------
@@ -49,12 +53,19 @@ class Step:
     -----
     Threads: different open steps may be written and attended to at once, a step by one thread at a time; a second one
     gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
+
+    A step that lies in a `StepBuffers` takes rows for all of the buffers' tokens, and its calls can be captured: see
+    `docs/cuda.md`. Captured calls write nothing; when the graph has been launched, say `mark_written`.
     """
 
     def __init__(
-        self, store: BlockStore, sequences: dict[int, SequenceState], new_lens: Ints
+        self,
+        store: BlockStore,
+        sequences: dict[int, SequenceState],
+        new_lens: Ints,
+        into: StepBuffers | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._buffers = store, into
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
@@ -69,17 +80,23 @@ class Step:
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        host = [self.positions, lens, starts]
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
-        self._widths = [table.shape[1] for table in tables]
         block, offset = np.divmod(self.positions, store.block_size)
-        host += [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
-        if store.again is not None:  # of few widths, so that calls repeat
-            tables = [_widened(table) for table in tables]
-        wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
-        self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
-        self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
+        if into is None:
+            self._rows, self._widths = len(self.positions), [table.shape[1] for table in tables]
+            if store.again is not None:  # of few widths, so that calls repeat
+                tables = [_widened(table) for table in tables]
+            host = [self.positions, lens, starts, *slots]
+            wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
+            self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
+            self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        else:
+            into._fill(Filled(self.positions, lens, starts, slots, tables))
+            self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
+            self._rows, self._longest = into.num_tokens, into.max_length
+            self._widths = [table.shape[1] for table in self._tables]
         self._place = store.target.place()
         # How much of each sequence is kept, once the step has ended.
         self._kept: list[int] = []
@@ -101,13 +118,16 @@ class Step:
         """A number that stays while the step is open: so long are its `arrays` good."""
         return int(not self.open)
 
-    def arrays(self, layer: int) -> CacheArrays:
+    @on_stream
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -115,7 +135,8 @@ class Step:
             Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, the new
             tokens counted; `slots`, int64, are those of the new tokens, of one sequence after another. The tables are
             copies, good until the step ends. The step does not see what you write: `append` or `write` each layer, or
-            say `mark_written`.
+            say `mark_written`. Of a step that lies in a `StepBuffers` they are as long as these are: sequences past the
+            step's have length 0, tokens slot -1.
 
         Raises
         ------
@@ -139,13 +160,13 @@ class Step:
         return cache_arrays(pool, *copies)
 
     @writes
-    def mark_written(self, layer: int) -> None:
-        """Say that a kernel of your own has written the rows of all new tokens of a layer, by `arrays`.
+    def mark_written(self, layer: int | None = None) -> None:
+        """Say that the rows of all new tokens have been written: by a kernel of your own, or by a CUDA graph.
 
         Parameters
         ----------
-        layer : int
-            Which layer.
+        layer : int, optional
+            In which layer; in all of them if None.
 
         Raises
         ------
@@ -154,9 +175,12 @@ class Step:
         IndexError
             If there is no such layer.
         """
-        number = check_index("layer", layer, self._store.num_layers)
+        number = 0 if layer is None else check_index("layer", layer, self._store.num_layers)
         self._layer(number)
-        self._written[number] = True
+        if layer is None:
+            self._written[:] = True
+        else:
+            self._written[number] = True
 
     @writes
     def _alone(self, action: Callable[[], None]) -> None:
@@ -171,6 +195,9 @@ class Step:
     def __repr__(self) -> str:
         state = "open" if self.open else "ended"
         return f"<Step: {state}, {self.num_tokens} new tokens of {len(self.sequences)} sequences>"
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._store.target, self._store.pools[0].k
 
     def _layer(self, layer: int) -> tuple[Pool, int]:
         if not self.open:
@@ -201,8 +228,7 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
-        self._refuse_bad()
-        again = self._store.again
+        again = self._again
         if again is None:
             with self._on(stream, k, v):
                 self._append_here(layer, pool, self._slots[group], k, v, check_finite)
@@ -215,8 +241,9 @@ class Step:
         """Append as an earlier call did, or in the general way."""
         again = self._store.again
         what = "append", layer, check_finite, len(self.positions)
-        call, own = again.find(what, stream, (k, v), self._place), self._slots[group]
+        call, own = again.find(what, stream, (k, v), pool.k, self._place), self._slots[group]
         if call.replay is not None:
+            self._refuse_bad()
             numbers = (0, self._look(call.replay.note))
             if call.run((again.pointer(own),), numbers) is None:
                 self._written[layer] = True
@@ -230,14 +257,16 @@ class Step:
         self, layer: int, pool: Pool, slots: Array, k: Any, v: Any, check_finite: bool
     ) -> None:
         """Write rows on the stream of the call."""
+        captured = self._captured("append")
+        self._refuse_bad()
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and pool.looks_first
         k, v = pool.check_rows(k, v, check_finite=first)
         self._check_tokens("k", int(k.shape[0]))
         self._watch_nothing()
-        look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
+        look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
         pool.scatter(k, v, slots, look)
-        self._written[layer] = True
+        self._written[layer] |= not captured
 
     def _watch_nothing(self) -> None:
         """Say that the call that comes looks for nothing, unless it says so."""
@@ -249,7 +278,8 @@ class Step:
         if looked_at is None:
             return 0
         of_k, of_v, _ = looked_at
-        look: int = self._store.watch.look((of_k, of_v, self._marker()._replace(watch=None)))
+        marker = self._marker(False)._replace(watch=None)
+        look: int = self._store.watch.look((of_k, of_v, marker))
         return look
 
     @writes
@@ -294,7 +324,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         slots = self._slots[group]
-        if stream is None:
+        if stream is None and self._buffers is None:
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 self._positions, 0, slots, 0, 0, check_finite,
@@ -302,15 +332,13 @@ class Step:
             if tokens >= 0:
                 self._written[layer] = True
                 return q
-        self._refuse_bad()
         given = (
             qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         )  # fmt: skip
-        if self._store.again is not None:
+        if self._again is not None:
             return self._write_again(layer, pool, slots, given, check_finite, stream)
         with self._on(stream, qkv):
-            p = Projection.check(pool, *given)
-            return self._write_here(layer, pool, slots, p, check_finite)
+            return self._write_here(layer, pool, slots, given, check_finite).q_out
 
     def _write_again(
         self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool, stream: Any
@@ -321,8 +349,9 @@ class Step:
         what = "write", layer, kinds, num_q_heads, qk_mode, eps, check_finite, len(self.positions)
         arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
         again, own = self._store.again, (slots, self._positions)
-        call = again.find(what, stream, arrays, self._place)
+        call = again.find(what, stream, arrays, pool.k, self._place)
         if call.replay is not None:
+            self._refuse_bad()
             positions, looked_at = call.replay.note
             if positions < 0 or max(self._ends, default=0) <= positions:
                 numbers = (0, self._look(looked_at))
@@ -333,8 +362,8 @@ class Step:
         made: list[Projection] = []
 
         def write() -> Array:
-            made.append(Projection.check(pool, *given))
-            return self._write_here(layer, pool, slots, made[0], check_finite)
+            made.append(self._write_here(layer, pool, slots, given, check_finite))
+            return made[0].q_out
 
         def note() -> tuple[int, Any]:
             return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.watch.latest
@@ -343,24 +372,27 @@ class Step:
         return found
 
     def _write_here(
-        self, layer: int, pool: Pool, slots: Array, p: Projection, check_finite: bool
-    ) -> Array:
-        """Write projections, checked but for their number and positions, on the stream of the call."""
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool
+    ) -> Projection:
+        """Write projections on the stream of the call."""
+        captured = self._captured("write")
+        self._refuse_bad()
+        p = Projection.check(pool, *given)
         self._check_tokens("qkv", p.num_tokens)
-        if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
+        last = self._longest - 1 if captured else self.positions.max(initial=-1)
+        if p.rotates and last >= p.cos.shape[0]:
             raise IndexError(
-                f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                "make the tables longer"
+                f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
             )
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and pool.looks_first
         if first:
             p.check_finite(pool)
         self._watch_nothing()
-        look = p.watch(pool, self._marker()) if check_finite and not first else 0
+        look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
         p.scatter(pool, slots, self._positions, look)
-        self._written[layer] = True
-        return p.q_out
+        self._written[layer] |= not captured
+        return p
 
     @writes
     def attention(
@@ -400,7 +432,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        if self._store.again is None:
+        if self._again is None:
             with self._on(stream, q):
                 return self._attend_here(pool, group, q, *asked)
         return self._attend_again(layer, pool, group, q, asked, stream)
@@ -413,7 +445,7 @@ class Step:
         again, own = self._store.again, (self._tables[group], self._lens, self._starts)
         kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
         what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
-        call = again.find(what, stream, (q, sinks, out), self._place)
+        call = again.find(what, stream, (q, sinks, out), pool.k, self._place)
         if call.replay is not None:
             found = call.run([*map(again.pointer, own)])
             if found is not again.missed:
@@ -427,6 +459,7 @@ class Step:
         self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any
     ) -> Any:  # fmt: skip
         """Attend on the stream of the call."""
+        self._captured("attention")
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         window = self._store.groups[group].window
@@ -471,22 +504,31 @@ class Step:
         """
         pool, group = self._layer(layer)
         with self._on(stream, q):
+            self._captured("attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-            return attention_mass(
-                pool,
-                self._tables[group],
-                q,
-                self._lens,
-                self._starts,
-                self._longest,
-                options,
-                lse=lse,
-            )
+            found = attention_mass(
+                pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+            )  # fmt: skip
+            return found if self._buffers is None else found[: self._buffers.num_seqs]
 
-    def _marker(self) -> Marker:
+    @property
+    def _again(self) -> Any:
+        """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
+        return self._store.again if self._buffers is None else None
+
+    def _captured(self, name: str) -> bool:
+        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
+        if self._buffers is None:
+            self._store.target.refuse_capture(f"Step.{name}")
+            return False
+        return self._store.target.hold(self._buffers, self._store)
+
+    def _marker(self, captured: bool) -> Marker:
         """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
+        if captured and self._buffers is not None:
+            return self._buffers._marker()
         if self._noting is None:
             store = weakref.ref(self._store)
             sequences, positions, new_lens = self.sequences, self.positions, self.new_lens
@@ -514,7 +556,7 @@ class Step:
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
-        return self._store.target.on(stream, *arrays, after=self._place)
+        return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""
@@ -528,10 +570,11 @@ class Step:
         return self._store is store
 
     def _check_tokens(self, name: str, tokens: int) -> None:
-        if tokens != self.num_tokens:
+        if tokens != self._rows:
+            whose = "step's" if self._buffers is None else "buffers'"
             raise DimensionMismatch(
-                f"`{name}`: expected rows of the step's {self.num_tokens} tokens, got {tokens}",
-                expected=self.num_tokens,
+                f"`{name}`: expected rows of the {whose} {self._rows} tokens, got {tokens}",
+                expected=self._rows,
                 actual=tokens,
             )
 

@@ -21,6 +21,8 @@ from numkv.checks import check_flag, check_index, check_size
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
+from numkv.targets.base import Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedStats", "StoredSequences"]
 
@@ -111,6 +113,9 @@ class StoredSequences:
         self._generation = 0
         self._tables_given: dict[int, tuple[int, Any, Any]] = {}
         self._access = Access()
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._pools[0].k
 
     # -- what it is
 
@@ -310,11 +315,17 @@ class StoredSequences:
         full = sum(group.window < 0 for group in self._groups)
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
 
-    def check(self) -> None:
+    @on_stream
+    def check(self, *, stream: Any = None) -> None:
         """Prove the accounting: references, tables, lengths, the prefix cache, scales.
 
         Every block has as many references as tables name it; tables have what the lengths need; blocks are found under
         the names that their sequences know them by; the scales of committed tokens are finite.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------

@@ -17,9 +17,9 @@ from numba import cuda
 
 from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.rows import NOWHERE, V_SIDE
-from numkv.kernels.cuda.streams import SIMULATED, current, on, place
+from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place, unwatched
 
-__all__ = ["WORDS", "Report", "Watch", "flags", "of_functions", "wait"]
+__all__ = ["WORDS", "Report", "Watch", "flags", "functions_arrived", "of_functions", "wait"]
 
 #: Words of device memory of a watch; a power of two.
 WORDS = 64
@@ -80,8 +80,9 @@ class _Device:
     def take(self) -> _Words:
         """Words for a watch."""
         with self.lock:
-            if not self.fresh and self.retired:  # kernels of theirs may be under way still
-                wait()
+            # Kernels of the retired ones may be under way still, and a capture forbids to wait for them.
+            if not self.fresh and self.retired and not current().capturing():
+                _synchronise()
                 self.fresh, self.retired = self.retired, []
                 for words in self.fresh:
                     words.clear()
@@ -98,10 +99,12 @@ def _page() -> list[_Words]:
             _Words(cuda.to_device(np.full(WORDS, NOWHERE, np.int64)), raised, raised._ary)
         ]  # fmt: skip
     from numkv.kernels.cuda.memory import foreign, pointer_of
+    from numkv.kernels.cuda.uploads import constant
 
     dtype = np.dtype(np.int64)
-    found = cuda.to_device(np.full(PAGE * WORDS, NOWHERE, dtype))
-    host = cuda.pinned_array(PAGE, dtype)
+    found = constant(np.full(PAGE * WORDS, NOWHERE, dtype))  # also beside a capture
+    with unwatched():
+        host = cuda.pinned_array(PAGE, dtype)
     host[:] = 0
     # The driver lets kernels see pinned memory at the host's address.
     on_device, on_host = pointer_of(found), host.__array_interface__["data"][0]
@@ -174,7 +177,7 @@ class Watch:
                 self._lasting.append(what)
                 return Number.of((MOST_CALLS + len(self._lasting)) * CALL, 1, self)
             if self.calls >= MOST_CALLS:  # once there is a report they go on until it is taken
-                wait()
+                _synchronise()
                 if not self._host[0]:
                     self.calls = 0
                     self._written.clear()
@@ -195,7 +198,7 @@ class Watch:
             if self._words is None or not self._host[0]:
                 return []
             with on(place(self._device.number, 0)):  # type: ignore[union-attr]
-                wait()
+                _synchronise()
                 keys = self._words.found.copy_to_host()
                 self._words.clear()
             found = []
@@ -229,7 +232,20 @@ def flags(look: int) -> tuple[Any, Any]:
     return words.found, words.raised
 
 
-def wait() -> None:
-    """Wait for all that has been launched on this thread's device."""
+def functions_arrived() -> list[Watch]:
+    """Watches of functions, of all devices, to which a kernel has reported; does not wait."""
+    return [watch for watch in tuple(_functions.values()) if watch.arrived()]
+
+
+def _synchronise() -> None:
+    """Wait for what has been launched on this thread's device."""
     if not SIMULATED:
-        cuda.current_context().synchronize()
+        ask("cuCtxSynchronize")
+
+
+def wait() -> None:
+    """Wait for all that has been launched on the devices that report."""
+    if not SIMULATED:
+        for device in list(_devices):
+            with on(place(device, 0)):
+                _synchronise()

@@ -351,7 +351,12 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
         recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
     here = streams.current()
     code, config = kernel.loaded(here.device), kernel.config(blocks, threads, shared_bytes)
-    core_launch(here.stream, config, code, *kernel.flat(args))
+    try:
+        core_launch(here.stream, config, code, *kernel.flat(args))
+    except TypeError:  # an argument
+        raise
+    except Exception as error:
+        raise streams.failed(f"a launch of {kernel.label}", error) from error
 
 
 def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> None:

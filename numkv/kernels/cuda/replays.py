@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.launches import core_launch
-from numkv.kernels.cuda.streams import Place, Recording
+from numkv.kernels.cuda.streams import Place, Recording, failed
 
 __all__ = ["Given", "Made", "Replay", "replay_of"]
 
@@ -98,7 +98,10 @@ class Replay:
                 args[at] = numbers[i]
             for at, i in scratch:
                 args[at] = int(held[i].device_pointer)
-            core_launch(place.stream, config, code, *args)
+            try:
+                core_launch(place.stream, config, code, *args)
+            except Exception as error:
+                raise failed("a launch", error) from error
         return held
 
 

@@ -15,7 +15,15 @@ from numba import cuda
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = ["filled_word", "length", "pointer_of_length", "upload", "upload_all", "word_of"]
+__all__ = [
+    "constant",
+    "filled_word",
+    "length",
+    "pointer_of_length",
+    "upload",
+    "upload_all",
+    "word_of",
+]
 
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
@@ -78,6 +86,28 @@ def upload(x: np.ndarray[Any, Any]) -> Any:
         ring.memory[at : at + nbytes] = x.reshape(-1).view(np.uint8)
         streams.ask("cuMemcpyHtoDAsync", there, ring.address + at, nbytes, here.handle)
     return made
+
+
+_own_streams: dict[int, Any] = {}
+
+
+def constant(x: np.ndarray[Any, Any]) -> Any:
+    """A copy of a contiguous array on the current device, which is there when this returns: for all streams.
+
+    It goes by a stream of its own, so that it can be made while others are captured.
+    """
+    if not x.nbytes:
+        return memory.empty(x.shape, x.dtype)
+    device = streams.current().device
+    with streams.unwatched():
+        stream = _own_streams.get(device)
+        if stream is None:
+            stream = streams.ask("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+            stream = _own_streams.setdefault(device, stream)
+        kept = memory.kept(x.nbytes)
+        streams.ask("cuMemcpyHtoDAsync", kept.pointer, x.ctypes.data, x.nbytes, stream)
+        streams.ask("cuStreamSynchronize", stream)
+    return memory.foreign(int(kept.pointer), x.shape, None, x.dtype, kept)
 
 
 def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
