@@ -29,6 +29,7 @@ from numkv.caches import (
     PagedStats,
     SlidingWindowCache,
     Step,
+    StepBuffers,
     SwappedSequence,
     WrapperCache,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "QKMode",
     "SlidingWindowCache",
     "Step",
+    "StepBuffers",
     "SwappedSequence",
     "UnsupportedDType",
     "WrapperCache",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ from numkv.attention.contiguous import merge_states
 from numkv.attention.paged import paged_decode_attention
 from numkv.caches.contiguous_layer import ContiguousLayer
 from numkv.caches.paged_layer import PagedLayer
-from numkv.checks import check_flag
+from numkv.checks import check_flag, check_size
 from numkv.errors import UnsupportedDType
 from numkv.kernels.builder import cache_stats
 from numkv.kinds import Kind, kind
@@ -20,7 +23,10 @@ from numkv.targets import get
 from numkv.writing.fused_write import QKMode
 from numkv.writing.paged import paged_append
 
-__all__ = ["warmup"]
+__all__ = ["compile_apart", "warmup"]
+
+#: Q heads of a kv head that bring out kernels of CUDA for more query rows of an item.
+_Q_HEADS = (4, 8)
 
 Kinds = str | Kind | tuple[str | Kind, str | Kind]
 
@@ -32,6 +38,7 @@ def warmup(
     target: str = "cpu",
     rotate: bool | None = False,
     residual: bool | None = False,
+    processes: int = 1,
 ) -> dict[str, int]:
     """Load or compile the kernels that write to caches of some kinds and attend to them.
 
@@ -44,11 +51,15 @@ def warmup(
     dtypes : iterable of str or Kind
         Float kinds of new rows and queries, beside the cache's own. A single one will do.
     target : str
-        Where the kernels run. On CUDA they are compiled for this process; the disk keeps only those of the CPU.
+        Where the kernels run. On CUDA for the device that is current, whose compute capability they are made for;
+        kernels for more query rows of an item are included.
     rotate : bool
         Whether caches with ``rotate=True`` are included.
     residual : bool
         Whether quantised caches with `residual_window` or `num_sink_tokens` are included.
+    processes : int
+        How many processes compile, each for other kinds and dtypes, before this one loads what they have put on disk.
+        With 1 this process does all of it.
 
     Returns
     -------
@@ -61,6 +72,8 @@ def warmup(
         If there is no such kind, or `dtypes` has one that queries cannot be of.
     TypeError
         If an argument is nothing of what it should be.
+    DimensionMismatch
+        If `processes` is below 1.
     NotSupported
         If the target is not available here.
 
@@ -71,6 +84,7 @@ def warmup(
     ['hits', 'misses']
     """
     rotate, residual = check_flag("rotate", rotate), check_flag("residual", residual)
+    processes = check_size("processes", processes, 1, _MOST_PROCESSES)
     get(target)
     sources = [kind(name) for name in _listed("dtypes", dtypes)]
     for source in sources:
@@ -79,6 +93,16 @@ def warmup(
                 f"`dtypes`: expected kinds that queries can be of (fp64, fp32, fp16, bf16), got {source}"
             )
     chosen = [_pair(choice) for choice in _listed("kinds", kinds)]
+    if processes > 1:
+        rest = f"target={target!r}, rotate={rotate}, residual={residual}"
+        compile_apart(
+            (
+                f"import numkv; numkv.warmup([{(of_k.name, of_v.name)!r}], dtypes=[{source.name!r}], {rest})"
+                for of_k, of_v in chosen
+                for source in sources
+            ),
+            processes,
+        )  # fmt: skip
     before = cache_stats()
     for of_k, of_v in chosen:
         options: list[dict[str, Any]] = [{}]
@@ -90,6 +114,28 @@ def warmup(
             _run(of_k, of_v, sources, target, more)
     after = cache_stats()
     return {name: after[name] - before[name] for name in after}
+
+
+_MOST_PROCESSES = 1024
+
+
+def compile_apart(jobs: Iterable[str], processes: int) -> None:
+    """Run pieces of Python in processes of their own, for the kernels that they leave on disk.
+
+    Parameters
+    ----------
+    jobs : iterable of str
+        Code; it finds the modules that this process finds. What fails is left to who needs its kernels.
+    processes : int
+        How many run at once.
+    """
+
+    def run(job: str) -> None:
+        code = f"import sys; sys.path[:] = {sys.path!r}; {job}"
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+
+    with ThreadPoolExecutor(max(1, processes)) as pool:
+        list(pool.map(run, jobs))
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -163,3 +209,9 @@ def _run(
         )
         lse = place.asarray(np.zeros((1, 1), np.float32))
         merge_states(rows, lse, rows, lse)
+        if not place.values_on_host:
+            for heads in _Q_HEADS:
+                q = place.asarray(np.ones((2, heads, dim), source.dtype))
+                paged_decode_attention(
+                    q, paged.k, paged.v, place.asarray(blocks), place.asarray(lens), **scales
+                )

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
+from numkv.compile_ahead import compile_apart
 from perf import gpu_lines, gpu_page
 from perf.gpu_lines import LINES, PEERS, Line, turns
 from perf.gpu_page import Page, Timing
@@ -141,15 +141,11 @@ def compiled(lines: list[Line]) -> None:
     """Have each line's kernels compiled and put on disk, by a process for each core."""
     workers = max(1, (os.cpu_count() or 1) - 1)
     kinds = dict.fromkeys((line.what, line.kind) for line in lines)
-    commands = [
-        [sys.executable, "-m", "perf.gpu", "--warm", f"{what} {kind}"] for what, kind in kinds
-    ]
-    with ThreadPoolExecutor(workers) as pool:
-        list(
-            pool.map(
-                lambda c: subprocess.run(c, cwd=ROOT, capture_output=True, check=False), commands
-            )
-        )
+    root = f"sys.path.insert(0, {str(ROOT)!r})"
+    jobs = [
+        f"{root}; from perf import gpu; gpu.main(['--warm', {f'{what} {kind}'!r}])" for what, kind in kinds
+    ]  # fmt: skip
+    compile_apart(jobs, workers)
 
 
 # ---------------------------------------------------------------- times

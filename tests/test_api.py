@@ -51,7 +51,7 @@ PACKAGES = {
     "caches": [
         "Batch", "BoundAttention", "BoundLayer", "BoundStep", "CacheConfig", "CausalCache", "ChunkedCache",
         "ContiguousLayer", "EncoderCache", "KVCache", "PagedKVCache", "PagedLayer", "PagedPool", "PagedStats",
-        "SlidingWindowCache", "Step", "SwappedSequence", "WrapperCache",
+        "SlidingWindowCache", "Step", "StepBuffers", "SwappedSequence", "WrapperCache",
     ],
     "cli": ["main"],
     "compaction": [

@@ -139,11 +139,17 @@ def decode_attention(
             actual=q.shape[0],
         )
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
-    starts = one_query_each(target.key, num_seqs)
+    starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
     return attend(
-        pool, one_block_each(target.key, num_seqs), q, lens, starts, options, validate=validate
+        pool,
+        one_block_each(target.device_key, num_seqs),
+        q,
+        lens,
+        starts,
+        options,
+        validate=validate,
     )
 
 
@@ -213,7 +219,13 @@ def prefill_attention(
     check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
     options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
     return attend(
-        pool, one_block_each(target.key, num_seqs), q, lens, starts, options, validate=validate
+        pool,
+        one_block_each(target.device_key, num_seqs),
+        q,
+        lens,
+        starts,
+        options,
+        validate=validate,
     )
 
 

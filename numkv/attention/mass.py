@@ -16,10 +16,14 @@ from numkv.kinds import kind_of_dtype
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each, one_query_each
+from numkv.targets.call import Call
 
 __all__ = ["attention_mass", "attention_weights"]
 
 _FLOAT32 = np.dtype(np.float32)
+_WEIGHTS = Call(
+    "q k seq_lens cu_seqlens_q lse k_scale", "sm_scale logits_soft_cap window_left validate"
+)
 
 
 def attention_mass(
@@ -100,6 +104,7 @@ def attention_weights(
     window_left: int | None = -1,
     k_scale: Any = None,
     validate: bool | None = False,
+    stream: Any = None,
 ) -> Array:
     """Sum the attention that each token of a contiguous cache gets from given queries.
 
@@ -124,6 +129,8 @@ def attention_weights(
     validate : bool
         On CUDA, check the values of `seq_lens` and `cu_seqlens_q` too, which waits for the device. On the CPU they are
         always checked.
+    stream : object, optional
+        See `numkv.paged_decode_attention`.
 
     Returns
     -------
@@ -147,8 +154,13 @@ def attention_weights(
     >>> numkv.attention_weights(np.ones((1, 4, 8), np.float32), k, [4])[0, 0, :5]
     array([0.5, 0.5, 0.5, 0.5, 0. ], dtype=float32)
     """
-    validate = check_flag("validate", validate)
     target = targets.of(k)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k, seq_lens, cu_seqlens_q, lse, k_scale)
+        asked = (sm_scale, logits_soft_cap, window_left, validate)
+        found: Array = target.run(attention_weights, _WEIGHTS, stream, arrays, asked)
+        return found
+    validate = check_flag("validate", validate)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
     pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)
     num_seqs, num_kv_heads, capacity, words = (int(n) for n in pool.k.shape)
@@ -164,11 +176,11 @@ def attention_weights(
                 expected=num_seqs,
                 actual=num_tokens,
             )
-        starts = one_query_each(target.key, num_seqs)
+        starts = one_query_each(target.device_key, num_seqs)
     else:
         starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         starts = target.index(starts, np.int64)
     check_lengths(target, lens, starts, num_tokens, capacity, validate=validate, decode=decode)
     options = check_options(sm_scale, logits_soft_cap, window_left)
-    table = one_block_each(target.key, num_seqs)
+    table = one_block_each(target.device_key, num_seqs)
     return attention_mass(pool, table, q, lens, starts, capacity, options, lse=lse)

@@ -118,7 +118,7 @@ def paged_decode_attention(
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
     q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
     num_seqs = int(q.shape[0])
-    starts = one_query_each(target.key, num_seqs)
+    starts = one_query_each(target.device_key, num_seqs)
     table = check_integers(target, "block_table", block_table, (num_seqs, "max_blocks"), _INT32)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True

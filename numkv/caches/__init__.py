@@ -11,7 +11,7 @@ from numkv.caches.multi.config import Batch, CacheConfig
 from numkv.caches.multi.encoder import EncoderCache
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
-from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, SwappedSequence
+from numkv.caches.paged.cache import PagedKVCache, PagedStats, Step, StepBuffers, SwappedSequence
 from numkv.caches.paged_layer import PagedLayer
 from numkv.caches.paged_pool import PagedPool
 
@@ -32,6 +32,7 @@ __all__ = [
     "PagedStats",
     "SlidingWindowCache",
     "Step",
+    "StepBuffers",
     "SwappedSequence",
     "WrapperCache",
 ]

@@ -66,6 +66,10 @@ class Rows(NamedTuple):
         return rows
 
 
+# Layouts of arrays that are remembered as checked.
+_MOST_SEEN = 1024
+
+
 class _Ready(NamedTuple):
     """What a call hands over for a layer: addresses of its record and of its step's; the objects are to be kept."""
 
@@ -133,6 +137,7 @@ class Bound:
         self._begun: list[tuple[dict[int, Any], list[Any]]] = []
         self._kernel: Any = None
         self._records: list[Any] = []
+        self._seen: set[Any] = set()  # layouts of arrays that have been checked
 
     @property
     def kind(self) -> Kind:
@@ -184,6 +189,26 @@ class Bound:
         small: bool = num_tokens * of_token < pool.target.small_call
         return small
 
+    def _checked(
+        self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any
+    ) -> tuple[Any, ...]:
+        """See `_check`; on CUDA arrays like those of an earlier call stay as they are, for who uses them to check."""
+        if not self._pools or self._pools[layer].target.values_on_host:
+            return self._check(layer, tokens, q, k, v, out)
+        try:
+            layout = layer, tokens, *((type(x), x.shape, x.dtype) for x in (q, k, v))
+            if out is not None:
+                layout = *layout, (type(out), out.shape, out.dtype)
+            if layout in self._seen:
+                return q, k, v, out
+        except (AttributeError, TypeError):  # something that `_check` has words for
+            return self._check(layer, tokens, q, k, v, out)
+        checked = self._check(layer, tokens, q, k, v, out)
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen.add(layout)
+        return checked
+
     def _check(self, layer: int, tokens: int, q: Any, k: Any, v: Any, out: Any) -> tuple[Any, ...]:
         """Check arrays of a call that goes the ordinary way; they come back as the target's own."""
         pool, dtypes = self._pools[layer], (self.kind.dtype,)
@@ -197,7 +222,8 @@ class Bound:
             )
             check_writable("out", out)
             check_own_memory(target, out, q, pool, {})
-        return q, *pool.check_rows(k, v, check_finite=self._rows.check_finite), out
+        first = self._rows.check_finite and pool.looks_first
+        return q, *pool.check_rows(k, v, check_finite=first), out
 
     def _extents(self, num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[int, ...]:
         """What the memory of a step is made for."""
@@ -348,7 +374,9 @@ class BoundStep:
         bound._begun[:] = [(self._ready, memory)]
         self._kernel = bound._kernel
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+    def __call__(
+        self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
+    ) -> Any:
         """Append the rows of the step's new tokens to a layer, and attend with their queries.
 
         The same, bit by bit, as the cache's `append` and attention one after the other: each query sees itself, earlier
@@ -366,6 +394,8 @@ class BoundStep:
             Their values.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the cache.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -391,27 +421,30 @@ class BoundStep:
             if writer.setdefault("call", call) is not call:
                 raise busy(self, "call")
             ready = self._ready.get(layer) if type(layer) is int else None
-            if ready is not None:
+            if ready is not None and stream is None:
                 result = _empty(self._shape, self._dtype) if out is None else out
                 if not run_compiled(self._kernel, self._dtype, ready, q, k, v, result):
                     if self._written is not None:
                         self._written[layer] = True
                     del self._ready[layer]
                     return result
-            return self._in_two_calls(layer, q, k, v, out)
+            return self._in_two_calls(layer, q, k, v, out, stream)
         finally:
             if "call" in writer and writer["call"] is call:
                 del writer["call"]
 
-    def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any) -> Any:
+    def _in_two_calls(self, layer: Any, q: Any, k: Any, v: Any, out: Any, stream: Any) -> Any:
         """Append and attend the ordinary ways, all checks first."""
         bound = self._bound
         number = check_index("layer", layer, len(bound._options))
         if number not in self._ready:
             raise NumkvError(bound._ended(self, number))
-        q, k, v, checked = bound._check(number, self.num_tokens, q, k, v, out)
-        bound._append(self, number, k, v)
-        found = bound._attend(self, number, q, checked)
+        pool, after = bound._pools[0], getattr(self._of, "_place", None)
+        with pool.target.on(stream, q, k, v, pool.k, after=after):
+            pool.target.refuse_capture("BoundStep")
+            q, k, v, checked = bound._checked(number, self.num_tokens, q, k, v, out)
+            bound._append(self, number, k, v)
+            found = bound._attend(self, number, q, checked)
         del self._ready[number]
         return found if out is None else out
 

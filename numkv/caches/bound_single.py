@@ -151,7 +151,7 @@ class BoundCache(BoundAttention):
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         cache = self._cache
         try:
-            return cache._attend(layer, q, self._options[layer]._replace(out=out))
+            return cache._attend_with(layer, q, self._options[layer]._replace(out=out))
         except BaseException:
             if cache._full_precision is None:
                 cache._lengths[layer] = step._of
@@ -194,7 +194,7 @@ class BoundLayer(Bound):
         self._ready: Any = None
         self._planned: Any = None  # what the plan in it depends on
 
-    def __call__(self, q: Any, k: Any, v: Any, out: Any = None) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None) -> Any:
         """Append new rows, and attend with the queries of their tokens.
 
         The same, bit by bit, as ``append(k, v)`` and ``decode_attention(q, out=out)`` with the bound options.
@@ -209,6 +209,8 @@ class BoundLayer(Bound):
             Their values.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -234,7 +236,7 @@ class BoundLayer(Bound):
                 raise busy(self, "call")
             layer = self._layer
             start = layer._stored(0)
-            if type(q) is _array and q.ndim == 3:
+            if type(q) is _array and q.ndim == 3 and stream is None:
                 tokens = len(q)
                 if start + tokens <= layer._room and self._fits_one_call(tokens):
                     self._prepare(layer, start, tokens)
@@ -244,7 +246,8 @@ class BoundLayer(Bound):
                         result = np.empty((tokens, self._rows.num_q_heads, pool.head_dim_v), dtype)
                     if not run_compiled(self._kernel, dtype, self._ready, q, k, v, result):
                         return result
-            return self._in_two_calls(layer, start, q, k, v, out)
+            with layer._target.on(stream, q, k, v, layer._pool.k):
+                return self._in_two_calls(layer, start, q, k, v, out)
         finally:
             if "call" in writer and writer["call"] is call:
                 if self._access.dropped & 1:
@@ -280,13 +283,13 @@ class BoundLayer(Bound):
         """Append and attend the ordinary ways, all checks first."""
         q = layer._target.accept(q, "q")
         tokens = int(q.shape[0]) if len(q.shape) == 3 else 1
-        q, k, v, checked = self._check(0, tokens, q, k, v, out)
+        q, k, v, checked = self._checked(0, tokens, q, k, v, out)
         room, full = layer._room, layer._full_precision is not None
         if full:
             self._access.dropped |= 1
         layer._append(0, k, v, self._rows.check_finite)
         try:
-            found = layer._attend(0, q, self._options[0]._replace(out=checked))
+            found = layer._attend_with(0, q, self._options[0]._replace(out=checked))
         except BaseException:
             if not full:
                 layer._lengths[0] = start

@@ -25,6 +25,7 @@ from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 
 __all__ = ["KVCache"]
 
@@ -132,7 +133,7 @@ class KVCache(StoredRows):
         layers = len(self._lengths)
         self._pools = pools_of_layers(self._pool)
         self._tables = [np.array([layer], np.int32) for layer in range(layers)]
-        ids = one_block_each(self._target.key, layers)
+        ids = one_block_each(self._target.device_key, layers)
         self._device_tables = [ids[layer : layer + 1] for layer in range(layers)]
         self._current = np.ones(1, np.int64)  # whether the buffers of `jit` are the cache's own
 
@@ -143,7 +144,7 @@ class KVCache(StoredRows):
         self._current[0] = 0  # for views that `jit` gave so far
         vars(self).update(
             _pool=new, _pools=pools, _room=capacity, _struct=None, _current=np.ones(1, np.int64),
-            _generation=self._generation + 1,
+            _generation=self._generation + 1, _again=None if self._again is None else self._target.repeats(),
         )  # fmt: skip
         del kept  # what is freed may call a finaliser: not in the middle
 
@@ -273,8 +274,9 @@ class KVCache(StoredRows):
             )
         self._move(max(start + tokens, 2 * self.capacity, _FIRST_CAPACITY))
 
+    @on_stream
     @writes
-    def reserve(self, n: int) -> None:
+    def reserve(self, n: int, *, stream: Any = None) -> None:
         """Make room for more tokens, without appending them.
 
         Appends of as many, and code of yours that stores rows, then find the same buffers all the way.
@@ -283,13 +285,13 @@ class KVCache(StoredRows):
         ----------
         n : int
             Tokens beyond the rows of the layer that has most.
+        stream
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
-        CacheFull
-            If `max_seq_len` leaves no room; nothing has changed.
-        DimensionMismatch
-            If no memory can hold so many.
+        CacheFull, DimensionMismatch
+            If `max_seq_len` leaves no room, or no memory can hold so many; nothing has changed.
         """
         n, rows = check_size("n", n), self._rows()
         if len(rows):
@@ -315,19 +317,13 @@ class KVCache(StoredRows):
 
         Raises
         ------
-        CacheFull
-            If `max_seq_len` leaves no room; nothing is written.
-        NonFiniteInput
-            If rows to be quantised hold NaN or infinity; nothing is written.
+        CacheFull, NonFiniteInput
+            If `max_seq_len` leaves no room, or rows to be quantised hold NaN or infinity; nothing is written.
         IndexError
             If there is no such layer.
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if stream is not None:
-            with self._target.on(stream, k, v):
-                self.append(layer, k, v, check_finite=check_finite)
-            return
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -341,16 +337,17 @@ class KVCache(StoredRows):
                 rows = (k, v)
                 if type(k) is type(v) is np.ndarray and k.ndim == v.ndim == 2:
                     rows = (k[None], v[None])
-                if self._append_small(layer, *rows, check_finite):
+                if stream is None and self._append_small(layer, *rows, check_finite):
                     return
-            with self._target.on(None, k, v):
-                rows = self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)  # fmt: skip
-                self._append(layer, *rows, check_finite)
+            self._append(layer, k, v, check_finite, stream)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
                     access.dropped += 1
                 del writer["call"]
+
+    def _as_rows(self, k: Any, v: Any) -> tuple[Array, Array]:
+        return self._token_rows("k", k, self.head_dim), self._token_rows("v", v, self.head_dim_v)
 
     def _token_rows(self, name: str, x: Any, dim: int) -> Array:
         """Rows of one token, flat or by head, as rows of several; others as they are."""
@@ -368,16 +365,10 @@ class KVCache(StoredRows):
         return x.reshape((1, self._heads, dim))
 
     def bind(
-        self,
-        num_q_heads: int,
-        kind: str | Kind = "fp32",
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = 0.0,
-        window_left: int | Sequence[int] | None = -1,
-        sinks: Any = None,
+        self, num_q_heads: int, kind: str | Kind = "fp32", *, sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0, window_left: int | Sequence[int] | None = -1, sinks: Any = None,
         check_finite: bool | None = True,
-    ) -> BoundAttention:
+    ) -> BoundAttention:  # fmt: skip
         """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
 
         Parameters
@@ -419,8 +410,9 @@ class KVCache(StoredRows):
             self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
         )
 
+    @on_stream
     @drops
-    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -432,6 +424,8 @@ class KVCache(StoredRows):
             Which layer.
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -462,6 +456,7 @@ class KVCache(StoredRows):
         NumkvError
             If a layer has fewer rows than that.
         """
+        self._target.refuse_capture(f"{type(self).__name__}.advance")
         length = len(self) + check_size("n", n)
         most = int(self._lengths.min(initial=_MOST_TOKENS))
         if length > most:
@@ -498,8 +493,9 @@ class KVCache(StoredRows):
         if self._full_precision is not None:
             self._full_precision.truncate(length)
 
+    @on_stream
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -512,6 +508,8 @@ class KVCache(StoredRows):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------

@@ -12,18 +12,18 @@ from numkv.access import busy, drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.layer_write import write_again, write_here
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index, check_kept, check_size
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, NotSupported, NumkvError
 from numkv.kinds import Kind
-from numkv.numbers import check_flag
 from numkv.storage import jit_views
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -240,6 +240,11 @@ class Layer(SingleSequence):
             self._on_target = version, table
         return table
 
+    def _ready_table(self, layer: int) -> int | None:
+        if self._on_target[0] != self._version:
+            return None
+        return super()._ready_table(layer)
+
     def append(self, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:
         """Append ready rows: no norm, no RoPE.
 
@@ -263,9 +268,6 @@ class Layer(SingleSequence):
         DimensionMismatch, UnsupportedDType, NotSupported
             If an array has another shape, dtype, layout or target.
         """
-        if stream is not None:
-            with self._target.on(stream, k, v):
-                return self.append(k, v, check_finite=check_finite)
         # What the decorators of `numkv.access` do, at half the cost.
         access, call = self._access, object()
         writer = access.writer
@@ -274,9 +276,9 @@ class Layer(SingleSequence):
                 raise busy(self, "append")
             if self._full_precision is not None:
                 access.dropped |= 1
-                self._append(0, k, v, check_finite)
-            elif not self._append_small(0, k, v, check_finite):
-                self._append(0, k, v, check_finite)
+                self._append(0, k, v, check_finite, stream)
+            elif stream is not None or not self._append_small(0, k, v, check_finite):
+                self._append(0, k, v, check_finite, stream)
         finally:
             if "call" in writer and writer["call"] is call:
                 if access.dropped & 1:
@@ -315,8 +317,9 @@ class Layer(SingleSequence):
             self, num_q_heads, kind, sm_scale, logits_soft_cap, window_left, sinks, check_finite
         )
 
+    @on_stream
     @drops
-    def set_scales(self, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer in fp8; they are 1 at first.
 
         A stored element is the row's element divided by the scale of its kv head, and rounded: a scale of
@@ -326,6 +329,8 @@ class Layer(SingleSequence):
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -430,36 +435,13 @@ class Layer(SingleSequence):
             if tokens >= 0:
                 self._lengths[0] = start + tokens
                 return q
-        with self._target.on(stream, qkv):
-            self._refuse_bad()
-            p = Projection.check(
-                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
-            )
-            tokens, start = p.num_tokens, self._stored(0)
-            self._check_room(start, tokens)
-            first = start if pos_offset is None else pos_offset
-            p.check_positions(first)
-            check_finite = check_flag("check_finite", check_finite, True)
-            kept_apart = self._full_precision is not None
-            first_look = check_finite and (kept_apart or pool.looks_first)
-            if first_look:
-                p.check_finite(pool)
-            look = p.watch(pool, self._marker(start)) if check_finite and not first_look else 0
-            room = self._room
-            self._take_room(start + tokens)
-            try:
-                if self._full_precision is None:
-                    table = self._ids if pool.target.values_on_host else self._block_table(0)[0]
-                    p.write(pool, table, start, first, look)
-                    self._lengths[0] = start + tokens
-                else:  # by way of unrounded floats, which then go the way of `append`
-                    staging = self._full_precision.staging(tokens)
-                    p.write(staging, one_block_each(self._target.key, 1)[0], 0, first)
-                    self._store(0, *self._full_precision.staged(staging, tokens), start)
-            except BaseException:
-                self._unmake_room(0, start, room)
-                raise
-            return p.q_out
+        given = (
+            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )  # fmt: skip
+        if self._again is not None:
+            return write_again(self, given, pos_offset, check_finite, stream)
+        with self._target.on(stream, qkv, pool.k):
+            return write_here(self, Projection.check(pool, *given), pos_offset, check_finite)
 
     @drops
     def truncate(self, length: int) -> None:
@@ -481,8 +463,9 @@ class Layer(SingleSequence):
         self._give_back(length, self._shorter(length))
         self._cut(length)
 
+    @on_stream
     @drops
-    def compact(self, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(self, keep: Any, shift: RopeShift | None = None, *, stream: Any = None) -> None:
         """Keep some tokens only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, RoPE moves the keys of these tokens to their
@@ -495,6 +478,8 @@ class Layer(SingleSequence):
         shift : RopeShift, optional
             What `numkv.rope_shift` made of the model's tables. Without it keys stay as they are: for models without
             RoPE, and for methods that keep the positions that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -526,17 +511,9 @@ class Layer(SingleSequence):
 
     @reads
     def decode_attention(
-        self,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-        sinks: Any = None,
-        return_lse: bool = False,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
+        self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
+        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
         Parameters
@@ -561,18 +538,16 @@ class Layer(SingleSequence):
             See `numkv.decode_attention`.
         """
         options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        if self._again is not None:
+            return self._attend_with(0, q, options, stream)
         return self._attend(0, q, options, stream)
 
+    @on_stream
     @reads
     def attention_weights(
-        self,
-        q: Any,
-        *,
-        lse: Any = None,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        window_left: int = -1,
-    ) -> Array:
+        self, q: Any, *, lse: Any = None, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
+        window_left: int = -1, stream: Any = None,
+    ) -> Array:  # fmt: skip
         """Sum the attention that each token gets from the newest tokens' queries.
 
         Parameters
@@ -582,7 +557,7 @@ class Layer(SingleSequence):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
+        sm_scale, logits_soft_cap, window_left, stream
             See `numkv.decode_attention`.
 
         Returns

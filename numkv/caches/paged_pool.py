@@ -17,6 +17,8 @@ from numkv.numbers import check_flag
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
+from numkv.targets.base import Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedPool"]
 
@@ -96,6 +98,9 @@ class PagedPool:
         """The buffers as kernels take them."""
         return self._pool
 
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._pool.target, self._pool.k
+
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
@@ -161,14 +166,17 @@ class PagedPool:
         """0 for good: buffers of a pool are never replaced, so what `arrays` gave stays right."""
         return 0
 
+    @on_stream
     @drops
-    def set_scales(self, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a pool in fp8, which all its layers share; see `PagedLayer.set_scales`.
 
         Parameters
         ----------
         k, v : float or float32 array (num_kv_heads,), optional
             Scales of K and of V, in host memory: one for all kv heads, or one for each. None leaves them as they are.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -219,12 +227,18 @@ class PagedPool:
         new.blocks = BlockPool(num_blocks, self.block_size)
         return new
 
-    def copy(self) -> Self:
+    @on_stream
+    def copy(self, *, stream: Any = None) -> Self:
         """Copy the blocks and their books; the copy shares no memory.
 
         Blocks that are in use here are in use there under the same ids, with the same references, prefixes and pins:
         they belong to whoever goes by ids. Layers are not copied, and stay with this pool: `PagedLayer.copy` copies
         one. ``on_event`` is not copied.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

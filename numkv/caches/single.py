@@ -7,7 +7,6 @@ what a reader may be holding is replaced, not changed: pools that grow, and tabl
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,23 +18,27 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.caches.watched import Watched
 from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import plan_moves
-from numkv.errors import NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import are_scales
 from numkv.storage.own_kernels import Uploads
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_length, one_sequence
-from numkv.targets.base import Array
-from numkv.targets.call import Mark
+from numkv.targets.base import Array, Target
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 
 __all__ = ["SingleSequence"]
 
+# Of the arrays of an attention call that `SingleSequence._attend_again` lists, the one that is written to.
+_OUT = frozenset({2})
 
-class SingleSequence:
+
+class SingleSequence(Watched):
     """One sequence's K and V, for one layer or several, in one pool.
 
     A subclass says which blocks a layer has, how much memory there is and how to get more. All methods here take a
@@ -76,10 +79,11 @@ class SingleSequence:
         "_seen",
         "_pools",
         "_tables",
+        "_again",
+        "_watch",
+        "_drops",
     )
 
-    #: On CUDA, the first position with rows that were NaN or infinite, once that is known, and the error.
-    _bad: tuple[int, NonFiniteInput] | None = None
     #: Of each layer: the same buffers, and its own scales of heads.
     _pools: list[Pool]
     #: Blocks of each layer ``(max_blocks,)``, on the host.
@@ -92,6 +96,8 @@ class SingleSequence:
         self._shown = False  # whether compiled code has got arrays that it could write to
         self._uploads = Uploads(self._target)
         self._seen = b""
+        self._again = None if self._full_precision is not None else self._target.repeats()
+        self._begin_watching()
 
     # -- what a subclass says
 
@@ -186,6 +192,9 @@ class SingleSequence:
         """First tokens of a layer that are kept in full precision."""
         return 0 if self._full_precision is None else self._full_precision.num_sinks
 
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._pool.k
+
     def _dims(self) -> str:
         """What a ``repr`` says of rows."""
         same = self.head_dim_v == self.head_dim
@@ -256,9 +265,15 @@ class SingleSequence:
         """
         self._cut(0)
 
+    @on_stream
     @reads
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """Copy everything, as it is stored; the copy shares no memory.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -297,11 +312,17 @@ class SingleSequence:
         self.__dict__.update(state)
         self._derive()
 
+    @on_stream
     @reads
-    def check(self) -> None:
+    def check(self, *, stream: Any = None) -> None:
         """Prove the books: lengths within the memory, tables in agreement with the pool, scales that are finite.
 
         It looks at every stored scale; on CUDA they are copied to the host for that.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -309,7 +330,7 @@ class SingleSequence:
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
-        self._target.collect_late(wait=True)
+        self._target.collect_late(self._watch, wait=True)
         self._refuse_bad()
         for layer in range(len(self._lengths)):
             self._stored(layer)
@@ -357,49 +378,54 @@ class SingleSequence:
         self._lengths[layer] = start + tokens
         return True
 
-    def _append(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
-        """Check rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V, and append them."""
-        with self._target.on(None, k, v):
-            self._append_here(layer, k, v, check_finite)
+    def _as_rows(self, k: Any, v: Any) -> tuple[Any, Any]:
+        """What a caller passed as rows, as ``(num_tokens, num_kv_heads, head_dim)``; not checked otherwise."""
+        return k, v
+
+    def _append(self, layer: int, k: Any, v: Any, check_finite: bool, stream: Any = None) -> None:
+        """Check rows of K and V, and append them."""
+        if self._again is None:
+            with self._target.on(stream, k, v, self._pool.k):
+                self._append_here(layer, *self._as_rows(k, v), check_finite)
+            return
+        call = self._again.find(("append", layer, check_finite), stream, (k, v), self._pool.k)
+        start, replay = self._stored(layer), call.replay
+        table = self._ready_table(layer)
+        if replay is not None and table is not None:
+            tokens, looked_at = replay.note
+            if start + tokens <= self._room:
+                look = self._look(layer, start, looked_at)
+                if call.run((table,), (start, look)) is None:
+                    self._lengths[layer] = start + tokens
+                    return
+        call.long(
+            lambda: self._append_here(layer, *self._as_rows(k, v), check_finite),
+            lambda: (self._block_table(layer),),
+            lambda: (int(self._lengths[layer]) - start, self._watch.latest),
+        )
+
+    def _ready_table(self, layer: int) -> int | None:
+        """The pointer of a layer's table on the target; None where it has to be uploaded first."""
+        found: int = self._again.pointer(self._block_table(layer))
+        return found
 
     def _append_here(self, layer: int, k: Any, v: Any, check_finite: bool) -> None:
+        """Append rows on the stream of the call."""
         pool = self._pools[layer]
-        self._target.refuse_capture("append")
+        self._target.refuse_capture(f"{type(self).__name__}.append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
         first = check_finite and (pool.looks_first or self._full_precision is not None)
         k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
+        self._watch_nothing()
         look = pool.watch(k, v, self._marker(start)) if check_finite and not first else 0
         try:
-            self._store(layer, k, v, start, look)
+            self._store(layer, k, v, self._target.number(start, 0), look)
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
-
-    def _marker(self, start: int) -> Mark:
-        """What notes a token, counted from position `start`, whose rows are not what they should be."""
-        cache = weakref.ref(self)  # its memory is not kept for that
-
-        def mark(token: int, error: NonFiniteInput) -> None:
-            of = cache()
-            if of is not None and (of._bad is None or start + token < of._bad[0]):
-                of._bad = start + token, error
-
-        return mark
-
-    def _refuse_bad(self, layer: int | None = 0) -> None:
-        """Refuse to go on behind a token that a kernel has found to be NaN or infinite."""
-        self._target.collect_late()
-        if self._bad is not None and layer is not None and self._bad[0] < self._stored(layer):
-            position, error = self._bad
-            raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
-
-    def _mend(self, length: int) -> None:
-        """Forget a bad token from position `length` on, as it is dropped."""
-        if self._bad is not None and length <= self._bad[0]:
-            self._bad = None
 
     def _unmake_room(self, layer: int, start: int, room: int) -> None:
         """Give back memory that was got for tokens from position `start` on, which are not stored after all."""
@@ -480,11 +506,57 @@ class SingleSequence:
             raise too_many_queries(tokens, length)
         return q, length
 
+    def _attend_again(
+        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any, function: Callable[[], Any]
+    ) -> Any:  # fmt: skip
+        """Attend as an earlier call did, or by `function`.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer.
+        q, out, stream : object
+            What the caller passed.
+        asked : tuple
+            Scale, cap, window, sinks, and whether the lse is returned too, as the caller passed them.
+        function : function
+            Does the call, on its stream.
+        """
+        length, again = self._stored(layer), self._again  # in this order, beside a writer
+        scale, cap, window, sinks, return_lse = asked
+        kinds = type(scale), type(cap), type(window)
+        what = "attend", layer, kinds, scale, cap, window, return_lse
+        call = again.find(what, stream, (q, sinks, out), self._pool.k)
+        replay, table = call.replay, self._ready_table(layer)
+        if replay is not None and table is not None:
+            lens = call.length(length)
+            if lens is not None and (replay.note <= length or replay.note == 1):
+                found = call.run((table, lens))
+                if found is not again.missed:
+                    return found
+        return call.long(
+            function, lambda: (self._block_table(layer), one_length(self._target.key, length)),
+            lambda: 1 if len(q.shape) == 2 else int(q.shape[0]), _OUT,
+        )  # fmt: skip
+
+    def _attend_with(
+        self, layer: int, q: Any, options: AttentionOptions, stream: Any = None
+    ) -> Any:
+        """Attend with options that are checked, as an earlier call did where there is one like it."""
+        if self._again is None:
+            return self._attend(layer, q, options, stream)
+        scale, cap, window, sinks, return_lse, out = options
+        asked = scale, cap, window, sinks, return_lse
+        return self._attend_again(
+            layer, q, asked, out, stream, lambda: self._attend(layer, q, options)
+        )
+
     def _attend(self, layer: int, q: Any, options: AttentionOptions, stream: Any = None) -> Any:
         """Attend with the queries of a layer's last tokens."""
         there = self._target
         if (stream is not None or there.has_streams) and stream is not there.here:
-            with there.on(stream, q):
+            with there.on(stream, q, self._pool.k):
+                there.refuse_capture(f"{type(self).__name__}.decode_attention")
                 return self._attend(layer, q, options, there.here)
         q, length = self._check_queries(layer, q)
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
@@ -495,7 +567,7 @@ class SingleSequence:
 
     def _mass(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:
         """The attention mass ``(num_kv_heads, length)`` of a layer's tokens."""
-        with self._target.on(None, q):
+        with self._target.on(None, q, self._pool.k):
             return self._mass_here(layer, q, options, lse)
 
     def _mass_here(self, layer: int, q: Any, options: AttentionOptions, lse: Any) -> Array:

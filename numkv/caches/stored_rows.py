@@ -10,6 +10,7 @@ from numkv.caches.single import SingleSequence
 from numkv.checks import check_index
 from numkv.errors import NotSupported
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 
 __all__ = ["StoredRows", "by_row"]
 
@@ -37,14 +38,17 @@ class StoredRows(SingleSequence):
         """
         return self._quantised(check_index("layer", layer, len(self._lengths)))
 
+    @on_stream
     @reads
-    def k(self, layer: int) -> Array:
+    def k(self, layer: int, *, stream: Any = None) -> Array:
         """Keys of a layer, rows not yet advanced included.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -109,14 +113,17 @@ class StoredRows(SingleSequence):
         """
         return self._scales("k", layer)
 
+    @on_stream
     @reads
-    def v(self, layer: int) -> Array:
+    def v(self, layer: int, *, stream: Any = None) -> Array:
         """Values of a layer ``(tokens, num_kv_heads, head_dim_v)``; see `k`.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
         """
         return self._read("v", layer)
 
@@ -220,12 +227,9 @@ class StoredRows(SingleSequence):
         """
         layer = check_index("layer", layer, len(self._lengths))
         target = self._target
-        if stream is not None:
-            with target.on(stream, q):
-                return self.decode_attention(
-                    layer, q, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left,
-                    sinks=sinks, return_lse=return_lse, out=out,
-                )  # fmt: skip
+        if (stream is not None or target.has_streams) and stream is not target.here:
+            asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
+            return self._attend_on(layer, q, asked, out, stream)
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:
@@ -239,6 +243,20 @@ class StoredRows(SingleSequence):
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
 
+    def _attend_on(self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any) -> Any:
+        """Attend on a stream, as an earlier call did where there is one like it."""
+
+        def attend() -> Any:
+            names = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse")
+            options = dict(zip(names, asked, strict=True))
+            return self.decode_attention(layer, q, **options, out=out, stream=self._target.here)
+
+        if self._again is not None:
+            return self._attend_again(layer, q, asked, out, stream, attend)
+        with self._target.on(stream, q, self._pool.k):
+            return attend()
+
+    @on_stream
     @reads
     def attention_weights(
         self,
@@ -249,6 +267,7 @@ class StoredRows(SingleSequence):
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
         window_left: int = -1,
+        stream: Any = None,
     ) -> Array:
         """Sum the attention that each row of a layer gets from the queries of the last rows.
 
@@ -261,7 +280,7 @@ class StoredRows(SingleSequence):
         lse : float32 array of q's shape without its last axis, optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options. Computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap, window_left
+        sm_scale, logits_soft_cap, window_left, stream
             See `numkv.decode_attention`.
 
         Returns

@@ -455,6 +455,9 @@ def _add_warmup(commands: Any) -> None:
         action="store_true",
         help="also kernels of quantised caches that keep some tokens in full precision",
     )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="how many processes compile (default: 1)"
+    )
     parser.set_defaults(run=warmup.run)
 
 

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     with KernelProgress():
         found = numkv.warmup(
             kinds, dtypes=arguments.dtype, target=arguments.target, rotate=arguments.rotate,
-            residual=arguments.residual,
+            residual=arguments.residual, processes=arguments.processes,
         )  # fmt: skip
     print(
         f"{found['misses']} kernels compiled, {found['hits']} there already, "

@@ -10,6 +10,7 @@ from numkv.compression.config import CompressorConfig
 from numkv.compression.growing import Compressor
 from numkv.errors import DimensionMismatch
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 
 __all__ = ["Codes", "HeadCompressor", "MultiHeadCompressor"]
 
@@ -72,8 +73,9 @@ class HeadCompressor(Compressor):
     def __repr__(self) -> str:
         return self._describe("")
 
+    @on_stream
     @writes
-    def push(self, key: Any, value: Any, *, check_finite: bool = True) -> None:
+    def push(self, key: Any, value: Any, *, check_finite: bool = True, stream: Any = None) -> None:
         """Encode and append one token.
 
         Parameters
@@ -82,6 +84,8 @@ class HeadCompressor(Compressor):
             Vectors of any float dtype; they are encoded in float32, and norms must not exceed what that holds.
         check_finite : bool
             Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -97,8 +101,11 @@ class HeadCompressor(Compressor):
         key, value = (x.reshape((1, 1, int(x.shape[0]))) for x in (key, value))
         self._append(("key", "value"), key, value, check_finite)
 
+    @on_stream
     @writes
-    def extend(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
+    def extend(
+        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Encode and append several tokens; the codes are those that `push` would store one by one.
 
         Parameters
@@ -107,6 +114,8 @@ class HeadCompressor(Compressor):
             Vectors of any float dtype.
         check_finite : bool
             See `push`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -119,8 +128,11 @@ class HeadCompressor(Compressor):
         keys, values = self._target.one_head(keys), self._target.one_head(values)
         self._append(("keys", "values"), keys, values, check_finite)
 
+    @on_stream
     @reads
-    def attention_scores(self, query: Any, *, check_finite: bool = True) -> Array:
+    def attention_scores(
+        self, query: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> Array:
         """Estimates of ``key . query / sqrt(head_dim)`` for all tokens, without softmax.
 
         Parameters
@@ -129,6 +141,8 @@ class HeadCompressor(Compressor):
             Of any float dtype.
         check_finite : bool
             Whether the query is checked for NaN and infinity first; on CUDA that waits for the device.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -148,8 +162,9 @@ class HeadCompressor(Compressor):
         found = self._scores("query", self._one_query(query), check_finite)
         return found.reshape((int(found.shape[1]),))
 
+    @on_stream
     @reads
-    def attend(self, query: Any, *, check_finite: bool = True) -> Array:
+    def attend(self, query: Any, *, check_finite: bool = True, stream: Any = None) -> Array:
         """The values, weighted by the softmax of `attention_scores`.
 
         Parameters
@@ -158,6 +173,8 @@ class HeadCompressor(Compressor):
             Of any float dtype.
         check_finite : bool
             See `attention_scores`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -176,9 +193,15 @@ class HeadCompressor(Compressor):
         query = self._vectors("query", query, ("head_dim",))
         return query.reshape((1, int(query.shape[0])))
 
+    @on_stream
     @reads
-    def decode_keys(self) -> Array:
+    def decode_keys(self, *, stream: Any = None) -> Array:
         """The keys, decoded from their codes; the sketch is not used.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -186,9 +209,15 @@ class HeadCompressor(Compressor):
         """
         return self._of_one_head(self._decode("keys"))
 
+    @on_stream
     @reads
-    def decode_values(self) -> Array:
+    def decode_values(self, *, stream: Any = None) -> Array:
         """The values, decoded from their codes.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -272,8 +301,11 @@ class MultiHeadCompressor(Compressor):
     def __repr__(self) -> str:
         return self._describe(f"num_heads={self._num_heads}, num_q_heads={self._num_q_heads}, ")
 
+    @on_stream
     @writes
-    def push_token(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
+    def push_token(
+        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Encode and append one token in all heads, or in none.
 
         Parameters
@@ -282,6 +314,8 @@ class MultiHeadCompressor(Compressor):
             A vector for each head, of any float dtype.
         check_finite : bool
             Whether the vectors are checked for NaN and infinity first; on CUDA that waits for the device.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -297,8 +331,11 @@ class MultiHeadCompressor(Compressor):
         keys, values = (target.token_major(target.one_head(x)) for x in (keys, values))
         self._append(("keys", "values"), keys, values, check_finite)
 
+    @on_stream
     @writes
-    def extend(self, keys: Any, values: Any, *, check_finite: bool = True) -> None:
+    def extend(
+        self, keys: Any, values: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Encode and append several tokens; the codes are those that `push_token` would store one by one.
 
         Parameters
@@ -307,6 +344,8 @@ class MultiHeadCompressor(Compressor):
             Vectors of any float dtype.
         check_finite : bool
             See `push_token`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -318,8 +357,11 @@ class MultiHeadCompressor(Compressor):
         values = self._vectors("values", values, shape)
         self._append(("keys", "values"), keys, values, check_finite)
 
+    @on_stream
     @reads
-    def attention_scores(self, queries: Any, *, check_finite: bool = True) -> Array:
+    def attention_scores(
+        self, queries: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> Array:
         """Estimates of ``key . query / sqrt(head_dim)`` for all q heads and tokens, without softmax.
 
         Parameters
@@ -328,6 +370,8 @@ class MultiHeadCompressor(Compressor):
             A query for each q head, of any float dtype.
         check_finite : bool
             Whether the queries are checked for NaN and infinity first; on CUDA that waits for the device.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -347,8 +391,9 @@ class MultiHeadCompressor(Compressor):
         queries = self._vectors("queries", queries, (self._num_q_heads, "head_dim"))
         return self._scores("queries", queries, check_finite)
 
+    @on_stream
     @reads
-    def attend(self, queries: Any, *, check_finite: bool = True) -> Array:
+    def attend(self, queries: Any, *, check_finite: bool = True, stream: Any = None) -> Array:
         """The values of each q head's kv head, weighted by the softmax of `attention_scores`.
 
         Parameters
@@ -357,6 +402,8 @@ class MultiHeadCompressor(Compressor):
             A query for each q head, of any float dtype.
         check_finite : bool
             See `attention_scores`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -371,9 +418,15 @@ class MultiHeadCompressor(Compressor):
         queries = self._vectors("queries", queries, (self._num_q_heads, "head_dim"))
         return self._attend("queries", queries, check_finite)
 
+    @on_stream
     @reads
-    def decode_keys(self) -> Array:
+    def decode_keys(self, *, stream: Any = None) -> Array:
         """The keys, decoded from their codes; the sketch is not used.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -381,9 +434,15 @@ class MultiHeadCompressor(Compressor):
         """
         return self._decode("keys")
 
+    @on_stream
     @reads
-    def decode_values(self) -> Array:
+    def decode_values(self, *, stream: Any = None) -> Array:
         """The values, decoded from their codes.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

@@ -19,7 +19,8 @@ from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["Compressor", "Stored"]
 
@@ -68,6 +69,9 @@ class Compressor:
         self._quantiser = quantiser_of(config, num_heads, self._target)
         self._access = Access()
         self._stored = Stored(*self._allocate(0), 0, 0)
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._quantiser.levels
 
     def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:
         heads, config = int(self._quantiser.rotation.shape[0]), self._config
@@ -219,11 +223,17 @@ class Compressor:
         begin = max(stored.begin, stored.end - check_size("n", n))
         self._stored = stored._replace(begin=begin)
 
+    @on_stream
     @reads
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """A deep copy; only the quantiser, which is immutable, is shared.
 
         ``copy.copy`` and ``copy.deepcopy`` make the same; on the CPU compressors can be pickled too.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -270,11 +280,17 @@ class Compressor:
 
     # -- its proof
 
+    @on_stream
     @reads
-    def check(self) -> None:
+    def check(self, *, stream: Any = None) -> None:
         """Look for a contradiction: numbers of tokens, shapes of buffers, and scales, which are finite.
 
         They are not where vectors with NaN were pushed with ``check_finite=False``. On CUDA it waits for the device.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------

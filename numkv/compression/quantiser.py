@@ -57,7 +57,7 @@ class Quantiser:
         levels = levels_for(dim, config.bits)
 
         def on_target(x: np.ndarray[Any, Any]) -> Array:
-            return target.asarray(np.ascontiguousarray(x, np.float32))
+            return target.constant(np.ascontiguousarray(x, np.float32))
 
         return cls(
             on_target(levels),

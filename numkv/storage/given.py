@@ -115,7 +115,7 @@ def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
     """The scales of heads on the target: 1, a number, or an array with one for each head."""
     if scale is None or is_number(scale):
         number = check_number(name, scale, default=1.0)
-        return _same_for_heads(target.key, name, number, heads)
+        return _same_for_heads(target.device_key, name, number, heads)
     if target.values_on_host:
         return head_scales(name, scale, heads)
     return check_array(target, name, scale, (_FLOAT32,), (heads,))
@@ -123,7 +123,7 @@ def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def _same_for_heads(target: str, name: str, scale: float, heads: int) -> Array:
-    return targets.by_key(target).asarray(head_scales(name, scale, heads))
+    return targets.by_key(target).constant(head_scales(name, scale, heads))
 
 
 @functools.cache

@@ -138,7 +138,7 @@ class Rotation:
     def _rotate(
         self, target: Target, rows: Array, kind: Kind, inverse: bool, out: Array, out_kind: Kind
     ) -> None:
-        signs, words = _signs_on(target.key, self.head_dim, self.seed), target.words
+        signs, words = _signs_on(target.device_key, self.head_dim, self.seed), target.words
         target.ops.rotate_rows(words(rows), kind.name, signs, inverse, words(out), out_kind.name)
 
 
@@ -164,4 +164,4 @@ def _signs(head_dim: int, seed: int) -> np.ndarray[Any, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _signs_on(target: str, head_dim: int, seed: int) -> Array:
-    return targets.by_key(target).asarray(_signs(head_dim, seed))
+    return targets.by_key(target).constant(_signs(head_dim, seed))

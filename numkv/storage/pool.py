@@ -16,7 +16,7 @@ from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, refuse_non_finite, source_dtypes
 from numkv.storage.hadamard import Rotation
 from numkv.targets.base import Array, Target
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
 
 __all__ = ["Pool", "refuse_non_finite", "source_dtypes"]
 
@@ -293,18 +293,18 @@ class Pool:
 
     @property
     def looks_first(self) -> bool:
-        """Whether rows are looked at before they are written: rotation would hide where they are not finite."""
-        return self.target.values_on_host or self.rotate
+        """Whether rows are looked at before they are written, not by the kernel that writes them."""
+        return self.target.values_on_host
 
-    def watch(self, k: Array, v: Array, mark: Mark | None = None) -> int:
+    def watch(self, k: Array, v: Array, marker: Marker | None = None) -> int:
         """Have the kernel that writes rows look for NaN and infinity in those that are quantised.
 
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, dim)
             The rows.
-        mark : function, optional
-            Takes the number of the first bad token, when that is known.
+        marker : Marker, optional
+            Whom to tell.
 
         Returns
         -------
@@ -314,8 +314,10 @@ class Pool:
         kinds = self.k_kind, self.v_kind
         if self.target.values_on_host or not any(kind.has_scales for kind in kinds):
             return 0
-        of_k, of_v = ("k", tuple(k.shape), kinds[0]), ("v", tuple(v.shape), kinds[1])
-        return self.target.watch(of_k, of_v, mark)
+        # Rotation spreads what is not finite over its row: there the row is told, not the element.
+        axes = 2 if self.rotate else 3
+        of_k, of_v = (("k", tuple(k.shape), kinds[0], axes), ("v", tuple(v.shape), kinds[1], axes))
+        return self.target.watch(of_k, of_v, marker)
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
         """Check new rows ``(num_tokens, num_kv_heads, head_dim)`` of K and V; they may not lie in this pool.

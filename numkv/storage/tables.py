@@ -16,13 +16,13 @@ __all__ = ["one_block_each", "one_length", "one_query_each", "one_sequence"]
 @functools.lru_cache(maxsize=64)
 def one_block_each(target: str, num_seqs: int) -> Array:
     """The block table of a contiguous cache: sequence b has block b."""
-    return _shared(target, np.arange(num_seqs, dtype=np.int32)[:, None])
+    return _constant(target, np.arange(num_seqs, dtype=np.int32)[:, None])
 
 
 @functools.lru_cache(maxsize=64)
 def one_query_each(target: str, num_seqs: int) -> Array:
     """Where queries start when each sequence has one."""
-    return _shared(target, np.arange(num_seqs + 1, dtype=np.int64))
+    return _constant(target, np.arange(num_seqs + 1, dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=64)
@@ -34,7 +34,16 @@ def one_sequence(target: str, num_tokens: int) -> Array:
 @functools.lru_cache(maxsize=64)
 def one_length(target: str, length: int) -> Array:
     """The length of one sequence, as kernels take it; all layers of a step ask for the same."""
-    return _shared(target, np.array([length], np.int64))
+    found = targets.by_key(target).length(length)
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False
+    return found
+
+
+def _constant(device: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:
+    """An array of a device's own that nobody writes to, for all of its streams, captured ones too."""
+    host.flags.writeable = False
+    return targets.by_key(device).constant(host)
 
 
 def _shared(target: str, host: NDArray[np.int32] | NDArray[np.int64]) -> Array:

@@ -11,7 +11,8 @@ from numkv import arrays
 from numkv.errors import DimensionMismatch, NotSupported, UnsupportedDType
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind, kinds
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
+from numkv.targets.fixed import Fixed, Layout
 
 __all__ = ["BF16", "TORCH_DTYPES", "WORD_OF", "Array", "Target", "check_real", "masked", "no_array"]
 
@@ -72,6 +73,10 @@ class Target(Protocol):
         """
 
     @property
+    def device_key(self) -> str:
+        """What `constant` arrays are kept by: the device on which this thread works."""
+
+    @property
     def ops(self) -> Operations:
         """The target's operations: see `numkv.kernels`."""
 
@@ -127,24 +132,54 @@ class Target(Protocol):
         """
 
     def watch(
-        self, k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-        mark: Mark | None = None,
+        self, k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
+        marker: Marker | None = None,
     ) -> int:  # fmt: skip
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise; 0 on the CPU.
 
         Parameters
         ----------
-        k, v : tuple of str, tuple and Kind
-            What errors call the arrays that K and V come from, the shapes of these, and what they were stored in.
-        mark : function, optional
-            Takes the number of the first bad token, and the error; without it the error is raised by a later function.
+        k, v : tuple of str, tuple, Kind and int
+            What errors call the arrays that K and V come from, the shapes of these, what they were stored in, and how
+            many axes of an index mean anything.
+        marker : Marker, optional
+            Whom to tell; without it the error is raised by a later function.
         """
 
-    def collect_late(self, wait: bool = False) -> None:
-        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
+    def new_watch(self) -> Any:
+        """What an object that writes has, for kernels to report to; None on the CPU."""
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
+        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
+
+    def repeats(self) -> Any:
+        """What makes an object's calls that repeat the short way; None where there is none."""
+
+    def number(self, value: int, which: int) -> int:
+        """A number that differs between an object's calls that are the same otherwise; on the CPU the value itself."""
+
+    def length(self, length: int) -> arrays.Array:
+        """An array of one element, an int32 or int64."""
+
+    def refuse_capture(self, what: str, instead: str = "") -> None:
+        """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured.
+
+        Parameters
+        ----------
+        what : str
+            What is refused, by the name that users know it by.
+        instead : str
+            What to use in a graph; by default functions, and steps with buffers.
+        """
+
+    def hold(self, *objects: Any) -> bool:
+        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+
+    def fixed(self, layout: Layout) -> Fixed:
+        """New arrays of integers, of these shapes and dtypes, which stay where they are and are filled anew."""
+
+    def constant(self, x: np.ndarray[Any, Any]) -> arrays.Array:
+        """A copy that nobody writes to, for calls on all streams of this thread's device."""
 
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""

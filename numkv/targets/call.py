@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from numkv.errors import NonFiniteInput
 
-__all__ = ["Call", "Mark"]
+__all__ = ["Call", "Mark", "Marker"]
 
-#: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, and the error.
-Mark = Callable[[int, NonFiniteInput], None]
+#: What notes that a kernel has found a token's rows to be NaN or infinite: by the token's number, the error, and which
+#: of its object's calls it was.
+Mark = Callable[[int, NonFiniteInput, int], None]
+
+
+class Marker(NamedTuple):
+    """Whom to tell of a call's rows that a kernel finds to be NaN or infinite.
+
+    Attributes
+    ----------
+    watch : object
+        What the object has from `numkv.targets.base.Target.new_watch`.
+    mark : function
+        Takes it.
+    first : int
+        Number of the call's first token.
+    """
+
+    watch: Any
+    mark: Mark
+    first: int = 0
 
 
 class Call:
@@ -29,3 +49,5 @@ class Call:
         self.arrays, self.options = arrays.split(), options.split()
         self.written = frozenset(self.arrays.index(name) for name in written.split())
         self.late = late
+        #: Where among the options it says whether to look at values first, which waits; None if it never does.
+        self.validate = self.options.index("validate") if "validate" in self.options else None

@@ -16,6 +16,7 @@ from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
+from numkv.targets.fixed import HostFixed, Layout
 
 __all__ = ["CpuTarget"]
 
@@ -30,7 +31,7 @@ class CpuTarget:
     """Arrays in host memory: NumPy arrays."""
 
     name = "cpu"
-    key = "cpu"
+    key = device_key = "cpu"
     values_on_host = True
     has_jit_views = True
     has_streams = False
@@ -127,15 +128,43 @@ class CpuTarget:
     def place(self) -> None:
         """None: there is one."""
 
-    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+    def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """0: values are looked at before they are written."""
         return 0
 
-    def collect_late(self, wait: bool = False) -> None:
+    def new_watch(self) -> Any:
+        """None: nothing is reported late."""
+        return None
+
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
         """Do nothing: nothing is reported late."""
 
-    def refuse_capture(self, what: str) -> None:
+    def repeats(self) -> Any:
+        """None: calls of functions are short as they are."""
+        return None
+
+    def number(self, value: int, which: int) -> int:
+        """The value: no call is written down."""
+        return value
+
+    def length(self, length: int) -> HostArray:
+        """An array of one element."""
+        return np.array([length], np.int64)
+
+    def refuse_capture(self, what: str, instead: str = "") -> None:
         """Do nothing: there are no graphs."""
+
+    def hold(self, *objects: Any) -> bool:
+        """False: there are no graphs."""
+        return False
+
+    def fixed(self, layout: Layout) -> HostFixed:
+        """New arrays of integers which stay where they are and are filled anew."""
+        return HostFixed(layout)
+
+    def constant(self, x: HostArray) -> Array:
+        """`x` itself."""
+        return x
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two arrays have a byte in common; first by the ends of their memory, then exactly."""

@@ -12,7 +12,10 @@ import numpy as np
 
 from numkv.arrays import Array, HostArray
 from numkv.errors import NotSupported, NumkvError, UnsupportedDType
-from numkv.kernels.cuda import memory, streams, uploads
+from numkv.kernels.cuda import graphs, memory, streams, uploads
+from numkv.kernels.cuda.fixed import DeviceFixed
+from numkv.kernels.cuda.late import Watch
+from numkv.kernels.cuda.launches import Number
 from numkv.kernels.dispatch import load
 from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
@@ -20,7 +23,10 @@ from numkv.targets import cuda_calls as calls
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_loading import load_cuda
+from numkv.targets.cuda_repeats import Repeats
+from numkv.targets.fixed import Fixed, Layout
 from numkv.targets.memory import Memory, may_overlap
+from numkv.targets.streamed import has_streams
 
 __all__ = ["CudaTarget"]
 
@@ -50,12 +56,18 @@ class CudaTarget:
         self._cuda = load_cuda()
         self._simulated = streams.SIMULATED
         self._calls = calls.Calls(self.accept)
+        has_streams.append(self.name)
 
     @property
     def key(self) -> str:
         """Device and stream on which this thread works."""
         here = streams.current()
         return f"cuda:{here.device}:{here.handle}"
+
+    @property
+    def device_key(self) -> str:
+        """Device on which this thread works."""
+        return f"cuda:{streams.current().device}"
 
     @property
     def ops(self) -> Operations:
@@ -183,7 +195,10 @@ class CudaTarget:
     def on(self, stream: Any, *arrays: Any, after: Any = None) -> Any:
         """A context in which operations run on `stream`, or if that is None on the one that `arrays` come from."""
         inside = streams.chosen() if stream is None else None
-        return streams.on(inside or calls.place_of(stream, arrays), after)
+        place = inside or calls.place_of(stream, arrays)
+        if after is not None and after is not place and place.capturing():
+            after = None  # a graph cannot wait for what is not in it
+        return streams.on(place, after)
 
     def place(self) -> Any:
         """Where this thread works."""
@@ -195,21 +210,51 @@ class CudaTarget:
         """Run a public function on its stream, the short way if it repeats; see `numkv.targets.cuda_calls`."""
         return self._calls.run(function, call, stream, arrays, options)
 
-    def watch(self, k: Any, v: Any, mark: Any = None) -> int:
+    def watch(self, k: Any, v: Any, marker: Any = None) -> int:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
-        return calls.watch(k, v, mark)
+        return calls.watch(k, v, marker)
 
-    def collect_late(self, wait: bool = False) -> None:
-        """Have `mark` called for what kernels have reported; with `wait` once all that has been launched is done."""
-        calls.collect_late(wait)
+    def new_watch(self) -> Any:
+        """What an object that writes has, for kernels to report to."""
+        return Watch()
 
-    def refuse_capture(self, what: str) -> None:
+    def collect_late(self, watch: Any, wait: bool = False) -> None:
+        """Call `Marker.mark` for what kernels have reported; with `wait` once all that was launched is done."""
+        calls.collect_late(watch, wait)
+
+    def repeats(self) -> Any:
+        """What makes an object's calls that repeat the short way; None in the simulator."""
+        return None if self._simulated else Repeats(self.accept)
+
+    def number(self, value: int, which: int) -> int:
+        """A number that differs between calls that are the same otherwise, where one is written down."""
+        return value if streams.recording() is None else Number.of(value, which)
+
+    def length(self, length: int) -> Array:
+        """An array of one element; it is a part of one that has been made already."""
+        if self._simulated:
+            return self._upload(np.array([length], np.int64))
+        return uploads.length(length)
+
+    def refuse_capture(self, what: str, instead: str = "") -> None:
         """Refuse to do what a CUDA graph would repeat with the numbers of the day, while a stream is captured."""
-        if streams.current().capturing():
+        if calls.capturing():
             raise NotSupported(
                 f"{what}: expected a stream that is not captured, as a CUDA graph would repeat this with the same "
-                "numbers; capture functions such as paged_append and paged_decode_attention over device arrays"
+                f"numbers; capture {instead or calls.CAPTURABLE}"
             )
+
+    def hold(self, *objects: Any) -> bool:
+        """Have the CUDA graph that is being captured keep objects; False, and nothing, where none is."""
+        return not self._simulated and graphs.hold(streams.current(), *objects)
+
+    def fixed(self, layout: Layout) -> Fixed:
+        """New arrays of integers, filled by one copy that nobody waits for."""
+        return DeviceFixed(layout)
+
+    def constant(self, x: HostArray) -> Array:
+        """A copy on the device, made while the host waits, also beside a capture."""
+        return self._cuda.to_device(x) if self._simulated else uploads.constant(x)
 
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
@@ -247,9 +292,10 @@ class CudaTarget:
         streams.spoil()
         self.refuse_capture("a copy to the host")
         device: Any = self.accept(x, "array")
-        words: Any = self.words(device)
-        streams.current().synchronize()
-        host = words.copy_to_host()
+        with calls.beside(device):
+            words: Any = self.words(device)
+            streams.current().synchronize()
+            host = words.copy_to_host()
         return host if host.dtype == device.dtype else host.view(device.dtype)
 
     # -- views

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,18 @@ from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
 from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
-from numkv.targets.call import Call, Mark
+from numkv.targets.call import Call, Marker
 
 __all__ = [
+    "CAPTURABLE",
     "HERE",
     "Calls",
+    "Unlike",
+    "beside",
+    "capturing",
     "collect_late",
+    "described",
+    "given_of",
     "handle_of",
     "place_of",
     "raise_late",
@@ -39,6 +47,12 @@ class _Here:
 
 #: What `Calls.run` passes as `stream` to the function that it runs.
 HERE = _Here()
+
+#: What can be a part of a CUDA graph.
+CAPTURABLE = (
+    "functions such as paged_append and paged_decode_attention over device arrays, or steps of a PagedKVCache that "
+    "lie in its step_buffers"
+)
 
 #: Layouts of calls that are kept for the short way.
 MOST_REPLAYS = 4096
@@ -81,9 +95,17 @@ def handle_of(stream: Any) -> int:
 
 def torch_stream(device: int) -> int:
     """The stream that torch has current."""
+    return int(_raw_stream()(device))
+
+
+@functools.cache
+def _raw_stream() -> Callable[[int], int]:
+    """What tells the pointer of torch's current stream, without a stream object where torch lets it."""
     import torch
 
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    raw: Callable[[int], int] | None
+    raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 def _producer(x: Any) -> int | None:
@@ -101,20 +123,52 @@ def _device_of(arrays: tuple[Any, ...]) -> int:
     """The device that arrays are on; where they do not say, the thread's."""
     if streams.one_device():
         return 0
-    for x in arrays:
-        if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
-            return int(x.device.index)
-        if getattr(x, "__cuda_ndarray__", False):
-            return int(x.gpu_data.context.device.id)
-        interface = getattr(x, "__cuda_array_interface__", None)
-        if interface is not None:
-            from cuda.bindings import driver
+    there = {device for device in map(_own_device, arrays) if device is not None}
+    if len(there) > 1:
+        raise NotSupported(
+            f"expected all arrays on one device, got some on each of the devices {sorted(there)}; copy them to one"
+        )
+    return there.pop() if there else streams.default().device
 
-            ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-            error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
-            if error == driver.CUresult.CUDA_SUCCESS:
-                return int(device)
-    return streams.default().device
+
+def _own_device(x: Any) -> int | None:
+    """The device that an array is on; None where it does not say."""
+    if type(x).__module__.partition(".")[0] == "torch" and getattr(x, "is_cuda", False):
+        return int(x.device.index)
+    if getattr(x, "__cuda_ndarray__", False):
+        return int(x.gpu_data.context.device.id)
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is not None and interface["data"][0]:
+        from cuda.bindings import driver
+
+        ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        error, device = driver.cuPointerGetAttribute(ordinal, interface["data"][0])
+        if error == driver.CUresult.CUDA_SUCCESS:
+            return int(device)
+    return None
+
+
+def beside(x: Any) -> Any:
+    """A context in which this thread works on an array's device: on the stream that it works on if that is there."""
+    if SIMULATED or streams.one_device():
+        return contextlib.nullcontext()
+    device = _own_device(x)
+    here = streams.current()
+    return streams.on(here if device in (None, here.device) else streams.place(device, 0))
+
+
+def capturing() -> bool:
+    """Whether what this thread launches now becomes a part of a CUDA graph: numkv's, or one of torch's stream."""
+    here = streams.chosen()
+    if here is not None:
+        return here.capturing()
+    torch = sys.modules.get("torch")
+    try:
+        return torch is not None and bool(
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        )
+    except AttributeError:  # another module of that name
+        return False
 
 
 def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
@@ -142,7 +196,7 @@ def place_of(stream: Any, arrays: tuple[Any, ...]) -> streams.Place:
     return streams.place(_device_of(arrays), handle)
 
 
-class _Unlike(Exception):
+class Unlike(Exception):
     """An argument that the short way does not know."""
 
 
@@ -158,7 +212,7 @@ def _numba(x: Any) -> _Read:
 
 def _torch(x: Any) -> _Read:
     if not x.is_cuda or x.requires_grad:
-        raise _Unlike
+        raise Unlike
     device = x.device
     return x.data_ptr(), (x.shape, x.stride(), x.dtype, device), -1 - device.index
 
@@ -188,6 +242,48 @@ def _reader(of: type) -> Callable[[Any], _Read] | None:
     return _interface if hasattr(of, "__cuda_array_interface__") else None
 
 
+def described(arrays: tuple[Any, ...], layout: list[Any], pointers: list[int]) -> int | None:
+    """Append to a layout what matters of arguments, and to `pointers` where they lie.
+
+    Returns
+    -------
+    int or None
+        The stream of the first library that names one, for torch the device, as a negative number.
+
+    Raises
+    ------
+    Unlike, TypeError, AttributeError
+        If there is an argument that the short way does not know.
+    """
+    producer: int | None = None
+    for x in arrays:
+        of = type(x)
+        pointer, about, named = _reader(of)(x)  # type: ignore[misc,arg-type]
+        pointers.append(pointer)
+        layout += (of, about, pointer & 15)
+        if named is not None and producer is None:
+            producer = named
+    return producer
+
+
+def given_of(
+    arrays: tuple[Any, ...], accept: Callable[[Any, str], Array], names: Sequence[str] = ()
+) -> list[Given | None] | None:
+    """Where arguments lie, None for those that are no arrays; None where one goes backwards."""
+    given: list[Given | None] = []
+    for i, x in enumerate(arrays):
+        if x is None or isinstance(x, (bool, int, float)):
+            given.append(None)
+            continue
+        a: Any = accept(x, names[i] if names else "array")
+        if any(step < 0 for step in a.strides):
+            return None
+        steps = zip(a.shape, a.strides, strict=True)
+        nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
+        given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
+    return given
+
+
 class Calls:
     """How public functions run on CUDA."""
 
@@ -212,17 +308,25 @@ class Calls:
         arrays, options : tuple
             Its arguments, in the order of `call`.
         """
-        if call.late:
-            raise_late()
         if SIMULATED:
-            with streams.on(place_of(stream, arrays)):
+            place = place_of(stream, arrays)
+            if call.late:
+                raise_late(place)
+            with streams.on(place):
                 return function(**_named(call, arrays, options), stream=HERE)
         key, place, pointers = self._short(function, stream, arrays, options)
+        if call.late:
+            raise_late(place)
         replay = self._replays.get(key)
         if replay is not None and streams.ready(place):
             held = replay.run(place, pointers)
             if held is not None:
                 return self._returned(replay, held, call, arrays) if replay.results else None
+        if call.validate is not None and options[call.validate] is True and place.capturing():
+            raise NotSupported(
+                f"{function.__name__}: expected validate=False while a stream is captured, got True, which waits for "
+                "the device"
+            )
         with streams.on(place):
             if key is None:
                 return function(**_named(call, arrays, options), stream=HERE)
@@ -237,26 +341,21 @@ class Calls:
         """What identifies the call, or None if it cannot be repeated; where it runs; and pointers of its arrays."""
         layout: list[Any] = [function]
         pointers: list[int] = []
-        producer: int | None = None
         try:
-            for x in arrays:
-                of = type(x)
-                pointer, described, named = _reader(of)(x)  # type: ignore[misc,arg-type]
-                pointers.append(pointer)
-                layout += (of, described, pointer & 15)
-                if named is not None and producer is None:
-                    producer = named
+            producer = described(arrays, layout, pointers)
             for x in options:
                 layout += (type(x), x)
             if stream is not None or not streams.one_device():
                 place = place_of(stream, arrays)
+                if producer is not None and producer < 0:  # torch's own may be another one
+                    layout.append(torch_stream(-1 - producer))
             else:
                 handle = producer or 0
                 place = streams.place(0, torch_stream(-1 - handle) if handle < 0 else handle)
             layout += (place.handle, place.device)
             key = tuple(layout)
             hash(key)
-        except (_Unlike, TypeError, KeyError, AttributeError):
+        except (Unlike, TypeError, KeyError, AttributeError):
             return None, place_of(stream, arrays), pointers
         return None if streams.recording() is not None else key, place, pointers
 
@@ -280,17 +379,9 @@ class Calls:
         if recording.spoiled:
             return
         results = result if isinstance(result, tuple) else () if result is None else (result,)
-        given: list[Any] = []
-        for name, x in zip(call.arrays, arrays, strict=True):
-            if x is None or isinstance(x, (bool, int, float)):
-                given.append(None)
-                continue
-            a: Any = self._accept(x, name)
-            if any(step < 0 for step in a.strides):
-                return
-            steps = zip(a.shape, a.strides, strict=True)
-            nbytes = a.dtype.itemsize + sum((n - 1) * step for n, step in steps)
-            given.append(Given(memory.pointer_of(a), nbytes if math.prod(a.shape) else 0))
+        given = given_of(arrays, self._accept, call.arrays)
+        if given is None:
+            return
         replay = replay_of(recording, given, call.written, results, place)
         if replay is not None:
             if len(self._replays) >= MOST_REPLAYS:
@@ -306,34 +397,53 @@ def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dic
 _pending: list[NonFiniteInput] = []
 
 
-def raise_late() -> None:
-    """Raise what writes of functions before found in their rows, as far as it has arrived."""
-    collect_late()
+def raise_late(place: streams.Place) -> None:
+    """Raise what writes of functions before found in their rows, as far as it has arrived.
+
+    Parameters
+    ----------
+    place : Place
+        Where the call runs that comes: what has arrived is fetched when no stream is captured, as that waits.
+    """
+    arrived = late.functions_arrived()
+    if arrived and not (place.capturing() or capturing()):
+        for watch in arrived:
+            _collect_functions(watch)
     if _pending:
         raise _pending.pop(0)
 
 
-def collect_late(wait: bool = False) -> None:
-    """Hand out what has been reported: to the objects that wrote, and to the next function; see `Target`."""
+def _collect_functions(watch: late.Watch) -> None:
+    told = -1
+    for report in watch.take():
+        if report.call != told:  # of each call the first token
+            told = report.call
+            _pending.append(_late_error(report))
+
+
+def collect_late(watch: Any, wait: bool = False) -> None:
+    """See `numkv.targets.base.Target.collect_late`."""
+    if watch is None or not (wait or watch.arrived()) or capturing():  # which waiting would break
+        return
     if wait:
         late.wait()
-    if late.arrived():
-        report = late.take()
-        if report is not None:
+    for report in watch.take():
+        if report.what is not None:
             error = _late_error(report)
-            mark = None if report.what is None else report.what[2]
-            if mark is None:
-                _pending.append(error)
-            else:
-                mark(error.index[0], error)  # type: ignore[index]
+            marker: Marker = report.what[2]
+            marker.mark(marker.first + error.index[0], error, report.call)  # type: ignore[index]
 
 
 def watch(
-    k: tuple[str, tuple[int, ...], Kind], v: tuple[str, tuple[int, ...], Kind],
-    mark: Mark | None,
+    k: tuple[str, tuple[int, ...], Kind, int], v: tuple[str, tuple[int, ...], Kind, int],
+    marker: Marker | None,
 ) -> int:  # fmt: skip
     """See `numkv.targets.base.Target.watch`."""
-    return late.number((k, v, mark))
+    lasting = streams.current().capturing()
+    if marker is None:
+        return late.of_functions().look((k, v, None), lasting)
+    watch: late.Watch = marker.watch
+    return watch.look((k, v, marker._replace(watch=None)), lasting)
 
 
 def _late_error(report: late.Report) -> NonFiniteInput:
@@ -342,8 +452,8 @@ def _late_error(report: late.Report) -> NonFiniteInput:
         return NonFiniteInput(
             "expected finite numbers in an earlier call, got NaN or infinity", index=()
         )
-    name, shape, kind = report.what[report.of_v]
-    index = tuple(int(i) for i in np.unravel_index(report.index, shape))
+    name, shape, kind, axes = report.what[report.of_v]
+    index = tuple(int(i) for i in np.unravel_index(report.index, shape)[:axes])
     return NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
         "call; the row was stored as zeros",

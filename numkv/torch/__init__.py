@@ -1,8 +1,9 @@
 """numkv on PyTorch's tensors: the same functions and caches, tensors in and tensors out.
 
-``numkv.torch`` has the names of `numkv` that take or give arrays. Tensors on the CPU are taken without a copy, of every
-float dtype that there is a kind for (bfloat16 and 8-bit floats too), contiguous or strided, under ``no_grad`` and
-``inference_mode``. What comes back is a tensor; with `out` it is `out` itself. Everything else is as `numkv` says.
+``numkv.torch`` has the names of `numkv` that take or give arrays. Tensors on the CPU, and on a CUDA device where that
+is the target, are taken without a copy, of every float dtype that there is a kind for (bfloat16 and 8-bit floats too),
+contiguous or strided, under ``no_grad`` and ``inference_mode``. What comes back is a tensor; with `out` it is `out`
+itself. Everything else is as `numkv` says.
 
 - **Functions** run at once, past PyTorch's dispatcher. Under ``torch.compile`` they become operators,
   ``torch.ops.numkv``, which have fake implementations and say what they change; see `numkv.torch.operators`.

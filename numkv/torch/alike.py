@@ -93,7 +93,7 @@ class AlikeCalls:
             return
         for x, array in zip(tensors, arrays, strict=True):
             # Where there are gradients the plain way decides; and memory has to be where the array says.
-            if x.requires_grad or (array.size and x.data_ptr() != array.ctypes.data):
+            if x.is_cuda or x.requires_grad or (array.size and x.data_ptr() != array.ctypes.data):
                 return
         made = _Known(_check_of(tensors), [_Form.of(array) for array in arrays], {})
         earlier = self._known.get(len(tensors), [])

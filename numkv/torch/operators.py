@@ -9,8 +9,14 @@ Each function is an operator of the same name; what varies its results has a nam
 =================================  =====================================================================
 
 and likewise ``prefill_attention``, ``paged_decode_attention`` and ``paged_prefill_attention``. ``append``,
-``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU and a fake one,
-which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are refused.
+``paged_append`` and ``paged_write`` say in their schemas what they write. Each has a kernel for the CPU, one for CUDA
+and a fake one, which gives shapes and dtypes; none has a formula for gradients, and inputs that require them are
+refused.
+
+On CUDA all tensors are on one device, and kernels run on the stream that PyTorch has current there. Outputs are memory
+of PyTorch's, but for the lse, and for what ``merge_states`` and ``attention_weights`` return. In a CUDA graph use
+``.out`` operators and those that write: they launch kernels and nothing else. The others can be captured too, and have
+memory of the graph. Call each once before, so that its kernels are there.
 
 The functions of `numkv.torch` call these where they are traced, and go past them otherwise.
 """
@@ -24,6 +30,7 @@ import numpy as np
 import torch
 
 import numkv
+from numkv.errors import NotSupported
 from numkv.torch.tensors import converter, refuse_gradient, tensors_of
 
 __all__ = ["calls"]
@@ -72,10 +79,13 @@ _OTHERS = {
 _library = torch.library.Library("numkv", "DEF")  # operators live as long as it does
 
 
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Add an operator with its kernel for the CPU and its fake one."""
+def _define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], on_cuda: Callable[..., Any] | None = None
+) -> None:  # fmt: skip
+    """Add an operator with its kernels for the CPU and for CUDA, and its fake one."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, run, "CPU")
+    _library.impl(name, run if on_cuda is None else on_cuda, "CUDA")
     torch.library.register_fake(f"numkv::{name}", fake, lib=_library)
 
 
@@ -114,6 +124,11 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
         q, v = args[0], args[2]
         return q.new_empty((q.shape[0], q.shape[1], _value_dim(v, v_scale)))
 
+    def run_cuda(*args: Any, **options: Any) -> Any:
+        out = fake(*args, **options)  # a tensor like the real one: of these there is one
+        run_out(*args, out=out, **options)
+        return out
+
     def fake_lse(*args: Any, **options: Any) -> Any:
         q = args[0]
         return fake(*args, **options), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -121,7 +136,7 @@ def _define_attention(name: str, inputs: tuple[str, ...]) -> None:
     def fake_out(*args: Any, **options: Any) -> None:
         _no_gradients(**dict(zip(inputs, args, strict=True)))
 
-    _define(name, f"({tensors}, *, {_OPTIONS}) -> Tensor", run, fake)
+    _define(name, f"({tensors}, *, {_OPTIONS}) -> Tensor", run, fake, run_cuda)
     _define(f"{name}.lse", f"({tensors}, *, {_OPTIONS}) -> (Tensor, Tensor)", run_lse, fake_lse)
     _define(f"{name}.out", f"({tensors}, *, {_OPTIONS}, Tensor(a!) out) -> ()", run_out, fake_out)
 
@@ -167,7 +182,13 @@ def _define_other(name: str, inputs: str, result: str) -> None:
         arrays, named = convert(args, options)
         return tensors_of(function(*arrays, **named))
 
-    _define(name, f"({inputs}) -> {result}", run, _FAKES[name])
+    def write_cuda(*args: Any, **options: Any) -> Any:
+        out = _fake_write(*args[:2], **options)
+        run(*args, q_out=out, **options)
+        return out
+
+    on_cuda = write_cuda if name == "paged_write" else None
+    _define(name, f"({inputs}) -> {result}", run, _FAKES[name], on_cuda)
 
 
 for _name, _inputs in _ATTENTION.items():
@@ -177,6 +198,15 @@ for _name, (_inputs_of, _result) in _OTHERS.items():
 
 
 # -- calls of operators that look like those of functions
+
+
+def _refuse_stream(options: dict[str, Any]) -> None:
+    """Take `stream` out of a traced call, which runs on PyTorch's current one."""
+    if options.pop("stream", None) is not None:
+        raise NotSupported(
+            "`stream`: expected None where calls are traced, as operators run on the stream that PyTorch has current; "
+            "choose it by torch.cuda.stream"
+        )
 
 
 def _tensor(x: Any) -> Any:
@@ -196,6 +226,7 @@ def _attention_call(name: str) -> Callable[..., Any]:
         validate: bool = False,
         **options: Any,
     ) -> Any:
+        _refuse_stream(options)
         options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
         options["window_left"] = -1 if window_left is None else window_left
         inputs = tuple(map(_tensor, inputs))
@@ -217,6 +248,7 @@ def _other_call(name: str) -> Callable[..., Any]:
     defaults = {"logits_soft_cap": 0.0, "window_left": -1, "eps": 1e-6, "check_finite": True}
 
     def call(*inputs: Any, q_out: Any = None, validate: bool = False, **options: Any) -> Any:
+        _refuse_stream(options)
         for option, value in defaults.items():
             if option in options and options[option] is None:
                 options[option] = value

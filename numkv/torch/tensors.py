@@ -42,7 +42,7 @@ _TO_TORCH = {
 
 
 def array_of(x: Any, name: str) -> Any:
-    """The NumPy array on a tensor's memory; anything else as it is.
+    """The NumPy array on a tensor's memory; a tensor on a CUDA device as it is, which numkv takes, and anything else.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def array_of(x: Any, name: str) -> Any:
     Raises
     ------
     NotSupported
-        If the tensor requires a gradient that is being recorded, is not in host memory, or has no memory of its own.
+        If the tensor requires a gradient that is being recorded, is on another device, or has no memory of its own.
     UnsupportedDType
         If NumPy has no such dtype, and numkv has no kind for it.
     """
@@ -63,6 +63,8 @@ def array_of(x: Any, name: str) -> Any:
     if x.requires_grad:
         refuse_gradient(x, name)
         x = x.detach()
+    if x.is_cuda:
+        return x
     viewed = _TO_NUMPY.get(x.dtype)
     try:
         if viewed is None:
@@ -85,8 +87,7 @@ def _refusal(x: Any, name: str, error: Exception) -> Exception:
     """The error for a tensor that NumPy cannot take."""
     if x.device.type != "cpu":
         return NotSupported(
-            f"`{name}`: expected a tensor on the CPU, got one on {x.device}; move it with .cpu(), or pass device "
-            "arrays to the functions of numkv itself"
+            f"`{name}`: expected a tensor on the CPU or on a CUDA device, got one on {x.device}; move it with .cpu()"
         )
     if x.layout is not torch.strided or x.is_quantized:
         what = "quantised" if x.is_quantized else str(x.layout)
@@ -130,6 +131,8 @@ def tensors_of(x: Any) -> Any:
         return type(x)(map(tensors_of, x))
     if type(x) is dict:
         return {key: tensors_of(value) for key, value in x.items()}
+    if getattr(x, "__cuda_ndarray__", False):
+        return torch.from_dlpack(x)
     if type(x) in counterparts:
         x.__class__ = counterparts[type(x)]
     return x

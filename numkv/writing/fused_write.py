@@ -16,7 +16,7 @@ from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.pool import Pool, refuse_non_finite
 from numkv.storage.tables import one_block_each
 from numkv.targets.base import Array, Target
-from numkv.targets.call import Mark
+from numkv.targets.call import Marker
 
 __all__ = ["DEFAULT_EPS", "Projection", "QKMode"]
 
@@ -207,16 +207,22 @@ class Projection:
             self._run(ops.write_rows, first, pool, block_table, start, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
-            self._run(ops.write_rows, first, aside, one_block_each(pool.target.key, 1)[0], 0)
+            self._run(ops.write_rows, first, aside, one_block_each(pool.target.device_key, 1)[0], 0)
             pool.append(*_rows_of(aside), block_table, start, look)
 
-    def watch(self, pool: Pool, mark: Mark | None = None) -> int:
+    def watch(self, pool: Pool, marker: Marker | None = None) -> int:
         """Have the kernel look for NaN and infinity in what it quantises; see `Pool.watch`."""
         if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             return 0
-        shape = tuple(self.qkv.shape)
-        of_k, of_v = ("qkv", shape, pool.k_kind), ("qkv", shape, pool.v_kind)
-        return pool.target.watch(of_k, of_v, mark)
+        shape, axes = tuple(self.qkv.shape), 2
+        shapes = shape, shape
+        if (
+            pool.rotate
+        ):  # it is the rotated rows of K and V that are looked at, and the token that is told
+            heads, axes = int(pool.k.shape[1]), 1
+            shapes = (shape[0], heads, pool.head_dim), (shape[0], heads, pool.head_dim_v)
+        of_k, of_v = (("qkv", s, k, axes) for s, k in zip(shapes, (pool.k_kind, pool.v_kind), strict=True))  # fmt: skip
+        return pool.target.watch(of_k, of_v, marker)
 
     def scatter(self, pool: Pool, slot_mapping: Array, positions: Array, look: int = 0) -> None:
         """Write the new tokens of many sequences, and q to `q_out`.

@@ -55,6 +55,7 @@ class Paged(Single):
         self.steps: list[Pair] = []
         self.ended: list[Pair] = []
         self.swapped: list[Pair] = []
+        self.buffers: list[Pair] = []
         self.seq = 0
 
     def held(self, side: int) -> list[object]:
@@ -83,14 +84,14 @@ class Paged(Single):
             return 0
 
     def tokens_of_rows(self, d: Draw) -> int:
-        return self.step().num_tokens
+        return self.step()._rows
 
     def tokens_of_queries(self, d: Draw) -> int:
         if "sequences" in d.given:
             return len(d.given["sequences"])
         if "seq" in d.given:
             return super().tokens_of_queries(d)
-        return self.step().num_tokens
+        return self.step()._rows
 
     def own_arrays(self) -> list[np.ndarray]:
         return [
@@ -163,6 +164,14 @@ def _swapped_out(scene, d, ours, theirs) -> None:
     scene.swapped = [*scene.swapped, Pair(ours, theirs)][-3:]
 
 
+def _into(d: Draw) -> object:
+    return d.choice(d.scene.buffers) if d.scene.buffers and d.randrange(2) else OMIT
+
+
+def _buffers_made(scene, d, ours, theirs) -> None:
+    scene.buffers = [*scene.buffers, Pair(ours, theirs)][-2:]
+
+
 def _chosen(scene, d, ours, theirs) -> None:
     scene.choose_step()
 
@@ -202,7 +211,26 @@ WINDOWS = Arg(
 )
 Paged.rows = [
     _row("add", {"tokens": TOKENS, "extra": EXTRA}, 2),
-    _row("reserve", {"sequences": SEQUENCES, "new_lens": Arg("integers", _new_lens)}, 3, _begun),
+    _row(
+        "reserve",
+        {
+            "sequences": SEQUENCES,
+            "new_lens": Arg("integers", _new_lens),
+            "into": Arg("object", _into),
+        },
+        3,
+        _begun,
+    ),
+    _row(
+        "step_buffers",
+        {
+            "num_seqs": integer(1, 3, "size"),
+            "num_tokens": integer(1, 9, "size"),
+            "max_length": integer(1, 9, "size"),
+        },
+        0.4,
+        _buffers_made,
+    ),
     _row(
         "commit",
         {

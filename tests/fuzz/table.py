@@ -69,6 +69,8 @@ def rows_of(scene: Scene) -> list[Row]:
                 continue
             if isinstance(member, property):
                 found.append(Row(full, {}, key, call=_get(name), weight=SELDOM))
-            elif inspect.isfunction(member) and len(inspect.signature(member).parameters) == 1:
-                found.append(Row(full, {}, key, weight=SELDOM))
+            elif inspect.isfunction(member):
+                names = set(list(inspect.signature(member).parameters)[1:])
+                if names <= {"stream"}:
+                    found.append(Row(full, dict.fromkeys(names, STREAM), key, weight=SELDOM))
     return found

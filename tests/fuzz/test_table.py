@@ -23,6 +23,7 @@ LEFT_OUT = {
     "num_threads": "a ``with`` block; tests/test_num_threads.py",
     "Kind": "a row of the table of kinds, made by nobody else",
     "Step": "made by `PagedKVCache.reserve`",
+    "StepBuffers": "made by `PagedKVCache.step_buffers`",
     "BoundAttention": "made by `bind`",
     "BoundLayer": "made by `bind`; tests/objects/test_bound_misuse.py",
     "BoundStep": "made by `BoundAttention.begin`; tests/objects/test_bound_misuse.py",
@@ -83,7 +84,7 @@ def test_everything_public_is_in_the_table():
         if (
             left_out(name)
             or method in ENDING
-            or ("." in name and not arguments and name not in rows)
+            or ("." in name and not set(arguments) - {"stream"} and name not in rows)
         ):
             continue
         if name not in rows:

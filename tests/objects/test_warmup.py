@@ -35,6 +35,23 @@ def test_what_is_warm_is_not_compiled_again(tmp_path):
     assert "'hits': 0" not in second.stdout
 
 
+@pytest.mark.slow
+def test_processes_put_kernels_on_disk_for_this_one(tmp_path):
+    code = "import numkv; print(numkv.warmup(['fp16', 'bf16'], dtypes=['fp16'], processes=2))"
+    env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=500, check=True
+    )  # fmt: skip
+    assert "'misses': 0" in run.stdout
+    assert "'hits': 0" not in run.stdout
+
+
+def test_processes_are_a_number_of_them():
+    for wrong, error in ((0, numkv.DimensionMismatch), ("2", TypeError)):
+        with pytest.raises(error, match="processes"):
+            numkv.warmup([], processes=wrong)
+
+
 def test_kinds_apart_and_quantised(capsys):
     found = numkv.warmup([("int8", "fp16")])
     again = numkv.warmup([("int8", "fp16")])

@@ -108,3 +108,42 @@ def test_errors_come_through_operators():
     q, k, v, lens = operands()
     with pytest.raises(IndexError, match="seq_lens"):
         OPS.decode_attention(q, k, v, lens + 100)
+
+
+def test_a_stream_cannot_be_chosen_in_a_traced_call():
+    q, k, v, lens = operands()
+    new = k[:, :, 0].clone()
+    operators.calls["paged_append"](new, new, k, v, torch.tensor([6, 40]), stream=None)
+    for name, args in (("decode_attention", (q, k, v, lens)), ("attention_weights", (q, k, lens))):
+        with pytest.raises(numkv.NotSupported, match=r"^`stream`: expected None where"):
+            operators.calls[name](*args, stream=5)
+
+
+# -- on CUDA
+
+
+def test_every_operator_has_a_kernel_for_cuda():
+    for operator, _, _ in CASES:
+        name = f"{operator._schema.name}.{operator._overloadname}".removesuffix(".default")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"), name
+
+
+@pytest.mark.parametrize(("operator", "args", "options"), CASES, ids=lambda x: str(x)[6:40])
+def test_shapes_of_operators_on_fake_tensors_of_a_cuda_device(operator, args, options):
+    """Results are on the device, of the shapes and dtypes that they have on the CPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def there(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+    want = operator(*args, **options)
+    with FakeTensorMode():
+        found = operator(*map(there, args), **{n: there(x) for n, x in options.items()})
+    if want is None:
+        assert found is None
+        return
+    for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, want)), strict=True):
+        assert (x.device.type, x.shape, x.dtype) == ("cuda", y.shape, y.dtype)

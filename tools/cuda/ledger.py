@@ -4,9 +4,9 @@
 
 Every operation of the CUDA target runs on the stub driver (`tools.cuda.stub_driver`), warm: kernels are compiled and
 loaded, but do nothing. For each line the table has launches, copies, allocations, frees and waits a call, and host
-microseconds a call, without a log. Arrays are Numba's own, torch-like ones (``__cuda_array_interface__`` of version 2,
-which names no stream) and CuPy-like ones (version 3, with a stream). A real driver adds about 2 us a launch; the table
-says nothing about a GPU.
+microseconds a call, without a log. Arrays are Numba's own, torch-like ones (what numkv asks of a tensor, by methods and
+attributes), and CuPy-like ones (``__cuda_array_interface__`` of version 3, with a stream). A real driver adds about
+2 us a launch; the table says nothing about a GPU.
 
 Lines that ask for more than `LIMITS` allow are marked; ``--strict`` then exits with 1.
 """
@@ -17,10 +17,11 @@ import argparse
 import re
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -54,7 +55,16 @@ class Limit(NamedTuple):
 LIMITS = [
     Limit(r"^paged_(decode|prefill)_attention .*out=", {"launches": 2}),
     Limit(r"^paged_(append|write) ", {"launches": 1}),
-    Limit(r"^PagedKVCache ", {"launches": 3 * LAYERS, "async copies": 1}),
+    Limit(r"^PagedKVCache .*: a step", {"launches": 3 * LAYERS, "async copies": 1}),
+    Limit(r"^CausalCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 1}),
+    Limit(
+        r"^WrapperCache .*: a pass", {"launches": 3 * LAYERS, "async copies": 2}
+    ),  # of two caches
+    Limit(r"^(KVCache|\w+Layer) .*: (append|write)", {"launches": 1}),
+    Limit(r"^(KVCache|\w+Layer) .*: decode_attention", {"launches": 2}),
+    Limit(r"rotated: a token", {"launches": 3}),  # rows of K, rows of V, and the append
+    Limit(r": a call", {"launches": 3}),
+    Limit(r"^first_non_finite", {"launches": 1, "async copies": 2, "blocking waits": 1}),
 ]
 
 
@@ -80,23 +90,60 @@ class Measured:
 class Foreign:
     """An array of another library, as numkv sees it."""
 
-    def __init__(self, array: Any, version: int) -> None:
+    def __init__(self, array: Any) -> None:
         self.dtype, self.shape, self._array = array.dtype, array.shape, array
-        self._version = version
+        self._pointer = array.__cuda_array_interface__["data"][0]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        array = self._array
-        found = {
-            "shape": array.shape, "typestr": array.dtype.str, "strides": None, "version": self._version,
-            "data": (array.__cuda_array_interface__["data"][0], False),
+        return {
+            "shape": self.shape, "typestr": self.dtype.str, "strides": None, "version": 3,
+            "data": (self._pointer, False), "stream": 1,
         }  # fmt: skip
-        return found | ({"stream": 1} if self._version == 3 else {})
 
 
-def foreign(array: Any, version: int) -> Any:
-    """An array as another library hands it over; itself where the interface has no name for its dtype."""
-    return array if array.dtype.str[1] == "V" else Foreign(array, version)
+class Named(NamedTuple):
+    """A dtype, or a device, of torch."""
+
+    name: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Tensor:
+    """What numkv asks of a tensor of torch on a device; each answer takes about as long as torch's."""
+
+    is_cuda, requires_grad, device = True, False, Named("cuda:0")
+    dtypes: ClassVar[dict[str, Named]] = {}
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self._array = array.shape, array
+        self.dtype = self.dtypes.setdefault(array.dtype.name, Named(f"torch.{array.dtype.name}"))
+        self._strides = tuple(n // array.dtype.itemsize for n in array.strides)
+        self._pointer = array.__cuda_array_interface__["data"][0]
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+
+Tensor.__module__ = "torch"
+
+
+def stand_in_for_torch() -> None:
+    """Have numkv find a torch whose current stream is the default one."""
+    torch: Any = types.ModuleType("torch")
+    torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0)
+    sys.modules["torch"] = torch
+
+
+def cupy_like(array: Any) -> Any:
+    """An array as CuPy hands it over; itself where the interface has no name for its dtype."""
+    return array if array.dtype.str[1] == "V" else Foreign(array)
 
 
 def measure(driver: stub_driver.Driver, line: Line, seconds: float = 0.2) -> Measured:
@@ -198,7 +245,7 @@ class Maker:
 
 Arrays = list[tuple[str, Callable[[Any], Any]]]
 ARRAYS: Arrays = [
-    ("Numba", lambda x: x), ("torch-like", lambda x: foreign(x, 2)), ("CuPy-like", lambda x: foreign(x, 3))
+    ("Numba", lambda x: x), ("torch-like", Tensor), ("CuPy-like", cupy_like)
 ]  # fmt: skip
 
 
@@ -293,7 +340,7 @@ def object_lines(make: Maker) -> Iterator[Line]:
     """A token through caches."""
     numkv = make.numkv
     row, q = make.array((HEADS, DIM), np.float16), make.array((Q_HEADS, DIM), np.float16)
-    for kind in ("fp16", "int8"):
+    for kind in ("fp16", "int8", "int4", "fp8_e4m3"):
         cache = numkv.KVCache(LAYERS, HEADS, DIM, max_seq_len=4096, kind=kind, target="cuda")
 
         def token(cache=cache):
@@ -313,13 +360,31 @@ def object_lines(make: Maker) -> Iterator[Line]:
         qkv = make.array((1, (Q_HEADS + 2 * HEADS) * DIM), np.float16)
         tables = [make.array((LENGTH, DIM // 2), np.float32) for _ in range(2)]
 
-        def write(layer=layer, qkv=qkv, tables=tables):
-            if len(layer) > 4000:
-                layer.truncate(10)
-            rows = layer.write(qkv, num_q_heads=Q_HEADS, cos=tables[0], sin=tables[1], qk_mode=2)
-            layer.decode_attention(rows)
+        yield from layer_lines(f"ContiguousLayer {kind}", layer, qkv, tables)
+        if kind in ("fp16", "int8"):
+            cache = numkv.KVCache(
+                LAYERS, HEADS, DIM, max_seq_len=4096, kind=kind, target="cuda", rotate=True
+            )
+            yield Line(
+                f"KVCache {kind}, rotated: a token of a layer", lambda c=cache: token(c), LAYERS
+            )
+            layer = numkv.PagedLayer(256, 16, HEADS, DIM, kind=kind, target="cuda")
+            layer.reserve(4096)
+            yield from layer_lines(f"PagedLayer {kind}", layer, qkv, tables)
 
-        yield Line(f"ContiguousLayer {kind}: write and decode_attention", write)
+
+def layer_lines(name: str, layer: Any, qkv: Any, tables: list[Any]) -> Iterator[Line]:
+    """A token through a layer."""
+    q = []
+
+    def write() -> None:
+        if len(layer) > 4000:
+            layer.truncate(10)
+        more = {"cos": tables[0], "sin": tables[1], "qk_mode": 2}
+        q[:] = [layer.write(qkv, num_q_heads=Q_HEADS, **more)]
+
+    yield Line(f"{name}: write", write)
+    yield Line(f"{name}: decode_attention", lambda: layer.decode_attention(q[0]))
 
 
 def cache_lines(make: Maker) -> Iterator[Line]:
@@ -336,7 +401,7 @@ def cache_lines(make: Maker) -> Iterator[Line]:
         step.append(layer, first, first)
     paged.commit(step, token_ids=np.concatenate(prompts))
 
-    def one():
+    def one(row=row, q=q):
         step = paged.reserve(seqs, [1] * B)
         for layer in range(LAYERS):
             step.append(layer, row, row)
@@ -344,23 +409,78 @@ def cache_lines(make: Maker) -> Iterator[Line]:
         paged.rollback(step)
 
     yield Line(f"PagedKVCache fp16: a step of {B} sequences and {LAYERS} layers", one)
+    tensors = Tensor(row), Tensor(q)
+    name = f"PagedKVCache fp16: a step of {B} sequences and {LAYERS} layers, torch-like arrays"
+    yield Line(name, lambda: one(*tensors))
+    yield Line("PagedKVCache fp16: swap_out and swap_in of a sequence", lambda: swap(paged, seqs))
+    bound_cache = numkv.KVCache(LAYERS, HEADS, DIM, max_seq_len=4096, kind="fp16", target="cuda")
+    bound = bound_cache.bind(Q_HEADS, "fp16")
+    rows, queries = make.array((1, HEADS, DIM), np.float16), make.array((1, Q_HEADS, DIM), np.float16)  # fmt: skip
 
-    cells = numkv.CausalCache()
-    cells.init("fp16", B, 512, 64, target="cuda")
-    at = [0]
-
-    def forward():
-        if at[0] >= 400:
-            for s in range(B):
-                cells.remove(s, 0)
-            at[0] = 0
-        cells.start_forward(numkv.Batch(positions=[at[0]] * B, sequences=list(range(B))))
+    def forward_bound():
+        if len(bound_cache) > 4000:
+            bound_cache.truncate(10)
+        now = bound.begin()
         for layer in range(LAYERS):
-            cells.put(layer, row, row)
-            cells.decode_attention(layer, q)
-        at[0] += 1
+            now(layer, queries, rows, rows)
+        bound_cache.advance()
 
-    yield Line(f"CausalCache fp16: a pass of {B} sequences and {LAYERS} layers", forward)
+    yield Line("KVCache fp16, bound: a call of a layer", forward_bound, LAYERS)
+    small = numkv.KVCache(LAYERS, HEADS, DIM, max_seq_len=512, kind="fp16", target="cuda")
+    some = make.array((64, HEADS, DIM), np.float16)
+
+    def compact():
+        small.truncate(0)
+        for layer in range(LAYERS):
+            small.append(layer, some, some)
+        small.advance(64)
+        small.compact(np.arange(0, 64, 2))
+
+    yield Line(
+        f"KVCache fp16: compact 64 tokens of {LAYERS} layers to 32, appended before", compact
+    )
+    yield from cell_lines(make, row, q)
+
+
+def swap(cache: Any, seqs: list[int]) -> None:
+    """A sequence to the host and back."""
+    swapped = cache.swap_out(seqs[0])
+    cache.remove(seqs[0])
+    seqs[0] = cache.swap_in(swapped)
+
+
+def cell_lines(make: Maker, row: Any, q: Any) -> Iterator[Line]:
+    """Passes of caches of cells, of one that wraps two, and of an encoder's rows."""
+    numkv = make.numkv
+    wrapper = numkv.WrapperCache(
+        numkv.SlidingWindowCache(128),
+        numkv.CausalCache(),
+        layer_types=[i % 2 for i in range(LAYERS)],
+    )
+    for name, cells in (("CausalCache", numkv.CausalCache()), ("WrapperCache", wrapper)):
+        cells.init("fp16", B, 512, 64, target="cuda")
+        at = [0]
+
+        def forward(cells=cells, at=at):
+            if at[0] >= 400:
+                for s in range(B):
+                    cells.remove(s, 0)
+                at[0] = 0
+            cells.start_forward(numkv.Batch(positions=[at[0]] * B, sequences=list(range(B))))
+            for layer in range(LAYERS):
+                cells.put(layer, row, row)
+                cells.decode_attention(layer, q)
+            at[0] += 1
+
+        yield Line(f"{name} fp16: a pass of {B} sequences and {LAYERS} layers", forward)
+    encoder = numkv.EncoderCache()
+    encoder.init("fp16", 1, 512, 64, target="cuda")
+    many = make.array((64, HEADS, DIM), np.float16)
+    encoder.start_forward(numkv.Batch(positions=[0], sequences=[0]))
+    encoder.put(0, many, many)
+    one = make.array((1, Q_HEADS, DIM), np.float16)
+    yield Line("EncoderCache fp16: put 64 rows", lambda: encoder.put(0, many, many))
+    yield Line("EncoderCache fp16: decode_attention", lambda: encoder.decode_attention(0, one))
 
 
 def other_lines(make: Maker) -> Iterator[Line]:
@@ -399,6 +519,9 @@ def other_lines(make: Maker) -> Iterator[Line]:
     heads = numkv.MultiHeadCompressor(HEADS, config, target="cuda")
     many = make.array((64, HEADS, DIM), f32)
     heads.extend(many, many, check_finite=False)
+    token = make.array((HEADS, DIM), f32)
+    growing = numkv.MultiHeadCompressor(HEADS, config, target="cuda")
+    yield Line("MultiHeadCompressor: append a token", lambda: growing.push_token(token, token))
     queries = make.array((HEADS, DIM), f32)
     yield Line("MultiHeadCompressor: attend", lambda: heads.attend(queries, check_finite=False))
     yield Line(
@@ -437,6 +560,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parse.parse_args(arguments)
     driver = stub_driver.load()
+    stand_in_for_torch()
     rows = []
     for row in run(driver, given.groups.split(","), given.lines, given.seconds):
         counts = ", ".join(f"{group} {n:.3g}" for group, n in row.groups.items() if n) or "nothing"

@@ -5,6 +5,8 @@
  * calls, whatever the stream. What a real driver refuses is refused: sizes of launches, calls that would break a
  * capture, pointers that nobody allocated.
  *
+ * `stub_fail` has calls of a name fail, once or from then on, as they do when a kernel has gone astray.
+ *
  * A test may hang in a function that is called for every launch (`stub_on_launch`): an interpreter of kernels. */
 #include <pthread.h>
 #include <stdint.h>
@@ -15,7 +17,7 @@
 typedef int CUresult;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned int uint;
-enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_CONTEXT = 201, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURING = 900, INVALIDATED = 901, NOT_CAPTURED = 903 };
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURING = 900, INVALIDATED = 901, NOT_CAPTURED = 903, ISOLATION = 905 };
 enum { DEVICE = 1, PINNED = 2, MANAGED = 3 };
 enum { MAX_DEVICES = 8, LEGACY = 1, PER_THREAD = 2, DEFAULT_DYNAMIC_SHARED = 48 * 1024, MOST_SHARED = 227 * 1024 };
 #define EXPORT __attribute__((visibility("default")))
@@ -39,6 +41,24 @@ EXPORT size_t stub_note(int i) { return entries[i].note; }
 EXPORT void *stub_stream(int i) { return entries[i].stream; }
 EXPORT void stub_reset(void) { logged = 0; }
 EXPORT void stub_logging(int on) { logging = on; }
+
+/* ------------------------------------------------------------------ what is to fail */
+
+static char failing[64] = "";
+static int failure = 0, sticky = 0, after = 0;
+
+/* Calls of a name ("" for all) fail with a code after so many have passed; with `sticks` everything fails from then on. */
+EXPORT void stub_fail(const char *name, int code, int sticks, int passing) {
+    snprintf(failing, sizeof failing, "%s", name);
+    failure = code; sticky = sticks; after = passing;
+}
+static CUresult fails(const char *name) {
+    if (!failure || (*failing && strcmp(name, failing)) || after-- > 0) return OK;
+    int code = failure;
+    if (sticky) { *failing = 0; after = 0; } else failure = 0;
+    return code;
+}
+#define MAY_FAIL(name) do { CUresult f_ = fails(name); if (f_) return f_; } while (0)
 
 /* ------------------------------------------------------------------ devices and contexts */
 
@@ -116,6 +136,7 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *g
 CUresult cuModuleGetLoadingMode(int *m) { *m = 2; return OK; }
 CUresult cuGetErrorName(int e, const char **s) {
     *s = e == CAPTURING ? "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED" : e == NOT_SUPPORTED ? "CUDA_ERROR_NOT_SUPPORTED"
+       : e == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : e == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : e == BAD_HANDLE ? "CUDA_ERROR_INVALID_HANDLE"
        : e == NO_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : e == INVALID ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_OF_THE_STUB";
     return OK;
 }
@@ -125,12 +146,17 @@ CUresult cuGetErrorString(int e, const char **s) { return cuGetErrorName(e, s); 
 
 typedef struct { int what; void *to; const void *from; size_t size; int value; long node; } Node; /* what: copy, fill, launch */
 enum { COPY, FILL, LAUNCH };
-typedef struct { Node *nodes; int count; } Graph;
-typedef struct { uint flags; int device, priority; Graph *capturing; int mode, broken; unsigned long long id; } Stream;
-typedef struct { uint flags; Graph *capturing; } Event;
+typedef struct { void *of; void (*destroy)(void *); int count; } UserObject;
+typedef struct { Node *nodes; int count, refs, broken; UserObject **objects; int num_objects; unsigned long long id; } Graph;
+typedef struct Stream { uint flags; int device, priority; Graph *capturing; int mode, begun; unsigned long long id; struct Stream *next; } Stream;
+typedef struct { uint flags; Graph *capturing; int recorded; } Event;
 
-static Stream default_streams[MAX_DEVICES];
-static int captures = 0; /* of modes other than relaxed */
+static Stream default_streams[MAX_DEVICES], *all_streams = 0;
+/* Captures under way by mode, all and of this thread, and the mode in which this thread minds them. */
+enum { GLOBAL, THREAD_LOCAL, RELAXED };
+static int captures[3];
+static __thread int own_captures[3], minds = GLOBAL;
+static Graph *under_way[64]; /* those that an unsafe call breaks */
 static unsigned long long numbers = 1;
 
 static Stream *stream_of(void *s) { return (uintptr_t)s <= PER_THREAD ? &default_streams[current()] : (Stream *)s; }
@@ -140,10 +166,23 @@ static void add(Graph *g, Node node) {
     g->nodes[g->count++] = node;
 }
 
-/* What must not happen while a stream is captured, as it would wait or is not in stream order. */
+/* Whether a call that waits, or is not in stream order, is refused; then it breaks the captures under way. */
+static int refused(void) {
+    int own = own_captures[GLOBAL] + own_captures[THREAD_LOCAL];
+    int found = minds == RELAXED ? 0 : minds == THREAD_LOCAL ? own : own + captures[GLOBAL] - own_captures[GLOBAL];
+    for (int i = 0; found && i < 64; i++) if (under_way[i]) under_way[i]->broken = 1;
+    return found;
+}
+static int captured(void) { return captures[GLOBAL] + captures[THREAD_LOCAL] + captures[RELAXED]; }
 static CUresult unsafe(const char *name, size_t what) {
     note(name, what, 0);
-    return captures ? CAPTURING : OK;
+    MAY_FAIL(name);
+    return refused() ? CAPTURING : OK;
+}
+static void drop_graph(Graph *g) {
+    if (--g->refs) return;
+    for (int i = 0; i < g->num_objects; i++)
+        if (!--g->objects[i]->count) g->objects[i]->destroy(g->objects[i]->of);
 }
 #define UNSAFE(name, what) do { CUresult e_ = unsafe(name, what); if (e_) return e_; } while (0)
 
@@ -151,6 +190,8 @@ CUresult cuStreamCreateWithPriority(void **s, uint flags, int priority) {
     Stream *made = calloc(1, sizeof(Stream));
     made->flags = flags; made->device = current(); made->priority = priority;
     made->id = __atomic_add_fetch(&numbers, 1, __ATOMIC_RELAXED) + PER_THREAD;
+    made->next = all_streams;
+    all_streams = made;
     note("cuStreamCreate", 0, made);
     *s = made;
     return OK;
@@ -164,7 +205,11 @@ CUresult cuStreamGetFlags(void *s, uint *f) { *f = stream_of(s)->flags; return O
 CUresult cuStreamGetPriority(void *s, int *p) { *p = stream_of(s)->priority; return OK; }
 CUresult cuStreamGetId(void *s, unsigned long long *i) { *i = (uintptr_t)s <= PER_THREAD ? 1 : stream_of(s)->id; return OK; }
 CUresult cuStreamQuery(void *s) { note("cuStreamQuery", 0, s); return stream_of(s)->capturing ? CAPTURING : OK; }
-CUresult cuStreamSynchronize(void *s) { note("cuStreamSynchronize", 0, s); return stream_of(s)->capturing ? CAPTURING : OK; }
+CUresult cuStreamSynchronize(void *s) {
+    note("cuStreamSynchronize", 0, s);
+    MAY_FAIL("cuStreamSynchronize");
+    return stream_of(s)->capturing || refused() ? CAPTURING : OK;
+}
 CUresult cuCtxSynchronize(void) { UNSAFE("cuCtxSynchronize", 0); return OK; }
 CUresult cuCtxSynchronize_v2(void *c) { return cuCtxSynchronize(); }
 CUresult cuLaunchHostFunc(void *s, void (*f)(void *), void *data) {
@@ -176,26 +221,36 @@ CUresult cuLaunchHostFunc(void *s, void (*f)(void *), void *data) {
 CUresult cuStreamBeginCapture(void *s, int mode) {
     note("cuStreamBeginCapture", mode, s);
     if ((uintptr_t)s <= LEGACY || stream_of(s)->capturing) return CAPTURING;
-    stream_of(s)->capturing = calloc(1, sizeof(Graph));
+    Graph *made = stream_of(s)->capturing = calloc(1, sizeof(Graph));
+    made->refs = 1;
+    made->id = __atomic_add_fetch(&numbers, 1, __ATOMIC_RELAXED);
     stream_of(s)->mode = mode;
-    if (mode != 2) captures++;
+    stream_of(s)->begun = 1;
+    captures[mode]++; own_captures[mode]++;
+    for (int i = 0; i < 64; i++) if (!under_way[i]) { under_way[i] = made; break; }
     return OK;
 }
 CUresult cuStreamEndCapture(void *s, void **graph) {
     note("cuStreamEndCapture", 0, s);
     Stream *of = stream_of(s);
-    if (!of->capturing) return NOT_CAPTURED;
-    *graph = of->capturing;
-    of->capturing = 0;
-    if (of->mode != 2) captures--;
-    return OK;
+    Graph *made = of->capturing;
+    if (!made || !of->begun) return NOT_CAPTURED;
+    captures[of->mode]--; own_captures[of->mode]--;
+    of->begun = 0;
+    for (int i = 0; i < 64; i++) if (under_way[i] == made) under_way[i] = 0;
+    for (Stream *at = all_streams; at; at = at->next) if (at->capturing == made) at->capturing = 0;
+    *graph = made->broken ? 0 : made;
+    if (made->broken) drop_graph(made);
+    return made->broken ? INVALIDATED : OK;
 }
-CUresult cuStreamIsCapturing(void *s, int *status) { note("cuStreamIsCapturing", 0, s); *status = stream_of(s)->capturing != 0; return OK; }
+static int status_of(void *s) { Graph *g = stream_of(s)->capturing; return !g ? 0 : g->broken ? 2 : 1; }
+CUresult cuStreamIsCapturing(void *s, int *status) { note("cuStreamIsCapturing", 0, s); *status = status_of(s); return OK; }
 CUresult cuStreamGetCaptureInfo_v2(void *s, int *status, unsigned long long *id, void **graph, void **deps, size_t *n) {
     note("cuStreamGetCaptureInfo", 0, s);
-    *status = stream_of(s)->capturing != 0;
-    if (id) *id = (uintptr_t)stream_of(s)->capturing;
+    *status = status_of(s);
+    if (id) *id = *status == 1 ? stream_of(s)->capturing->id : 0;
     if (graph) *graph = stream_of(s)->capturing;
+    if (deps) *deps = 0;
     if (n) *n = 0;
     return OK;
 }
@@ -205,18 +260,19 @@ CUresult cuStreamGetCaptureInfo_v3(void *s, int *status, unsigned long long *id,
 CUresult cuStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void **graph, void **deps, void **edges, size_t *n) {
     return cuStreamGetCaptureInfo_v2(s, status, id, graph, deps, n);
 }
-CUresult cuThreadExchangeStreamCaptureMode(int *mode) { return OK; }
+CUresult cuThreadExchangeStreamCaptureMode(int *mode) { int was = minds; minds = *mode; *mode = was; return OK; }
 CUresult cuEventCreate(void **e, uint flags) { note("cuEventCreate", flags, 0); Event *made = calloc(1, sizeof(Event)); made->flags = flags; *e = made; return OK; }
 CUresult cuEventDestroy(void *e) { note("cuEventDestroy", 0, 0); free(e); return OK; }
-CUresult cuEventRecord(void *e, void *s) { note("cuEventRecord", (size_t)e, s); ((Event *)e)->capturing = stream_of(s)->capturing; return OK; }
+CUresult cuEventRecord(void *e, void *s) { note("cuEventRecord", (size_t)e, s); MAY_FAIL("cuEventRecord"); ((Event *)e)->capturing = stream_of(s)->capturing; ((Event *)e)->recorded = 1; return OK; }
 CUresult cuEventRecordWithFlags(void *e, void *s, uint f) { return cuEventRecord(e, s); }
 CUresult cuEventQuery(void *e) { note("cuEventQuery", (size_t)e, 0); return ((Event *)e)->capturing ? CAPTURING : OK; }
 CUresult cuEventSynchronize(void *e) { note("cuEventSynchronize", (size_t)e, 0); return ((Event *)e)->capturing ? CAPTURING : OK; }
-CUresult cuEventElapsedTime(float *f, void *a, void *b) { *f = 1.0f; return OK; }
+CUresult cuEventElapsedTime(float *f, void *a, void *b) { *f = 1; return OK; }
 CUresult cuStreamWaitEvent(void *s, void *e, uint flags) {
     note("cuStreamWaitEvent", (size_t)e, s);
     Stream *of = stream_of(s);
-    if (((Event *)e)->capturing && !of->capturing) { of->capturing = ((Event *)e)->capturing; of->mode = 2; } /* it joins the capture */
+    if (of->capturing && ((Event *)e)->capturing != of->capturing && ((Event *)e)->recorded) { of->capturing->broken = 1; return ISOLATION; }
+    if (((Event *)e)->capturing && !of->capturing) { of->capturing = ((Event *)e)->capturing; } /* it joins the capture */
     return OK;
 }
 
@@ -291,7 +347,8 @@ CUresult cuMemGetAddressRange(CUdeviceptr *b, size_t *n, CUdeviceptr p) {
 static CUresult copy(const char *name, void *to, const void *from, size_t n, void *s, int blocking) {
     note(name, n, s);
     Stream *of = stream_of(s);
-    if (blocking && captures) return CAPTURING;
+    MAY_FAIL(name);
+    if (blocking && (captured() || refused())) { refused(); return CAPTURING; }
     if (!blocking && of->capturing) { add(of->capturing, (Node){COPY, to, from, n, 0, 0}); return OK; }
     memcpy(to, from, n);
     return OK;
@@ -301,7 +358,7 @@ static int pageable(const void *p) { return kind_of((uint64_t)p) != PINNED; }
 
 CUresult cuMemcpyHtoD(CUdeviceptr d, const void *s, size_t n) { return copy("cuMemcpyHtoD", (void *)d, s, n, 0, 1); }
 CUresult cuMemcpyDtoH(void *d, CUdeviceptr s, size_t n) { return copy("cuMemcpyDtoH", d, (void *)s, n, 0, 1); }
-CUresult cuMemcpyDtoD(CUdeviceptr d, CUdeviceptr s, size_t n) { return copy("cuMemcpyDtoD", (void *)d, (void *)s, n, 0, captures != 0); }
+CUresult cuMemcpyDtoD(CUdeviceptr d, CUdeviceptr s, size_t n) { return copy("cuMemcpyDtoD", (void *)d, (void *)s, n, 0, captured() != 0); }
 CUresult cuMemcpy(CUdeviceptr d, CUdeviceptr s, size_t n) { return copy("cuMemcpy", (void *)d, (void *)s, n, 0, 1); }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr d, const void *s, size_t n, void *st) { return copy(pageable(s) ? "cuMemcpyHtoDAsync (pageable)" : "cuMemcpyHtoDAsync", (void *)d, s, n, st, 0); }
 CUresult cuMemcpyDtoHAsync(void *d, CUdeviceptr s, size_t n, void *st) { return copy(pageable(d) ? "cuMemcpyDtoHAsync (pageable)" : "cuMemcpyDtoHAsync", d, (void *)s, n, st, 0); }
@@ -317,7 +374,8 @@ static void fill(void *to, int value, size_t n, int width) {
 static CUresult set(const char *name, CUdeviceptr d, int value, size_t n, int width, void *s, int blocking) {
     note(name, n * width, s);
     Stream *of = stream_of(s);
-    if (blocking && captures) return CAPTURING;
+    MAY_FAIL(name);
+    if (blocking && captured()) return CAPTURING;
     if (of->capturing) { add(of->capturing, (Node){FILL, (void *)d, 0, n, value, width}); return OK; }
     fill((void *)d, value, n, width);
     return OK;
@@ -450,7 +508,9 @@ static CUresult launch(const char *name, void *f, const uint *z, void *s, void *
     if (z[1] > 65535 || z[2] > 65535 || z[0] > 2147483647u) return INVALID;
     if (z[6] > (uint)((Function *)f)->dynamic_shared) return INVALID;
     Stream *of = stream_of(s);
-    if ((uintptr_t)s <= LEGACY && captures) return CAPTURING;
+    MAY_FAIL(name);
+    if ((uintptr_t)s > PER_THREAD && of->device != current()) return BAD_HANDLE;
+    if ((uintptr_t)s <= LEGACY && captured() - captures[RELAXED]) return CAPTURING;
     long node = 0;
     if (of->capturing) {
         node = __atomic_add_fetch(&numbers, 1, __ATOMIC_RELAXED);
@@ -470,21 +530,51 @@ CUresult cuLaunchCooperativeKernel(void *f, uint gx, uint gy, uint gz, uint bx, 
 typedef struct { uint sizes[7]; void *stream; void *attributes; uint count; } Config;
 CUresult cuLaunchKernelEx(const Config *c, void *f, void **params, void **extra) { return launch("cuLaunchKernelEx", f, c->sizes, c->stream, params); }
 
-CUresult cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long f) { note("cuGraphInstantiate", 0, 0); *e = g; return OK; }
+/* What is instantiated is a copy of the graph, with references of its own. */
+CUresult cuGraphInstantiateWithFlags(void **e, void *g, unsigned long long f) {
+    Graph *of = g, *made = malloc(sizeof(Graph));
+    note("cuGraphInstantiate", 0, 0);
+    if (!g) return INVALID;
+    *made = *of;
+    made->refs = 1;
+    made->nodes = memcpy(malloc(of->count * sizeof(Node) + 1), of->nodes, of->count * sizeof(Node));
+    made->objects = memcpy(malloc(of->num_objects * sizeof(void *) + 1), of->objects, of->num_objects * sizeof(void *));
+    for (int i = 0; i < of->num_objects; i++) of->objects[i]->count++;
+    *e = made;
+    return OK;
+}
 CUresult cuGraphInstantiateWithParams(void **e, void *g, void *p) { return cuGraphInstantiateWithFlags(e, g, 0); }
 CUresult cuGraphInstantiate(void **e, void *g, unsigned long long f) { return cuGraphInstantiateWithFlags(e, g, f); }
-CUresult cuUserObjectCreate(void **o, void *p, void *destroy, uint count, uint flags) { *o = malloc(16); return OK; } /* never destroyed */
-CUresult cuUserObjectRetain(void *o, uint count) { return OK; }
-CUresult cuUserObjectRelease(void *o, uint count) { return OK; }
-CUresult cuGraphRetainUserObject(void *g, void *o, uint count, uint flags) { return OK; }
-CUresult cuGraphReleaseUserObject(void *g, void *o, uint count) { return OK; }
-CUresult cuGraphExecDestroy(void *e) { return OK; }
-CUresult cuGraphDestroy(void *g) { return OK; } /* kept, as what was instantiated is the same */
+CUresult cuUserObjectCreate(void **o, void *p, void *destroy, uint count, uint flags) {
+    note("cuUserObjectCreate", count, 0);
+    *(UserObject *)(*o = malloc(sizeof(UserObject))) = (UserObject){p, (void (*)(void *))destroy, (int)count};
+    return OK;
+}
+CUresult cuUserObjectRetain(void *o, uint count) { ((UserObject *)o)->count += count; return OK; }
+CUresult cuUserObjectRelease(void *o, uint count) { UserObject *of = o; if (!(of->count -= count)) of->destroy(of->of); return OK; }
+CUresult cuGraphRetainUserObject(void *g, void *o, uint count, uint flags) {
+    Graph *of = g;
+    note("cuGraphRetainUserObject", count, 0);
+    if (!(flags & 1)) ((UserObject *)o)->count += count; /* else the references move */
+    of->objects = realloc(of->objects, (of->num_objects + count) * sizeof(UserObject *));
+    while (count--) of->objects[of->num_objects++] = o;
+    return OK;
+}
+CUresult cuGraphReleaseUserObject(void *g, void *o, uint count) {
+    Graph *of = g;
+    for (int i = 0; count && i < of->num_objects;)
+        if (of->objects[i] == o) { of->objects[i] = of->objects[--of->num_objects]; cuUserObjectRelease(o, 1); count--; } else i++;
+    return OK;
+}
+CUresult cuGraphExecDestroy(void *e) { note("cuGraphExecDestroy", 0, 0); drop_graph(e); return OK; }
+CUresult cuGraphDestroy(void *g) { note("cuGraphDestroy", 0, 0); drop_graph(g); return OK; } /* memory is kept, as handles may linger */
 CUresult cuGraphUpload(void *e, void *s) { note("cuGraphUpload", 0, s); return OK; }
 CUresult cuGraphGetNodes(void *g, void **nodes, size_t *n) { *n = ((Graph *)g)->count; return OK; }
 CUresult cuGraphLaunch(void *e, void *s) {
     Graph *g = e;
     note("cuGraphLaunch", g->count, s);
+    MAY_FAIL("cuGraphLaunch");
+    if (!g->refs) return INVALID;
     for (int i = 0; i < g->count; i++) {
         Node *n = &g->nodes[i];
         if (n->what == COPY) memcpy(n->to, n->from, n->size);

@@ -199,6 +199,7 @@ class Driver:
             getattr(self._c, name).restype = result
         for name in ("stub_function_name", "stub_function_image", "stub_function_image_size"):
             getattr(self._c, name).argtypes = [ctypes.c_void_p]
+        self._c.stub_fail.argtypes = [ctypes.c_char_p] + [ctypes.c_int] * 3
         self._c.stub_find.argtypes = [ctypes.c_uint64] + [ctypes.c_void_p] * 4
         self._hooks: tuple[object, ...] = ()
         self.error: BaseException | None = None
@@ -238,6 +239,29 @@ class Driver:
     def devices(self, count: int, compute_capability: tuple[int, int] = (9, 0)) -> None:
         """How many devices there are, and which; before the first one is asked for."""
         self._c.stub_devices(count, *compute_capability)
+
+    @contextlib.contextmanager
+    def failing(
+        self, name: str, code: int, *, sticky: bool = False, after: int = 0
+    ) -> Iterator[None]:
+        """Have calls fail within.
+
+        Parameters
+        ----------
+        name : str
+            Of which function, as the log has it; "" for any that can fail.
+        code : int
+            The driver's number of the error, such as 700 for an illegal address.
+        sticky : bool
+            Whether everything fails from then on, as after a kernel that went astray; else one call.
+        after : int
+            Calls that pass before.
+        """
+        self._c.stub_fail(name.encode(), code, int(sticky), after)
+        try:
+            yield
+        finally:
+            self._c.stub_fail(b"", 0, 0, 0)
 
     def poison(self, byte: int | None) -> None:
         """Fill new memory with a byte; None leaves it as it comes."""

@@ -34,7 +34,8 @@ from numkv.cells.cells import Rows, read_rows
 from numkv.cells.compiled import LAST_POSITION
 from numkv.checks import check_flag, check_kept, check_size
 from numkv.errors import NotSupported
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["MultiSequenceCache"]
 
@@ -82,6 +83,7 @@ class MultiSequenceCache(CacheLife):
             If an argument is of no type that it may have.
         """
         self._check_ready()
+        self._runs_on()[0].refuse_capture("start_forward")
         if not isinstance(batch, Batch):
             raise TypeError(f"`batch`: expected a Batch, got {type(batch).__name__}")
         rows = read_rows(batch.positions, batch.sequences)
@@ -89,8 +91,9 @@ class MultiSequenceCache(CacheLife):
         reserve = check_flag("reserve", reserve)
         self._commit_forward(self._plan_forward(rows, items, reserve))
 
+    @on_stream
     @drops
-    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+    def remove(self, seq: int, begin: int, end: int | None = None, *, stream: Any = None) -> None:
         """Remove tokens from a sequence; those after them move up, and their keys are shifted with them.
 
         Parameters
@@ -101,6 +104,8 @@ class MultiSequenceCache(CacheLife):
             First position to remove.
         end : int, optional
             Position after the last to remove; None: to the end.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -122,8 +127,9 @@ class MultiSequenceCache(CacheLife):
                 raise ValueError(f"`end`: expected a position from {begin} up, got {end}")
         self._commit_remove(self._plan_remove(seq, begin, end))
 
+    @on_stream
     @drops
-    def compact(self, seq: int, keep: Any) -> None:
+    def compact(self, seq: int, keep: Any, *, stream: Any = None) -> None:
         """Keep some tokens of a sequence only: that of position ``keep[i]`` moves to position i, its key with it.
 
         Cells of the other tokens are released; no row moves to another cell. Keys are moved by the cache's shift.
@@ -135,6 +141,8 @@ class MultiSequenceCache(CacheLife):
         keep : array-like of int (n,)
             Positions to keep, in order. A position that a sliding window has evicted counts in the order, so that the
             caches of a `WrapperCache` stay in step; any other that the sequence does not have is an error.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -210,8 +218,9 @@ class MultiSequenceCache(CacheLife):
         self._check_ready()
         return self._can_resume(check_sequence("seq", seq), check_position("pos", pos))
 
+    @on_stream
     @writes
-    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
         Parameters
@@ -220,6 +229,8 @@ class MultiSequenceCache(CacheLife):
             Which layer; it need not have been put.
         k, v : float or float32 array (num_kv_heads,), optional
             Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -241,8 +252,11 @@ class MultiSequenceCache(CacheLife):
 
     # -- a pass
 
+    @on_stream
     @writes
-    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def put(
+        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Write a layer's rows of the batch; the first call for a layer allocates it.
 
         Parameters
@@ -255,6 +269,8 @@ class MultiSequenceCache(CacheLife):
             Values of the same tokens.
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -274,14 +290,17 @@ class MultiSequenceCache(CacheLife):
         self._check_ready()
         self._put(check_layer("layer", layer), k, v, check_flag("check_finite", check_finite, True))
 
+    @on_stream
     @reads
-    def get(self, layer: int) -> tuple[Array, Array, Array]:
+    def get(self, layer: int, *, stream: Any = None) -> tuple[Array, Array, Array]:
         """K, V and the mask of the cells that this batch may attend to.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -303,6 +322,7 @@ class MultiSequenceCache(CacheLife):
         self._check_ready()
         return self._get(check_layer("layer", layer))
 
+    @on_stream
     @reads
     def decode_attention(
         self,
@@ -314,6 +334,7 @@ class MultiSequenceCache(CacheLife):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with queries straight from the stored rows: no mask is made.
 
@@ -323,7 +344,7 @@ class MultiSequenceCache(CacheLife):
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             A query for each token, in the order of the batch; for an encoder's rows any number of queries.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -349,6 +370,7 @@ class MultiSequenceCache(CacheLife):
         options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
         return self._attend(layer, q, options)
 
+    @on_stream
     @reads
     def attention_weights(
         self,
@@ -358,6 +380,7 @@ class MultiSequenceCache(CacheLife):
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        stream: Any = None,
     ) -> dict[int, Array]:
         """How much attention each token of the batch's sequences gets from the batch's queries.
 
@@ -370,7 +393,7 @@ class MultiSequenceCache(CacheLife):
         lse : float32 array (num_tokens, num_q_heads), optional
             What `decode_attention` returned with ``return_lse=True`` for these queries and options; computed if None,
             which costs as much as that call.
-        sm_scale, logits_soft_cap
+        sm_scale, logits_soft_cap, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -399,8 +422,9 @@ class MultiSequenceCache(CacheLife):
 
     # -- for your own kernels
 
+    @on_stream
     @reads
-    def arrays(self, layer: int) -> CacheArrays:
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """A layer's arrays, for your own ``@njit`` functions and ``@cuda.jit`` kernels; see `numkv.device`.
 
         Every cell is a block of one token, so that kernels for paged caches fit: ``k`` is the layer's buffer seen as
@@ -410,6 +434,8 @@ class MultiSequenceCache(CacheLife):
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -435,6 +461,9 @@ class MultiSequenceCache(CacheLife):
         """Another number whenever what `arrays` gave is out of date: after each change of cells or of buffers."""
         self._check_ready()
         return self._count_changes()
+
+    @abstractmethod
+    def _runs_on(self) -> tuple[Target, Any]: ...
 
     @abstractmethod
     def _count_changes(self) -> int: ...

@@ -23,6 +23,7 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import QUERY_DTYPES, Kind
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["EncoderCache"]
 
@@ -188,8 +189,11 @@ class EncoderCache(LayeredCache):
         kinds = (self._k_kind, self._v_kind)
         self._head_scales.set(layer, self._layers.get(layer), kinds, k, v)
 
+    @on_stream
     @writes
-    def put(self, layer: int, k: Any, v: Any, *, check_finite: bool = True) -> None:
+    def put(
+        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Store a layer's rows in place of its former ones.
 
         Parameters
@@ -202,6 +206,8 @@ class EncoderCache(LayeredCache):
             Values.
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -270,14 +276,17 @@ class EncoderCache(LayeredCache):
         self._head_scales.apply(layer, made)
         return made
 
+    @on_stream
     @reads
-    def get(self, layer: int) -> tuple[Array, Array, None]:
+    def get(self, layer: int, *, stream: Any = None) -> tuple[Array, Array, None]:
         """K and V of a layer, and no mask.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -320,12 +329,10 @@ class EncoderCache(LayeredCache):
         tokens = int(q.shape[0])
         ranges = np.empty((tokens, 2), np.int64)
         ranges[:] = 0, rows
-        found = attend(
-            pool, target.index(np.zeros((1, 1)), np.int32), q,
-            target.index(np.array([rows]), np.int64), target.index(np.array([0, tokens]), np.int64),
-            options,
-            ranges=target.index(ranges, np.int64),
-        )  # fmt: skip
+        host = (np.array([rows]), np.array([0, tokens]), ranges)
+        given = [(np.zeros((1, 1)), np.int32), *((x, np.int64) for x in host)]
+        table, lens, starts, seen = target.index_all(given)
+        found = attend(pool, table, q, lens, starts, options, ranges=seen)
         self._end_reading(layer, begun)
         return found
 

@@ -17,6 +17,9 @@ __all__ = ["UNLIMITED", "ForwardPass", "View", "as_table"]
 
 UNLIMITED = 2**31 - 1  # more positions than there are
 
+# On CUDA tables have a multiple of so many columns; kernels read none past a length.
+_WIDTH = 64
+
 _NOT_LIFTED = np.zeros(0, np.bool_)
 
 
@@ -81,10 +84,18 @@ class ForwardPass:
         """Tokens of the batch."""
         return len(self.slots)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether `slots_on_target` is there without a copy."""
+        return self._slots_on_target is not None
+
     def slots_on_target(self) -> Array:
         """Cell of each token, for kernels."""
         if self._slots_on_target is None:
-            self._slots_on_target = self._view.target.index(self.slots, np.int64)
+            if self._view.target.values_on_host:
+                self._slots_on_target = self._view.target.index(self.slots, np.int64)
+            else:
+                self.on_target()  # one copy takes all
         return self._slots_on_target
 
     # -- other passes
@@ -151,15 +162,21 @@ class ForwardPass:
         """Table, lengths, first token of each run, and visible ranges, as attention kernels take them."""
         if self._device is None:
             ranges, (table, lens) = self._ranges(), self._table()
-            index = self._view.target.index
+            target = self._view.target
             if not table.size:
                 table = np.zeros((len(lens), 1), np.int32)
-            self._device = (
-                index(table, np.int32),
-                index(lens, np.int64),
-                index(self.rows.starts, np.int64),
-                index(ranges, np.int64),
-            )
+            elif (
+                not target.values_on_host and table.shape[1] % _WIDTH
+            ):  # of few widths, so that calls repeat
+                wide = np.zeros((len(lens), -(-table.shape[1] // _WIDTH) * _WIDTH), np.int32)
+                wide[:, : table.shape[1]] = table
+                table = wide
+            wanted = [(x, np.int64) for x in (lens, self.rows.starts, ranges, self.slots)]
+            given = [(table, np.int32), *wanted]
+            of_table, of_lens, of_starts, of_ranges, slots = target.index_all(given)
+            if not target.values_on_host:
+                self._slots_on_target = slots
+            self._device = (of_table, of_lens, of_starts, of_ranges)
         return self._device
 
     def _table(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv import targets
 from numkv.access import Access
 from numkv.arrays import CacheArrays
 from numkv.caches.multi.base import MultiSequenceCache
@@ -43,6 +44,10 @@ class LayeredCache(MultiSequenceCache):
         self._generation = 0
         # What `arrays` gave, and the generation that it is of.
         self._given: dict[int, tuple[int, CacheArrays]] = {}
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        pool = next(iter(self._layers.values()), None)
+        return getattr(self, "_target", targets.get("cpu")), None if pool is None else pool.k
 
     # -- what it is
 

@@ -12,6 +12,7 @@ from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.checks import check_flag, check_size
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
+from numkv.targets.streamed import on_stream
 
 __all__ = ["CacheLife"]
 
@@ -167,12 +168,18 @@ class CacheLife(ABC):
 
     # -- copies
 
+    @on_stream
     @reads
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """A cache of its own with the same content, in the same pass if one is on; only the shift function is shared.
 
         ``copy.copy`` and ``copy.deepcopy`` make the same. A cache on the CPU can be pickled too, if its shift can: a
         function of a module, or a `numkv.rope_shift`.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -206,13 +213,19 @@ class CacheLife(ABC):
 
     # -- its proof
 
+    @on_stream
     @reads
-    def check(self) -> None:
+    def check(self, *, stream: Any = None) -> None:
         """Look for a contradiction in what the cache knows of itself.
 
         Which cell has which position for which sequences, how often it is owned, the shapes of the buffers, and that
         scales of stored rows are finite: they may not be where NaN or infinity was put with ``check_finite=False``.
         On CUDA it waits for the device.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------

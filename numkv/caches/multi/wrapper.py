@@ -20,7 +20,7 @@ from numkv.caches.multi.base import MultiSequenceCache
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.cells.cells import Rows
 from numkv.checks import check_index
-from numkv.targets.base import Array
+from numkv.targets.base import Array, Target
 
 __all__ = ["WrapperCache"]
 
@@ -135,6 +135,9 @@ class WrapperCache(MultiSequenceCache):
     def underlying_cache(self) -> MultiSequenceCache:
         """The child that `set_layer_type` chose."""
         return self._children[self._type]
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._children[0]._runs_on()
 
     def _child(self, layer: int) -> MultiSequenceCache:
         """The child of a layer."""

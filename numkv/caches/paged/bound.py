@@ -11,7 +11,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import BoundAttention, BoundStep, Rows, options_of_layers
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore
-from numkv.errors import NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.targets.base import Array
 
 __all__ = ["BoundPaged", "bind_paged"]
@@ -75,6 +75,10 @@ class BoundPaged(BoundAttention):
             raise NumkvError(
                 "`new`: expected an open step, got one that was committed or rolled back"
             )
+        if step._buffers is not None:
+            raise NotSupported(
+                "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
+            )
         memory: list[Any] = []
         if self._fits_one_call(step.num_tokens):
             spare = self._spare()
@@ -93,13 +97,23 @@ class BoundPaged(BoundAttention):
 
     def _append(self, step: BoundStep, layer: int, k: Array, v: Array) -> None:
         pool, group = step._of._layer(layer)
-        pool.scatter(k, v, step._of._slots[group])
-        step._of._written[layer] = True
+        of, slots, check_finite = step._of, step._of._slots[group], self._rows.check_finite
+        if pool.target.values_on_host:
+            pool.scatter(k, v, slots)
+            of._written[layer] = True
+            return
+        if self._store.again is None:
+            of._append_here(layer, pool, slots, k, v, check_finite)
+        else:
+            of._append_again(layer, pool, group, k, v, check_finite, None)
 
     def _attend(self, step: BoundStep, layer: int, q: Array, out: Any) -> Any:
         of, (pool, group) = step._of, step._of._layer(layer)
         options = self._options[layer]._replace(out=out)
         try:
+            if self._store.again is not None:
+                asked = options.sm_scale, options.logits_soft_cap, options.sinks, False, out
+                return of._attend_again(layer, pool, group, q, asked, None)
             return attend(pool, of._tables[group], q, of._lens, of._starts, options)
         except BaseException:
             of._written[layer] = False

@@ -31,9 +31,11 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import writes
-from numkv.blocks.prefix import plain_extra, token_ids
+from numkv.blocks.prefix import plain_extra
 from numkv.caches.bound import BoundAttention
+from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.bound import bind_paged
+from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.prefix_match import block_names, register, register_blocks
 from numkv.caches.paged.reservation import end_step, reserve_room
@@ -45,10 +47,11 @@ from numkv.caches.paged.tiers import longest_found
 from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
-from numkv.errors import DimensionMismatch, NotSupported, NumkvError
+from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
+from numkv.targets.streamed import on_stream
 
-__all__ = ["PagedKVCache", "PagedStats", "Step", "SwappedSequence"]
+__all__ = ["PagedKVCache", "PagedStats", "Step", "StepBuffers", "SwappedSequence"]
 
 
 class PagedKVCache(WholeCache):
@@ -133,7 +136,7 @@ class PagedKVCache(WholeCache):
         UnsupportedDType, DimensionMismatch, ValueError, TypeError
             If `tokens` are no row of token ids, or `extra` are no extra keys.
         """
-        ids = _prompt(tokens)
+        ids = prompt_ids(tokens)
         extra = plain_extra(extra)  # no reference to the caller's object is kept
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
@@ -232,8 +235,11 @@ class PagedKVCache(WholeCache):
         if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]
 
+    @on_stream
     @writes
-    def compact(self, seq: int, keep: Any, shift: RopeShift | None = None) -> None:
+    def compact(
+        self, seq: int, keep: Any, shift: RopeShift | None = None, *, stream: Any = None
+    ) -> None:
         """Keep some tokens of a sequence only, and move them to the front: token ``keep[i]`` becomes token i.
 
         Rows move as they are stored, bit for bit. With `shift`, the keys of tokens that move are shifted to their new
@@ -253,6 +259,8 @@ class PagedKVCache(WholeCache):
         shift : RopeShift, optional
             From `numkv.rope_shift` and the model's tables. Without it keys stay as they are: for models without RoPE,
             and for methods that go on counting positions from those that tokens had.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -346,7 +354,14 @@ class PagedKVCache(WholeCache):
     # -- steps
 
     @writes
-    def reserve(self, sequences: Iterable[int], new_lens: Any) -> Step:
+    def reserve(
+        self,
+        sequences: Iterable[int],
+        new_lens: Any,
+        *,
+        into: StepBuffers | None = None,
+        stream: Any = None,
+    ) -> Step:
         """Allocate room for new tokens of some sequences, all or nothing.
 
         Parameters
@@ -355,6 +370,11 @@ class PagedKVCache(WholeCache):
             The sequences, each once.
         new_lens : int or int array (num_seqs,)
             How many tokens each of them gets.
+        into : StepBuffers, optional
+            From `step_buffers`: where the step's tables lie, for a CUDA graph that has captured such a step's calls.
+        stream : object, optional
+            On CUDA the stream that the tables are uploaded on: with `into` the one that the graph runs on, and without
+            it the one that `into` was last filled on. See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -368,22 +388,43 @@ class PagedKVCache(WholeCache):
         IndexError
             If there is no such sequence, or a number is negative.
         NumkvError
-            If a sequence has an open step.
+            If a sequence has an open step, or `into` has.
+        DimensionMismatch
+            If the step does not fit `into`.
         """
+        with self._on(stream, into):
+            return self._reserve(sequences, new_lens, into)
+
+    def _on(self, stream: Any, into: StepBuffers | None) -> Any:
+        """A context for what a step begins with, which no graph can repeat."""
+        if into is not None and not isinstance(into, StepBuffers):
+            raise TypeError(f"`into`: expected StepBuffers, got {type(into).__name__}")
+        after = None if into is None else into._place
+        if stream is None and after is not None:
+            stream = after.handle
+        return self._target.on(stream, self._pools[0].k, after=after)
+
+    def _reserve(self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None) -> Step:
+        self._target.refuse_capture("reserve")
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
-        self._store.target.collect_late()
+        self._store.target.collect_late(self._store.watch)
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
             self._store.refuse_bad(seq, state.length)
-        lens = _new_lens(new_lens, len(seqs))
-        room = reserve_room(self._store, states, lens)
+        lens = numbers_of_new_tokens(new_lens, len(seqs))
+        if into is not None:
+            ends = np.array([state.length for state in states.values()], np.int64) + lens
+            into._check(self._store, ends, int(lens.sum()))
+        room = reserve_room(self._store, states, lens, into)
         try:
             self._exchange(room.states, room.released)
         except BaseException:
             self.blocks.release(room.taken)
             raise
+        if into is not None:
+            into._take(room.step, np.cumsum(lens))
         return room.step
 
     @writes
@@ -423,7 +464,7 @@ class PagedKVCache(WholeCache):
             raise IndexError(
                 f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
             )
-        ids = None if given_ids is None else _ids(given_ids, step.num_tokens)
+        ids = None if given_ids is None else ids_of_step(given_ids, step.num_tokens)
         missing = step.unwritten_layers
         if missing and keep.any():
             raise NumkvError(
@@ -432,15 +473,16 @@ class PagedKVCache(WholeCache):
             )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
-            self._store.target.collect_late()
+            self._store.target.collect_late(self._store.watch)
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
                 self._store.refuse_bad(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
-        step._end()
+        step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
+            step._kept.clear()
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
 
@@ -505,14 +547,17 @@ class PagedKVCache(WholeCache):
 
     # -- from the host
 
+    @on_stream
     @writes
-    def swap_in(self, swapped: SwappedSequence) -> int:
+    def swap_in(self, swapped: SwappedSequence, *, stream: Any = None) -> int:
         """Copy a swapped sequence into the cache as a new one.
 
         Parameters
         ----------
         swapped : SwappedSequence
             From `swap_out` of a cache of the same geometry, on any target.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -545,43 +590,3 @@ class PagedKVCache(WholeCache):
             self.blocks.release(ids)
             raise
         return seq
-
-
-def _prompt(tokens: Any) -> NDArray[np.int32]:
-    """Token ids of a prompt, in memory that nobody else writes to."""
-    ids = token_ids([] if tokens is None else tokens)
-    if ids.ndim != 1:
-        raise DimensionMismatch(
-            f"`tokens`: expected int32 (num_tokens,), got {ids.dtype} {ids.shape}; pass one prompt",
-            expected=("num_tokens",),
-            actual=ids.shape,
-        )
-    return ids.copy() if isinstance(tokens, np.ndarray) else ids
-
-
-def _new_lens(new_lens: Any, n: int) -> NDArray[np.int64]:
-    """How many tokens each of `n` sequences gets."""
-    if isinstance(new_lens, (int, np.integer)) and not isinstance(new_lens, bool):
-        if abs(int(new_lens)) >= 2**62:
-            raise IndexError(f"`new_lens`: expected numbers below 2**62, got {new_lens}")
-        new_lens = [int(new_lens)] * n
-    given = host_array("new_lens", new_lens)
-    lens: NDArray[np.int64] = check_integers(targets.get("cpu"), "new_lens", given, (n,)).astype(
-        np.int64
-    )
-    if (lens < 0).any():
-        raise IndexError(f"`new_lens`: expected no negative numbers, got {lens.tolist()}")
-    if (lens >= 2**62).any():
-        raise IndexError(f"`new_lens`: expected numbers below 2**62, got {lens.tolist()}")
-    return lens
-
-
-def _ids(tokens: Any, num_tokens: int) -> NDArray[np.int32]:
-    ids = token_ids(tokens, "token_ids")
-    if ids.shape != (num_tokens,):
-        raise DimensionMismatch(
-            f"`token_ids`: expected an id for each of the step's {num_tokens} tokens, got shape {ids.shape}",
-            expected=num_tokens,
-            actual=ids.shape,
-        )
-    return ids

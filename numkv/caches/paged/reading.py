@@ -22,6 +22,7 @@ from numkv.checks import check_index
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.targets.base import Array
+from numkv.targets.streamed import on_stream
 
 __all__ = ["ReadableSequences"]
 
@@ -56,6 +57,7 @@ class ReadableSequences(StoredSequences):
 
     # -- attention over what is committed
 
+    @on_stream
     def decode_attention(
         self,
         layer: int,
@@ -67,6 +69,7 @@ class ReadableSequences(StoredSequences):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Attend with the query of the newest committed token of any sequences.
 
@@ -78,7 +81,7 @@ class ReadableSequences(StoredSequences):
             Which sequences; one may come more than once.
         q : array (num_seqs, num_q_heads, head_dim)
             A query for each.
-        sm_scale, logits_soft_cap, sinks, return_lse, out
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -117,6 +120,7 @@ class ReadableSequences(StoredSequences):
         self._refuse_overtaken("decode_attention", generation, seqs, states)
         return result
 
+    @on_stream
     def attention_weights(
         self,
         layer: int,
@@ -126,6 +130,7 @@ class ReadableSequences(StoredSequences):
         lse: Any = None,
         sm_scale: float | None = None,
         logits_soft_cap: float = 0.0,
+        stream: Any = None,
     ) -> Array:
         """How much attention each committed token of a sequence gets from the queries of the last ones.
 
@@ -141,7 +146,7 @@ class ReadableSequences(StoredSequences):
             Queries of the last `num_tokens` committed positions.
         lse : float32 array (num_tokens, num_q_heads), optional
             What attention returned with ``return_lse=True`` for these queries and options; computed if None.
-        sm_scale, logits_soft_cap
+        sm_scale, logits_soft_cap, stream
             See `numkv.decode_attention`.
 
         Returns
@@ -184,13 +189,16 @@ class ReadableSequences(StoredSequences):
 
     # -- what is stored
 
-    def swap_out(self, seq: int) -> SwappedSequence:
+    @on_stream
+    def swap_out(self, seq: int, *, stream: Any = None) -> SwappedSequence:
         """Copy a sequence to host memory, in one copy per buffer; it stays in the cache.
 
         Parameters
         ----------
         seq : int
             The sequence.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -229,13 +237,16 @@ class ReadableSequences(StoredSequences):
         _, group = self._store.place(check_index("layer", layer, self.num_layers))
         return self._sequence(seq).tables[group].copy()
 
-    def arrays(self, layer: int) -> CacheArrays:
+    @on_stream
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the tables of all sequences, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

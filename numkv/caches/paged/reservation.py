@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
@@ -30,8 +31,8 @@ class Reservation(NamedTuple):
 
 
 def reserve_room(
-    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints
-) -> Reservation:
+    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepBuffers | None = None
+) -> Reservation:  # fmt: skip
     """Allocate blocks for new tokens of some sequences, and copies of the last blocks that they share with others.
 
     Parameters
@@ -42,6 +43,8 @@ def reserve_room(
         The sequences, without open steps.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    into : StepBuffers, optional
+        Where the step's tables lie.
     """
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
@@ -61,8 +64,8 @@ def reserve_room(
                     table, dropped = table[:-1], state.rows_dropped()
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
-            new_states[seq] = state._replace(tables=tables, reserved=n, dropped=dropped)
-        step = Step(store, new_states, new_lens)
+            new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
+        step = Step(store, new_states, new_lens, into)
         if copy_from:
             store.copy_blocks(copy_from, copy_to)
         return Reservation(step, new_states, taken, np.array(copy_from, np.int32))
@@ -75,22 +78,19 @@ def _plan_tables(
     store: BlockStore, states: dict[int, SequenceState], lens: list[int]
 ) -> tuple[list[int], list[bool]]:
     """How many blocks each table needs for its sequence's new tokens, and whether its last one has to be copied."""
-    tables = [table for state in states.values() for table in state.tables]
-    copied = [
-        n > 0 and state.length % store.block_size > 0
-        for state, n in zip(states.values(), lens, strict=True)
-        for _ in state.tables
-    ]
-    if any(copied):
+    size, tables = store.block_size, []
+    copied: list[bool] = []
+    needs: list[int] = []
+    for state, n in zip(states.values(), lens, strict=True):
+        tables += state.tables
+        groups = len(state.tables)
+        copied += [n > 0 and state.length % size > 0] * groups
+        needs += [-(-(state.length + n) // size)] * groups
+    if True in copied:
         # Others may use the block, or find it by what it stored before a truncation.
         last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
         busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last)
         copied = (busy & copied).tolist()
-    needs = [
-        store.blocks_for(state.length + n)
-        for state, n in zip(states.values(), lens, strict=True)
-        for _ in state.tables
-    ]
     wanted = [
         max(0, need - len(table)) + copy
         for need, table, copy in zip(needs, tables, copied, strict=True)
@@ -140,10 +140,8 @@ def end_step(
             tokens = np.concatenate([tokens, ids[first : first + n]])
         tables, rejected = store.cut_tables(state.tables, length)
         ahead, behind = split_at_window(store, tables, length)
-        after = state._replace(
-            length=length, tables=ahead, tokens=tokens, reserved=None,
-            dropped=state.rows_dropped() if behind else state.dropped,
-        )  # fmt: skip
+        dropped = state.rows_dropped() if behind else state.dropped
+        after = state.in_step(length, ahead, tokens, None, dropped)
         after, parts = name_blocks(store, after, tables)
         new_states[seq] = after
         names += parts

@@ -13,14 +13,15 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
-from numkv.blocks.tables import slot_mapping
+from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array
-from numkv.targets.call import Mark
+from numkv.targets.base import Array, Target
+from numkv.targets.call import Marker
+from numkv.targets.streamed import on_stream
 from numkv.writing import fast_path
 from numkv.writing.fused_write import Projection, QKMode
 
@@ -38,6 +39,8 @@ class Step:
         The sequences, in order; their block tables have room for the new tokens.
     new_lens : int64 array (num_seqs,)
         How many tokens each of them gets.
+    into : StepBuffers, optional
+        Where its tables lie; else in memory of their own.
 
     Attributes
     ----------
@@ -50,34 +53,54 @@ class Step:
     -----
     Threads: different open steps may be written and attended to at once, a step by one thread at a time; a second one
     gets `NumkvError`. A step cannot be copied or pickled, as its blocks are the cache's.
+
+    A step that lies in a `StepBuffers` takes rows for all of the buffers' tokens, and its calls can be captured: see
+    `docs/cuda.md`. Captured calls write nothing; when the graph has been launched, say `mark_written`.
     """
 
     def __init__(
-        self, store: BlockStore, sequences: dict[int, SequenceState], new_lens: Ints
+        self,
+        store: BlockStore,
+        sequences: dict[int, SequenceState],
+        new_lens: Ints,
+        into: StepBuffers | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._buffers = store, into
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
         self._access = Access()
-        starts = np.array([state.length for state in sequences.values()], np.int64)
-        lens = starts + new_lens
-        self.positions = np.concatenate(
-            [np.arange(a, b) for a, b in zip(starts, lens, strict=True)] or [np.empty(0, np.int64)]
-        )
-        self._ends, self._longest = lens.tolist(), int(lens.max(initial=0))
+        lens = np.array([state.length for state in sequences.values()], np.int64) + new_lens
+        starts = np.zeros(len(lens) + 1, np.int64)  # of each sequence's tokens among all
+        np.cumsum(new_lens, out=starts[1:])
+        of_token = np.arange(len(lens)).repeat(new_lens)
+        self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        self._ends = lens.tolist()
+        self._longest = max(self._ends, default=0)
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
-        host = [self.positions, lens, np.concatenate([[0], np.cumsum(new_lens)])]
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
-        for table in tables:
-            host.append(slot_mapping(table, lens, store.block_size, new_lens=new_lens))
-        wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
-        self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
-        self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        block, offset = np.divmod(self.positions, store.block_size)
+        slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
+        if into is None:
+            self._rows, self._widths = len(self.positions), [table.shape[1] for table in tables]
+            if store.again is not None:  # of few widths, so that calls repeat
+                tables = [_widened(table) for table in tables]
+            host = [self.positions, lens, starts, *slots]
+            wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
+            self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
+            self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+        else:
+            into._fill(Filled(self.positions, lens, starts, slots, tables))
+            self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
+            self._rows, self._longest = into.num_tokens, into.max_length
+            self._widths = [table.shape[1] for table in self._tables]
         self._place = store.target.place()
+        # How much of each sequence is kept, once the step has ended.
+        self._kept: list[int] = []
+        self._noting: Marker | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,13 +118,16 @@ class Step:
         """A number that stays while the step is open: so long are its `arrays` good."""
         return int(not self.open)
 
-    def arrays(self, layer: int) -> CacheArrays:
+    @on_stream
+    def arrays(self, layer: int, *, stream: Any = None) -> CacheArrays:
         """The arrays of a layer with the step's tables and slots, for your own kernels.
 
         Parameters
         ----------
         layer : int
             Which layer.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -109,7 +135,8 @@ class Step:
             Arrays of the target. Rows of `block_table` and `context_lens`, int32, are the step's sequences, the new
             tokens counted; `slots`, int64, are those of the new tokens, of one sequence after another. The tables are
             copies, good until the step ends. The step does not see what you write: `append` or `write` each layer, or
-            say `mark_written`.
+            say `mark_written`. Of a step that lies in a `StepBuffers` they are as long as these are: sequences past the
+            step's have length 0, tokens slot -1.
 
         Raises
         ------
@@ -123,7 +150,7 @@ class Step:
         if copies is None or pool.target.values_on_host:
             to_host, index = pool.target.to_host, pool.target.index
             given = (
-                (self._tables[group], np.int32),
+                (to_host(self._tables[group])[:, : self._widths[group]], np.int32),
                 (self._lens, np.int32),
                 (self._slots[group], np.int64),
             )
@@ -133,13 +160,13 @@ class Step:
         return cache_arrays(pool, *copies)
 
     @writes
-    def mark_written(self, layer: int) -> None:
-        """Say that a kernel of your own has written the rows of all new tokens of a layer, by `arrays`.
+    def mark_written(self, layer: int | None = None) -> None:
+        """Say that the rows of all new tokens have been written: by a kernel of your own, or by a CUDA graph.
 
         Parameters
         ----------
-        layer : int
-            Which layer.
+        layer : int, optional
+            In which layer; in all of them if None.
 
         Raises
         ------
@@ -148,9 +175,12 @@ class Step:
         IndexError
             If there is no such layer.
         """
-        number = check_index("layer", layer, self._store.num_layers)
+        number = 0 if layer is None else check_index("layer", layer, self._store.num_layers)
         self._layer(number)
-        self._written[number] = True
+        if layer is None:
+            self._written[:] = True
+        else:
+            self._written[number] = True
 
     @writes
     def _alone(self, action: Callable[[], None]) -> None:
@@ -165,6 +195,9 @@ class Step:
     def __repr__(self) -> str:
         state = "open" if self.open else "ended"
         return f"<Step: {state}, {self.num_tokens} new tokens of {len(self.sequences)} sequences>"
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._store.target, self._store.pools[0].k
 
     def _layer(self, layer: int) -> tuple[Pool, int]:
         if not self.open:
@@ -195,15 +228,59 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
+        again = self._again
+        if again is None:
+            with self._on(stream, k, v):
+                self._append_here(layer, pool, self._slots[group], k, v, check_finite)
+            return
+        self._append_again(layer, pool, group, k, v, check_finite, stream)
+
+    def _append_again(
+        self, layer: int, pool: Pool, group: int, k: Any, v: Any, check_finite: bool, stream: Any
+    ) -> None:  # fmt: skip
+        """Append as an earlier call did, or in the general way."""
+        again = self._store.again
+        what = "append", layer, check_finite, len(self.positions)
+        call, own = again.find(what, stream, (k, v), pool.k, self._place), self._slots[group]
+        if call.replay is not None:
+            self._refuse_bad()
+            numbers = (0, self._look(call.replay.note))
+            if call.run((again.pointer(own),), numbers) is None:
+                self._written[layer] = True
+                return
+        call.long(
+            lambda: self._append_here(layer, pool, own, k, v, check_finite), lambda: (own,),
+            lambda: self._store.watch.latest, after=self._place,
+        )  # fmt: skip
+
+    def _append_here(
+        self, layer: int, pool: Pool, slots: Array, k: Any, v: Any, check_finite: bool
+    ) -> None:
+        """Write rows on the stream of the call."""
+        captured = self._captured("append")
         self._refuse_bad()
-        with self._on(stream, k, v):
-            check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.looks_first
-            k, v = pool.check_rows(k, v, check_finite=first)
-            self._check_tokens("k", int(k.shape[0]))
-            look = pool.watch(k, v, self._marker()) if check_finite and not first else 0
-            pool.scatter(k, v, self._slots[group], look)
-            self._written[layer] = True
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and pool.looks_first
+        k, v = pool.check_rows(k, v, check_finite=first)
+        self._check_tokens("k", int(k.shape[0]))
+        self._watch_nothing()
+        look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
+        pool.scatter(k, v, slots, look)
+        self._written[layer] |= not captured
+
+    def _watch_nothing(self) -> None:
+        """Say that the call that comes looks for nothing, unless it says so."""
+        if self._store.watch is not None:
+            self._store.watch.latest = None
+
+    def _look(self, looked_at: Any) -> int:
+        """A number for a call that is made again."""
+        if looked_at is None:
+            return 0
+        of_k, of_v, _ = looked_at
+        marker = self._marker(False)._replace(watch=None)
+        look: int = self._store.watch.look((of_k, of_v, marker))
+        return look
 
     @writes
     def write(
@@ -247,7 +324,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         slots = self._slots[group]
-        if stream is None:
+        if stream is None and self._buffers is None:
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 self._positions, 0, slots, 0, 0, check_finite,
@@ -255,25 +332,67 @@ class Step:
             if tokens >= 0:
                 self._written[layer] = True
                 return q
-        self._refuse_bad()
+        given = (
+            qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+        )  # fmt: skip
+        if self._again is not None:
+            return self._write_again(layer, pool, slots, given, check_finite, stream)
         with self._on(stream, qkv):
-            p = Projection.check(
-                pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
+            return self._write_here(layer, pool, slots, given, check_finite).q_out
+
+    def _write_again(
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool, stream: Any
+    ) -> Array:  # fmt: skip
+        """Write as an earlier call did, or in the general way."""
+        qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
+        kinds = type(num_q_heads), type(qk_mode), type(eps)
+        what = "write", layer, kinds, num_q_heads, qk_mode, eps, check_finite, len(self.positions)
+        arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
+        again, own = self._store.again, (slots, self._positions)
+        call = again.find(what, stream, arrays, pool.k, self._place)
+        if call.replay is not None:
+            self._refuse_bad()
+            positions, looked_at = call.replay.note
+            if positions < 0 or max(self._ends, default=0) <= positions:
+                numbers = (0, self._look(looked_at))
+                q = call.run([*map(again.pointer, own)], numbers)
+                if q is not again.missed:
+                    self._written[layer] = True
+                    return q
+        made: list[Projection] = []
+
+        def write() -> Array:
+            made.append(self._write_here(layer, pool, slots, given, check_finite))
+            return made[0].q_out
+
+        def note() -> tuple[int, Any]:
+            return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.watch.latest
+
+        found: Array = call.long(write, lambda: own, note, frozenset({5}), self._place)
+        return found
+
+    def _write_here(
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool
+    ) -> Projection:
+        """Write projections on the stream of the call."""
+        captured = self._captured("write")
+        self._refuse_bad()
+        p = Projection.check(pool, *given)
+        self._check_tokens("qkv", p.num_tokens)
+        last = self._longest - 1 if captured else self.positions.max(initial=-1)
+        if p.rotates and last >= p.cos.shape[0]:
+            raise IndexError(
+                f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
             )
-            self._check_tokens("qkv", p.num_tokens)
-            if p.rotates and self.num_tokens and self.positions.max() >= p.cos.shape[0]:
-                raise IndexError(
-                    f"`cos`: expected a row for position {self.positions.max()}, got {p.cos.shape[0]} rows; "
-                    "make the tables longer"
-                )
-            check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.looks_first
-            if first:
-                p.check_finite(pool)
-            look = p.watch(pool, self._marker()) if check_finite and not first else 0
-            p.scatter(pool, slots, self._positions, look)
-            self._written[layer] = True
-            return p.q_out
+        check_finite = check_flag("check_finite", check_finite, True)
+        first = check_finite and pool.looks_first
+        if first:
+            p.check_finite(pool)
+        self._watch_nothing()
+        look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
+        p.scatter(pool, slots, self._positions, look)
+        self._written[layer] |= not captured
+        return p
 
     @writes
     def attention(
@@ -312,12 +431,40 @@ class Step:
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        with self._on(stream, q):
-            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-            self._check_tokens("q", int(q.shape[0]))
-            window = self._store.groups[group].window
-            options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
-            return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        asked = sm_scale, logits_soft_cap, sinks, return_lse, out
+        if self._again is None:
+            with self._on(stream, q):
+                return self._attend_here(pool, group, q, *asked)
+        return self._attend_again(layer, pool, group, q, asked, stream)
+
+    def _attend_again(
+        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...], stream: Any
+    ) -> Any:
+        """Attend as an earlier call did, or in the general way."""
+        sm_scale, logits_soft_cap, sinks, return_lse, out = asked
+        again, own = self._store.again, (self._tables[group], self._lens, self._starts)
+        kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
+        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
+        call = again.find(what, stream, (q, sinks, out), pool.k, self._place)
+        if call.replay is not None:
+            found = call.run([*map(again.pointer, own)])
+            if found is not again.missed:
+                return found
+        return call.long(
+            lambda: self._attend_here(pool, group, q, *asked), lambda: own, lambda: None,
+            frozenset({2}), self._place,
+        )  # fmt: skip
+
+    def _attend_here(
+        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any
+    ) -> Any:  # fmt: skip
+        """Attend on the stream of the call."""
+        self._captured("attention")
+        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(q.shape[0]))
+        window = self._store.groups[group].window
+        options = check_options(sm_scale, cap, window, sinks, return_lse, out)
+        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     @writes
     def attention_weights(
@@ -357,48 +504,64 @@ class Step:
         """
         pool, group = self._layer(layer)
         with self._on(stream, q):
+            self._captured("attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
-            return attention_mass(
-                pool,
-                self._tables[group],
-                q,
-                self._lens,
-                self._starts,
-                self._longest,
-                options,
-                lse=lse,
-            )
+            found = attention_mass(
+                pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
+            )  # fmt: skip
+            return found if self._buffers is None else found[: self._buffers.num_seqs]
 
-    def _marker(self) -> Mark:
-        """What notes a new token whose rows are not what they should be; it keeps nothing alive."""
-        store = weakref.ref(self._store)
-        sequences, positions, ends = self.sequences, self.positions, np.cumsum(self.new_lens)
+    @property
+    def _again(self) -> Any:
+        """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
+        return self._store.again if self._buffers is None else None
 
-        def mark(token: int, error: NonFiniteInput) -> None:
-            of = store()
-            if of is not None:
-                seq = sequences[int(np.searchsorted(ends, token, "right"))]
+    def _captured(self, name: str) -> bool:
+        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
+        if self._buffers is None:
+            self._store.target.refuse_capture(f"Step.{name}")
+            return False
+        return self._store.target.hold(self._buffers, self._store)
+
+    def _marker(self, captured: bool) -> Marker:
+        """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
+        if captured and self._buffers is not None:
+            return self._buffers._marker()
+        if self._noting is None:
+            store = weakref.ref(self._store)
+            sequences, positions, new_lens = self.sequences, self.positions, self.new_lens
+            kept = self._kept
+
+            def mark(token: int, error: NonFiniteInput, call: int) -> None:
+                of, ends = store(), np.cumsum(new_lens)
+                i = int(np.searchsorted(ends, token, "right"))
+                if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
+                    return  # rolled back
                 found = int(positions[token]), error
-                of.bad[seq] = min(found, of.bad.get(seq, found), key=lambda x: x[0])
+                of.bad[sequences[i]] = min(
+                    found, of.bad.get(sequences[i], found), key=lambda x: x[0]
+                )
 
-        return mark
+            self._noting = Marker(self._store.watch, mark)
+        return self._noting
 
     def _refuse_bad(self) -> None:
         """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
-        self._store.target.collect_late()
+        self._store.target.collect_late(self._store.watch)
         if self._store.bad:
             for seq, length in zip(self.sequences, self._ends, strict=True):
                 self._store.refuse_bad(seq, length)
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
-        return self._store.target.on(stream, *arrays, after=self._place)
+        return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
 
-    def _end(self) -> None:
-        """Take no more rows."""
+    def _end(self, keep: Ints) -> None:
+        """Take no more rows; so many tokens of each sequence are kept."""
         self.open = False
+        self._kept[:] = keep.tolist()
         for layers in self._bound:
             layers.clear()
 
@@ -407,9 +570,17 @@ class Step:
         return self._store is store
 
     def _check_tokens(self, name: str, tokens: int) -> None:
-        if tokens != self.num_tokens:
+        if tokens != self._rows:
+            whose = "step's" if self._buffers is None else "buffers'"
             raise DimensionMismatch(
-                f"`{name}`: expected rows of the step's {self.num_tokens} tokens, got {tokens}",
-                expected=self.num_tokens,
+                f"`{name}`: expected rows of the {whose} {self._rows} tokens, got {tokens}",
+                expected=self._rows,
                 actual=tokens,
             )
+
+
+def _widened(table: Any) -> Any:
+    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
+    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
+    made[:, : table.shape[1]] = table
+    return made

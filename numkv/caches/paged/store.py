@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,6 +67,16 @@ class SequenceState(NamedTuple):
         """Its blocks, of one group after another."""
         return held(self.tables)
 
+    def in_step(
+        self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
+        dropped: int,
+    ) -> SequenceState:  # fmt: skip
+        """The sequence as a step begins or ends: `_replace`, in a third of its time."""
+        return SequenceState(
+            length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
+            self.cached, self.pins, dropped,
+        )  # fmt: skip
+
     def rows_dropped(self) -> int:
         """`dropped` of the state that follows, if that has rows no more that this one has."""
         return (self.dropped | 1) + 1
@@ -115,6 +126,16 @@ class BlockStore:
     layer_pools: dict[int, Pool]
     tiers: Any = None
     bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def again(self) -> Any:
+        """What makes steps' calls that repeat the short way; see `numkv.targets.base.Target.repeats`."""
+        return self.target.repeats()
+
+    @functools.cached_property
+    def watch(self) -> Any:
+        """What kernels report to; see `numkv.targets.base.Target.new_watch`."""
+        return self.target.new_watch()
 
     def refuse_bad(self, seq: int, length: int) -> None:
         """Refuse to go on with a sequence of `length` tokens of which a kernel has found one NaN or infinite."""

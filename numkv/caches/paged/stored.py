@@ -23,6 +23,8 @@ from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
 from numkv.store.prefix_store import PrefixStore
+from numkv.targets.base import Target
+from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedStats", "StoredSequences"]
 
@@ -116,6 +118,9 @@ class StoredSequences:
         self._generation = 0
         self._tables_given: dict[int, tuple[int, Any, Any]] = {}
         self._access = Access()
+
+    def _runs_on(self) -> tuple[Target, Any]:
+        return self._target, self._pools[0].k
 
     # -- what it is
 
@@ -320,18 +325,24 @@ class StoredSequences:
         full = sum(group.window < 0 for group in self._groups)
         return PagedStats(len(lengths), sum(lengths), unused * full, self.blocks.stats())
 
-    def check(self) -> None:
+    @on_stream
+    def check(self, *, stream: Any = None) -> None:
         """Prove the accounting: references, tables, lengths, the prefix cache, scales.
 
         Every block has as many references as tables name it; tables have what the lengths need; blocks are found under
         the names that their sequences know them by; the scales of committed tokens are finite.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
         NumkvError
             If something is wrong, or the cache is being changed by another thread.
         """
-        self._store.target.collect_late(wait=True)
+        self._store.target.collect_late(self._store.watch, wait=True)
         before = self._generation
         self._refuse_changing(before)
         states = dict(self._sequences)
@@ -354,11 +365,11 @@ class StoredSequences:
 
     def _publish(self, states: Mapping[int, SequenceState | None]) -> None:
         """Put states of sequences in place, None for sequences that are gone: for readers all at once."""
-        before = self._sequences
-        drops = any(
-            state is None or (seq in before and before[seq].dropped != state.dropped)
-            for seq, state in states.items()
-        )
+        before, drops = self._sequences, False
+        for seq, state in states.items():
+            if state is None or (seq in before and before[seq].dropped != state.dropped):
+                drops = True
+                break
         if None not in states.values():
             self._sequences.update(states)  # type: ignore[arg-type]
         else:

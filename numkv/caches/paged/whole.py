@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, Self
 
 from numkv.access import writes
+from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.reading import ReadableSequences
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.targets.streamed import on_stream
 
 __all__ = ["WholeCache"]
 
@@ -18,8 +20,9 @@ class WholeCache(ReadableSequences):
 
     # -- scales
 
+    @on_stream
     @writes
-    def set_scales(self, layer: int, k: Any = None, v: Any = None) -> None:
+    def set_scales(self, layer: int, k: Any = None, v: Any = None, *, stream: Any = None) -> None:
         """Set the scales of a layer's kv heads, for kinds that have such: a value is its 8-bit float times the scale.
 
         Parameters
@@ -28,6 +31,8 @@ class WholeCache(ReadableSequences):
             Which layer.
         k, v : float or float32 array (num_kv_heads,), optional
             Finite scales above 0 of K and of V, on the host; None leaves them as they are, which is 1 at first.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Raises
         ------
@@ -58,6 +63,54 @@ class WholeCache(ReadableSequences):
         if self._store.tiers is not None:
             self._store.tiers.rename()
 
+    # -- for CUDA graphs
+
+    def step_buffers(
+        self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None, *, stream: Any = None
+    ) -> StepBuffers:  # fmt: skip
+        """Memory for the tables of steps that CUDA graphs are made of: see `reserve`.
+
+        Parameters
+        ----------
+        num_seqs : int
+            The most sequences of a step.
+        num_tokens : int, optional
+            The most new tokens of all of them; as many as sequences if None.
+        max_length : int, optional
+            The most tokens that a sequence has, the new ones included: how long tables are, and by how many blocks
+            attention is launched. As many as all blocks hold if None.
+        stream : object, optional
+            The stream that graphs run on; see `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        StepBuffers
+
+        Raises
+        ------
+        DimensionMismatch, TypeError
+            If they are no such numbers.
+
+        Examples
+        --------
+        A step is captured once and run again with other sequences, lengths and blocks. Here without a graph, whose
+        launch would stand in place of the two calls:
+
+        >>> import numpy as np, numkv
+        >>> cache = numkv.PagedKVCache(1, 2, 8, num_blocks=8)
+        >>> buffers = cache.step_buffers(num_seqs=4, max_length=64)
+        >>> rows, q = np.ones((4, 2, 8), np.float32), np.ones((4, 2, 8), np.float32)
+        >>> for seqs in ([cache.add()], [cache.add(), cache.add()]):
+        ...     step = cache.reserve(seqs, 1, into=buffers)
+        ...     step.append(0, rows, rows)  # of four rows, as many as there are sequences count
+        ...     out = step.attention(0, q)
+        ...     cache.commit(step)
+        """
+        tokens = num_seqs if num_tokens is None else num_tokens
+        most = self.blocks.num_blocks * self.block_size if max_length is None else max_length
+        with self._target.on(stream, self._pools[0].k):
+            return StepBuffers(self._store, num_seqs, tokens, most)
+
     # -- as a whole
 
     @writes
@@ -82,9 +135,15 @@ class WholeCache(ReadableSequences):
             self._publish(before)
             raise
 
+    @on_stream
     @writes
-    def copy(self) -> Self:
+    def copy(self, *, stream: Any = None) -> Self:
         """The same cache once more, in memory of its own: rows, sequences by the same numbers, cached prefixes, pins.
+
+        Parameters
+        ----------
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------

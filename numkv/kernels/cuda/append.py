@@ -24,6 +24,7 @@ from numkv.kernels.cuda.launches import (
     jit,
     launch,
     number_at,
+    whole,
 )
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
@@ -65,7 +66,8 @@ def make_append_rows(SRC, DST, BY_SLOT):
     """The function that puts rows of kind `SRC` into a pool of kind `DST`, by given slots or by a block table.
 
     ``append(rows, pool, scale, places, start, block, num_blocks, peaks, look, found, raised)``, of which a block of
-    threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index.
+    threads does the part number `block` of `num_blocks`. What is not finite is reported as `look` plus its index, in
+    the word of `found` that its token has; see `numkv.kernels.cuda.late`.
     """
     load, _ = codec(SRC)
     find, (peak, put) = slot_finder(BY_SLOT), row_store(DST, "float32", load)
@@ -95,7 +97,7 @@ def make_append_rows(SRC, DST, BY_SLOT):
                         d = first_bad(rows[t, h], 0, dim, lane)
                         if d >= 0:
                             largest = np.float32(np.inf)
-                            cuda.atomic.min(found, 0, look + row * dim + d)
+                            cuda.atomic.min(found, t & (found.shape[0] - 1), look + row * dim + d)
                             cuda.threadfence_system()
                             raised[0] = 1
                 peaks[warp, lane] = largest
@@ -149,7 +151,7 @@ def make_append_groups(SRC, BY_SLOT):
                         bad = np.int64(d)
             if bad >= 0:
                 scale[block, h, offset, group] = zero_int4_group(count, words, first // 2)
-                cuda.atomic.min(found, 0, look + row * dim + bad)
+                cuda.atomic.min(found, t & (found.shape[0] - 1), look + row * dim + bad)
                 cuda.threadfence_system()
                 raised[0] = 1
             else:
@@ -240,7 +242,7 @@ def octet_side(SRC, DST, BY_SLOT):
                 largest = magnitude(x)
                 bad = put(x, mine_of, have, lanes, to, largest, look)
                 if bad and have[0] and largest >= np.uint32(0x7F800000):
-                    report(x, mine_of, look + row * dim, found, raised)
+                    report(x, mine_of, look + row * dim, t, found, raised)
             else:
                 for octet in range(lane, octets, 2 * lanes):
                     mine_of = (octet, octet + lanes)
@@ -346,13 +348,13 @@ def _both(k_side, v_side, places, start, look, by_slot, only_k=False):
         k_blocks, v_blocks = _octet_blocks(k, lanes[0]), _octet_blocks(v, lanes[1])
         launch(
             _append_octets(*kinds), k_blocks + v_blocks * (not only_k), THREADS, *arrays,
-            (int(start), k_blocks, *lanes, look), *late.flags(),
+            (whole(start), k_blocks, *lanes, look), *late.flags(look),
         )  # fmt: skip
         return
     k_blocks, v_blocks = _blocks(k, k_kind, k_scale), _blocks(v, v_kind, v_scale)
     launch(
-        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, int(start), k_blocks, look,
-        *late.flags(),
+        _append(*kinds), k_blocks + v_blocks * (not only_k), (LANES, ROWS), *arrays, whole(start), k_blocks, look,
+        *late.flags(look),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numba import cuda, types
 
 from numkv.kernels.builder import WORDS
+from numkv.kernels.cuda import uploads
 from numkv.kernels.cuda.instructions import global_address
 from numkv.kernels.cuda.launches import array, jit, launch
 from numkv.kernels.cuda.octets import bytes_of, lanes_for, octet_loader, octets_fit
@@ -23,6 +24,7 @@ __all__ = ["first_non_finite"]
 
 ROWS = THREADS // LANES  # rows that a block takes at once
 NOWHERE = (1 << 63) - 1  # greater than any index
+HIGH = 0x7F  # a byte: eight of them are greater than any index too
 
 
 def make_first_non_finite(KIND):
@@ -88,7 +90,7 @@ def _first_non_finite(kind: str, octets: bool = False) -> Any:
 def first_non_finite(rows, kind):
     if not rows.size:
         return -1
-    found = cuda.to_device(np.array([NOWHERE], np.int64))
+    found = uploads.filled_word(HIGH)
     if octets_fit(rows, kind, rows.shape[2]):
         lanes = lanes_for(rows.shape[2] // 8)
         blocks = ceil_div(rows.shape[0] * rows.shape[1], THREADS >> lanes)
@@ -96,8 +98,8 @@ def first_non_finite(rows, kind):
     else:
         blocks = ceil_div(rows.shape[0] * rows.shape[1], ROWS)
         launch(_first_non_finite(kind), blocks, (LANES, ROWS), rows, found)
-    index = int(found.copy_to_host()[0])
-    return index if index < NOWHERE else -1
+    index = uploads.word_of(found)
+    return index if index < NOWHERE >> 8 else -1
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:

@@ -1,8 +1,10 @@
 """What kernels report when nobody waits for them: NaN and infinity in rows that were to be quantised.
 
-A kernel that writes such rows stores zeros in their place, puts the smallest of (number of the call, side, index) into
-a word of device memory, and sets a word of the host's memory, which it sees as its own. The host looks at that word in
-passing; only when it is set, or when somebody asks, does it wait and fetch the rest.
+Whoever writes such rows has a `Watch`: words of device memory, and one of pinned memory, which kernels see as theirs. A
+kernel that finds such a row stores zeros in its place, puts the smallest of (number of the call, side, index) into the
+word of the row's token, modulo `WORDS`, and sets the word of the host. The host looks at that in passing; only when it
+is set, or when somebody asks, does it wait and fetch the others. So of two objects that write bad rows each is told,
+and of several sequences in one call each, up to so many tokens apart.
 """
 
 from __future__ import annotations
@@ -13,15 +15,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
+from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.rows import NOWHERE, V_SIDE
-from numkv.kernels.cuda.streams import SIMULATED, current
+from numkv.kernels.cuda.streams import SIMULATED, ask, current, on, place, unwatched
 
-__all__ = ["Report", "arrived", "flags", "number", "take", "wait"]
+__all__ = ["WORDS", "Report", "Watch", "flags", "functions_arrived", "of_functions", "wait"]
 
+#: Words of device memory of a watch; a power of two.
+WORDS = 64
 #: Calls are this far apart in what kernels report.
 CALL = 2 * V_SIDE
-#: Calls after which numbers start again, when nothing can be under way any more.
+#: Calls of a watch after which its numbers start again, when nothing can be under way any more. Beyond are those of
+#: calls in CUDA graphs, which stay.
 MOST_CALLS = 1 << 25
+MOST_LASTING = (1 << 26) - 1 - MOST_CALLS
+#: Calls that a watch remembers; those before have long been done.
+REMEMBERED = 1 << 12
+#: Watches whose words are allocated together.
+PAGE = 128
 
 
 class Report(NamedTuple):
@@ -29,105 +40,212 @@ class Report(NamedTuple):
 
     Attributes
     ----------
+    call : int
+        Which call of the watch.
     what : object
-        What the writer handed to `number`.
+        What the writer handed to `Watch.look`; None if that was too long ago.
     of_v : bool
         Whether it is in V.
     index : int
         Flat index of the element.
     """
 
+    call: int
     what: Any
     of_v: bool
     index: int
 
 
-class _Flags:
-    """The words of a device, and who has written since they were last clear."""
+class _Words:
+    """Where kernels report to, for one watch: `WORDS` int64 of the device, and one of the host."""
+
+    def __init__(self, found: Any, raised: Any, host: Any) -> None:
+        self.found, self.raised, self.host = found, raised, host
+
+    def clear(self) -> None:
+        """Forget what has been reported; on the words' device."""
+        self.found.copy_to_device(np.full(WORDS, NOWHERE, np.int64))
+        self.host[0] = 0
+
+
+class _Device:
+    """The words of a device: those that no watch has had, and those whose watch is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lock = threading.Lock()
+        self.fresh: list[_Words] = []
+        self.retired: list[_Words] = []
+
+    def take(self) -> _Words:
+        """Words for a watch."""
+        with self.lock:
+            # Kernels of the retired ones may be under way still, and a capture forbids to wait for them.
+            if not self.fresh and self.retired and not current().capturing():
+                _synchronise()
+                self.fresh, self.retired = self.retired, []
+                for words in self.fresh:
+                    words.clear()
+            if not self.fresh:
+                self.fresh = _page()
+            return self.fresh.pop()
+
+
+def _page() -> list[_Words]:
+    """New words."""
+    if SIMULATED:
+        raised = cuda.to_device(np.zeros(1, np.int64))
+        return [
+            _Words(cuda.to_device(np.full(WORDS, NOWHERE, np.int64)), raised, raised._ary)
+        ]  # fmt: skip
+    from numkv.kernels.cuda.memory import foreign, pointer_of
+    from numkv.kernels.cuda.uploads import constant
+
+    dtype = np.dtype(np.int64)
+    found = constant(np.full(PAGE * WORDS, NOWHERE, dtype))  # also beside a capture
+    with unwatched():
+        host = cuda.pinned_array(PAGE, dtype)
+    host[:] = 0
+    # The driver lets kernels see pinned memory at the host's address.
+    on_device, on_host = pointer_of(found), host.__array_interface__["data"][0]
+    return [
+        _Words(
+            foreign(on_device + 8 * WORDS * i, (WORDS,), None, dtype, found),
+            foreign(on_host + 8 * i, (1,), None, dtype, host),
+            memoryview(host[i : i + 1]),
+        )
+        for i in range(PAGE)
+    ]
+
+
+_devices: dict[int, _Device] = {}
+
+
+def _of_device(number: int) -> _Device:
+    return _devices.get(number) or _devices.setdefault(number, _Device(number))
+
+
+class Watch:
+    """Sees what kernels report of the rows that an object writes, or functions do.
+
+    Attributes
+    ----------
+    calls : int
+        How many calls that write have asked for a number.
+    latest : object
+        What the last of them handed to `look`; whoever writes may set it to None, to see whether it is asked.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._device: _Device | None = None
+        self._words: _Words | None = None
+        self._host: Any = (0,)
+        self._written: dict[int, Any] = {}
+        self._lasting: list[Any] = []
         self.calls = 0
-        self.written: dict[int, Any] = {}
-        self.found = cuda.to_device(np.array([NOWHERE], np.int64))
-        if SIMULATED:
-            self.raised = cuda.to_device(np.zeros(1, np.int64))
-            self.host = self.raised._ary
-        else:
-            self.host = cuda.pinned_array(1, np.int64)
-            self.host[0] = 0
-            from numkv.kernels.cuda.memory import foreign
+        self.latest: Any = None
 
-            # The driver lets kernels see pinned memory at the host's address.
-            pointer = self.host.__array_interface__["data"][0]
-            self.raised = foreign(pointer, (1,), None, np.dtype(np.int64), self.host)
+    def __del__(self) -> None:
+        if self._device is not None and self._words is not None:
+            self._device.retired.append(self._words)
+
+    def words(self) -> _Words:
+        """Where kernels report to."""
+        if self._words is None:
+            with self._lock:
+                if self._words is None:
+                    self._device = _of_device(current().device)
+                    self._words = self._device.take()
+                    self._host = self._words.host
+        return self._words
+
+    def look(self, what: Any, lasting: bool = False) -> Number:
+        """A number for a call that writes.
+
+        Parameters
+        ----------
+        what : object
+            Comes back with what is found in it.
+        lasting : bool
+            Whether the call is a part of a CUDA graph, which may make it again at any time.
+        """
+        if self._words is None:
+            self.words()
+        with self._lock:
+            if lasting and len(self._lasting) < MOST_LASTING:
+                self._lasting.append(what)
+                return Number.of((MOST_CALLS + len(self._lasting)) * CALL, 1, self)
+            if self.calls >= MOST_CALLS:  # once there is a report they go on until it is taken
+                _synchronise()
+                if not self._host[0]:
+                    self.calls = 0
+                    self._written.clear()
+            self.calls += 1
+            self._written[self.calls] = self.latest = what
+            if len(self._written) > REMEMBERED:
+                for old in list(self._written)[: REMEMBERED // 2]:
+                    del self._written[old]
+            return Number.of(self.calls * CALL, 1, self)
+
+    def arrived(self) -> bool:
+        """Whether a kernel has reported; does not wait."""
+        return self._host[0] != 0
+
+    def take(self) -> list[Report]:
+        """What has been reported, the earliest call's first; waits if there is something."""
+        with self._lock:
+            if self._words is None or not self._host[0]:
+                return []
+            with on(place(self._device.number, 0)):  # type: ignore[union-attr]
+                _synchronise()
+                keys = self._words.found.copy_to_host()
+                self._words.clear()
+            found = []
+            for key in np.sort(keys[keys != NOWHERE]).tolist():
+                call, rest = divmod(key, CALL)
+                of_graph = call - MOST_CALLS - 1
+                what = self._lasting[of_graph] if of_graph >= 0 else self._written.get(call)
+                found.append(Report(call, what, rest >= V_SIDE, rest % V_SIDE))
+            return found
 
 
-_flags: dict[int, _Flags] = {}
-_making = threading.Lock()
+_functions: dict[int, Watch] = {}
 
 
-def _of_device() -> _Flags:
+def of_functions() -> Watch:
+    """The watch of functions, which have no object to tell, on this thread's device."""
     device = current().device
-    found = _flags.get(device)
-    if found is None:
-        with _making:
-            found = _flags.get(device)
-            if found is None:
-                found = _flags[device] = _Flags()
-    return found
+    return _functions.get(device) or _functions.setdefault(device, Watch())
 
 
-def flags() -> tuple[Any, Any]:
-    """The arrays that kernels report to: the smallest of what they found, and whether there is anything."""
-    of = _of_device()
-    return of.found, of.raised
-
-
-def number(what: Any) -> int:
-    """A number for a call that writes; `what` comes back with what is found in it.
+def flags(look: int) -> tuple[Any, Any]:
+    """The arrays that kernels report to: the smallest of what they found, and whether there is anything.
 
     Parameters
     ----------
-    what : object
-        Whoever writes, and where.
+    look : int
+        What `Watch.look` gave; 0 where nothing is looked for.
     """
-    of = _of_device()
-    with of.lock:
-        if of.calls >= MOST_CALLS:  # once a report has arrived they go on until it is taken
-            cuda.synchronize()
-            if not of.host[0]:
-                of.calls = 0
-                of.written.clear()
-        of.calls += 1
-        of.written[of.calls] = what
-        if len(of.written) > 1 << 12:  # calls that old have long been done
-            for old in list(of.written)[: 1 << 11]:
-                del of.written[old]
-        return of.calls * CALL
+    watch = look.watch if type(look) is Number and look.watch is not None else of_functions()
+    words = watch.words()
+    return words.found, words.raised
 
 
-def arrived() -> bool:
-    """Whether a kernel of this thread's device has reported; does not wait."""
-    of = _flags.get(current().device) if _flags else None
-    return of is not None and bool(of.host[0])
+def functions_arrived() -> list[Watch]:
+    """Watches of functions, of all devices, to which a kernel has reported; does not wait."""
+    return [watch for watch in tuple(_functions.values()) if watch.arrived()]
+
+
+def _synchronise() -> None:
+    """Wait for what has been launched on this thread's device."""
+    if not SIMULATED:
+        ask("cuCtxSynchronize")
 
 
 def wait() -> None:
-    """Wait for all that has been launched on this thread's device."""
+    """Wait for all that has been launched on the devices that report."""
     if not SIMULATED:
-        cuda.current_context().synchronize()
-
-
-def take() -> Report | None:
-    """The earliest report, if one has arrived; what others there were is forgotten with it."""
-    of = _of_device()
-    with of.lock:
-        if not of.host[0]:
-            return None
-        wait()
-        key = int(of.found.copy_to_host()[0])
-        of.found.copy_to_device(np.array([NOWHERE], np.int64))
-        of.host[0] = 0
-        call, rest = divmod(key, CALL)
-        return Report(of.written.get(call), rest >= V_SIDE, rest % V_SIDE)
+        for device in list(_devices):
+            with on(place(device, 0)):
+                _synchronise()

@@ -33,8 +33,8 @@ from numkv.kernels.cuda import streams
 from numkv.kernels.cuda.streams import SIMULATED
 
 __all__ = [
-    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "array", "core_launch", "jit", "launch",
-    "number_at", "shared_bytes",
+    "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "Number", "array", "core_launch", "jit",
+    "launch", "number_at", "shared_bytes", "whole",
 ]  # fmt: skip
 
 #: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
@@ -78,6 +78,33 @@ else:
         if words == 1:
             return np.int64(low)
         return (np.int64(high) << np.int64(32)) | (np.int64(low) & np.int64(0xFFFFFFFF))
+
+
+class Number(int):
+    """A number that differs between calls that are the same otherwise; see `numkv.kernels.cuda.replays`.
+
+    Attributes
+    ----------
+    which : int
+        Which of the call's numbers it is.
+    watch : object
+        Of the number that a kernel reports by, the `numkv.kernels.cuda.late.Watch` that gave it.
+    """
+
+    which: int = 0
+    watch: Any = None
+
+    @classmethod
+    def of(cls, value: int, which: int, watch: Any = None) -> Number:
+        """A number with what belongs to it."""
+        made = cls(value)
+        made.which, made.watch = which, watch
+        return made
+
+
+def whole(n: Any) -> int:
+    """A number as a launch takes it; a `Number` stays one."""
+    return n if isinstance(n, int) else int(n)
 
 
 class Launch(NamedTuple):
@@ -163,6 +190,18 @@ class Kernel:
             else:
                 found.append((at + 4, x))
                 at += 5 + 2 * of.ndim
+        return found
+
+    def numbers(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
+        """Where among `flat` a `Number` is, and which of the call's it is."""
+        found, at = [], 0
+        for x, of in zip(args, self._types, strict=True):
+            if of.ndim >= 0:
+                at += 5 + 2 * of.ndim
+                continue
+            parts = x if isinstance(x, tuple) else (x,)
+            found += [(at + i, n.which) for i, n in enumerate(parts) if type(n) is Number]
+            at += len(parts)
         return found
 
     def config(self, blocks: int, threads: tuple[int, ...], shared_bytes: int) -> Any:
@@ -289,7 +328,9 @@ class _Type:
             pairs = zip(x, self._parts, strict=True)
             return tuple(ctypes.c_float(y) if of == types.float32 else y for y, of in pairs)
         if self._parts:
-            return tuple(x)
+            return tuple(int(n) if type(n) is Number else n for n in x)
+        if type(x) is Number:
+            return (int(x),)
         return (ctypes.c_float(x),) if self._is_float32 else (x,)
 
     def check(self, x: Any, kernel: Kernel) -> None:
@@ -343,7 +384,12 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
         kernel.loaded(here.device, shared_bytes),
         kernel.config(blocks, threads, shared_bytes),
     )
-    core_launch(here.stream, config, code, *kernel.flat(args))
+    try:
+        core_launch(here.stream, config, code, *kernel.flat(args))
+    except TypeError:  # an argument
+        raise
+    except Exception as error:
+        raise streams.failed(f"a launch of {kernel.label}", error) from error
 
 
 def _simulate(kernel: Kernel, sizes: tuple[Any, ...], args: tuple[Any, ...]) -> None:

@@ -3,22 +3,24 @@
 Memory belongs to a stream (`numkv.kernels.cuda.streams.Place`). When nobody holds an array any more, its memory goes
 back there at once, though kernels may still be using it: what takes it next runs after them, on the same stream. What
 has been handed to other libraries does not go back, as these may use it on streams of their own: it is freed, for which
-the driver waits. Nor does what is taken while a stream is captured: it stays with the graph.
+the driver waits. What is taken while a stream is captured belongs to the graph (`numkv.kernels.cuda.graphs`): there,
+too, calls take what those before have left, and it is freed with the graph.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from numkv.kernels.cuda import dlpack, streams
+from numkv.kernels.cuda import dlpack, graphs, streams
 from numkv.kernels.cuda.streams import SIMULATED, Place, current
 
 __all__ = [
-    "DeviceArray", "buffer", "empty", "foreign", "over", "part", "pointer_of", "reinterpret", "take", "viewed",
+    "DeviceArray", "buffer", "empty", "foreign", "kept", "over", "part", "pointer_of", "reinterpret", "take", "viewed",
 ]  # fmt: skip
 
 #: Bytes that a stream keeps for later calls, beyond which memory is freed.
@@ -46,7 +48,7 @@ if SIMULATED:
     def _none(*args: Any) -> Any:
         raise NotImplementedError("the simulator's arrays lie in host memory")
 
-    viewed = foreign = take = over = part = _none
+    viewed = foreign = kept = take = over = part = _none
     DeviceArray: Any = None
 
     def reinterpret(x: Any, dtype: Any) -> Any:
@@ -68,13 +70,19 @@ else:
             Whether others have it.
         """
 
-        def __init__(self, place: Place, pointer: Any, size: int, kept: bool) -> None:
+        def __init__(
+            self, place: Place, pointer: Any, size: int, capture: graphs.Capture | None, kept: graphs.Kept | None
+        ) -> None:  # fmt: skip
             super().__init__(place.context, pointer, size)
-            self.place, self.exported, self._kept = place, False, kept
+            self.place, self.exported = place, False
+            self._capture, self._kept = capture, kept
 
         def __del__(self) -> None:
             place, size = self.place, self.size
-            if self._kept:  # by a graph
+            if self._capture is not None:
+                if not (self.exported or self._capture.gone):
+                    free = self._capture.free
+                    free.setdefault((place.handle, size), []).append(self._kept)  # type: ignore[arg-type]
                 return
             if self.exported or place.kept + size > MOST_KEPT:
                 _free(place.device, self.device_pointer)
@@ -84,7 +92,7 @@ else:
 
     def _free(device: int, pointer: Any) -> None:
         try:
-            with cuda.gpus[device]:
+            with streams.unwatched(), cuda.gpus[device]:
                 driver.cuMemFree(pointer)
         except Exception:
             pass
@@ -163,24 +171,37 @@ else:
         if not nbytes:
             return MemoryPointer(place.context, driver.CUdeviceptr(0), 0)
         size = _size_class(nbytes)
-        kept = place.capturing()
+        capture = graphs.capture_of(place)
+        if capture is not None:
+            of_graph = _of_graph(capture, place, size)
+            return Piece(place, of_graph.pointer, size, capture, of_graph)
         try:
             pointer = place.free[size].pop()  # one step, which threads do not divide
             place.kept -= size
         except (KeyError, IndexError):
+            graphs.sweep()
             pointer = _allocate(size)
-        return Piece(place, pointer, size, kept)
+        return Piece(place, pointer, size, None, None)
+
+    def _of_graph(capture: graphs.Capture, place: Place, size: int) -> graphs.Kept:
+        """Memory that belongs to a graph: what one of its calls has left, or new."""
+        try:
+            return capture.free[place.handle, size].pop()
+        except (KeyError, IndexError):
+            found = kept(size)
+        capture.held.append(found)
+        return found
+
+    def kept(nbytes: int) -> graphs.Kept:
+        """Memory of the current device that is freed when nobody holds it any more."""
+        return graphs.Kept(_allocate(nbytes), functools.partial(_free, current().device))
 
     def _allocate(size: int) -> Any:
-        # Of memory that a graph is to keep no other thread's capture shall hear.
-        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = streams.ask("cuThreadExchangeStreamCaptureMode", relaxed)
         try:
-            return streams.ask("cuMemAlloc", size)
+            with streams.unwatched():
+                return streams.ask("cuMemAlloc", size)
         except MemoryError:
             raise MemoryError(f"the CUDA device has no room for {size} bytes") from None
-        finally:
-            streams.ask("cuThreadExchangeStreamCaptureMode", before)
 
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         """A new array of the current place, whose elements are undefined."""

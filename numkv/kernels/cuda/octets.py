@@ -295,8 +295,8 @@ def row_finder(KIND):
 
 
 @register_jitable
-def report(x, octets, index, found, raised):
-    """Tell of the first element of a lane that is not finite; `index` is that of its row."""
+def report(x, octets, index, token, found, raised):
+    """Tell of the first element of a lane that is not finite, in its token's word; `index` is that of its row."""
     first = np.int64(0)
     for i in range(7, -1, -1):
         if not is_finite(x[8 + i]):
@@ -304,7 +304,7 @@ def report(x, octets, index, found, raised):
     for i in range(7, -1, -1):
         if not is_finite(x[i]):
             first = np.int64(octets[0] * 8 + i)
-    cuda.atomic.min(found, 0, index + first)
+    cuda.atomic.min(found, token & (found.shape[0] - 1), index + first)
     cuda.threadfence_system()
     raised[0] = 1
 

@@ -4,6 +4,9 @@ What a call does with device arrays depends on their shapes, strides and dtypes 
 sees no values. So a call is written down the first time, with where among the arguments of its launches the pointers of
 its own arrays are; the next one of the same kind makes the same launches, and checks nothing but that arrays which are
 written to lie apart from the others, as they did.
+
+Objects have buffers of their own, which stay in the launches as they are, and numbers that move on, such as a length:
+a `numkv.kernels.cuda.launches.Number` among the arguments is put in anew each time.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.launches import core_launch
-from numkv.kernels.cuda.streams import Place, Recording
+from numkv.kernels.cuda.streams import Place, Recording, failed
 
 __all__ = ["Given", "Made", "Replay", "replay_of"]
 
@@ -45,6 +48,7 @@ class _Again(NamedTuple):
     args: list[Any]
     given: list[tuple[int, int]]  #: of pointers: where among `args`, and of which array of the call
     scratch: list[tuple[int, int]]  #: the same of memory that the call takes for itself
+    numbers: list[tuple[int, int]]  #: the same of numbers that differ from call to call
 
 
 class Replay:
@@ -54,19 +58,24 @@ class Replay:
     ----------
     results : list of int or Made
         What the call returns: numbers of given arrays, and arrays that it makes.
+    note : object
+        What whoever keeps the call has to know of it.
     """
 
-    __slots__ = ("_apart", "_held", "_launches", "_scratch", "results")
+    __slots__ = ("_apart", "_clear", "_held", "_launches", "_scratch", "note", "results")
 
     def __init__(
         self, launches: list[_Again], scratch: list[int], apart: list[tuple[int, int, int, int, int]],
-        held: list[Any], results: Sequence[Any],
+        clear: list[tuple[int, int, int]], held: list[Any], results: Sequence[Any],
     ) -> None:  # fmt: skip
-        self._launches, self._scratch, self._apart = launches, scratch, apart
+        self._launches, self._scratch, self._apart, self._clear = launches, scratch, apart, clear
         self._held, self.results = held, results
+        self.note: Any = None
 
-    def run(self, place: Place, pointers: Sequence[int]) -> list[Any] | None:
-        """Make the launches with arrays at `pointers`.
+    def run(
+        self, place: Place, pointers: Sequence[int], numbers: Sequence[int] = ()
+    ) -> list[Any] | None:
+        """Make the launches with arrays at `pointers`, and with these `numbers`.
 
         Returns
         -------
@@ -77,14 +86,22 @@ class Replay:
             distance = pointers[j] - pointers[i]
             if distance != before and -of_j < distance < of_i:
                 return None
+        for i, low, high in self._clear:
+            if low < pointers[i] < high:
+                return None
         held = [memory.take(place, n) for n in self._scratch]
-        for code, config, args, given, scratch in self._launches:
+        for code, config, args, given, scratch, varying in self._launches:
             args = args.copy()
             for at, i in given:
                 args[at] = pointers[i]
+            for at, i in varying:
+                args[at] = numbers[i]
             for at, i in scratch:
                 args[at] = int(held[i].device_pointer)
-            core_launch(place.stream, config, code, *args)
+            try:
+                core_launch(place.stream, config, code, *args)
+            except Exception as error:
+                raise failed("a launch", error) from error
         return held
 
 
@@ -94,6 +111,7 @@ def replay_of(
     written: frozenset[int],
     results: Sequence[Any],
     place: Place,
+    foreign: int = 0,
 ) -> Replay | None:
     """What makes a recorded call again, or None where launches alone do not.
 
@@ -109,6 +127,9 @@ def replay_of(
         What it returned.
     place : Place
         Where it ran.
+    foreign : int
+        So many of the arrays, the first ones, must lie apart from what the call uses beside its arrays: an object's
+        buffers.
     """
     if recording.spoiled or not recording.launches:
         return None
@@ -131,7 +152,8 @@ def replay_of(
                 held.append(x)  # the same in every call
         config = kernel.config(blocks, threads, shared_bytes)
         code = kernel.loaded(place.device)
-        launches.append(_Again(code, config, kernel.flat(args), pointers, own))
+        numbers = kernel.numbers(args) if foreign else []  # a function's own stay
+        launches.append(_Again(code, config, kernel.flat(args), pointers, own, numbers))
     apart = []
     for i, x in enumerate(given):
         for j, y in enumerate(given):
@@ -141,6 +163,13 @@ def replay_of(
                 apart.append((i, j, _ANYWHERE, _ANYWHERE, 0))
             elif i in written or j in written:
                 apart.append((i, j, x.nbytes, y.nbytes, y.pointer - x.pointer))
+    clear = []
+    for begin, nbytes in {memory.pointer_of(x): x.alloc_size for x in held if x.size}.items():
+        for i, x in enumerate(given[:foreign]):
+            if x is not None and x.nbytes:
+                if begin - x.nbytes < x.pointer < begin + nbytes:
+                    return None
+                clear.append((i, begin - x.nbytes, begin + nbytes))
     returned: list[Any] = []
     for x in results:
         pointer = memory.pointer_of(x)
@@ -150,4 +179,5 @@ def replay_of(
             returned.append(Made(scratch.index(pointer), x.shape, x.strides, x.dtype))
         else:
             return None
-    return Replay(launches, [recording.scratch[p] for p in scratch], apart, held, returned)
+    sizes = [recording.scratch[p] for p in scratch]
+    return Replay(launches, sizes, apart, clear, held, returned)

@@ -7,15 +7,19 @@ same stream takes, and the order of the stream keeps them apart.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from typing import Any
 
 from numba import cuda
 from numba.core import config
 
+from numkv.errors import NotSupported, NumkvError
+
 __all__ = [
-    "SIMULATED", "Place", "Recording", "ask", "chosen", "current", "default", "follow", "is_ready", "on",
-    "one_device", "place", "ready", "recorded", "recording", "spoil",
+    "SIMULATED", "Place", "Recording", "as_it_is", "ask", "chosen", "current", "default", "failed", "follow",
+    "is_ready", "on", "one_device", "place", "ready", "recorded", "recording", "spoil", "unwatched",
 ]  # fmt: skip
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -41,7 +45,7 @@ def ask(name: str, *args: Any) -> Any:
     MemoryError
         If the device has no room.
     RuntimeError
-        If the driver refuses for another reason, a capture that forbids it among them.
+        If the driver refuses for another reason: a capture that forbids it, or a kernel before that went astray.
     """
     from cuda.bindings import driver
 
@@ -49,8 +53,35 @@ def ask(name: str, *args: Any) -> Any:
     if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise MemoryError(f"{name}: the CUDA device has no room")
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{name}: expected the CUDA driver to do it, got {error.name}")
+        raise failed(name, error.name)
     return found[0] if found else None
+
+
+#: Errors after which a device does nothing more for this process. Whichever call comes next is told of them.
+_ASTRAY = re.compile(
+    "CUDA_ERROR_(ILLEGAL_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED_ADDRESS|ILLEGAL_INSTRUCTION|INVALID_PC|"
+    "INVALID_ADDRESS_SPACE|HARDWARE_STACK_ERROR|ASSERT|ECC_UNCORRECTABLE|TENSOR_MEMORY_LEAK|CONTAINED|EXTERNAL_DEVICE)"
+)
+
+
+def failed(what: str, error: object) -> RuntimeError:
+    """The error for what the driver has not done.
+
+    Parameters
+    ----------
+    what : str
+        What was asked of it.
+    error : object
+        What it said: the name of its error, or an exception with it.
+    """
+    if found := _ASTRAY.search(str(error)):
+        return RuntimeError(
+            f"{what}: the CUDA driver says {found[0]}: a kernel that was launched earlier, by numkv or others in this "
+            "process, has failed; this call only noticed. The device does nothing more for this process, and what "
+            "lies in its memory is lost: start a new process. To find the kernel, run with CUDA_LAUNCH_BLOCKING=1, or "
+            "under compute-sanitizer"
+        )
+    return RuntimeError(f"{what}: expected the CUDA driver to do it, got {error}")
 
 
 class Place:
@@ -84,11 +115,19 @@ class Place:
 
             self.stream = Stream.from_handle(handle)
             self.context = cuda.gpus[device].get_primary_context()
+            if (
+                handle > 2 and not one_device()
+            ):  # the default streams are of whatever device is current
+                there = self.stream.device.device_id
+                if there != device:
+                    raise NotSupported(
+                        f"`stream`: expected a stream of the arrays' device {device}, got one of device {there}"
+                    )
 
     def synchronize(self) -> None:
         """Wait for what has been launched here."""
         if self.stream is not None:
-            self.stream.sync()
+            ask("cuStreamSynchronize", self.handle)
 
     def capturing(self) -> bool:
         """Whether what is launched here becomes a part of a CUDA graph."""
@@ -137,6 +176,7 @@ def place(device: int, handle: int) -> Place:
     """The place of a stream of a device."""
     found = _places.get((device, handle))
     if found is None:
+        _refuse_after_fork()
         found = _places.setdefault((device, handle), Place(device, handle))
     return found
 
@@ -186,6 +226,7 @@ class on:  # noqa: N801 - it reads like a function
 def is_ready() -> bool:
     """Have the driver know this thread."""
     if not _here.ready:
+        _refuse_after_fork()
         cuda.current_context()
         _here.ready = True
     return True
@@ -201,18 +242,68 @@ def one_device() -> bool:
 _counted: list[int] = []
 
 
+class unwatched:  # noqa: N801 - it reads like a function
+    """Have the driver take what this thread asks meanwhile for none of a capture's business.
+
+    Otherwise calls that are not in stream order, such as allocations, break captures of this thread and of others.
+    """
+
+    def __enter__(self) -> None:
+        from cuda.bindings import driver
+
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._before = ask("cuThreadExchangeStreamCaptureMode", relaxed)
+
+    def __exit__(self, *error: object) -> None:
+        ask("cuThreadExchangeStreamCaptureMode", self._before)
+
+
+_forked: list[bool] = []
+
+
+def _refuse_after_fork() -> None:
+    if _forked:
+        raise NumkvError(
+            "expected a process that started by itself, got a fork of one that had used CUDA, whose driver does not "
+            'work here; start processes with multiprocessing.get_context("spawn"), or fork before CUDA is used'
+        )
+
+
+def _after_fork() -> None:
+    """Forget, in the child, what was the parent's."""
+    if _places and not SIMULATED:
+        _forked.append(True)
+        _places.clear()
+        _here.place, _here.ready = None, False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def ready(place: Place) -> bool:
     """Whether this thread can launch at a place as it is, without `on`."""
     return one_device() and is_ready()
 
 
+def as_it_is() -> bool:
+    """Whether this thread can launch wherever it likes: there is one device, nothing is chosen or written down."""
+    here = _here
+    return here.place is None and here.recording is None and here.ready and _counted == [1]
+
+
 def follow(handle: int) -> None:
-    """Have the current place run what comes next after what another stream has got so far; the host does not wait."""
+    """Have the current place run what comes next after what another stream has got so far; the host does not wait.
+
+    A graph cannot wait for what is not in it: where one is captured here and not there, nothing happens.
+    """
     spoil()
     if SIMULATED:
         return
     here = current()
     there = place(here.device, handle)
+    if here.capturing() and not there.capturing():
+        return
     if there.mark is None:
         from cuda.bindings import driver
 

@@ -11,10 +11,19 @@ import threading
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from numkv.kernels.cuda import memory, streams
 
-__all__ = ["upload", "upload_all"]
+__all__ = [
+    "constant",
+    "filled_word",
+    "length",
+    "pointer_of_length",
+    "upload",
+    "upload_all",
+    "word_of",
+]
 
 #: Bytes of a ring, and of each of its parts. What is larger than a part is copied from where it lies.
 RING, PARTS = 1 << 20, 16
@@ -25,7 +34,6 @@ class _Ring:
 
     def __init__(self) -> None:
         from cuda.bindings import driver
-        from numba import cuda
 
         self.memory = cuda.pinned_array(RING, np.uint8)
         self.address = int(self.memory.__array_interface__["data"][0])
@@ -41,11 +49,18 @@ class _Ring:
             streams.ask("cuEventRecord", self.events[self.part], handle)
             self.used[self.part] = True
             self.part, self.at = (self.part + 1) % PARTS, 0
-            if self.used[self.part]:
+            if self.used[self.part] and not _has_passed(self.events[self.part]):
                 streams.ask("cuEventSynchronize", self.events[self.part])
         found = self.part * size + self.at
         self.at += -(-nbytes // 64) * 64
         return found
+
+
+def _has_passed(event: Any) -> bool:
+    """Whether what was launched before an event is done; if that cannot be told, no."""
+    from cuda.bindings import driver
+
+    return bool(driver.cuEventQuery(event)[0] == driver.CUresult.CUDA_SUCCESS)
 
 
 _lock = threading.Lock()
@@ -73,6 +88,28 @@ def upload(x: np.ndarray[Any, Any]) -> Any:
     return made
 
 
+_own_streams: dict[int, Any] = {}
+
+
+def constant(x: np.ndarray[Any, Any]) -> Any:
+    """A copy of a contiguous array on the current device, which is there when this returns: for all streams.
+
+    It goes by a stream of its own, so that it can be made while others are captured.
+    """
+    if not x.nbytes:
+        return memory.empty(x.shape, x.dtype)
+    device = streams.current().device
+    with streams.unwatched():
+        stream = _own_streams.get(device)
+        if stream is None:
+            stream = streams.ask("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+            stream = _own_streams.setdefault(device, stream)
+        kept = memory.kept(x.nbytes)
+        streams.ask("cuMemcpyHtoDAsync", kept.pointer, x.ctypes.data, x.nbytes, stream)
+        streams.ask("cuStreamSynchronize", stream)
+    return memory.foreign(int(kept.pointer), x.shape, None, x.dtype, kept)
+
+
 def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
     """Copies of contiguous arrays on the current place, side by side, by one copy."""
     starts, end = [], 0
@@ -81,9 +118,65 @@ def upload_all(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
         end += -(-x.nbytes // 64) * 64
     together = np.empty(end, np.uint8)
     for x, start in zip(arrays, starts, strict=True):
-        together[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
+        together[start : start + x.nbytes].view(x.dtype)[:] = x.reshape(-1)
     on_device = upload(together)
     return [
         memory.part(on_device, start, x.shape, x.dtype)
         for x, start in zip(arrays, starts, strict=True)
     ]
+
+
+#: For each place the numbers from 0 on, int32: an array of one length is a part of it, so that none has to go up.
+_numbers: dict[streams.Place, Any] = {}
+
+
+def length(n: int) -> Any:
+    """An array of one element, which is `n`, on the current place."""
+    if not 0 <= n < np.iinfo(np.int32).max:
+        return upload(np.array([n], np.int64))
+    here = streams.current()
+    found = _numbers.get(here)
+    if found is None or found.size <= n:
+        streams.spoil()
+        size = max(1 << 13, 1 << n.bit_length())
+        found = _numbers[here] = upload(np.arange(size, dtype=np.int32))
+    return memory.part(found, 4 * n, (1,), found.dtype)
+
+
+def pointer_of_length(here: streams.Place, n: int) -> int | None:
+    """The pointer of what `length` gives at a place; None where that would be made."""
+    found = _numbers.get(here)
+    if found is None or not 0 <= n < found.size:
+        return None
+    return memory.pointer_of(found) + 4 * n
+
+
+#: For each place a word of pinned memory, which `word_of` copies to.
+_pinned_words: dict[streams.Place, Any] = {}
+
+
+def filled_word(byte: int) -> Any:
+    """An array of one int64 all of whose bytes are this one, on the current place."""
+    if streams.SIMULATED:
+        return cuda.to_device(np.full(8, byte, np.uint8).view(np.int64))
+    streams.spoil()
+    made = memory.empty((1,), np.int64)
+    handle = streams.current().handle
+    streams.ask("cuMemsetD8Async", made.gpu_data.device_pointer, byte, 8, handle)
+    return made
+
+
+def word_of(x: Any) -> int:
+    """The element of an array of one int64, once what has been launched on the current place is done."""
+    if streams.SIMULATED:
+        return int(x.copy_to_host()[0])
+    here = streams.current()
+    streams.spoil()
+    with _lock:
+        word = _pinned_words.get(here)
+        if word is None:
+            word = _pinned_words[here] = cuda.pinned_array(1, np.int64)
+        there = word.__array_interface__["data"][0]
+        streams.ask("cuMemcpyDtoHAsync", there, x.gpu_data.device_pointer, 8, here.handle)
+        here.synchronize()
+        return int(word[0])

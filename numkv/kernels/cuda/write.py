@@ -18,7 +18,7 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda import late
 from numkv.kernels.cuda.instructions import global_address
-from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at
+from numkv.kernels.cuda.launches import INDICES, SHARED_BYTES, array, jit, launch, number_at, whole
 from numkv.kernels.cuda.octet_codes import magnitude, row_putter
 from numkv.kernels.cuda.octets import (
     ELEMENTS,
@@ -158,7 +158,7 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
                     load(source + octets[0] * FROM, x, 0)
                     load(source + octets[1] * FROM, x, 8)
                     side = np.int64(V_SIDE) if is_v else np.int64(0)
-                    report(x, octets, look + side + t * qkv.shape[1] + column, found, raised)
+                    report(x, octets, look + side + t * qkv.shape[1] + column, t, found, raised)
 
     return write
 
@@ -266,7 +266,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
                 if stored and look > 0 and first_bad >= 0 and (K_LOOKS if is_qk else V_LOOKS):
                     largest = np.float32(np.inf)
                     side = np.int64(0) if is_qk else np.int64(V_SIDE)
-                    cuda.atomic.min(found, 0, look + side + t * qkv.shape[1] + first_bad)
+                    word = t & (found.shape[0] - 1)
+                    cuda.atomic.min(found, word, look + side + t * qkv.shape[1] + first_bad)
                     cuda.threadfence_system()
                     raised[0] = 1
                 squares[warp, lane] = largest
@@ -344,7 +345,7 @@ def _write(
         v_scale,
         places,
         look,
-        *late.flags(),
+        *late.flags(look),
     )
     pools = (k_pool, k_kind), (v_pool, v_kind)
     if _by_octets(qkv, qkv_kind, cos, sin, options[:3], (q_weight, k_weight), q_out, pools):
@@ -368,7 +369,7 @@ def _write(
 
 def _options(mode, eps, first_angle, start):
     """Numbers as the kernel takes them."""
-    return (*map(bool, mode), float(eps), int(first_angle), int(start))
+    return (*map(bool, mode), float(eps), *map(whole, (first_angle, start)))
 
 
 @implements(Operations.write_rows)

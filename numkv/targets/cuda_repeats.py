@@ -1,0 +1,197 @@
+"""An object's calls on CUDA that repeat: the launches of the first one, made again; see `numkv.kernels.cuda.replays`.
+
+An object has buffers of its own, and numbers that move on. So it keeps its calls itself, by what the caller gives them,
+looks at its own state each time, and hands over what is different: pointers of its tables, and numbers. Where its
+buffers are replaced it begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numkv.arrays import Array
+from numkv.kernels.cuda import memory, streams
+from numkv.kernels.cuda.replays import Made, Replay, replay_of
+from numkv.kernels.cuda.uploads import pointer_of_length
+from numkv.targets.cuda_calls import Unlike, described, given_of, place_of, torch_stream
+
+__all__ = ["MISSED", "Repeats"]
+
+#: Layouts of calls that an object keeps.
+MOST_REPLAYS = 1024
+
+
+class _Missed:
+    """What a call gives that was not made."""
+
+    def __repr__(self) -> str:
+        return "no call"
+
+
+MISSED = _Missed()
+
+
+class Call:
+    """A call of an object.
+
+    Attributes
+    ----------
+    replay : Replay or None
+        The same call as it was made before; None where there was none, or where it has to go the long way.
+    """
+
+    __slots__ = ("_accept", "_arrays", "_kept", "_key", "_place", "_pointers", "replay")
+
+    def __init__(
+        self, key: Any, place: streams.Place, pointers: list[int], arrays: tuple[Any, ...],
+        replay: Replay | None, kept: dict[Any, Replay], accept: Callable[[Any, str], Array],
+    ) -> None:  # fmt: skip
+        self._key, self._place, self._pointers, self._arrays = key, place, pointers, arrays
+        self.replay, self._kept, self._accept = replay, kept, accept
+
+    def run(self, own: Sequence[int] = (), numbers: Sequence[int] = ()) -> Any:
+        """Make the call as before.
+
+        Parameters
+        ----------
+        own : sequence of int
+            Pointers of the object's arrays that differ from call to call, in the order in which `long` took them.
+        numbers : sequence of int
+            What is different beside them, by `numkv.kernels.cuda.launches.Number.which`.
+
+        Returns
+        -------
+        object
+            What the call returns; `MISSED`, and nothing has happened, where arrays may overlap anew.
+        """
+        replay: Any = self.replay
+        pointers = self._pointers
+        held = replay.run(self._place, [*pointers, *own] if own else pointers, numbers)
+        if held is None:
+            return MISSED
+        found = []
+        for x in replay.results:
+            if type(x) is Made:
+                found.append(memory.over(held[x.scratch], x.shape, x.strides, x.dtype))
+            else:
+                found.append(self._accept(self._arrays[x], "out"))
+        return found[0] if len(found) == 1 else tuple(found) if found else None
+
+    def length(self, length: int) -> int | None:
+        """The pointer of an array of one element, this length, on the call's stream; None if there is none yet."""
+        return pointer_of_length(self._place, length)
+
+    def long(
+        self, function: Callable[[], Any], own: Callable[[], Sequence[Array]], note: Callable[[], Any],
+        written: frozenset[int] = frozenset(), after: Any = None,
+    ) -> Any:  # fmt: skip
+        """Make the call by a function, and keep it if launches are all that it takes.
+
+        Parameters
+        ----------
+        function : function
+            Does it, and gives what the call returns.
+        own, note : function
+            Asked afterwards, on the call's stream: the object's arrays that differ from call to call, and what the
+            object wants to know of a call that is kept.
+        written : set of int
+            Which of the arrays given it writes to.
+        after : object
+            See `numkv.targets.base.Target.on`.
+        """
+        with streams.on(self._place, after):
+            if self._key is None:
+                return function()
+            with streams.recorded() as recording:
+                result = function()
+            if not recording.spoiled:
+                self._keep(recording, own(), note(), written, result)
+        return result
+
+    def _keep(
+        self, recording: streams.Recording, own: Sequence[Array], note: Any, written: frozenset[int],
+        result: Any,
+    ) -> None:  # fmt: skip
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        given = given_of(self._arrays, self._accept)
+        if given is None:
+            return
+        of_object = given_of(tuple(own), self._accept)
+        if of_object is None:
+            return
+        replay = replay_of(
+            recording, given + of_object, written, results, self._place, foreign=len(given)
+        )
+        if replay is not None:
+            replay.note = note
+            if len(self._kept) >= MOST_REPLAYS:
+                self._kept.clear()
+            self._kept[self._key] = replay
+
+
+class Repeats:
+    """The calls of one object."""
+
+    __slots__ = ("_accept", "_kept")
+
+    #: What `Call.run` returns of a call that it has not made.
+    missed = MISSED
+
+    def __init__(self, accept: Callable[[Any, str], Array]) -> None:
+        self._accept = accept
+        self._kept: dict[Any, Replay] = {}
+
+    @staticmethod
+    def pointer(x: Array) -> int:
+        """Where an array lies."""
+        return memory.pointer_of(x)
+
+    def find(
+        self, what: tuple[Any, ...], stream: Any, arrays: tuple[Any, ...], own: Any, after: Any = None
+    ) -> Call:  # fmt: skip
+        """A call with what a caller gave.
+
+        Parameters
+        ----------
+        what : tuple
+            What else matters of it: the method, the layer, options.
+        stream, after : object
+            See `numkv.targets.base.Target.on`.
+        arrays : tuple
+            What the caller passed as arrays.
+        own : array
+            One of the object's, which says on which device it is.
+        """
+        layout: list[Any] = [what]
+        pointers: list[int] = []
+        key, place, easy = None, None, stream is None and streams.as_it_is()
+        if stream is None and not easy:
+            place = streams.chosen()
+        try:
+            producer = described(arrays, layout, pointers) or 0
+            theirs = torch_stream(-1 - producer) if producer < 0 else producer
+            if place is None:
+                if not easy and (stream is not None or not streams.one_device()):
+                    place = place_of(stream, (*arrays, own))
+                else:
+                    place = streams.place(0, theirs)
+            if producer < 0:  # which may be another one
+                layout.append(theirs)
+            layout.append(place)
+            key = tuple(layout)
+            replay = self._kept.get(key)
+        except (Unlike, TypeError, KeyError, AttributeError):
+            key = replay = None
+            place = place or place_of(stream, (*arrays, own))
+        if (after is not None and after is not place) or (
+            not easy and streams.recording() is not None
+        ):
+            key = replay = None
+        elif not easy and replay is not None and not streams.ready(place):
+            replay = None
+        elif (
+            place.handle and place.capturing()
+        ):  # what objects do is not for graphs, or not like this
+            key = replay = None
+        return Call(key, place, pointers, arrays, replay, self._kept, self._accept)
