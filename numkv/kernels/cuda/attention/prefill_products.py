@@ -196,8 +196,6 @@ def make_scores(K_KIND, SIZES):
     """The function that multiplies a warp's query rows by a KV tile's K."""
     TILE, PARTS, IN_SHARED, HALVES = SIZES.tile, SIZES.padded // 16, SIZES.q_shared, SIZES.q_halves
     mma = FLOATS[OPERANDS[K_KIND]].mma
-    # Sixteen columns of all tokens: four matrices for each sixteen tokens.
-    load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False)
 
     @register_jitable
     def add_products(c, a0, a1, a2, a3, k_words):
@@ -209,9 +207,12 @@ def make_scores(K_KIND, SIZES):
             c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
 
     def make_step(S):
+        # Sixteen columns of all tokens: four matrices for each sixteen tokens.
+        load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False, 32 * S)
+
         @register_jitable
         def step(c, words, q_at, k_words, k_at):
-            load(k_at + 32 * S, k_words)
+            load(k_at, k_words)
             if IN_SHARED:
                 for h in range(HALVES):
                     a = load_shared_16(q_at + (h * PARTS + S) * (16 * THREADS))
@@ -240,26 +241,35 @@ def make_sums(V_KIND, SIZES):
     mma, ONES = OPERAND.mma, U32(OPERAND.ones)
     # Sixteen columns of sixteen tokens are four matrices; some of them are loaded at once.
     AT_ONCE = 4 if SIZES.padded_v % 64 == 0 else 2
-    load = ldmatrix_x4_into(AT_ONCE, 32, True)
+
+    def make_step(I, N0):
+        load = ldmatrix_x4_into(AT_ONCE, 32, True, I * (16 * V_STEP) + N0 * 32)
+
+        @register_jitable
+        def step(state, weights, v_words, v_at):
+            load(v_at, v_words)
+            for h in range(HALVES):
+                w = h * WEIGHTS + 4 * I
+                for m in range(2 * AT_ONCE):
+                    n = 4 * (2 * N0 + m)
+                    d = mma(
+                        weights[w], weights[w + 1], weights[w + 2], weights[w + 3],
+                        v_words[2 * m], v_words[2 * m + 1], state.sums[n], state.sums[n + 1],
+                        state.sums[n + 2], state.sums[n + 3],
+                    )  # fmt: skip
+                    state.sums[n], state.sums[n + 1] = d[0], d[1]
+                    state.sums[n + 2], state.sums[n + 3] = d[2], d[3]
+
+        return step
+
+    places = [(i, n) for i in range(TILE // 16) for n in range(0, SIZES.padded_v // 16, AT_ONCE)]
+    add_rows = in_turn([make_step(*place) for place in places])
 
     @register_jitable
     def add(state, weights, v_words, v_at):
-        for i in range(TILE // 16):
-            for n0 in range(0, SIZES.padded_v // 16, AT_ONCE):
-                load(v_at + i * (16 * V_STEP) + n0 * 32, v_words)
-                for h in range(HALVES):
-                    w = h * WEIGHTS + 4 * i
-                    for m in range(2 * AT_ONCE):
-                        n = 4 * (2 * n0 + m)
-                        d = mma(
-                            weights[w], weights[w + 1], weights[w + 2], weights[w + 3],
-                            v_words[2 * m], v_words[2 * m + 1], state.sums[n], state.sums[n + 1],
-                            state.sums[n + 2], state.sums[n + 3],
-                        )  # fmt: skip
-                        state.sums[n], state.sums[n + 1] = d[0], d[1]
-                        state.sums[n + 2], state.sums[n + 3] = d[2], d[3]
-            for h in range(HALVES if HALVES > 1 else 0):
-                w = h * WEIGHTS + 4 * i
+        add_rows(state, weights, v_words, v_at)
+        if HALVES > 1:
+            for w in range(0, HALVES * WEIGHTS, 4):
                 d = mma(
                     weights[w], weights[w + 1], weights[w + 2], weights[w + 3], ONES, ONES,
                     state.totals[0], state.totals[0], state.totals[1], state.totals[1],
