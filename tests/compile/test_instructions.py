@@ -14,6 +14,12 @@ from ptx_on_cuda import device
 
 from numkv.kernels.cuda import instructions as ops
 from numkv.kernels.cuda import widen
+from numkv.kernels.cuda.instructions.words_at import (
+    load_pair_at,
+    load_word_at,
+    store_pair_at,
+    store_word_at,
+)
 
 U8, U32, F16, F32, F64 = np.uint8, np.uint32, np.float16, np.float32, np.float64
 BF16 = ml_dtypes.bfloat16
@@ -138,6 +144,48 @@ def test_copies_and_wide_accesses():
     expected = np.stack([first, second, third, rows], 1)
     got = run(kernel, source, np.zeros((32, 4, 4), U32))
     np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_by_a_table_and_words():
+    """Rows of 16 bytes, whose places a table in shared memory has; single words and pairs of them."""
+    rng = np.random.default_rng(7)
+    plain, sized = (ops.cp_async_16_rows(2, 8 * 32, 16 * 32, some) for some in (False, True))
+    load = ops.ldmatrix_x4_into(2, 512, False, 0)
+
+    def kernel(source, out):
+        rows, t = cuda.shared.array(32 * 16, np.uint32), cuda.threadIdx.x
+        table, sizes = cuda.shared.array(64, np.int64), cuda.shared.array(64, np.int32)
+        for i in range(2):
+            table[32 * i + t], sizes[32 * i + t] = 16 * ((7 * t + i) & 31), 16 * (t & 1)
+        cuda.syncthreads()
+        to, here = ops.shared_address(rows) + 16 * t, ops.global_address(source)
+        at, own = ops.shared_address(table) + 8 * t, ops.shared_address(sizes) + 4 * t
+        plain(to, at, here)
+        sized(to + 1024, at, here, own, 16)
+        ops.cp_async_commit()
+        ops.cp_async_wait(0)
+        cuda.syncthreads()
+        for i in range(4):
+            for j in range(4):
+                out[i, t, j] = rows[128 * i + 4 * t + j]
+        words = cuda.local.array(8, np.uint32)
+        load(to, words)
+        for i in range(8):
+            out[4 + i // 4, t, i % 4] = words[i]
+        end = ops.global_address(out) + 6 * 512 + 16 * t
+        x, y = load_pair_at(here + 16 * t + 8)
+        store_pair_at(end, y, x)
+        store_word_at(end + 8, load_word_at(here + 16 * t))
+
+    source = words_of(rng, 32 * 4).reshape(32, 4)
+    first = [source[(7 * LANES + i) & 31] for i in range(2)]
+    second = [np.where(LANES[:, None] % 2, x, 0) for x in first]
+    matrices = [np.stack([fragments(m) for m in x.reshape(4, 8, 4)], 1) for x in first]
+    last = np.stack([source[:, 3], source[:, 2], source[:, 0], 0 * source[:, 0]], 1)
+    expected = np.stack([*first, *second, *matrices, last])
+    np.testing.assert_array_equal(
+        run(kernel, source.reshape(-1), np.zeros((7, 32, 4), U32)), expected
+    )
 
 
 def test_values_of_other_threads():

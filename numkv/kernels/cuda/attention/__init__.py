@@ -116,7 +116,7 @@ def attend(
     group = num_q_heads // num_kv_heads
     most_tokens = num_tokens
     if num_tokens * group > MOST_ROWS and fits_prefill(
-        q, q_kind, k, k_kind, v, v_kind, dim_v, sm_scale
+        q, q_kind, k, k_kind, v, v_kind, out, sm_scale
     ):
         most_tokens = MOST_ROWS // group if num_seqs > 1 else 0
         _launch_prefill(

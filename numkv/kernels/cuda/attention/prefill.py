@@ -61,11 +61,13 @@ from numkv.kernels.cuda.instructions import (
     global_address,
     keep,
     keep_address,
+    pack_bf16,
+    pack_fp16,
     shared_address,
     shuffle_xor_float,
 )  # fmt: skip
+from numkv.kernels.cuda.instructions.words_at import store_pair_at, store_word_at
 from numkv.kernels.cuda.launches import THREADS
-from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
 __all__ = ["make_prefill"]
@@ -241,24 +243,25 @@ def make_copy(SIZES):
 
 def make_store(Q_KIND, V_KIND, SIZES):
     """The function that normalises a thread's two rows and stores them."""
-    COLUMNS, TO_BASE_2, TO_BASE_E = SIZES.padded_v // 8, F(LOG2_E), F(LN_2)
+    TO_BASE_2, TO_BASE_E, BYTES = F(LOG2_E), F(LN_2), 4 if Q_KIND == "fp32" else 2
     LIFT, ADDED = F(FLOATS[OPERANDS[V_KIND]].lift), SIZES.p_halves == 1
-    _, store_word = codec(Q_KIND, "float32")
 
     def make_step(COLUMN):
         SUM = COLUMN // 2
 
         @register_jitable
-        def step(state, out, token, head, r, factor, place):
-            d = COLUMN + 2 * place
-            if d < out.shape[2]:
-                out[token, head, d] = store_word(factor * state.sums[SUM + 2 * r])
-            if d + 1 < out.shape[2]:
-                out[token, head, d + 1] = store_word(factor * state.sums[SUM + 2 * r + 1])
+        def step(state, at, r, factor):
+            x, y = factor * state.sums[SUM + 2 * r], factor * state.sums[SUM + 2 * r + 1]
+            if Q_KIND == "fp32":
+                store_pair_at(at + COLUMN * 4, U32(x.view(U32)), U32(y.view(U32)))
+            elif Q_KIND == "bf16":
+                store_word_at(at + COLUMN * 2, pack_bf16(x, y))
+            else:
+                store_word_at(at + COLUMN * 2, pack_fp16(x, y))
 
         return step
 
-    store_row = in_turn([make_step(8 * n) for n in range(COLUMNS)])
+    store_row = in_turn([make_step(n) for n in range(0, SIZES.dim_v, 8)])
 
     @register_jitable
     def store(state, row, r, sinks, out, lse, place):
@@ -271,7 +274,8 @@ def make_store(Q_KIND, V_KIND, SIZES):
             factor, log_sum = finish(state.maxima[r] - LIFT, total, sink, TO_BASE_E)
             if place == 0 and lse.shape[0] > 0:
                 lse[row.token, row.head] = log_sum
-            store_row(state, out, row.token, row.head, r, F(factor), place)
+            at = global_address(out) + row.token * out.strides[0] + row.head * out.strides[1]
+            store_row(state, at + place * (2 * BYTES), r, F(factor))
 
     return store
 

@@ -145,9 +145,10 @@ def make_prefill_items():
 
     @register_jitable
     def describe_row(batch, item, r):
-        """Row r of an item."""
-        t = (item.row + r) // batch.group
-        head = item.head * batch.group + item.row + r - t * batch.group
+        """Row r of an item; past the last one, one that sees nothing, and has the last one's place."""
+        last = item.row + min(np.int64(r), item.rows - 1)
+        t = natural(last) // natural(batch.group)
+        head = item.head * batch.group + last - t * batch.group
         begin, end = np.int64(0), np.int64(0)
         if r < item.rows:
             begin, end = visible_range(

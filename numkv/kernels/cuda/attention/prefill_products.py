@@ -13,6 +13,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS
 from numkv.kernels.cuda.instructions import (
+    global_address,
     ldmatrix_x4_into,
     load_shared_16,
     mma_bf16,
@@ -21,9 +22,11 @@ from numkv.kernels.cuda.instructions import (
     pack_fp16,
     shuffle_xor_float,
     store_shared_16,
+    unpack_fp16,
 )  # fmt: skip
+from numkv.kernels.cuda.instructions.words_at import load_pair_at, load_word_at
 from numkv.kernels.cuda.launches import THREADS
-from numkv.kernels.cuda.widen import halves_bf16, halves_fp16
+from numkv.kernels.cuda.widen import halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import codec
 
 __all__ = [
@@ -87,7 +90,7 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
     OPERAND = FLOATS[OPERANDS[K_KIND]]
     pack, halves = OPERAND.pack, OPERAND.halves
     SAME, WHOLE = OPERANDS[K_KIND] == Q_KIND, SIZES.q_halves == 1
-    PARTS, IN_SHARED = SIZES.padded // 16, SIZES.q_shared
+    PARTS, IN_SHARED, BYTES = SIZES.padded // 16, SIZES.q_shared, 4 if Q_KIND == "fp32" else 2
     # Where K is float16, and queries are not, rows are moved by a power of two.
     MOVED = OPERANDS[K_KIND] == "fp16" and not SAME
     load, _ = codec(Q_KIND, "float32")
@@ -96,11 +99,8 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
     def power_for(q, row, place):
         """The exponent that brings a row's largest element to 2**14; 0 if there is no such one."""
         top = F(0)
-        if row.there:
-            for d in range(2 * place, q.shape[2], 8):
-                top = max(top, abs(load(q[row.token, row.head, d])))
-                if d + 1 < q.shape[2]:
-                    top = max(top, abs(load(q[row.token, row.head, d + 1])))
+        for d in range(place, q.shape[2], 4):
+            top = max(top, abs(load(q[row.token, row.head, d])))
         top = max(top, shuffle_xor_float(top, 1))
         top = max(top, shuffle_xor_float(top, 2))
         exponent = I32(U32(top.view(U32)) >> U32(23))
@@ -113,35 +113,34 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
         return U32(U32(exponent + I32(127)) << U32(23)).view(np.float32)
 
     @register_jitable
-    def words_of(q, row, d, sign, power):
-        """Elements d and d + 1 of a row as a word, and what it leaves as another one."""
-        x, y = F(0), F(0)
-        low, high = U32(0), U32(0)
-        if row.there and d < q.shape[2]:
-            if SAME:
-                low = U32(q[row.token, row.head, d])
-            else:
-                x = load(q[row.token, row.head, d]) * power
-        if row.there and d + 1 < q.shape[2]:
-            if SAME:
-                high = U32(q[row.token, row.head, d + 1])
-            else:
-                y = load(q[row.token, row.head, d + 1]) * power
+    def words_of(at, sign, power):
+        """The two elements at an address as a word, and what it leaves as another one."""
         if SAME:
-            return U32(low | U32(high << U32(16))) ^ sign, U32(0)
+            return load_word_at(at) ^ sign, U32(0)
+        if Q_KIND == "fp32":
+            bits = load_pair_at(at)
+            x, y = bits[0].view(np.float32), bits[1].view(np.float32)
+        elif Q_KIND == "bf16":
+            x, y = unpack_bf16(load_word_at(at))
+        else:
+            x, y = unpack_fp16(load_word_at(at))
         if WHOLE:
-            return pack(x, y) ^ sign, U32(0)
-        first, rest = halves(x, y)
+            return pack(x * power, y * power) ^ sign, U32(0)
+        first, rest = halves(x * power, y * power)
         return first ^ sign, rest ^ sign
 
     def make_step(S):
+        UPPER = SIZES.dim > 16 * S + 8  # there may be 8 columns only
+        AT = 16 * S * BYTES
+
         @register_jitable
-        def step(q, row, other, sign, power, other_power, words, q_at, place):
-            d = 16 * S + 2 * place
-            a0, low0 = words_of(q, row, d, sign, power)
-            a1, low1 = words_of(q, other, d, sign, other_power)
-            a2, low2 = words_of(q, row, d + 8, sign, power)
-            a3, low3 = words_of(q, other, d + 8, sign, other_power)
+        def step(at, other, sign, power, other_power, words, q_at):
+            a0, low0 = words_of(at + AT, sign, power)
+            a1, low1 = words_of(other + AT, sign, other_power)
+            a2 = low2 = a3 = low3 = U32(0)
+            if UPPER:
+                a2, low2 = words_of(at + AT + 8 * BYTES, sign, power)
+                a3, low3 = words_of(other + AT + 8 * BYTES, sign, other_power)
             if IN_SHARED:
                 store_shared_16(q_at + S * (16 * THREADS), a0, a1, a2, a3)
                 if not WHOLE:
@@ -151,7 +150,32 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
 
         return step
 
-    load_words = in_turn([make_step(s) for s in range(PARTS)])
+    def make_zeros(S):
+        @register_jitable
+        def step(at, other, sign, power, other_power, words, q_at):
+            zero = U32(0)
+            if IN_SHARED:
+                store_shared_16(q_at + S * (16 * THREADS), zero, zero, zero, zero)
+                if not WHOLE:
+                    store_shared_16(q_at + (PARTS + S) * (16 * THREADS), zero, zero, zero, zero)
+            else:
+                words[4 * S] = words[4 * S + 1] = words[4 * S + 2] = words[4 * S + 3] = zero
+
+        return step
+
+    @register_jitable
+    def row_at(q, row, place):
+        """Address of the first two elements of a row that a thread takes."""
+        return (
+            global_address(q)
+            + row.token * q.strides[0]
+            + row.head * q.strides[1]
+            + place * (2 * BYTES)
+        )
+
+    load_words = in_turn(
+        [make_step(s) if 16 * s < SIZES.dim else make_zeros(s) for s in range(PARTS)]
+    )
 
     @register_jitable
     def load_queries(q, row, other, sign, scale, scales, words, q_at, place):
@@ -162,7 +186,8 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
             exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
             power, other_power = float_of(exponent), float_of(other_exponent)
             scales[0], scales[1] = scale * float_of(-exponent), scale * float_of(-other_exponent)
-        load_words(q, row, other, sign, power, other_power, words, q_at, place)
+        at, other_at = row_at(q, row, place), row_at(q, other, place)
+        load_words(at, other_at, sign, power, other_power, words, q_at)
 
     return load_queries
 
@@ -171,8 +196,6 @@ def make_scores(K_KIND, SIZES):
     """The function that multiplies a warp's query rows by a KV tile's K."""
     TILE, PARTS, IN_SHARED, HALVES = SIZES.tile, SIZES.padded // 16, SIZES.q_shared, SIZES.q_halves
     mma = FLOATS[OPERANDS[K_KIND]].mma
-    # Sixteen columns of all tokens: four matrices for each sixteen tokens.
-    load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False)
 
     @register_jitable
     def add_products(c, a0, a1, a2, a3, k_words):
@@ -184,9 +207,12 @@ def make_scores(K_KIND, SIZES):
             c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
 
     def make_step(S):
+        # Sixteen columns of all tokens: four matrices for each sixteen tokens.
+        load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False, 32 * S)
+
         @register_jitable
         def step(c, words, q_at, k_words, k_at):
-            load(k_at + 32 * S, k_words)
+            load(k_at, k_words)
             if IN_SHARED:
                 for h in range(HALVES):
                     a = load_shared_16(q_at + (h * PARTS + S) * (16 * THREADS))
@@ -215,26 +241,35 @@ def make_sums(V_KIND, SIZES):
     mma, ONES = OPERAND.mma, U32(OPERAND.ones)
     # Sixteen columns of sixteen tokens are four matrices; some of them are loaded at once.
     AT_ONCE = 4 if SIZES.padded_v % 64 == 0 else 2
-    load = ldmatrix_x4_into(AT_ONCE, 32, True)
+
+    def make_step(I, N0):
+        load = ldmatrix_x4_into(AT_ONCE, 32, True, I * (16 * V_STEP) + N0 * 32)
+
+        @register_jitable
+        def step(state, weights, v_words, v_at):
+            load(v_at, v_words)
+            for h in range(HALVES):
+                w = h * WEIGHTS + 4 * I
+                for m in range(2 * AT_ONCE):
+                    n = 4 * (2 * N0 + m)
+                    d = mma(
+                        weights[w], weights[w + 1], weights[w + 2], weights[w + 3],
+                        v_words[2 * m], v_words[2 * m + 1], state.sums[n], state.sums[n + 1],
+                        state.sums[n + 2], state.sums[n + 3],
+                    )  # fmt: skip
+                    state.sums[n], state.sums[n + 1] = d[0], d[1]
+                    state.sums[n + 2], state.sums[n + 3] = d[2], d[3]
+
+        return step
+
+    places = [(i, n) for i in range(TILE // 16) for n in range(0, SIZES.padded_v // 16, AT_ONCE)]
+    add_rows = in_turn([make_step(*place) for place in places])
 
     @register_jitable
     def add(state, weights, v_words, v_at):
-        for i in range(TILE // 16):
-            for n0 in range(0, SIZES.padded_v // 16, AT_ONCE):
-                load(v_at + i * (16 * V_STEP) + n0 * 32, v_words)
-                for h in range(HALVES):
-                    w = h * WEIGHTS + 4 * i
-                    for m in range(2 * AT_ONCE):
-                        n = 4 * (2 * n0 + m)
-                        d = mma(
-                            weights[w], weights[w + 1], weights[w + 2], weights[w + 3],
-                            v_words[2 * m], v_words[2 * m + 1], state.sums[n], state.sums[n + 1],
-                            state.sums[n + 2], state.sums[n + 3],
-                        )  # fmt: skip
-                        state.sums[n], state.sums[n + 1] = d[0], d[1]
-                        state.sums[n + 2], state.sums[n + 3] = d[2], d[3]
-            for h in range(HALVES if HALVES > 1 else 0):
-                w = h * WEIGHTS + 4 * i
+        add_rows(state, weights, v_words, v_at)
+        if HALVES > 1:
+            for w in range(0, HALVES * WEIGHTS, 4):
                 d = mma(
                     weights[w], weights[w + 1], weights[w + 2], weights[w + 3], ONES, ONES,
                     state.totals[0], state.totals[0], state.totals[1], state.totals[1],

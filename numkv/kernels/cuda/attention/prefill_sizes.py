@@ -79,7 +79,7 @@ def sizes_of_prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int
 
 
 def fits_prefill(
-    q: Any, q_kind: str, k: Any, k_kind: str, v: Any, v_kind: str, dim_v: int, sm_scale: float
+    q: Any, q_kind: str, k: Any, k_kind: str, v: Any, v_kind: str, out: Any, sm_scale: float
 ) -> bool:
     """Whether the kernel for many query rows takes a call; whether any of its sequences has so many is not asked.
 
@@ -89,13 +89,14 @@ def fits_prefill(
         Queries and pools, in words.
     q_kind, k_kind, v_kind : str
         Their kinds.
-    dim_v : int
-        Columns of V.
+    out : array
+        The result.
     sm_scale : float
         What scores are multiplied by; 0 would make NaN of the minus infinity of what a row does not see.
     """
     if SIMULATED or k_kind not in OPERANDS or v_kind not in OPERANDS or sm_scale == 0:
         return False
-    if kind(q_kind).compute.itemsize > 4 or max(q.shape[2], dim_v) > MOST_DIM:
+    if kind(q_kind).compute.itemsize > 4 or max(q.shape[2], out.shape[2]) > MOST_DIM:
         return False
-    return aligned(k, k_kind, 8) and aligned(v, v_kind, 8)
+    pairs = aligned(q, q_kind, 2) and aligned(out, q_kind, 2)
+    return pairs and aligned(k, k_kind, 8) and aligned(v, v_kind, 8)

@@ -70,13 +70,13 @@ ldmatrix_x4, ldmatrix_x4_trans = _ldmatrix(4, False), _ldmatrix(4, True)
 ldmatrix_x2, ldmatrix_x2_trans = _ldmatrix(2, False), _ldmatrix(2, True)
 
 
-def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool) -> Any:
-    text = ""
+def _ldmatrix_steps(count: int, step: int, trans: bool, into: bool, offset: int = 0) -> Any:
+    text, opcode = "", f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * trans}.shared.b16"
     for i in range(count):
         found = ", ".join(f"${4 * i + j}" for j in range(4))
-        text += f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * trans}.shared.b16 {{{found}}}, [${4 * count}+{i * step}];\n"
+        text += f"{opcode} {{{found}}}, [${4 * count}+{offset + i * step}];\n"
     # Results may not share a register with the address, which later loads still need.
-    name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}"
+    name = f"ldmatrix_x4{'_trans' * trans}_{count}_steps_of_{step}_from_{offset}"
     return operation(
         name, text, "r" * (4 * count), {"address": "r"}, "", together=True, memory=True, early=True, into=into
     )  # fmt: skip
@@ -93,9 +93,9 @@ def ldmatrix_x4_steps(count: int, step: int, trans: bool) -> Any:
 
 
 @functools.cache
-def ldmatrix_x4_into(count: int, step: int, trans: bool) -> Any:
-    """`ldmatrix_x4_steps` that puts its words into a local array: ``load(address, words)``."""
-    return _ldmatrix_steps(count, step, trans, True)
+def ldmatrix_x4_into(count: int, step: int, trans: bool, offset: int = 0) -> Any:
+    """`ldmatrix_x4_steps` from `offset` on, that puts its words into a local array: ``load(address, words)``."""
+    return _ldmatrix_steps(count, step, trans, True, offset)
 
 
 def _shuffle(name: str, mode: str, of: str, doc: str) -> Any:
