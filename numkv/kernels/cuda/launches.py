@@ -34,14 +34,15 @@ from numkv.kernels.cuda.streams import SIMULATED
 
 __all__ = [
     "INDICES", "MAX_BLOCKS", "SIMULATED", "THREADS", "Kernel", "Launch", "array", "core_launch", "jit", "launch",
-    "number_at",
+    "number_at", "shared_bytes",
 ]  # fmt: skip
 
 #: Blocks of a launch; where there is more to do, each takes several items. On an H200 (132 multiprocessors) that is
 #: two to four times what runs at once.
 MAX_BLOCKS = 3 if SIMULATED else 2048
-#: Shared memory that a block has without asking, and the most that it may ask for on any device that is taken.
-SHARED_BYTES = 48 * 1024
+#: Dynamic shared memory that a block of any kernel has without asking; more is asked for, see `shared_bytes`. Static
+#: memory comes out of the same 48 KB.
+ANYWHERE_BYTES = 40 * 1024
 
 #: The type of an array of indices, lengths or slots: int32 or int64 ``(n,)``, to be read by `number_at`.
 INDICES = types.Array(types.int32, 1, "C", readonly=True)
@@ -123,6 +124,7 @@ class Kernel:
         self._factory, self._args = factory, args
         self._types = [_Type.of(x) for x in signature]
         self._loaded: dict[int, Any] = {}
+        self._allowed: dict[int, int] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._simulated = cuda.jit(self.py_func) if SIMULATED else None
@@ -175,10 +177,23 @@ class Kernel:
             )
         return found
 
-    def loaded(self, device: int) -> Any:
-        """The machine code on a device."""
+    def loaded(self, device: int, shared_bytes: int = 0) -> Any:
+        """The machine code on a device, allowed so much dynamic shared memory."""
         found = self._loaded.get(device)
-        return self._load(device) if found is None else found
+        if found is None:
+            found = self._load(device)
+        if shared_bytes > self._allowed.get(device, ANYWHERE_BYTES):
+            self._allow(device, found, shared_bytes)
+        return found
+
+    def _allow(self, device: int, code: Any, shared_bytes: int) -> None:
+        """Ask for more shared memory than a block has without."""
+        from cuda.bindings import driver
+
+        of = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._lock:
+            streams.ask("cuKernelSetAttribute", of, shared_bytes, code.handle, device)
+            self._allowed[device] = shared_bytes
 
     def _load(self, device: int) -> Any:
         from cuda.core import ObjectCode
@@ -213,6 +228,15 @@ class Kernel:
         identity = (self._factory.__module__, self._factory.__qualname__, repr(self._args))
         parts = (*identity, repr(self.launch_bounds), str(self.signature), f"sm_{cc[0]}{cc[1]}")
         return disk_cache.path_of(self.py_func, self._factory.__qualname__, (*parts, *_toolchain()))
+
+
+@functools.cache
+def shared_bytes(device: int) -> int:
+    """Shared memory that a block may ask for on a device."""
+    from cuda.bindings import driver
+
+    of = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return int(streams.ask("cuDeviceGetAttribute", of, device))
 
 
 def _unpack(content: bytes) -> tuple[str, bytes]:
@@ -309,7 +333,7 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
     if recording is not None:
         recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
     here = streams.current()
-    code, config = kernel.loaded(here.device), kernel.config(blocks, threads, shared_bytes)
+    code, config = kernel.loaded(here.device, shared_bytes), kernel.config(blocks, threads, shared_bytes)
     core_launch(here.stream, config, code, *kernel.flat(args))
 
 

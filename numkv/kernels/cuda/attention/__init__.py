@@ -37,6 +37,8 @@ from numba import types
 
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
+from numkv.kernels.cuda.attention.decode import make_decode
+from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, decode_sizes, fits
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
 from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
@@ -63,6 +65,17 @@ def _attention(
     return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
 
 
+@functools.cache
+def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
+    signature = (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
+        array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(types.float32, 4),
+    )  # fmt: skip
+    return jit(make_decode, (q_kind, k_kind, v_kind, dim, dim_v), signature, 3)
+
+
 @implements(Operations.attend)
 def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
@@ -83,7 +96,14 @@ def attend(
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
     wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
-    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+    on_tensor_cores = fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v)
+    if on_tensor_cores:
+        rows = DECODE_ROWS
+        kernel = _decode(q_kind, k_kind, v_kind, dim, dim_v)
+        shared = decode_sizes(q_kind, k_kind, v_kind, dim, dim_v).shared_bytes
+    else:
+        kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+        shared = sizes[rows]
 
     # -- how much there can be to do
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
@@ -98,7 +118,7 @@ def attend(
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
         (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left),
         sinks, out, lse, parts,
-        shared_bytes=sizes[rows],
+        shared_bytes=shared,
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(

@@ -73,3 +73,9 @@ def unpack_fp16(typing_context: Any, word: Any) -> Any:
         return context.make_tuple(b, sig.return_type, parts)
 
     return types.UniTuple(types.float32, 2)(types.uint32), codegen
+
+
+keep = operation(
+    "keep", "mov.b32 $0, $1;", "r", {"x": "r"},
+    "`x`, in a register: where a loop needs it, the compiler would rather compute it anew each time.", memory=True,
+)  # fmt: skip

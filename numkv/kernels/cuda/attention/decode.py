@@ -1,0 +1,625 @@
+"""Attention of up to eight query rows on tensor cores: decoding, speculation, short chunks.
+
+Operands are swapped: ``S^T = K Q^T`` and ``O^T = V^T P^T``, so tokens are the sixteen rows of a product and query rows
+its eight columns. One product costs the same for a group of one and of eight, and nothing is padded there.
+
+A warp takes 16 tokens at a time, a *slice*, and goes on alone until its item ends: it copies its own slices of K and V
+to shared memory (the next one while it works on this one), scores them, keeps its own online softmax, and adds up its
+own sums. So nothing within an item waits for other warps; in the end their sums are merged in order. What a warp holds
+of a slice, by the layouts of `numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``,
+``t = l % 4``::
+
+    scores      S^T, 16 tokens x 8 rows    c0, c1: token g, rows 2t and 2t + 1      c2, c3: token g + 8
+    weights     P^T, the same, turned      b0: tokens 2t and 2t + 1, row g          b1: tokens 2t + 8 and 2t + 9
+    sums        O^T, 16 columns x 8 rows   like scores, with columns of V in place of tokens
+
+Rows lie in shared memory with chunks of 16 bytes in another order for each token, ``chunk ^ token % 8``, so that no
+two of eight threads that read the same chunk of eight tokens meet in a bank.
+
+Codes and 8-bit floats become float16 in registers, which is exact. A word of K or V then has elements that are not
+where a plain product wants them; queries, and columns of the result, are taken in the same order instead. Scales of
+tokens multiply scores and weights. INT4 has one for each 32 elements: scores of such a group are added up apart, and
+weights multiplied by the scale of the group's columns. Queries and weights that need more than 16 bits have two halves
+of 16 bits, and take two products.
+
+The running maximum is raised when a score is `SLACK` above it: until then weights just exceed 1. So threads rarely have
+to agree on anything.
+
+A slice that some rows see and others not, or with tokens that nobody sees, is masked; where V has NaN or infinity
+there, each row takes a product of its own, of what it sees.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.decode_sizes import (
+    BANKS,
+    CHUNK,
+    DECODE_ROWS,
+    DECODE_TILE,
+    SLICE,
+    WARPS,
+    decode_sizes,
+)  # fmt: skip
+from numkv.kernels.cuda.attention.items import Batch, Rows, make_items
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
+from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
+from numkv.kernels.cuda.instructions import (
+    cp_async_16_or_zeros,
+    cp_async_16_steps,
+    cp_async_commit,
+    cp_async_wait,
+    exp2_approx,
+    global_address,
+    keep,
+    load_global_2,
+    load_global_4,
+    load_shared_float,
+    shared_address,
+    shuffle,
+    shuffle_float,
+    shuffle_xor_float,
+    store_shared_float,
+)  # fmt: skip
+from numkv.kernels.cuda.simd import THREADS, natural
+from numkv.kinds import kind
+from numkv.rows.convert import codec
+from numkv.rows.softmax import finish
+
+__all__ = ["make_decode"]
+
+F, I32, U32 = np.float32, np.int32, np.uint32
+EVERYONE, ALL_TOKENS = 0xFFFFFFFF, 0xFFFF
+MINUS_INF = -np.inf
+# Weights may be so many powers of two above 1. Beside float16 they are also moved up, as what is small loses bits there.
+SLACK, LIFT = 4, 8
+# A scale below 2**-100 counts as that where maxima are found.
+LEAST_LOG = -100
+
+
+class Lane(NamedTuple):
+    """A thread's places in its warp."""
+
+    number: Any
+    group: Any
+    place: Any
+    warp: Any
+
+
+class Source(NamedTuple):
+    """Where a thread finds rows: of K by threads 0 to 15, of V by the others; a token of a slice each."""
+
+    row: Any  #: of the block table
+    by_slot: Any
+    block_size: Any
+    num_blocks: Any
+    block_step: Any  #: between blocks, and between tokens, in chunks
+    token_step: Any
+    run: Any  #: chunks from the slice's first token to the thread's, in one block
+    k_from: Any  #: address of the chunk that the thread copies, in the first row of K
+    k_first: Any  #: bytes to the first row that the thread copies, in one block
+    k_step: Any  #: and from there to the next one
+    v_from: Any
+    v_first: Any
+    v_step: Any
+    scales: Any  #: address of the head's scales, and bytes between those of blocks and of tokens
+    scales_block: Any
+    scales_token: Any
+
+
+# ---------------------------------------------------------------- from global to shared memory
+
+
+def make_copies(SIZES):
+    """The functions that look places of tokens up, and start to copy slices of K and V to shared memory."""
+    WORDS = SIZES.words
+    SCALED = SIZES.k.groups + SIZES.v.groups > 0
+
+    def make_copy(SIDE, FIRST):
+        LANES, ROWS, STEP = SIDE.lanes, SIDE.rows, SIDE.step
+        CHUNKS, PADDED = SIDE.chunks, SIDE.padded
+        TIMES = SLICE // ROWS
+        copy_rows = cp_async_16_steps(TIMES, ROWS, ROWS * STEP)
+
+        @register_jitable
+        def copy_even(source, source_step, to, place):
+            """Copy rows that lie in one block, all of which there are; of the first one's place."""
+            copy_rows(to, source + np.int64(U32(place)) * np.int64(CHUNK), source_step)
+
+        @register_jitable
+        def copy_any(source, to, places, tokens, lane):
+            """Copy the rows that `places` of threads from `FIRST` on say; zeros for those not among `tokens`."""
+            first, chunk = lane.number // LANES, lane.number % LANES
+            for i in range(TIMES):
+                token = first + i * ROWS
+                place = shuffle(places, U32(FIRST + token))
+                at = U32(U32(to ^ U32((i * ROWS % 8) << 4)) + U32(i * ROWS * STEP))
+                there = U32(tokens >> U32(token)) & U32(1)
+                size = U32(U32(there) << U32(4)) if chunk < CHUNKS else U32(0)
+                if token < SLICE and chunk < PADDED:
+                    cp_async_16_or_zeros(at, source + np.int64(place) * np.int64(CHUNK), size)
+
+        return copy_even, copy_any
+
+    copy_even_k, copy_any_k = make_copy(SIZES.k, 0)
+    copy_even_v, copy_any_v = make_copy(SIZES.v, SLICE)
+    # Whether all threads copy whole rows.
+    EVEN = all(s.chunks == s.lanes and s.rows * s.lanes == 32 for s in (SIZES.k, SIZES.v))
+    INT8 = SIZES.k.kind == "int8", SIZES.v.kind == "int8"
+    GROUPS = SIZES.k.groups, SIZES.v.groups
+
+    def make_scales(int8, groups):
+        @register_jitable
+        def load(address, scales):
+            if int8:
+                scales[0] = load_global_4(address)
+            else:
+                for i in range(groups // 2):
+                    low, high = load_global_2(address + 4 * i), load_global_2(address + 4 * i + 2)
+                    scales[i] = U32(low | U32(high << U32(16)))
+                if groups % 2:
+                    scales[groups // 2] = load_global_2(address + 2 * (groups - 1))
+
+        return load
+
+    load_k, load_v = make_scales(INT8[0], GROUPS[0]), make_scales(INT8[1], GROUPS[1])
+    ALIKE, K_SCALED, V_SCALED = INT8[0] == INT8[1] and GROUPS[0] == GROUPS[1], GROUPS[0] > 0, GROUPS[1] > 0
+
+    @register_jitable
+    def load_scales(source, block, offset, is_there, scales, lane):
+        """The scales of the thread's token, whichever side it has; zeros where there is none."""
+        for i in range(WORDS):
+            scales[i] = U32(0)
+        if SCALED and is_there:
+            address = source.scales + block * source.scales_block + offset * source.scales_token
+            if ALIKE:
+                load_k(address, scales)
+            elif lane.number < SLICE:
+                if K_SCALED:
+                    load_k(address, scales)
+            elif V_SCALED:
+                load_v(address, scales)
+
+    @register_jitable
+    def find(source, entry, offset, scales, lane):
+        """Where the thread's token lies, in chunks, and which tokens of the slice there are, by bits."""
+        block = entry
+        if source.by_slot and entry >= 0:
+            block = I32(U32(entry) // U32(source.block_size))
+            offset = I32(U32(entry) % U32(source.block_size))
+        is_there = 0 <= block and block < source.num_blocks
+        place = U32(0)
+        if is_there:
+            place = U32(U32(U32(block) * source.block_step) + U32(U32(offset) * source.token_step))
+        load_scales(source, natural(block), natural(offset), is_there, scales, lane)
+        return place, U32(cuda.ballot_sync(EVERYONE, is_there))
+
+    @register_jitable
+    def copy(source, k_to, v_to, place, tokens, lane):
+        """Start to copy a slice, of which a thread knows the place of its token."""
+        k_place, v_place = shuffle(place, U32(0)), shuffle(place, U32(SLICE))
+        first = k_place if lane.number < SLICE else v_place
+        if EVEN:
+            in_line = place == U32(first + source.run)
+            if cuda.all_sync(EVERYONE, in_line and tokens == U32(EVERYONE)):
+                copy_even_k(source.k_from + source.k_first, source.k_step, k_to, k_place)
+                copy_even_v(source.v_from + source.v_first, source.v_step, v_to, v_place)
+                return
+        copy_any_k(source.k_from, k_to, place, tokens, lane)
+        copy_any_v(source.v_from, v_to, place, tokens, lane)
+
+    return find, copy
+
+
+@register_jitable
+def look_up(source, item_begin, item_end, position, block):
+    """The entry of the block table for a position; -1 outside of what the item sees."""
+    entry = I32(-1)
+    if item_begin <= position and position < item_end:
+        at = position if source.by_slot else block
+        entry = I32(source.row[natural(at)])
+    return entry
+
+
+def make_softmax(SIZES):
+    """The functions that mask a slice's scores and turn them into weights."""
+    K_INT8, V = SIZES.k.kind == "int8", SIZES.v
+    V_SCALED = V.groups > 0
+    V_INT8, V_INT4 = V.kind == "int8", V.kind == "int4"
+    V_WORDS = (V.groups + 1) // 2
+    LIFTED = V.operand == "fp16"
+    SHIFT = LIFT if LIFTED else 0
+
+    @register_jitable
+    def scale_scores(c, s0, s1, scales, lane):
+        """Multiply scores by the scales of their rows and tokens."""
+        if K_INT8:
+            low = shuffle(scales[0], U32(lane.group)).view(np.float32)
+            high = shuffle(scales[0], U32(lane.group + 8)).view(np.float32)
+            c[0], c[1], c[2], c[3] = c[0] * low * s0, c[1] * low * s1, c[2] * high * s0, c[3] * high * s1
+        else:
+            c[0], c[1], c[2], c[3] = c[0] * s0, c[1] * s1, c[2] * s0, c[3] * s1
+
+    @register_jitable
+    def cap_scores(c, soft_cap):
+        for i in range(4):
+            c[i] = soft_cap * F(math.tanh(c[i] / soft_cap)) * F(LOG2_E)
+
+    @register_jitable
+    def mask_scores(c, tokens, rows, first, lane):
+        """Minus infinity where a token does not count or its row does not see it."""
+        for i in range(4):
+            token = lane.group + 8 * (i // 2)
+            row = natural(2 * lane.place + i % 2)
+            position = first + token
+            there = U32(tokens >> U32(token)) & U32(1)
+            if there == 0 or position < rows.begin[row] or rows.end[row] <= position:
+                c[i] = F(MINUS_INF)
+
+    @register_jitable
+    def exponent(bits):
+        """The power of two that a float of these bits, those of float32, is below; no less than `LEAST_LOG`."""
+        return F(max(I32(U32(bits & U32(0x7FFFFFFF)) >> U32(23)) - I32(126), I32(LEAST_LOG)))
+
+    @register_jitable
+    def value_scales(scales, lane):
+        """The scales that weights of tokens g and g + 8 are multiplied by, and powers of two that these are below."""
+        low, high, log_low, log_high = F(1), F(1), F(0), F(0)
+        if V_INT8:
+            low_bits = shuffle(scales[0], U32(lane.group + 16))
+            high_bits = shuffle(scales[0], U32(lane.group + 24))
+            low, high = low_bits.view(np.float32), high_bits.view(np.float32)
+            log_low, log_high = exponent(low_bits), exponent(high_bits)
+        if V_INT4:  # of the largest; words of positive floats are in their order
+            largest = U32(0)
+            for i in range(V_WORDS):
+                largest = max(largest, U32(U32(scales[i] << U32(16)) & U32(0x7FFF0000)))
+                largest = max(largest, U32(scales[i] & U32(0x7FFF0000)))
+            log = exponent(largest)
+            log_low, log_high = shuffle_float(log, U32(lane.group + 16)), shuffle_float(log, U32(lane.group + 24))
+        return low, high, log_low, log_high
+
+    @register_jitable
+    def reach(score, log):
+        """What the maximum has to cover, so that a weight times its scale stays in range."""
+        return F(score + log) if V_SCALED else score
+
+    @register_jitable
+    def raise_maxima(c, running, sums, log_low, log_high, COUNT):
+        """Raise the maxima of rows that have a score above their limit, and shrink what was added up so far."""
+        for i in range(2):
+            top = max(reach(c[i], log_low), reach(c[i + 2], log_high))
+            for lanes in (4, 8, 16):
+                top = max(top, shuffle_xor_float(top, U32(lanes)))
+            if top > running[2 + i]:
+                shrink = F(0)
+                if running[2 + i] > F(MINUS_INF):
+                    shrink = exp2_approx(running[i] - (top - F(SHIFT)))
+                running[i], running[2 + i] = F(top - F(SHIFT)), F(top + F(SLACK))
+                running[4 + i] *= shrink
+                for n in range(COUNT):
+                    sums[2 * n + i] *= shrink
+
+    @register_jitable
+    def softmax(c, running, sums, log_low, log_high, COUNT):
+        """Weights from scores; totals grow by them."""
+        above = (
+            max(reach(c[0], log_low), reach(c[2], log_high)) > running[2]
+            or max(reach(c[1], log_low), reach(c[3], log_high)) > running[3]
+        )  # fmt: skip
+        if cuda.any_sync(EVERYONE, above):
+            raise_maxima(c, running, sums, log_low, log_high, COUNT)
+        for i in range(4):
+            c[i] = exp2_approx(c[i] - running[i % 2])
+        running[4] += c[0] + c[2]
+        running[5] += c[1] + c[3]
+
+    return scale_scores, cap_scores, mask_scores, value_scales, softmax
+
+
+# ---------------------------------------------------------------- results
+
+
+def make_store(Q_KIND, SIZES):
+    """The functions that merge what the warps of a block have, normalise, and store rows or a split's parts."""
+    V, STEP, TILES = SIZES.v, SIZES.sums_step, SIZES.v.tiles
+    BY_HEAD, TO_BASE_2, TO_BASE_E = kind(V.kind).scales_per == "head", LOG2_E, LN_2
+    # The column of a tile that a thread's group has, and how far the group's second one is.
+    FACTOR, SECOND = (1, 8) if V.bits == 16 else (2, 1)
+    MERGED, COLUMNS = WARPS * DECODE_ROWS, (V.dim + 31) // 32
+    _, store = codec(Q_KIND, "float32")
+
+    @register_jitable
+    def leave_sums(running, sums, tops, totals, area, lane):
+        """Put a warp's sums, maxima and totals into shared memory."""
+        for i in range(2):
+            total = running[4 + i]
+            for lanes in (4, 8, 16):
+                total += shuffle_xor_float(total, U32(lanes))
+            if lane.group == 0:
+                at = natural(lane.warp * DECODE_ROWS + 2 * lane.place + i)
+                tops[at] = running[i] if running[2 + i] > F(MINUS_INF) else F(MINUS_INF)
+                totals[at] = total
+        row = lane.warp * DECODE_ROWS + 2 * lane.place
+        at = U32(area + 4 * (row * STEP + FACTOR * lane.group))
+        for tile in range(TILES):
+            for e in range(4):
+                offset = 4 * (16 * tile + SECOND * (e // 2) + STEP * (e % 2))
+                store_shared_float(U32(at + U32(offset)), sums[4 * tile + e])
+
+    @register_jitable
+    def weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread):
+        """What the sums of each warp are multiplied by, in place of its totals; rows' logs of their sums."""
+        if thread < item.rows:
+            dim, h = parts.shape[3] - 2, rows.head[thread]
+            top, total = F(MINUS_INF), F(0)
+            for w in range(WARPS):
+                top = max(top, tops[w * DECODE_ROWS + thread])
+            base = top if top > F(MINUS_INF) else F(0)
+            for w in range(WARPS):
+                weight = exp2_approx(tops[w * DECODE_ROWS + thread] - base)
+                total = cuda.fma(weight, totals[w * DECODE_ROWS + thread], total)
+                totals[w * DECODE_ROWS + thread] = weight
+            factor = F(1)
+            if item.splits > 1:
+                parts[rows.part[thread], h, item.split, dim] = top
+                parts[rows.part[thread], h, item.split, dim + 1] = total
+            else:
+                sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(MINUS_INF)
+                factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
+                if lse.shape[0] > 0:
+                    lse[rows.token[thread], h] = log_sum
+            if BY_HEAD:
+                factor = F(factor) * F(v_scale[item.head])
+            for w in range(WARPS):
+                totals[w * DECODE_ROWS + thread] *= F(factor)
+
+    @register_jitable
+    def store_rows(item, rows, out, parts, totals, area, lane):
+        """Add up the sums of the warps, and store them: the result, or a split's part of it."""
+        for n in range(DECODE_ROWS // WARPS):
+            row = natural(lane.warp + n * WARPS)
+            if row >= item.rows:
+                continue
+            token, head, part = rows.token[row], rows.head[row], rows.part[row]
+            at = U32(area + 4 * (row * STEP + lane.number))
+            for c in range(COLUMNS):
+                d = natural(lane.number + 32 * c)
+                if d >= V.dim:
+                    continue
+                x = F(0)
+                for w in range(WARPS):
+                    offset = 4 * (w * DECODE_ROWS * STEP + 32 * c)
+                    part_of = load_shared_float(U32(at + U32(offset)))
+                    x = cuda.fma(totals[natural(w * DECODE_ROWS + row)], part_of, x)
+                if item.splits > 1:
+                    parts[part, head, item.split, d] = x
+                else:
+                    out[token, head, d] = store(x)
+
+    return leave_sums, weigh_warps, store_rows
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+def make_attend_slice(SIZES):
+    """The function that attends to a slice that has arrived in shared memory."""
+    COUNT = 2 * SIZES.v.tiles
+    scores = make_scores(SIZES)
+    scale_scores, cap_scores, mask_scores, value_scales, softmax = make_softmax(SIZES)
+    add_slice = make_sums(SIZES)
+
+    @register_jitable
+    def attend_slice(
+        k_at, v_at, q, s0, s1, soft_cap, tokens, first, item, rows, scales, running, sums, c, part, b, lane
+    ):  # fmt: skip
+        scores(k_at, q, c, part, scales, lane)
+        scale_scores(c, s0, s1, scales, lane)
+        if soft_cap > F(0):
+            cap_scores(c, soft_cap)
+        # Whether some of the rows see a token that others do not.
+        ragged = (
+            max(first, item.begin) < item.all_begin or min(first + SLICE, item.end) > item.all_end
+        )
+        if ragged or tokens != U32(EVERYONE):
+            mask_scores(c, tokens, rows, first, lane)
+        low, high, log_low, log_high = value_scales(scales, lane)
+        softmax(c, running, sums, log_low, log_high, COUNT)
+        add_slice(v_at, c, b, sums, scales, low, high, ragged, rows, first, lane)
+
+    return attend_slice
+
+
+def make_places(SIZES):
+    """The functions that say where a thread copies to and from, and where it reads."""
+    K, V = SIZES.k, SIZES.v
+    STAGE = K.size + V.size
+    ALIKE = K.kind == V.kind
+
+    @register_jitable
+    def source_of(k, k_scale, v, v_scale, row, by_slot, head, lane):
+        """Where rows of a head are: of K for threads 0 to 15, of V for others."""
+        block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
+        block_step, token_step = U32(k.strides[0] // CHUNK), U32(k.strides[2] // CHUNK)
+        if lane.number >= SLICE:
+            block_step, token_step = U32(v.strides[0] // CHUNK), U32(v.strides[2] // CHUNK)
+        run = keep(U32(token_step * U32(lane.number % SLICE)))
+        k_from = global_address(k) + head * k.strides[1] + min(lane.number % K.lanes, K.chunks - 1) * CHUNK
+        v_from = global_address(v) + head * v.strides[1] + min(lane.number % V.lanes, V.chunks - 1) * CHUNK
+        k_first, v_first = lane.number // K.lanes * k.strides[2], lane.number // V.lanes * v.strides[2]
+        address, by_block, by_token = np.int64(0), np.int64(0), np.int64(0)
+        if K.groups > 0:
+            address = global_address(k_scale) + head * k_scale.strides[1]
+            by_block, by_token = k_scale.strides[0], k_scale.strides[2]
+        if V.groups > 0 and lane.number >= SLICE:
+            address = global_address(v_scale) + head * v_scale.strides[1]
+            by_block, by_token = v_scale.strides[0], v_scale.strides[2]
+        return Source(
+            row, by_slot, block_size, num_blocks, block_step, token_step, run, k_from, k_first,
+            K.rows * k.strides[2], v_from, v_first, V.rows * v.strides[2], address, by_block, by_token,
+        )
+
+    @register_jitable
+    def places_of(start, lane):
+        """Where a thread writes chunks of K and V, and where it reads them: in its warp's first stage."""
+        k_start = U32(start + lane.warp * (2 * STAGE))
+        v_start = U32(k_start + U32(K.size))
+        row, chunk = lane.number // K.lanes, lane.number % K.lanes
+        k_to = U32(k_start + row * K.step + ((chunk ^ (row % 8)) << 4))
+        row, chunk = lane.number // V.lanes, lane.number % V.lanes
+        v_to = U32(v_start + row * V.step + ((chunk ^ (row % 8)) << 4))
+        row, chunk = lane.number % 16, lane.number // 16
+        k_at = U32(k_start + row * K.step + ((chunk ^ (row % 8)) << 4))
+        if V.bits == 16:  # matrices in another order
+            row, chunk = lane.number % 8 + lane.number // 16 * 8, lane.number // 8 % 2
+        v_at = U32(v_start + row * V.step + ((chunk ^ (row % 8)) << 4))
+        return keep(k_to), keep(v_to), keep(k_at), keep(v_at)
+
+    return source_of, places_of
+
+
+def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
+    """The kernel.
+
+    Parameters
+    ----------
+    Q_KIND, K_KIND, V_KIND : str
+        Kinds of q (and the output), of K and of V.
+    DIM, DIM_V : int
+        Elements of rows of K and V.
+    """
+    SIZES = decode_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
+    STAGE = SIZES.k.size + SIZES.v.size
+    TO_BASE_2, BY_HEAD = LOG2_E, kind(K_KIND).scales_per == "head"
+    QUERIES, SUMS = 2 * SIZES.k.tiles * (1 + SIZES.precise_q), 4 * SIZES.v.tiles
+    WORDS, MERGED = SIZES.words, WARPS * DECODE_ROWS
+    count_items, find_item, describe_rows = make_items(DECODE_ROWS, DECODE_TILE)
+    find, copy = make_copies(SIZES)
+    load_queries = make_load_queries(Q_KIND, SIZES)
+    attend_slice = make_attend_slice(SIZES)
+    leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
+    source_of, places_of = make_places(SIZES)
+
+    @register_jitable
+    def attend_item(
+        q, k, k_scale, v, v_scale, block_table, by_slot, scale, soft_cap, item, rows, start, q_words, running, sums,
+        lane,
+    ):  # fmt: skip
+        scales = cuda.local.array(WORDS, np.uint32)
+        next_scales = cuda.local.array(WORDS, np.uint32)
+        c = cuda.local.array(4, np.float32)
+        part = cuda.local.array(4, np.float32)
+        b = cuda.local.array(4, np.uint32)
+        head = np.int64(item.head)
+        k_to, v_to, k_at, v_at = places_of(start, lane)
+        source = source_of(k, k_scale, v, v_scale, block_table[item.seq], by_slot, head, lane)
+        # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
+        row = natural(lane.group)
+        address = global_address(q) + rows.token[row] * q.strides[0] + rows.head[row] * q.strides[1]
+        back = load_queries(address, lane.group < item.rows, q_words, lane)
+        if BY_HEAD:
+            scale *= F(k_scale[item.head])
+        s0 = scale * shuffle_float(back, U32(8 * lane.place))
+        s1 = scale * shuffle_float(back, U32(8 * lane.place + 4))
+        for i in range(2):
+            running[i], running[2 + i], running[4 + i] = F(0), F(MINUS_INF), F(0)
+        for i in range(SUMS):
+            sums[i] = F(0)
+
+        # The thread's token of the slice to be looked up next, and the entry of the one before.
+        begin, end = I32(item.begin), I32(item.end)
+        first = I32(begin - begin % DECODE_TILE + lane.warp * SLICE)
+        position = I32(first + lane.number % SLICE)
+        size = source.block_size
+        block, offset = I32(natural(position) // natural(size)), I32(natural(position) % natural(size))
+        blocks, offsets = I32(DECODE_TILE // size), I32(DECODE_TILE % size)
+        entry, entry_offset = look_up(source, begin, end, position, block), offset
+        tokens, stage = U32(0), U32(0)
+        for i in range(WORDS):
+            scales[i] = U32(0)
+        while True:
+            # Copy the next slice; the one before the present was read from its place.
+            cuda.syncwarp()
+            place, next_tokens = find(source, entry, entry_offset, next_scales, lane)
+            if next_tokens != 0:
+                copy(source, U32(k_to + stage), U32(v_to + stage), place, next_tokens, lane)
+            cp_async_commit()
+            position, block, offset = I32(position + DECODE_TILE), I32(block + blocks), I32(offset + offsets)
+            if offset >= size:
+                block, offset = I32(block + 1), I32(offset - size)
+            entry, entry_offset = look_up(source, begin, end, position, block), offset
+            stage = U32(U32(STAGE) - stage)
+            if tokens != 0:
+                cp_async_wait(1)
+                cuda.syncwarp()
+                attend_slice(
+                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, tokens, first - DECODE_TILE,
+                    item, rows, scales, running, sums, c, part, b, lane,
+                )  # fmt: skip
+            if first >= end:
+                break
+            tokens, first = next_tokens, I32(first + DECODE_TILE)
+            for i in range(WORDS):
+                scales[i] = next_scales[i]
+        cp_async_wait(0)
+
+    def kernel(
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
+        parts,
+    ):  # fmt: skip
+        by_slot, sm_scale, soft_cap, window_left = options
+        num_kv_heads = k.shape[1]
+        group = q.shape[1] // num_kv_heads
+        capacity = np.int64(block_table.shape[1])
+        if not by_slot:
+            capacity *= k.shape[2]
+        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left)
+        thread = natural(cuda.threadIdx.x)
+        number = I32(thread % 32)
+        lane = Lane(number, I32(number // 4), I32(number % 4), I32(thread // 32))
+
+        memory = cuda.shared.array(0, np.uint32)
+        tops = cuda.shared.array(MERGED, F)
+        totals = cuda.shared.array(MERGED, F)
+        counts = cuda.shared.array(THREADS, np.int64)
+        row_token = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_head = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_begin = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_end = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_part = cuda.shared.array(DECODE_ROWS, np.int64)
+        rows = Rows(row_token, row_head, row_begin, row_end, row_part)
+        start = I32((shared_address(memory) + (BANKS - 1)) & -BANKS)
+        q_words = cuda.local.array(QUERIES, np.uint32)
+        running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
+        sums = cuda.local.array(SUMS, np.float32)
+        scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
+
+        counts[thread] = count_items(batch, group, num_kv_heads, thread)
+        cuda.syncthreads()
+        items = np.int64(0)
+        for i in range(min(seq_lens.shape[0], THREADS)):
+            items += counts[natural(i)]
+        for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
+            item = find_item(batch, group, num_kv_heads, counts, number)
+            describe_rows(batch, item, group, rows, thread)
+            cuda.syncthreads()
+            attend_item(
+                q, k, k_scale, v, v_scale, block_table, by_slot, scale, F(soft_cap), item, rows, start, q_words,
+                running, sums, lane,
+            )  # fmt: skip
+            cuda.syncthreads()
+            leave_sums(running, sums, tops, totals, start, lane)
+            cuda.syncthreads()
+            weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread)
+            cuda.syncthreads()
+            store_rows(item, rows, out, parts, totals, start, lane)
+            cuda.syncthreads()
+
+    return kernel
