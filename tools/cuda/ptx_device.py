@@ -13,6 +13,7 @@ by who calls.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import tempfile
@@ -45,12 +46,15 @@ class Device:
         What has run, in order.
     change : function or None
         Takes a kernel's name and its program and gives the one to run: for mutants.
+    choose : function or None
+        Takes the number of a launch's blocks and gives the numbers of those to run: for counts of large launches.
     """
 
     def __init__(self, driver: stub_driver.Driver) -> None:
         self.driver = driver
         self.launches: list[Done] = []
         self.change: Callable[[str, Program], Program] | None = None
+        self.choose: Callable[[int], Any] | None = None
         self._programs: dict[bytes, Program] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._kept: dict[int, tuple[stub_driver.Launch, dict[str, bytes]]] = {}
@@ -114,6 +118,7 @@ class Device:
                 launch.shared_bytes,
                 params,
                 self.driver.allocation,
+                None if self.choose is None else self.choose(math.prod(launch.grid)),
             )
         except PtxError as error:
             found = getattr(error, "result", None)

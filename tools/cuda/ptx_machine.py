@@ -514,7 +514,7 @@ def _to_bf16(a: Any) -> Any:
 
 def run(
     compiled: Compiled, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int,
-    params: dict[str, bytes], find: Callable[[int], tuple[int, int] | None],
+    params: dict[str, bytes], find: Callable[[int], tuple[int, int] | None], only: Any = None,
 ) -> Run:  # fmt: skip
     """Run a launch.
 
@@ -530,6 +530,8 @@ def run(
         Each parameter's bytes.
     find : function
         Takes an address, gives the first address and the bytes of the allocation that it lies in, or None.
+    only : int array or None
+        Numbers of the blocks to run; all of them if it is None.
 
     Returns
     -------
@@ -543,16 +545,18 @@ def run(
     """
     result = Run()
     threads = block[0] * block[1] * block[2]
-    total = grid[0] * grid[1] * grid[2]
+    chosen = np.arange(grid[0] * grid[1] * grid[2]) if only is None else np.asarray(only)
+    total = len(chosen)
     at_once = max(1, min(total, THREADS_AT_ONCE // threads))
     with np.errstate(all="ignore"):
         batch = _Batch(compiled, at_once, block, shared_bytes, find, result)
         try:
             for first in range(0, total, at_once):
-                flat = np.arange(first, first + at_once)
+                present = np.arange(first, first + at_once) < total
+                flat = chosen[np.minimum(np.arange(first, first + at_once), total - 1)]
                 numbers = flat % grid[0], flat // grid[0] % grid[1], flat // grid[0] // grid[1]
                 batch.start(numbers, grid, params)
-                batch.go(flat < total)
+                batch.go(present)
         except PtxError as error:
             error.result = result  # type: ignore[attr-defined]
             raise

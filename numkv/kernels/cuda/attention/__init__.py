@@ -35,13 +35,15 @@ from typing import Any
 
 from numba import types
 
+from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.decode import make_decode
 from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, decode_sizes, fits
+from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
-from numkv.kernels.cuda.attention.splits import max_splits, merge_splits, parts_of
+from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
@@ -50,30 +52,47 @@ from numkv.kernels.operations import Operations
 __all__ = ["append_attend", "attend"]
 
 
+def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, ...]:
+    """Of a kernel that computes in a type."""
+    return (
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.UniTuple(types.int64, 5), real, real, array(real, 1), array(WORDS[q_kind], 3),
+        array(types.float32, 2), array(real, 4),
+    )  # fmt: skip
+
+
 @functools.cache
 def _attention(
     q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
 ) -> Any:
-    real = getattr(types, compute)
-    signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
-        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(real, 4),
-    )  # fmt: skip
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    signature = _signature(q_kind, k_kind, v_kind, getattr(types, compute))
     return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
 
 
 @functools.cache
 def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
-    signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
-        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.Tuple((types.int64, types.float64, types.float64, types.int64)),
-        array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2), array(types.float32, 4),
-    )  # fmt: skip
-    return jit(make_decode, (q_kind, k_kind, v_kind, dim, dim_v), signature, 3)
+    key = (q_kind, k_kind, v_kind, dim, dim_v)
+    blocks = decode_sizes(*key).blocks
+    return jit(make_decode, key, _signature(q_kind, k_kind, v_kind, types.float32), blocks)
+
+
+def _choose(
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+) -> tuple[Any, int, int]:
+    """The kernel for a call with `wanted` query rows for a kv head, an item's rows, and its shared memory."""
+    dim = q.shape[2]
+    if fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
+        sizes = decode_sizes(q_kind, k_kind, v_kind, dim, dim_v)
+        return _decode(q_kind, k_kind, v_kind, dim, dim_v), DECODE_ROWS, sizes.shared_bytes
+    bytes_of = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
+    fitting = [n for n in ROW_CHOICES if bytes_of[n] <= Q_BYTES] or [1]
+    rows = next((n for n in fitting if n >= wanted), fitting[-1])
+    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
+    wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
+    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+    return kernel, rows, bytes_of[rows]
 
 
 @implements(Operations.attend)
@@ -82,7 +101,7 @@ def attend(
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     compute = sinks.dtype
-    num_tokens, num_q_heads, dim = q.shape
+    num_tokens, num_q_heads = q.shape[:2]
     num_kv_heads, block_size, dim_v = v.shape[1], v.shape[2], out.shape[2]
     num_seqs = seq_lens.shape[0]
     if 0 in (num_tokens, num_seqs, num_q_heads, dim_v):
@@ -91,39 +110,33 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     wanted = group * ceil_div(num_tokens, num_seqs)
-    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
-    fitting = [n for n in ROW_CHOICES if sizes[n] <= Q_BYTES] or [1]
-    rows = next((n for n in fitting if n >= wanted), fitting[-1])
-    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
-    wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
-    on_tensor_cores = fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v)
-    if on_tensor_cores:
-        rows = DECODE_ROWS
-        kernel = _decode(q_kind, k_kind, v_kind, dim, dim_v)
-        shared = decode_sizes(q_kind, k_kind, v_kind, dim, dim_v).shared_bytes
-    else:
-        kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
-        shared = sizes[rows]
+    kernel, rows, shared_bytes = _choose(
+        q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+    )
 
     # -- how much there can be to do
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
-    num_splits = max_splits(capacity, window_left, compute.name)
+    if capacity > MAX_CAPACITY:
+        raise NotSupported(f"expected sequences of at most {MAX_CAPACITY} tokens, got {capacity}")
+    window_left = int(window_left)
+    room = room_for(num_tokens, num_seqs, num_kv_heads, group, capacity, window_left)
     row_blocks = min(
         num_tokens * ceil_div(group, rows), ceil_div(num_tokens * group, rows) + num_seqs
     )  # fmt: skip
-    parts = parts_of(num_tokens, num_seqs, num_q_heads, num_splits, dim_v, compute.name)
-    window_left = int(window_left)
+    parts = parts_of(room, dim_v, compute.name)
+    real = compute.type
+    scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
+    options = (int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token))
     launch(
-        kernel, row_blocks * num_splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-        (int(by_slot), float(sm_scale), float(logits_soft_cap), window_left),
-        sinks, out, lse, parts,
-        shared_bytes=shared,
+        kernel, row_blocks * room.splits * num_kv_heads, THREADS,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale,
+        real(logits_soft_cap), sinks, out, lse, parts,
+        shared_bytes=shared_bytes,
     )  # fmt: skip
-    if num_splits > 1:
+    if room.slots:
         merge_splits(
-            parts, q_kind, capacity, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-        )
+            parts, room, q_kind, capacity, num_kv_heads, seq_lens, q_starts, ranges, window_left, sinks, out, lse
+        )  # fmt: skip
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:

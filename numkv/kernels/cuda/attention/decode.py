@@ -38,6 +38,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
 from numkv.kernels.cuda.attention.decode_sizes import (
     BANKS,
     CHUNK,
@@ -47,9 +48,8 @@ from numkv.kernels.cuda.attention.decode_sizes import (
     WARPS,
     decode_sizes,
 )  # fmt: skip
-from numkv.kernels.cuda.attention.items import Batch, Rows, make_items
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
-from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
+from numkv.kernels.cuda.attention.items import COUNTS, FIELDS, Batch, Rows, make_items
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
 from numkv.kernels.cuda.instructions import (
     cp_async_16_or_zeros,
     cp_async_16_steps,
@@ -92,11 +92,21 @@ class Lane(NamedTuple):
     warp: Any
 
 
+class Seen(NamedTuple):
+    """The tokens of an item: slices that start from `low` to `high` have none that only some of the rows see."""
+
+    begin: Any
+    end: Any
+    low: Any
+    high: Any
+
+
 class Source(NamedTuple):
     """Where a thread finds rows: of K by threads 0 to 15, of V by the others; a token of a slice each."""
 
     row: Any  #: of the block table
     by_slot: Any
+    shift: Any  #: of a position to its block; negative where blocks have no power of two of tokens
     block_size: Any
     num_blocks: Any
     block_step: Any  #: between blocks, and between tokens, in chunks
@@ -191,8 +201,7 @@ def make_copies(SIZES):
         """Where the thread's token lies, in chunks, and which tokens of the slice there are, by bits."""
         block = entry
         if source.by_slot and entry >= 0:
-            block = I32(U32(entry) // U32(source.block_size))
-            offset = I32(U32(entry) % U32(source.block_size))
+            block, offset = divide(entry, source)
         is_there = 0 <= block and block < source.num_blocks
         place = U32(0)
         if is_there:
@@ -218,10 +227,21 @@ def make_copies(SIZES):
 
 
 @register_jitable
-def look_up(source, item_begin, item_end, position, block):
+def divide(position, source):
+    """The block of a position, and the offset in there."""
+    if source.shift >= 0:
+        block = I32(position >> source.shift)
+        return block, I32(position - I32(block << source.shift))
+    size = natural(source.block_size)
+    block = natural(position) // size
+    return I32(block), I32(natural(position) - block * size)
+
+
+@register_jitable
+def look_up(source, seen, position, block):
     """The entry of the block table for a position; -1 outside of what the item sees."""
     entry = I32(-1)
-    if item_begin <= position and position < item_end:
+    if seen.begin <= position and position < seen.end:
         at = position if source.by_slot else block
         entry = I32(source.row[natural(at)])
     return entry
@@ -357,7 +377,7 @@ def make_store(Q_KIND, SIZES):
     def weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread):
         """What the sums of each warp are multiplied by, in place of its totals; rows' logs of their sums."""
         if thread < item.rows:
-            dim, h = parts.shape[3] - 2, rows.head[thread]
+            dim, h = parts.shape[3] - PART_EXTRA, rows.head[thread]
             top, total = F(MINUS_INF), F(0)
             for w in range(WARPS):
                 top = max(top, tops[w * DECODE_ROWS + thread])
@@ -368,8 +388,8 @@ def make_store(Q_KIND, SIZES):
                 totals[w * DECODE_ROWS + thread] = weight
             factor = F(1)
             if item.splits > 1:
-                parts[rows.part[thread], h, item.split, dim] = top
-                parts[rows.part[thread], h, item.split, dim + 1] = total
+                parts[0, 0, rows.part[thread] + item.split, dim] = top
+                parts[0, 0, rows.part[thread] + item.split, dim + 1] = total
             else:
                 sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(MINUS_INF)
                 factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
@@ -387,7 +407,7 @@ def make_store(Q_KIND, SIZES):
             row = natural(lane.warp + n * WARPS)
             if row >= item.rows:
                 continue
-            token, head, part = rows.token[row], rows.head[row], rows.part[row]
+            token, head, part = rows.token[row], rows.head[row], rows.part[row] + item.split
             at = U32(area + 4 * (row * STEP + lane.number))
             for c in range(COLUMNS):
                 d = natural(lane.number + 32 * c)
@@ -399,7 +419,7 @@ def make_store(Q_KIND, SIZES):
                     part_of = load_shared_float(U32(at + U32(offset)))
                     x = cuda.fma(totals[natural(w * DECODE_ROWS + row)], part_of, x)
                 if item.splits > 1:
-                    parts[part, head, item.split, d] = x
+                    parts[0, 0, part, d] = x
                 else:
                     out[token, head, d] = store(x)
 
@@ -418,16 +438,14 @@ def make_attend_slice(SIZES):
 
     @register_jitable
     def attend_slice(
-        k_at, v_at, q, s0, s1, soft_cap, tokens, first, item, rows, scales, running, sums, c, part, b, lane
+        k_at, v_at, q, s0, s1, soft_cap, tokens, first, seen, rows, scales, running, sums, c, part, b, lane
     ):  # fmt: skip
         scores(k_at, q, c, part, scales, lane)
         scale_scores(c, s0, s1, scales, lane)
         if soft_cap > F(0):
             cap_scores(c, soft_cap)
         # Whether some of the rows see a token that others do not.
-        ragged = (
-            max(first, item.begin) < item.all_begin or min(first + SLICE, item.end) > item.all_end
-        )
+        ragged = first < seen.low or first > seen.high
         if ragged or tokens != U32(EVERYONE):
             mask_scores(c, tokens, rows, first, lane)
         low, high, log_low, log_high = value_scales(scales, lane)
@@ -444,7 +462,7 @@ def make_places(SIZES):
     ALIKE = K.kind == V.kind
 
     @register_jitable
-    def source_of(k, k_scale, v, v_scale, row, by_slot, head, lane):
+    def source_of(k, k_scale, v, v_scale, row, by_slot, shift, head, lane):
         """Where rows of a head are: of K for threads 0 to 15, of V for others."""
         block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
         block_step, token_step = U32(k.strides[0] // CHUNK), U32(k.strides[2] // CHUNK)
@@ -462,7 +480,7 @@ def make_places(SIZES):
             address = global_address(v_scale) + head * v_scale.strides[1]
             by_block, by_token = v_scale.strides[0], v_scale.strides[2]
         return Source(
-            row, by_slot, block_size, num_blocks, block_step, token_step, run, k_from, k_first,
+            row, by_slot, I32(shift), block_size, num_blocks, block_step, token_step, run, k_from, k_first,
             K.rows * k.strides[2], v_from, v_first, V.rows * v.strides[2], address, by_block, by_token,
         )
 
@@ -485,46 +503,35 @@ def make_places(SIZES):
     return source_of, places_of
 
 
-def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
-    """The kernel.
-
-    Parameters
-    ----------
-    Q_KIND, K_KIND, V_KIND : str
-        Kinds of q (and the output), of K and of V.
-    DIM, DIM_V : int
-        Elements of rows of K and V.
-    """
-    SIZES = decode_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
-    STAGE = SIZES.k.size + SIZES.v.size
-    TO_BASE_2, BY_HEAD = LOG2_E, kind(K_KIND).scales_per == "head"
-    QUERIES, SUMS = 2 * SIZES.k.tiles * (1 + SIZES.precise_q), 4 * SIZES.v.tiles
-    WORDS, MERGED = SIZES.words, WARPS * DECODE_ROWS
-    count_items, find_item, describe_rows = make_items(DECODE_ROWS, DECODE_TILE)
+def make_attend_item(Q_KIND, SIZES):
+    """The function that takes a warp through its slices of an item."""
+    K_BY_HEAD = kind(SIZES.k.kind).scales_per == "head"
+    SUMS, WORDS, STAGE = 4 * SIZES.v.tiles, SIZES.words, SIZES.k.size + SIZES.v.size
     find, copy = make_copies(SIZES)
     load_queries = make_load_queries(Q_KIND, SIZES)
     attend_slice = make_attend_slice(SIZES)
-    leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
     source_of, places_of = make_places(SIZES)
 
     @register_jitable
     def attend_item(
-        q, k, k_scale, v, v_scale, block_table, by_slot, scale, soft_cap, item, rows, start, q_words, running, sums,
-        lane,
+        q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start, q_words, running,
+        sums, lane,
     ):  # fmt: skip
         scales = cuda.local.array(WORDS, np.uint32)
         next_scales = cuda.local.array(WORDS, np.uint32)
         c = cuda.local.array(4, np.float32)
         part = cuda.local.array(4, np.float32)
         b = cuda.local.array(4, np.uint32)
-        head = np.int64(item.head)
         k_to, v_to, k_at, v_at = places_of(start, lane)
-        source = source_of(k, k_scale, v, v_scale, block_table[item.seq], by_slot, head, lane)
+        source = source_of(k, k_scale, v, v_scale, block_table[item.seq], by_slot, shift, item.head, lane)
+        low = item.all_begin if item.begin < item.all_begin else np.int64(0)
+        high = item.all_end - SLICE if item.all_end < item.end else item.end
+        seen = Seen(I32(item.begin), I32(item.end), I32(low), I32(high))
         # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
         row = natural(lane.group)
         address = global_address(q) + rows.token[row] * q.strides[0] + rows.head[row] * q.strides[1]
         back = load_queries(address, lane.group < item.rows, q_words, lane)
-        if BY_HEAD:
+        if K_BY_HEAD:
             scale *= F(k_scale[item.head])
         s0 = scale * shuffle_float(back, U32(8 * lane.place))
         s1 = scale * shuffle_float(back, U32(8 * lane.place + 4))
@@ -534,13 +541,12 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
             sums[i] = F(0)
 
         # The thread's token of the slice to be looked up next, and the entry of the one before.
-        begin, end = I32(item.begin), I32(item.end)
-        first = I32(begin - begin % DECODE_TILE + lane.warp * SLICE)
-        position = I32(first + lane.number % SLICE)
         size = source.block_size
-        block, offset = I32(natural(position) // natural(size)), I32(natural(position) % natural(size))
-        blocks, offsets = I32(DECODE_TILE // size), I32(DECODE_TILE % size)
-        entry, entry_offset = look_up(source, begin, end, position, block), offset
+        first = I32(item.begin - item.begin % DECODE_TILE + lane.warp * SLICE)
+        position = I32(first + lane.number % SLICE)
+        block, offset = divide(position, source)
+        blocks, offsets = divide(I32(DECODE_TILE), source)
+        entry, entry_offset = look_up(source, seen, position, block), offset
         tokens, stage = U32(0), U32(0)
         for i in range(WORDS):
             scales[i] = U32(0)
@@ -554,33 +560,55 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
             position, block, offset = I32(position + DECODE_TILE), I32(block + blocks), I32(offset + offsets)
             if offset >= size:
                 block, offset = I32(block + 1), I32(offset - size)
-            entry, entry_offset = look_up(source, begin, end, position, block), offset
+            entry, entry_offset = look_up(source, seen, position, block), offset
             stage = U32(U32(STAGE) - stage)
             if tokens != 0:
                 cp_async_wait(1)
                 cuda.syncwarp()
                 attend_slice(
-                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, tokens, first - DECODE_TILE,
-                    item, rows, scales, running, sums, c, part, b, lane,
+                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, tokens, I32(first - DECODE_TILE),
+                    seen, rows, scales, running, sums, c, part, b, lane,
                 )  # fmt: skip
-            if first >= end:
+            if first >= seen.end:
                 break
             tokens, first = next_tokens, I32(first + DECODE_TILE)
             for i in range(WORDS):
                 scales[i] = next_scales[i]
         cp_async_wait(0)
 
+    return attend_item
+
+
+def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
+    """The kernel.
+
+    Parameters
+    ----------
+    Q_KIND, K_KIND, V_KIND : str
+        Kinds of q (and the output), of K and of V.
+    DIM, DIM_V : int
+        Elements of rows of K and V.
+    """
+    SIZES = decode_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
+    QUERIES, SUMS = 2 * SIZES.k.tiles * (1 + SIZES.precise_q), 4 * SIZES.v.tiles
+    MERGED = WARPS * DECODE_ROWS
+    count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(DECODE_ROWS)
+    attend_item = make_attend_item(Q_KIND, SIZES)
+    leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
+
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
-        parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out,
+        lse, parts,
     ):  # fmt: skip
-        by_slot, sm_scale, soft_cap, window_left = options
-        num_kv_heads = k.shape[1]
-        group = q.shape[1] // num_kv_heads
+        by_slot, shift, window_left, slots, by_token = options
+        num_kv_heads = natural(k.shape[1])
         capacity = np.int64(block_table.shape[1])
         if not by_slot:
             capacity *= k.shape[2]
-        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left)
+        batch = Batch(
+            seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
+            natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token,
+        )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
         number = I32(thread % 32)
         lane = Lane(number, I32(number // 4), I32(number % 4), I32(thread // 32))
@@ -588,7 +616,8 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         memory = cuda.shared.array(0, np.uint32)
         tops = cuda.shared.array(MERGED, F)
         totals = cuda.shared.array(MERGED, F)
-        counts = cuda.shared.array(THREADS, np.int64)
+        counts = cuda.shared.array(COUNTS, np.int32)
+        found = cuda.shared.array(FIELDS, np.int32)
         row_token = cuda.shared.array(DECODE_ROWS, np.int64)
         row_head = cuda.shared.array(DECODE_ROWS, np.int64)
         row_begin = cuda.shared.array(DECODE_ROWS, np.int64)
@@ -599,22 +628,24 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         q_words = cuda.local.array(QUERIES, np.uint32)
         running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
         sums = cuda.local.array(SUMS, np.float32)
-        scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
 
-        counts[thread] = count_items(batch, group, num_kv_heads, thread)
+        count = count_items(batch, counts, thread)
         cuda.syncthreads()
-        items = np.int64(0)
-        for i in range(min(seq_lens.shape[0], THREADS)):
-            items += counts[natural(i)]
+        add_counts(counts, thread)
+        cuda.syncthreads()
+        before, items = items_before(counts, thread)
         for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
-            item = find_item(batch, group, num_kv_heads, counts, number)
-            describe_rows(batch, item, group, rows, thread)
+            put_item(batch, number, before, count, found, thread)
+            cuda.syncthreads()
+            item = find_item(found)
+            describe_rows(batch, item, rows, thread)
             cuda.syncthreads()
             attend_item(
-                q, k, k_scale, v, v_scale, block_table, by_slot, scale, F(soft_cap), item, rows, start, q_words,
+                q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start, q_words,
                 running, sums, lane,
             )  # fmt: skip
             cuda.syncthreads()
+            item = find_item(found)  # anew, so that nothing is kept meanwhile
             leave_sums(running, sums, tops, totals, start, lane)
             cuda.syncthreads()
             weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread)

@@ -62,6 +62,7 @@ class DecodeSizes(NamedTuple):
     words: int  #: words of scales that a thread holds
     sums_step: int  #: floats from one row of sums to the next, in shared memory
     shared_bytes: int
+    blocks: int  #: that shall fit on a multiprocessor
 
 
 def side(name: str, dim: int) -> Side:
@@ -105,6 +106,7 @@ def decode_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) ->
         words=max(1, *(s.groups if s.kind == "int8" else ceil_div(s.groups, 2) for s in (k, v))),
         sums_step=sums_step,
         shared_bytes=max(stages, merged) + BANKS,  # to start at a multiple of that
+        blocks=3,
     )
 
 

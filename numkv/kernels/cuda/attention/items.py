@@ -1,7 +1,27 @@
 """Which items attention on CUDA has, and where the tokens of an item lie.
 
-The host knows neither lengths nor query starts, so each block adds up itself how many items there are, and takes every
-``gridDim``-th. Nothing is left over to launch blocks for.
+The host knows neither lengths nor query starts, so the blocks count the items themselves, once each: a thread counts
+those of its sequences, and knows by the sums of the threads before it which numbers they have. Items are numbered
+without gaps; a block takes every ``gridDim``-th. The thread that has an item's sequence finds the item and puts it
+into shared memory for the rest of the block.
+
+The functions here never wait. A kernel calls them so::
+
+    count = count_items(batch, counts, thread)
+    cuda.syncthreads()
+    add_counts(counts, thread)
+    cuda.syncthreads()
+    before, items = items_before(counts, thread)
+    for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
+        put_item(batch, number, before, count, found, thread)
+        cuda.syncthreads()
+        item = find_item(found)
+        describe_rows(batch, item, rows, thread)
+        ...
+        cuda.syncthreads()
+
+Which splits a sequence has depends on its own length, number of queries and window or ranges, and on the model's
+numbers of heads: so its result is the same in every batch. Nothing read from the device is trusted.
 """
 
 from __future__ import annotations
@@ -15,18 +35,33 @@ from numkv.kernels.cuda.launches import SIMULATED, THREADS, number_at
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 __all__ = [
-    "MAX_SPLITS", "MAX_SPLIT_QUERIES", "MIN_SPLIT", "Batch", "Extent", "Item", "Places", "Rows",
-    "extent", "make_items", "make_locate", "parts_by_token",
+    "COUNTS", "FIELDS", "MAX_CAPACITY", "MAX_SPLITS", "MAX_SPLIT_ROWS", "SPLIT_STEP", "Batch", "Extent", "Item",
+    "Places", "Rows", "extent", "make_items", "make_locate", "shift_of", "split_length",
 ]  # fmt: skip
 
-# A split of the KV range has at least so many tokens, and a sequence at most so many splits. Sequences with more
-# queries than MAX_SPLIT_QUERIES have enough items without: they are not split.
-MIN_SPLIT = 64 if SIMULATED else 256
-MAX_SPLITS = 64
-MAX_SPLIT_QUERIES = 8
+# Splits have multiples of so many tokens: a KV tile.
+SPLIT_STEP = 16 if SIMULATED else 64
+# A sequence is split into about so many items, if it is long enough: about two for each multiprocessor of a large GPU.
+# Where a cache has one kv head, these are its splits.
+ITEMS = 256
+MAX_SPLITS = ITEMS
+# Query rows that count as one item there, and the most that a sequence has which is split. More of them are items
+# enough.
+ROWS_TOGETHER = 64
+MAX_SPLIT_ROWS = 128
+# A split has at least so many tokens for each query row. So its parts take a small share of the memory of its tokens,
+# and of the time to read them.
+TOKENS_PER_ROW = 8 if SIMULATED else 32
+# Queries whose ranges are looked at for where splits start and end.
+MAX_RANGES = 8
 
-# Longer than any sequence, and far from overflowing.
-FAR = 1 << 40
+# Threads whose counts one thread adds up; elements of the array that they are in, with the sums.
+TOGETHER = 8
+COUNTS = THREADS + -(-THREADS // TOGETHER)
+
+# The most tokens that a sequence may have room for; longer than any of them, and far from overflowing 31 bits.
+MAX_CAPACITY = (1 << 31) - (1 << 16)
+FAR = MAX_CAPACITY
 
 
 class Batch(NamedTuple):
@@ -36,8 +71,14 @@ class Batch(NamedTuple):
     q_starts: Any
     ranges: Any
     num_tokens: Any
-    capacity: Any  #: tokens that a row of the block table can say the places of
+    capacity: (
+        Any  #: tokens that a row of the block table can say the places of; at most `MAX_CAPACITY`
+    )
     window_left: Any
+    group: Any  #: q heads of a kv head
+    heads: Any  #: kv heads
+    slots: Any  #: parts that a token or a sequence has room for; see `numkv.kernels.cuda.attention.splits.Room`
+    by_token: Any  #: whether it is a token
 
 
 class Extent(NamedTuple):
@@ -46,8 +87,8 @@ class Extent(NamedTuple):
     start: Any  #: its first query
     tokens: Any  #: its queries
     length: Any
-    first: Any  #: first token that any query sees, rounded down to tiles; 0 where there are too many to split
-    split_len: Any  #: length of its splits
+    first: Any  #: where its first split starts
+    split_len: Any  #: length of its splits; the last one goes on
     splits: Any  #: and their number
 
 
@@ -68,6 +109,10 @@ class Item(NamedTuple):
     all_end: Any
 
 
+# Elements of the array that an item is put into.
+FIELDS = len(Item._fields)
+
+
 class Rows(NamedTuple):
     """The query rows of an item, in shared memory."""
 
@@ -75,7 +120,7 @@ class Rows(NamedTuple):
     head: Any  #: the q head
     begin: Any  #: the tokens that the row sees
     end: Any
-    part: Any  #: where its parts go
+    part: Any  #: where the part of the row's first split goes; the others follow
 
 
 class Places(NamedTuple):
@@ -87,138 +132,212 @@ class Places(NamedTuple):
 
 
 @register_jitable
-def parts_by_token(num_tokens, num_seqs):
-    """Whether parts have a row for each token, not `MAX_SPLIT_QUERIES` for each sequence."""
-    return num_tokens <= MAX_SPLIT_QUERIES * num_seqs
+def _natural(i):
+    """As `numkv.kernels.cuda.simd.natural`."""
+    return np.int64(i) & np.int64(0x7FFFFFFF)
+
+
+def shift_of(block_size: int) -> int:
+    """What a position is shifted by to give its block; -1 if blocks have no power of two of tokens."""
+    return -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
 
 
 @register_jitable
-def extent(batch, b, TILE):
+def split_length(span, rows, heads):
+    """Length of the splits of a sequence.
+
+    Parameters
+    ----------
+    span : int
+        Tokens that its queries see.
+    rows : int
+        Its query rows: queries times q heads of a kv head.
+    heads : int
+        kv heads.
+    """
+    least = max(min(max(heads, 4), 8) * SPLIT_STEP, rows * TOKENS_PER_ROW)
+    units = heads * ((rows + ROWS_TOGETHER - 1) // ROWS_TOGETHER)
+    wanted = max(least, (span * units + ITEMS - 1) // ITEMS)
+    return (wanted + SPLIT_STEP - 1) // SPLIT_STEP * SPLIT_STEP
+
+
+@register_jitable
+def extent(batch, b):
     """The `Extent` of a sequence; nothing is trusted, as the host has not seen the values."""
     start = number_at(batch.q_starts, b)
     tokens = number_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
-        tokens = np.int64(0)
-    length = min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR))
-    first, span = np.int64(0), np.int64(0)
-    if tokens <= MAX_SPLIT_QUERIES:
-        first, end = visible_to_any(
-            batch.ranges, start, tokens, length - tokens, batch.window_left, batch.capacity
-        )
-        first -= first % TILE
-        span = max(end - first, np.int64(0))
-    split_len = (span + MAX_SPLITS - 1) // MAX_SPLITS
-    split_len = max(np.int64(MIN_SPLIT), (split_len + TILE - 1) // TILE * TILE)
-    splits = max((span + split_len - 1) // split_len, np.int64(1))
+        start, tokens = np.int64(0), np.int64(0)
+    start, tokens = _natural(start), _natural(tokens)
+    length = _natural(min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
+    first, split_len, splits = np.int64(0), np.int64(FAR), np.int64(1)
+    rows = tokens * batch.group
+    if batch.slots > 0 and rows <= MAX_SPLIT_ROWS:
+        end = min(length, batch.capacity)
+        if batch.ranges.shape[0] == 0 or tokens <= MAX_RANGES:
+            first, end = visible_to_any(
+                batch.ranges, start, tokens, length - tokens, batch.window_left, batch.capacity
+            )
+        first -= first % SPLIT_STEP
+        span = _natural(max(end - first, np.int64(0)))
+        if span > SPLIT_STEP:
+            split_len = _natural(split_length(span, rows, batch.heads))
+            splits = (span + split_len - 1) // split_len
+            taken = splits * batch.heads * (batch.group if batch.by_token else rows)
+            if taken > batch.slots:  # not with starts that go from 0 to the number of tokens
+                splits = np.int64(1)
     return Extent(start, tokens, length, first, split_len, splits)
 
 
-def make_items(ROWS, TILE):
+def make_items(ROWS):
     """The functions that count a call's items and find one, for items of up to `ROWS` query rows."""
 
     @register_jitable
-    def count_items(batch, group, num_kv_heads, thread):
-        """Items of the sequences that a thread counts."""
-        num_seqs = batch.seq_lens.shape[0]
-        seqs_each = (num_seqs + THREADS - 1) // THREADS
+    def sequences_each(batch):
+        return (batch.seq_lens.shape[0] + THREADS - 1) // THREADS
+
+    @register_jitable
+    def count_of(batch, own):
+        row_blocks = (own.tokens * batch.group + ROWS - 1) // ROWS
+        return row_blocks * own.splits * batch.heads
+
+    @register_jitable
+    def count_items(batch, counts, thread):
+        """Items of the sequences that a thread counts; into ``counts[thread]``, too."""
+        each = sequences_each(batch)
         count = np.int64(0)
-        for b in range(thread * seqs_each, min((thread + 1) * seqs_each, num_seqs)):
-            own = extent(batch, b, TILE)
-            count += (own.tokens * group + ROWS - 1) // ROWS * own.splits * num_kv_heads
+        for b in range(thread * each, min((thread + 1) * each, batch.seq_lens.shape[0])):
+            count += count_of(batch, extent(batch, b))
+        counts[thread] = count
         return count
 
     @register_jitable
-    def find_item(batch, group, num_kv_heads, counts, number):
-        """The `Item` of a number, by what each thread counted."""
-        seqs_each = (batch.seq_lens.shape[0] + THREADS - 1) // THREADS
-        before = np.int64(0)
-        counter = np.int64(0)
-        while before + counts[counter] <= number:
-            before += counts[counter]
-            counter += 1
-        b = counter * seqs_each
-        while True:
-            own = extent(batch, b, TILE)
-            row_blocks = (own.tokens * group + ROWS - 1) // ROWS
-            count = row_blocks * own.splits * num_kv_heads
-            if number < before + count:
-                break
-            before += count
-            b += 1
-        inner = number - before
-        # Later rows see more: take them first.
-        row = (row_blocks - 1 - inner % row_blocks) * ROWS
-        inner //= row_blocks
-        head, split = inner % num_kv_heads, inner // num_kv_heads
-        rows = min(np.int64(ROWS), own.tokens * group - row)
-        position = own.length - own.tokens
-        t = row // group
-        queries = (row + rows - 1) // group + 1 - t
-        begin, end = visible_to_any(
-            batch.ranges, own.start + t, queries, position + t, batch.window_left, batch.capacity
-        )
-        all_begin, all_end = visible_to_all(
-            batch.ranges, own.start + t, queries, position + t, batch.window_left, batch.capacity
-        )
-        if own.splits > 1:
-            begin = max(begin, own.first + split * own.split_len)
-            end = min(end, own.first + (split + 1) * own.split_len)
-        return Item(
-            b,
-            own.start,
-            position,
-            row,
-            rows,
-            head,
-            split,
-            own.splits,
-            begin,
-            end,
-            all_begin,
-            all_end,
-        )
+    def add_counts(counts, thread):
+        """Add up the counts of `TOGETHER` threads each."""
+        if thread < COUNTS - THREADS:
+            total = np.int64(0)
+            for i in range(TOGETHER):
+                total += counts[min(thread * TOGETHER + i, THREADS - 1)]
+            counts[THREADS + thread] = total
 
     @register_jitable
-    def describe_rows(batch, item, group, rows, thread):
+    def items_before(counts, thread):
+        """The number of the first item that a thread has counted, and the number of all."""
+        before, items = np.int64(0), np.int64(0)
+        for i in range(COUNTS - THREADS):
+            if i == thread // TOGETHER:
+                before = items
+            items += counts[THREADS + i]
+        for i in range(TOGETHER - 1):
+            if i < thread % TOGETHER:
+                before += counts[thread // TOGETHER * TOGETHER + i]
+        return before, items
+
+    @register_jitable
+    def put_item(batch, number, before, count, found, thread):
+        """Put the item of a number into `found`, by the thread that has counted it."""
+        if number < before or number >= before + count:
+            return
+        b = thread * sequences_each(batch)
+        own = extent(batch, b)
+        inner, those = number - before, count_of(batch, own)
+        while inner >= those:
+            inner -= those
+            b += 1
+            own = extent(batch, b)
+            those = count_of(batch, own)
+        row_blocks = _natural((own.tokens * batch.group + ROWS - 1) // ROWS)
+        # Later rows see more: take them first.
+        inner = _natural(inner)
+        row = (row_blocks - 1 - inner % row_blocks) * ROWS
+        inner = inner // row_blocks
+        heads = _natural(batch.heads)
+        head, split = inner % heads, inner // heads
+        rows = min(np.int64(ROWS), own.tokens * batch.group - row)
+        group = _natural(batch.group)
+        t, last = _natural(row) // group, _natural(row + rows - 1) // group
+        position = own.length - own.tokens
+        begin, end = visible_to_any(
+            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
+        )  # fmt: skip
+        all_begin, all_end = visible_to_all(
+            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
+        )  # fmt: skip
+        if split > 0:
+            begin = max(begin, own.first + split * own.split_len)
+        if split < own.splits - 1:
+            end = min(end, own.first + (split + 1) * own.split_len)
+        found[0], found[1], found[2] = b, own.start, position
+        found[3], found[4], found[5] = row, rows, head
+        found[6], found[7] = split, own.splits
+        # Nothing may be visible; what ends before 0 ends there.
+        found[8], found[9] = min(begin, batch.capacity), max(end, np.int64(0))
+        found[10], found[11] = min(all_begin, batch.capacity), max(all_end, np.int64(0))
+
+    @register_jitable
+    def find_item(found):
+        """The `Item` that `put_item` has put down."""
+        return Item(
+            _natural(found[0]), _natural(found[1]), np.int64(found[2]), _natural(found[3]),
+            _natural(found[4]), _natural(found[5]), _natural(found[6]), _natural(found[7]),
+            _natural(found[8]), _natural(found[9]), _natural(found[10]), _natural(found[11]),
+        )  # fmt: skip
+
+    @register_jitable
+    def describe_rows(batch, item, rows, thread):
         """Put down what the item's query rows are; those past the last one see nothing."""
         if thread < ROWS:
-            t = (item.row + thread) // group
+            group = _natural(batch.group)
+            row = item.row + thread
+            t = row // group
+            h = item.head * group + row - t * group
             rows.token[thread] = item.start + t
-            rows.head[thread] = item.head * group + item.row + thread - t * group
+            rows.head[thread] = h
             begin, end = np.int64(0), np.int64(0)
             if thread < item.rows:
                 begin, end = visible_range(
                     batch.ranges, item.start + t, item.position + t, batch.window_left, batch.capacity
                 )  # fmt: skip
-            rows.begin[thread], rows.end[thread] = begin, end
-            by_token = parts_by_token(batch.num_tokens, batch.seq_lens.shape[0])
-            rows.part[thread] = item.start + t if by_token else item.seq * MAX_SPLIT_QUERIES + t
+            rows.begin[thread] = min(begin, batch.capacity)
+            rows.end[thread] = max(end, np.int64(0))
+            at = (t * batch.heads * group + h) * item.splits + item.seq * batch.slots
+            if batch.by_token:
+                at = h * item.splits + (item.start + t) * batch.slots
+            rows.part[thread] = at
 
-    return count_items, find_item, describe_rows
+    return count_items, add_counts, items_before, put_item, find_item, describe_rows
 
 
 def make_locate(TILE):
     """The function that looks up where the tokens of a KV tile lie."""
 
     @register_jitable
-    def locate(places, block_table, by_slot, pool, item, tile, thread):
+    def locate(places, block_table, by_slot, shift, pool, item, tile, thread):
         """Put down where a KV tile's tokens lie.
 
-        Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``.
+        Even and odd tiles have a half of the tables each, which starts at ``tile & TILE``. If `shift` is not negative,
+        blocks have ``1 << shift`` tokens.
         """
-        num_blocks, block_size = pool.shape[0], np.int64(pool.shape[2])
+        num_blocks, block_size = pool.shape[0], _natural(pool.shape[2])
         for n in range((TILE + THREADS - 1) // THREADS):
             j = thread + n * THREADS
             if j < TILE:
-                position = tile + j
+                position = _natural(tile + j)
                 block, offset = np.int64(-1), np.int64(0)
                 if item.begin <= position and position < item.end:
                     place = position  # among the sequence's own blocks, or a slot of the pool
                     if by_slot:
                         place = np.int64(block_table[item.seq, position])
-                    block, offset = place // block_size, place % block_size
-                    if not by_slot:
-                        block = np.int64(block_table[item.seq, block])
+                    if place >= 0:
+                        place = _natural(place)
+                        if shift >= 0:
+                            block = place >> shift
+                            offset = place - (block << shift)
+                        else:
+                            block = place // block_size
+                            offset = place - block * block_size
+                        if not by_slot:
+                            block = np.int64(block_table[item.seq, block])
                     if block < 0 or block >= num_blocks:
                         block = np.int64(-1)
                         places.lost[0] = 1

@@ -14,6 +14,8 @@ from numba import cuda, types
 from numba.extending import register_jitable
 
 from numkv.kernels.cuda.attention.items import (
+    COUNTS,
+    FIELDS,
     Batch,
     Places,
     Rows,
@@ -21,7 +23,7 @@ from numkv.kernels.cuda.attention.items import (
     make_locate,
 )  # fmt: skip
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
 from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, natural, reader
 from numkv.kinds import kind
 from numkv.rows.convert import codec
@@ -140,8 +142,8 @@ def make_mask(K_SCALED, COMPUTE, SIZES):
                         score += partial[i * PART_STEP + r * TILE + j]
                     if K_SCALED:
                         score *= k_factors[m]
-                    if soft_cap > 0:
-                        score = F(soft_cap) * F(math.tanh(score / F(soft_cap)))
+                    if soft_cap > F(0):
+                        score = soft_cap * F(math.tanh(score / soft_cap))
                         score *= F(TO_BASE_2)
                     seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
                     if places.blocks[at + j] < 0 or not seen:
@@ -263,7 +265,7 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
     @register_jitable
     def store_totals(state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread):
         """Store each row's log of its sum of exponentials, and leave what its sums are multiplied by."""
-        dim = parts.shape[3] - 2
+        dim = parts.shape[3] - PART_EXTRA  # padded
         for r in range(ROWS):
             if thread == 0:
                 tops[r] = state.maxima[r]
@@ -277,8 +279,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                 total += p[natural(i) * ROWS + thread]
             if item.splits > 1:
                 factors[thread] = F(1)
-                parts[rows.part[thread], h, item.split, dim] = tops[thread]
-                parts[rows.part[thread], h, item.split, dim + 1] = total
+                parts[0, 0, rows.part[thread] + item.split, dim] = tops[thread]
+                parts[0, 0, rows.part[thread] + item.split, dim + 1] = total
             else:
                 sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(-np.inf)
                 factor, log_sum = finish(tops[thread], total, sink, F(TO_BASE_E))
@@ -312,7 +314,7 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                             x += partial[i * THREADS + natural(m) * own.lanes + own.lane]
                         x *= factors[r]
                         if item.splits > 1:
-                            parts[rows.part[r], rows.head[r], item.split, d] = x
+                            parts[0, 0, rows.part[r] + item.split, d] = x
                         else:
                             out[rows.token[r], rows.head[r], d] = store(x)
 
@@ -355,7 +357,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     WIDE : bool
         Whether all rows of K and V can be read in chunks of 16 bytes.
     """
-    F, REAL, TO_BASE_2 = _float(COMPUTE), getattr(types, COMPUTE), LOG2_E
+    F, REAL = _float(COMPUTE), getattr(types, COMPUTE)
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
     TILE, V_WIDTH, TOKENS_EACH = SIZES.tile, SIZES.v_width, SIZES.tokens_each
     K_SCALED, V_SCALED = (kind(name).scales_per == "row" for name in (K_KIND, V_KIND))
@@ -365,7 +367,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     SCORES, K_FLOATS = ROWS * SIZES.tokens, SIZES.tokens * SIZES.k_width
     V_FLOATS, SUMS = SIZES.v_tokens * V_WIDTH, COLUMNS * ROWS * V_WIDTH
     # The steps.
-    count_items, find_item, describe_rows = make_items(ROWS, TILE)
+    count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(ROWS)
     locate = make_locate(TILE)
     load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
     read_factors = make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES)
@@ -376,16 +378,18 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
-        parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out,
+        lse, parts,
     ):  # fmt: skip
-        by_slot, sm_scale, soft_cap, window_left = options
-        num_kv_heads, dim_v = k.shape[1], out.shape[2]
-        group = q.shape[1] // num_kv_heads
+        by_slot, shift, window_left, slots, by_token = options
+        num_kv_heads, dim_v = natural(k.shape[1]), out.shape[2]
         capacity = np.int64(block_table.shape[1])
         if not by_slot:
             capacity *= k.shape[2]
-        batch = Batch(seq_lens, q_starts, ranges, q.shape[0], capacity, window_left)
+        batch = Batch(
+            seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
+            natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token,
+        )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
         v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
         lanes = natural(min(v_chunks, THREADS))
@@ -399,7 +403,8 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         tops = cuda.shared.array(ROWS, F)
         factors = cuda.shared.array(ROWS, F)
         v_scales = cuda.shared.array(V_SCALES, F)  # of the tile's tokens
-        counts = cuda.shared.array(THREADS, np.int64)
+        counts = cuda.shared.array(COUNTS, np.int32)
+        found = cuda.shared.array(FIELDS, np.int32)
         row_token = cuda.shared.array(ROWS, np.int64)
         row_head = cuda.shared.array(ROWS, np.int64)
         row_begin = cuda.shared.array(ROWS, np.int64)
@@ -422,21 +427,21 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         sums = cuda.local.array(SUMS, F)
         state = State(maxima, bases, totals, sums)
 
-        counts[thread] = count_items(batch, group, num_kv_heads, thread)
+        count = count_items(batch, counts, thread)
         cuda.syncthreads()
-        items = np.int64(0)
-        for i in range(min(seq_lens.shape[0], THREADS)):
-            items += counts[natural(i)]
+        add_counts(counts, thread)
+        cuda.syncthreads()
+        before, items = items_before(counts, thread)
         for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
-            item = find_item(batch, group, num_kv_heads, counts, number)
-            g, tile = item.head, item.begin - item.begin % TILE
+            put_item(batch, number, before, count, found, thread)
             if thread == 0:
                 lost[0] = 0
             cuda.syncthreads()
-            describe_rows(batch, item, group, rows, thread)
-            locate(places, block_table, by_slot, k, item, tile, thread)
+            item = find_item(found)
+            g, tile = item.head, item.begin - item.begin % TILE
+            describe_rows(batch, item, rows, thread)
+            locate(places, block_table, by_slot, shift, k, item, tile, thread)
             cuda.syncthreads()
-            scale = F(sm_scale) if soft_cap > 0 else F(sm_scale * TO_BASE_2)
             load_queries(q, rows, item, scale, k_scale, q_rows, thread)
             for r in range(ROWS):
                 maxima[r] = F(-np.inf)
@@ -454,7 +459,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
                 cuda.syncthreads()
                 mask_scores(partial, k_factors, soft_cap, rows, places, at, tile, p, thread)
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
-                locate(places, block_table, by_slot, k, item, tile + TILE, thread)
+                locate(places, block_table, by_slot, shift, k, item, tile + TILE, thread)
                 cuda.syncthreads()
                 softmax(p, peaks, state, v_factors, v_scales, thread)
                 cuda.syncthreads()
