@@ -458,8 +458,7 @@ def make_attend_slice(SIZES):
 def make_places(SIZES):
     """The functions that say where a thread copies to and from, and where it reads."""
     K, V = SIZES.k, SIZES.v
-    STAGE = K.size + V.size
-    ALIKE = K.kind == V.kind
+    STAGE, K_SCALED, V_SCALED = K.size + V.size, K.groups > 0, V.groups > 0
 
     @register_jitable
     def source_of(k, k_scale, v, v_scale, row, by_slot, shift, head, lane):
@@ -473,12 +472,13 @@ def make_places(SIZES):
         v_from = global_address(v) + head * v.strides[1] + min(lane.number % V.lanes, V.chunks - 1) * CHUNK
         k_first, v_first = lane.number // K.lanes * k.strides[2], lane.number // V.lanes * v.strides[2]
         address, by_block, by_token = np.int64(0), np.int64(0), np.int64(0)
-        if K.groups > 0:
+        if K_SCALED:
             address = global_address(k_scale) + head * k_scale.strides[1]
             by_block, by_token = k_scale.strides[0], k_scale.strides[2]
-        if V.groups > 0 and lane.number >= SLICE:
-            address = global_address(v_scale) + head * v_scale.strides[1]
-            by_block, by_token = v_scale.strides[0], v_scale.strides[2]
+        if V_SCALED:
+            if lane.number >= SLICE:
+                address = global_address(v_scale) + head * v_scale.strides[1]
+                by_block, by_token = v_scale.strides[0], v_scale.strides[2]
         return Source(
             row, by_slot, I32(shift), block_size, num_blocks, block_step, token_step, run, k_from, k_first,
             K.rows * k.strides[2], v_from, v_first, V.rows * v.strides[2], address, by_block, by_token,
