@@ -333,7 +333,10 @@ def launch(kernel: Kernel, blocks: int, threads: Any, *args: Any, shared_bytes: 
     if recording is not None:
         recording.launches.append(Launch(kernel, blocks, threads, shared_bytes, args))
     here = streams.current()
-    code, config = kernel.loaded(here.device, shared_bytes), kernel.config(blocks, threads, shared_bytes)
+    code, config = (
+        kernel.loaded(here.device, shared_bytes),
+        kernel.config(blocks, threads, shared_bytes),
+    )
     core_launch(here.stream, config, code, *kernel.flat(args))
 
 

@@ -58,14 +58,15 @@ from numkv.kernels.cuda.instructions import (
     exp2_approx,
     global_address,
     keep,
+    keep_address,
     load_global_2,
     load_global_4,
-    load_shared_float,
+    load_shared_floats,
     shared_address,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
-    store_shared_float,
+    store_shared_floats,
 )  # fmt: skip
 from numkv.kernels.cuda.simd import THREADS, natural
 from numkv.kinds import kind
@@ -104,7 +105,8 @@ class Seen(NamedTuple):
 class Source(NamedTuple):
     """Where a thread finds rows: of K by threads 0 to 15, of V by the others; a token of a slice each."""
 
-    row: Any  #: of the block table
+    row: Any  #: address of the sequence's row of the block table, and bytes between its entries
+    row_step: Any
     by_slot: Any
     shift: Any  #: of a position to its block; negative where blocks have no power of two of tokens
     block_size: Any
@@ -112,15 +114,22 @@ class Source(NamedTuple):
     block_step: Any  #: between blocks, and between tokens, in chunks
     token_step: Any
     run: Any  #: chunks from the slice's first token to the thread's, in one block
-    k_from: Any  #: address of the chunk that the thread copies, in the first row of K
-    k_first: Any  #: bytes to the first row that the thread copies, in one block
-    k_step: Any  #: and from there to the next one
+    k_from: Any  #: address of the chunk that the thread copies, in the first row of a slice at the pool's start
+    k_token: Any  #: bytes between tokens
     v_from: Any
-    v_first: Any
-    v_step: Any
+    v_token: Any
     scales: Any  #: address of the head's scales, and bytes between those of blocks and of tokens
     scales_block: Any
     scales_token: Any
+
+
+@register_jitable
+def uniform(x):
+    """`x`, which all threads of a warp have, of 31 bits, in a way that the compiler knows it.
+
+    Where it does not know that a warp goes on as one, each shuffle is a call.
+    """
+    return I32(shuffle(U32(x), U32(0)))
 
 
 # ---------------------------------------------------------------- from global to shared memory
@@ -138,14 +147,15 @@ def make_copies(SIZES):
         copy_rows = cp_async_16_steps(TIMES, ROWS, ROWS * STEP)
 
         @register_jitable
-        def copy_even(source, source_step, to, place):
+        def copy_even(source, token_step, to, place):
             """Copy rows that lie in one block, all of which there are; of the first one's place."""
-            copy_rows(to, source + np.int64(U32(place)) * np.int64(CHUNK), source_step)
+            copy_rows(to, source + np.int64(U32(place)) * np.int64(CHUNK), ROWS * token_step)
 
         @register_jitable
-        def copy_any(source, to, places, tokens, lane):
+        def copy_any(source, token_step, to, places, tokens, lane):
             """Copy the rows that `places` of threads from `FIRST` on say; zeros for those not among `tokens`."""
             first, chunk = lane.number // LANES, lane.number % LANES
+            source -= first * token_step
             for i in range(TIMES):
                 token = first + i * ROWS
                 place = shuffle(places, U32(FIRST + token))
@@ -179,7 +189,11 @@ def make_copies(SIZES):
         return load
 
     load_k, load_v = make_scales(INT8[0], GROUPS[0]), make_scales(INT8[1], GROUPS[1])
-    ALIKE, K_SCALED, V_SCALED = INT8[0] == INT8[1] and GROUPS[0] == GROUPS[1], GROUPS[0] > 0, GROUPS[1] > 0
+    ALIKE, K_SCALED, V_SCALED = (
+        INT8[0] == INT8[1] and GROUPS[0] == GROUPS[1],
+        GROUPS[0] > 0,
+        GROUPS[1] > 0,
+    )
 
     @register_jitable
     def load_scales(source, block, offset, is_there, scales, lane):
@@ -217,11 +231,11 @@ def make_copies(SIZES):
         if EVEN:
             in_line = place == U32(first + source.run)
             if cuda.all_sync(EVERYONE, in_line and tokens == U32(EVERYONE)):
-                copy_even_k(source.k_from + source.k_first, source.k_step, k_to, k_place)
-                copy_even_v(source.v_from + source.v_first, source.v_step, v_to, v_place)
+                copy_even_k(source.k_from, source.k_token, k_to, k_place)
+                copy_even_v(source.v_from, source.v_token, v_to, v_place)
                 return
-        copy_any_k(source.k_from, k_to, place, tokens, lane)
-        copy_any_v(source.v_from, v_to, place, tokens, lane)
+        copy_any_k(source.k_from, source.k_token, k_to, place, tokens, lane)
+        copy_any_v(source.v_from, source.v_token, v_to, place, tokens, lane)
 
     return find, copy
 
@@ -243,7 +257,7 @@ def look_up(source, seen, position, block):
     entry = I32(-1)
     if seen.begin <= position and position < seen.end:
         at = position if source.by_slot else block
-        entry = I32(source.row[natural(at)])
+        entry = I32(load_global_4(source.row + natural(at) * source.row_step))
     return entry
 
 
@@ -262,14 +276,19 @@ def make_softmax(SIZES):
         if K_INT8:
             low = shuffle(scales[0], U32(lane.group)).view(np.float32)
             high = shuffle(scales[0], U32(lane.group + 8)).view(np.float32)
-            c[0], c[1], c[2], c[3] = c[0] * low * s0, c[1] * low * s1, c[2] * high * s0, c[3] * high * s1
+            c[0], c[1], c[2], c[3] = (
+                c[0] * low * s0,
+                c[1] * low * s1,
+                c[2] * high * s0,
+                c[3] * high * s1,
+            )
         else:
             c[0], c[1], c[2], c[3] = c[0] * s0, c[1] * s1, c[2] * s0, c[3] * s1
 
     @register_jitable
-    def cap_scores(c, soft_cap):
+    def cap_scores(c, soft_cap, inverse):
         for i in range(4):
-            c[i] = soft_cap * F(math.tanh(c[i] / soft_cap)) * F(LOG2_E)
+            c[i] = soft_cap * F(math.tanh(c[i] * inverse)) * F(LOG2_E)
 
     @register_jitable
     def mask_scores(c, tokens, rows, first, lane):
@@ -302,7 +321,10 @@ def make_softmax(SIZES):
                 largest = max(largest, U32(U32(scales[i] << U32(16)) & U32(0x7FFF0000)))
                 largest = max(largest, U32(scales[i] & U32(0x7FFF0000)))
             log = exponent(largest)
-            log_low, log_high = shuffle_float(log, U32(lane.group + 16)), shuffle_float(log, U32(lane.group + 24))
+            log_low, log_high = (
+                shuffle_float(log, U32(lane.group + 16)),
+                shuffle_float(log, U32(lane.group + 24)),
+            )
         return low, high, log_low, log_high
 
     @register_jitable
@@ -348,11 +370,13 @@ def make_softmax(SIZES):
 
 def make_store(Q_KIND, SIZES):
     """The functions that merge what the warps of a block have, normalise, and store rows or a split's parts."""
-    V, STEP, TILES = SIZES.v, SIZES.sums_step, SIZES.v.tiles
+    V, STEP, TILES, DIM = SIZES.v, SIZES.sums_step, SIZES.v.tiles, SIZES.v.dim
     BY_HEAD, TO_BASE_2, TO_BASE_E = kind(V.kind).scales_per == "head", LOG2_E, LN_2
     # The column of a tile that a thread's group has, and how far the group's second one is.
     FACTOR, SECOND = (1, 8) if V.bits == 16 else (2, 1)
-    MERGED, COLUMNS = WARPS * DECODE_ROWS, (V.dim + 31) // 32
+    COLUMNS = (V.dim + 31) // 32
+    store_sums = store_shared_floats((0, 4 * STEP, 4 * SECOND, 4 * SECOND + 4 * STEP))
+    load_sums = load_shared_floats(tuple(4 * w * DECODE_ROWS * STEP for w in range(WARPS)))
     _, store = codec(Q_KIND, "float32")
 
     @register_jitable
@@ -369,9 +393,8 @@ def make_store(Q_KIND, SIZES):
         row = lane.warp * DECODE_ROWS + 2 * lane.place
         at = U32(area + 4 * (row * STEP + FACTOR * lane.group))
         for tile in range(TILES):
-            for e in range(4):
-                offset = 4 * (16 * tile + SECOND * (e // 2) + STEP * (e % 2))
-                store_shared_float(U32(at + U32(offset)), sums[4 * tile + e])
+            n = 4 * tile
+            store_sums(U32(at + U32(64 * tile)), sums[n], sums[n + 1], sums[n + 2], sums[n + 3])
 
     @register_jitable
     def weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread):
@@ -409,15 +432,14 @@ def make_store(Q_KIND, SIZES):
                 continue
             token, head, part = rows.token[row], rows.head[row], rows.part[row] + item.split
             at = U32(area + 4 * (row * STEP + lane.number))
+            w0, w1 = totals[row], totals[DECODE_ROWS + row]
+            w2, w3 = totals[2 * DECODE_ROWS + row], totals[3 * DECODE_ROWS + row]
             for c in range(COLUMNS):
                 d = natural(lane.number + 32 * c)
-                if d >= V.dim:
+                if d >= DIM:
                     continue
-                x = F(0)
-                for w in range(WARPS):
-                    offset = 4 * (w * DECODE_ROWS * STEP + 32 * c)
-                    part_of = load_shared_float(U32(at + U32(offset)))
-                    x = cuda.fma(totals[natural(w * DECODE_ROWS + row)], part_of, x)
+                a0, a1, a2, a3 = load_sums(U32(at + U32(128 * c)))
+                x = cuda.fma(w3, a3, cuda.fma(w2, a2, cuda.fma(w1, a1, F(w0 * a0))))
                 if item.splits > 1:
                     parts[0, 0, part, d] = x
                 else:
@@ -438,12 +460,12 @@ def make_attend_slice(SIZES):
 
     @register_jitable
     def attend_slice(
-        k_at, v_at, q, s0, s1, soft_cap, tokens, first, seen, rows, scales, running, sums, c, part, b, lane
+        k_at, v_at, q, s0, s1, soft_cap, inverse, tokens, first, seen, rows, scales, running, sums, c, part, b, lane
     ):  # fmt: skip
         scores(k_at, q, c, part, scales, lane)
         scale_scores(c, s0, s1, scales, lane)
         if soft_cap > F(0):
-            cap_scores(c, soft_cap)
+            cap_scores(c, soft_cap, inverse)
         # Whether some of the rows see a token that others do not.
         ragged = first < seen.low or first > seen.high
         if ragged or tokens != U32(EVERYONE):
@@ -461,16 +483,26 @@ def make_places(SIZES):
     STAGE, K_SCALED, V_SCALED = K.size + V.size, K.groups > 0, V.groups > 0
 
     @register_jitable
-    def source_of(k, k_scale, v, v_scale, row, by_slot, shift, head, lane):
+    def source_of(k, k_scale, v, v_scale, block_table, seq, by_slot, shift, head, lane):
         """Where rows of a head are: of K for threads 0 to 15, of V for others."""
         block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
         block_step, token_step = U32(k.strides[0] // CHUNK), U32(k.strides[2] // CHUNK)
         if lane.number >= SLICE:
             block_step, token_step = U32(v.strides[0] // CHUNK), U32(v.strides[2] // CHUNK)
         run = keep(U32(token_step * U32(lane.number % SLICE)))
-        k_from = global_address(k) + head * k.strides[1] + min(lane.number % K.lanes, K.chunks - 1) * CHUNK
-        v_from = global_address(v) + head * v.strides[1] + min(lane.number % V.lanes, V.chunks - 1) * CHUNK
-        k_first, v_first = lane.number // K.lanes * k.strides[2], lane.number // V.lanes * v.strides[2]
+        k_from = (
+            global_address(k)
+            + head * k.strides[1]
+            + min(lane.number % K.lanes, K.chunks - 1) * CHUNK
+        )
+        v_from = (
+            global_address(v)
+            + head * v.strides[1]
+            + min(lane.number % V.lanes, V.chunks - 1) * CHUNK
+        )
+        k_from += lane.number // K.lanes * k.strides[2]
+        v_from += lane.number // V.lanes * v.strides[2]
+        row = global_address(block_table) + seq * block_table.strides[0]
         address, by_block, by_token = np.int64(0), np.int64(0), np.int64(0)
         if K_SCALED:
             address = global_address(k_scale) + head * k_scale.strides[1]
@@ -480,8 +512,22 @@ def make_places(SIZES):
                 address = global_address(v_scale) + head * v_scale.strides[1]
                 by_block, by_token = v_scale.strides[0], v_scale.strides[2]
         return Source(
-            row, by_slot, I32(shift), block_size, num_blocks, block_step, token_step, run, k_from, k_first,
-            K.rows * k.strides[2], v_from, v_first, V.rows * v.strides[2], address, by_block, by_token,
+            keep_address(row),
+            block_table.strides[1],
+            by_slot != 0,
+            I32(shift),
+            block_size,
+            num_blocks,
+            block_step,
+            token_step,
+            run,
+            keep_address(k_from),
+            k.strides[2],
+            keep_address(v_from),
+            v.strides[2],
+            address,
+            by_block,
+            by_token,
         )
 
     @register_jitable
@@ -523,10 +569,12 @@ def make_attend_item(Q_KIND, SIZES):
         part = cuda.local.array(4, np.float32)
         b = cuda.local.array(4, np.uint32)
         k_to, v_to, k_at, v_at = places_of(start, lane)
-        source = source_of(k, k_scale, v, v_scale, block_table[item.seq], by_slot, shift, item.head, lane)
+        source = source_of(
+            k, k_scale, v, v_scale, block_table, item.seq, by_slot, shift, item.head, lane
+        )
         low = item.all_begin if item.begin < item.all_begin else np.int64(0)
         high = item.all_end - SLICE if item.all_end < item.end else item.end
-        seen = Seen(I32(item.begin), I32(item.end), I32(low), I32(high))
+        seen = Seen(I32(item.begin), uniform(item.end), uniform(low), uniform(high))
         # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
         row = natural(lane.group)
         address = global_address(q) + rows.token[row] * q.strides[0] + rows.head[row] * q.strides[1]
@@ -535,6 +583,7 @@ def make_attend_item(Q_KIND, SIZES):
             scale *= F(k_scale[item.head])
         s0 = scale * shuffle_float(back, U32(8 * lane.place))
         s1 = scale * shuffle_float(back, U32(8 * lane.place + 4))
+        inverse = F(1) / soft_cap if soft_cap > F(0) else F(0)
         for i in range(2):
             running[i], running[2 + i], running[4 + i] = F(0), F(MINUS_INF), F(0)
         for i in range(SUMS):
@@ -542,36 +591,43 @@ def make_attend_item(Q_KIND, SIZES):
 
         # The thread's token of the slice to be looked up next, and the entry of the one before.
         size = source.block_size
-        first = I32(item.begin - item.begin % DECODE_TILE + lane.warp * SLICE)
+        first = uniform(item.begin - item.begin % DECODE_TILE + lane.warp * SLICE)
         position = I32(first + lane.number % SLICE)
         block, offset = divide(position, source)
         blocks, offsets = divide(I32(DECODE_TILE), source)
+        count = (
+            uniform(max(item.end - np.int64(first), np.int64(0)) + (DECODE_TILE - 1)) // DECODE_TILE
+        )
         entry, entry_offset = look_up(source, seen, position, block), offset
         tokens, stage = U32(0), U32(0)
         for i in range(WORDS):
             scales[i] = U32(0)
-        while True:
+        for n in range(-1, count):
             # Copy the next slice; the one before the present was read from its place.
             cuda.syncwarp()
-            place, next_tokens = find(source, entry, entry_offset, next_scales, lane)
-            if next_tokens != 0:
+            next_tokens = U32(0)
+            if n + 1 < count:
+                place, next_tokens = find(source, entry, entry_offset, next_scales, lane)
                 copy(source, U32(k_to + stage), U32(v_to + stage), place, next_tokens, lane)
             cp_async_commit()
-            position, block, offset = I32(position + DECODE_TILE), I32(block + blocks), I32(offset + offsets)
+            position, block, offset = (
+                I32(position + DECODE_TILE),
+                I32(block + blocks),
+                I32(offset + offsets),
+            )
             if offset >= size:
                 block, offset = I32(block + 1), I32(offset - size)
             entry, entry_offset = look_up(source, seen, position, block), offset
             stage = U32(U32(STAGE) - stage)
-            if tokens != 0:
+            if n >= 0:
                 cp_async_wait(1)
                 cuda.syncwarp()
                 attend_slice(
-                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, tokens, I32(first - DECODE_TILE),
-                    seen, rows, scales, running, sums, c, part, b, lane,
+                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, inverse, tokens, first, seen,
+                    rows, scales, running, sums, c, part, b, lane,
                 )  # fmt: skip
-            if first >= seen.end:
-                break
-            tokens, first = next_tokens, I32(first + DECODE_TILE)
+                first = I32(first + DECODE_TILE)
+            tokens = next_tokens
             for i in range(WORDS):
                 scales[i] = next_scales[i]
         cp_async_wait(0)
@@ -592,7 +648,9 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
     SIZES = decode_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
     QUERIES, SUMS = 2 * SIZES.k.tiles * (1 + SIZES.precise_q), 4 * SIZES.v.tiles
     MERGED = WARPS * DECODE_ROWS
-    count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(DECODE_ROWS)
+    count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(
+        DECODE_ROWS
+    )
     attend_item = make_attend_item(Q_KIND, SIZES)
     leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
 
@@ -610,8 +668,8 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
             natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token,
         )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
-        number = I32(thread % 32)
-        lane = Lane(number, I32(number // 4), I32(number % 4), I32(thread // 32))
+        within = I32(thread % 32)
+        lane = Lane(within, I32(within // 4), I32(within % 4), uniform(thread // 32))
 
         memory = cuda.shared.array(0, np.uint32)
         tops = cuda.shared.array(MERGED, F)
@@ -634,8 +692,11 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         add_counts(counts, thread)
         cuda.syncthreads()
         before, items = items_before(counts, thread)
-        for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
-            put_item(batch, number, before, count, found, thread)
+        first, last = I32(before), I32(before + count)  # 32 bits, as they are held all the while
+        for number in range(I32(cuda.blockIdx.x), uniform(items), I32(cuda.gridDim.x)):
+            put_item(
+                batch, np.int64(number), np.int64(first), np.int64(I32(last - first)), found, thread
+            )
             cuda.syncthreads()
             item = find_item(found)
             describe_rows(batch, item, rows, thread)

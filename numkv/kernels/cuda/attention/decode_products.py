@@ -102,7 +102,11 @@ def level_offsets(words):
 def make_load_queries(Q_KIND, SIZES):
     """The function that puts the queries of an item into registers, as the columns of products with K."""
     K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
-    SAME, PRECISE, SCALED = Q_KIND == OPERAND, SIZES.precise_q, OPERAND == "fp16" and Q_KIND != "fp16"
+    SAME, PRECISE, SCALED = (
+        Q_KIND == OPERAND,
+        SIZES.precise_q,
+        OPERAND == "fp16" and Q_KIND != "fp16",
+    )
     SHORT = K.dim % 16 == 8
     halves, pack = _halves(OPERAND), _pack(OPERAND)
     SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
@@ -114,7 +118,7 @@ def make_load_queries(Q_KIND, SIZES):
     def pair(address, first):
         """Elements `first` and the next one of a row."""
         if SIZE == 4:
-            a, b = load_global_4(address + 4 * first), load_global_4(address + 4 * first + 4)
+            a, b = load_global_4(address + 4 * first), load_global_4(address + (4 * first + 4))
             return a.view(np.float32), b.view(np.float32)
         word = load_global_4(address + 2 * first)
         if BF16:
@@ -129,9 +133,9 @@ def make_load_queries(Q_KIND, SIZES):
             largest = F(0)
             if is_there:
                 for i in range(2 * TILES):
-                    at = 16 * (i // 2) + 4 * lane.place + 2 * (i % 2)
-                    if at < DIM:
-                        a, b = pair(address, at)
+                    at = 16 * (i // 2) + 2 * (i % 2)
+                    if at + 4 * lane.place < DIM:
+                        a, b = pair(address + 4 * SIZE * np.int64(lane.place), at)
                         largest = max(largest, max(abs(a), abs(b)))
             largest = max(largest, shuffle_xor_float(largest, U32(1)))
             largest = max(largest, shuffle_xor_float(largest, U32(2)))
@@ -139,15 +143,19 @@ def make_load_queries(Q_KIND, SIZES):
             exponent = min(max(U32(largest.view(np.uint32) >> U32(23)), U32(15)), U32(254))
             factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
             back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
+        address += SIZE * STEP * np.int64(lane.place)
         for s in range(TILES):
-            first = 16 * s + STEP * lane.place
+            first = 16 * s
             one, other, one_low, other_low = U32(0), U32(0), U32(0), U32(0)
             if is_there and SAME:
                 one = load_global_4(address + 2 * first)
                 if not (SHORT and s == TILES - 1):
                     other = load_global_4(address + 2 * (first + SECOND))
                 if SWAPPED:
-                    one, other = permute_bytes(one, other, U32(0x5410)), permute_bytes(one, other, U32(0x7632))
+                    one, other = (
+                        permute_bytes(one, other, U32(0x5410)),
+                        permute_bytes(one, other, U32(0x7632)),
+                    )
             elif is_there:
                 a, b = pair(address, first)
                 c, d = F(0), F(0)
@@ -181,9 +189,7 @@ def make_scores(SIZES):
 
     @register_jitable
     def add(a0, a1, a2, a3, q, s, c):
-        c[0], c[1], c[2], c[3] = mma(
-            a0, a1, a2, a3, q[2 * s], q[2 * s + 1], c[0], c[1], c[2], c[3]
-        )
+        c[0], c[1], c[2], c[3] = mma(a0, a1, a2, a3, q[2 * s], q[2 * s + 1], c[0], c[1], c[2], c[3])
         if PRECISE:
             c[0], c[1], c[2], c[3] = mma(
                 a0, a1, a2, a3, q[2 * (TILES + s)], q[2 * (TILES + s) + 1], c[0], c[1], c[2], c[3]
@@ -262,8 +268,13 @@ def make_scores(SIZES):
         clear(c)
         for i in range(UNITS // 2):
             w0, w1, w2, w3 = read(at, 2 * i)
-            words, others = shuffle(scales[i], U32(lane.group)), shuffle(scales[i], U32(lane.group + 8))
-            add_group(w0, w1, q, 2 * i, U32(words & U32(0xFFFF)), U32(others & U32(0xFFFF)), c, part)
+            words, others = (
+                shuffle(scales[i], U32(lane.group)),
+                shuffle(scales[i], U32(lane.group + 8)),
+            )
+            add_group(
+                w0, w1, q, 2 * i, U32(words & U32(0xFFFF)), U32(others & U32(0xFFFF)), c, part
+            )
             add_group(w2, w3, q, 2 * i + 1, U32(words >> U32(16)), U32(others >> U32(16)), c, part)
         if UNITS % 2:
             w0, w1 = read_one(at, UNITS - 1)
@@ -360,7 +371,9 @@ def make_sums(SIZES):
                 d0, d1, d2, d3 = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
                 d0, d1, d2, d3 = mma(U32(a0), U32(a1), U32(a2), U32(a3), b[0], b[1], d0, d1, d2, d3)
                 if PRECISE:
-                    d0, d1, d2, d3 = mma(U32(a0), U32(a1), U32(a2), U32(a3), b[2], b[3], d0, d1, d2, d3)
+                    d0, d1, d2, d3 = mma(
+                        U32(a0), U32(a1), U32(a2), U32(a3), b[2], b[3], d0, d1, d2, d3
+                    )
                 if row == 2 * lane.place:
                     sums[n], sums[n + 2] = d0, d2
                 if row == 2 * lane.place + 1:
@@ -381,7 +394,10 @@ def make_sums(SIZES):
         @register_jitable
         def sums_of_nibbles(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
             for i in range((UNITS + 1) // 2):
-                word, other = shuffle(scales[i], U32(lane.group + 16)), shuffle(scales[i], U32(lane.group + 24))
+                word, other = (
+                    shuffle(scales[i], U32(lane.group + 16)),
+                    shuffle(scales[i], U32(lane.group + 24)),
+                )
                 # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
                 t = U32(16 + 2 * lane.place)
                 x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))

@@ -94,7 +94,9 @@ def side(name: str, dim: int) -> Side:
 def decode_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> DecodeSizes:
     """The sizes of a kernel for kinds of q, K and V, and for head dims of K and V."""
     k, v = side(k_kind, dim), side(v_kind, dim_v)
-    sums_step = 16 * v.tiles + 4  # so that threads that store different rows write to different banks
+    sums_step = (
+        16 * v.tiles + 4
+    )  # so that threads that store different rows write to different banks
     stages = WARPS * STAGES * (k.size + v.size)
     merged = WARPS * DECODE_ROWS * sums_step * 4
     return DecodeSizes(
@@ -102,7 +104,8 @@ def decode_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) ->
         v=v,
         # float16 has all bits of bfloat16, once moved into its range.
         precise_q=q_kind == "fp32" or (q_kind == "fp16" and k.operand == "bf16"),
-        precise_p=q_kind == "fp32" or (q_kind == "fp16" and v.operand == "bf16"),
+        # Weights in bfloat16 would be off by as much as a result that is rounded to it.
+        precise_p=q_kind == "fp32" or v.operand == "bf16",
         words=max(1, *(s.groups if s.kind == "int8" else ceil_div(s.groups, 2) for s in (k, v))),
         sums_step=sums_step,
         shared_bytes=max(stages, merged) + BANKS,  # to start at a multiple of that

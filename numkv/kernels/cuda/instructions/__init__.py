@@ -24,13 +24,13 @@ from numkv.kernels.cuda.instructions.memory import (
     load_shared_4,
     load_shared_8,
     load_shared_16,
-    load_shared_float,
+    load_shared_floats,
     shared_address,
     store_global_16,
     store_shared_4,
     store_shared_8,
     store_shared_16,
-    store_shared_float,
+    store_shared_floats,
 )
 from numkv.kernels.cuda.instructions.warps import (
     ldmatrix_x2,
@@ -51,6 +51,7 @@ from numkv.kernels.cuda.instructions.words import (
     fma_bf16x2,
     fma_fp16x2,
     keep,
+    keep_address,
     pack_bf16,
     pack_fp16,
     permute_bytes,
@@ -60,10 +61,10 @@ from numkv.kernels.cuda.instructions.words import (
 
 __all__ = [
     "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_steps", "cp_async_commit", "cp_async_wait", "exp2_approx",
-    "fma_bf16x2", "fma_fp16x2", "global_address", "keep", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4",
+    "fma_bf16x2", "fma_fp16x2", "global_address", "keep", "keep_address", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4",
     "ldmatrix_x4_steps", "ldmatrix_x4_trans", "load_chunk", "load_global_16", "load_global_2", "load_global_4",
-    "load_shared_16", "load_shared_4", "load_shared_8", "load_shared_float", "loader", "mma_bf16", "mma_fp16",
+    "load_shared_16", "load_shared_4", "load_shared_8", "load_shared_floats", "loader", "mma_bf16", "mma_fp16",
     "pack_bf16", "pack_fp16", "permute_bytes", "select_bits", "shared_address", "shuffle", "shuffle_float",
     "shuffle_xor", "shuffle_xor_float", "store_global_16", "store_shared_16", "store_shared_4", "store_shared_8",
-    "store_shared_float", "transpose", "unpack_fp16",
+    "store_shared_floats", "transpose", "unpack_fp16",
 ]  # fmt: skip

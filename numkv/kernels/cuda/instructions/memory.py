@@ -120,14 +120,24 @@ def _shared(words: int) -> tuple[Any, Any]:
     return load, store
 
 
-load_shared_float = operation(
-    "load_shared_float", "ld.shared.f32 $0, [$1];", "f", {"address": "r"},
-    "The float32 of shared memory at an address, a multiple of 4.", memory=True,
-)  # fmt: skip
-store_shared_float = operation(
-    "store_shared_float", "st.shared.f32 [$0], $1;", "", {"address": "r", "x": "f"},
-    "Put a float32 into shared memory at an address, a multiple of 4.", memory=True,
-)  # fmt: skip
+@functools.cache
+def load_shared_floats(offsets: tuple[int, ...]) -> Any:
+    """An operation that gives the float32 of shared memory at constant offsets from an address, multiples of 4."""
+    text = "".join(f"ld.shared.f32 ${i}, [${len(offsets)}+{x}];\n" for i, x in enumerate(offsets))
+    name = "load_shared_floats_" + "_".join(map(str, offsets))
+    return operation(name, text, "f" * len(offsets), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def store_shared_floats(offsets: tuple[int, ...]) -> Any:
+    """An operation that puts float32 into shared memory at constant offsets from an address, multiples of 4."""
+    text = "".join(f"st.shared.f32 [$0+{x}], ${i + 1};\n" for i, x in enumerate(offsets))
+    operands = {"address": "r"} | {f"x{i}": "f" for i in range(len(offsets))}
+    return operation(
+        "store_shared_floats_" + "_".join(map(str, offsets)), text, "", operands, "", memory=True
+    )
+
+
 load_shared_4, store_shared_4 = _shared(1)
 load_shared_8, store_shared_8 = _shared(2)
 load_shared_16, store_shared_16 = _shared(4)
@@ -185,7 +195,9 @@ def _global(size: int) -> Any:
         return types.uint32(types.int64), codegen
 
     typed.__name__ = typed.__qualname__ = f"load_global_{size}"
-    typed.__doc__ = f"The {size} bytes of global memory at an address, a multiple of {size}, as a word: uint32."
+    typed.__doc__ = (
+        f"The {size} bytes of global memory at an address, a multiple of {size}, as a word: uint32."
+    )
     return intrinsic(typed)
 
 

@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic, operation
 
 __all__ = [
-    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
+    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
     "unpack_fp16",
 ]  # fmt: skip
 
@@ -79,3 +79,11 @@ keep = operation(
     "keep", "mov.b32 $0, $1;", "r", {"x": "r"},
     "`x`, in a register: where a loop needs it, the compiler would rather compute it anew each time.", memory=True,
 )  # fmt: skip
+keep_address = operation(
+    "keep_address",
+    "mov.b64 $0, $1;",
+    "l",
+    {"x": "l"},
+    "`keep` of an address of global memory.",
+    memory=True,
+)
