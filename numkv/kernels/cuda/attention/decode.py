@@ -61,11 +61,13 @@ from numkv.kernels.cuda.instructions import (
     keep_address,
     load_global_2,
     load_global_4,
+    load_shared_4,
     load_shared_floats,
     shared_address,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
+    store_shared_4,
     store_shared_floats,
 )  # fmt: skip
 from numkv.kernels.cuda.simd import THREADS, natural
@@ -108,6 +110,7 @@ class Source(NamedTuple):
     row: Any  #: address of the sequence's row of the block table, and bytes between its entries
     row_step: Any
     by_slot: Any
+    places: Any  #: where the thread leaves its token's place, in shared memory
     shift: Any  #: of a position to its block; negative where blocks have no power of two of tokens
     block_size: Any
     num_blocks: Any
@@ -153,12 +156,12 @@ def make_copies(SIZES):
 
         @register_jitable
         def copy_any(source, token_step, to, places, tokens, lane):
-            """Copy the rows that `places` of threads from `FIRST` on say; zeros for those not among `tokens`."""
+            """Copy rows whose places lie in shared memory, from `FIRST` on; zeros for those not among `tokens`."""
             first, chunk = lane.number // LANES, lane.number % LANES
             source -= first * token_step
             for i in range(TIMES):
                 token = first + i * ROWS
-                place = shuffle(places, U32(FIRST + token))
+                place = load_shared_4(U32(places + 4 * FIRST) + U32(4 * token))
                 at = U32(U32(to ^ U32((i * ROWS % 8) << 4)) + U32(i * ROWS * STEP))
                 there = U32(tokens >> U32(token)) & U32(1)
                 size = U32(U32(there) << U32(4)) if chunk < CHUNKS else U32(0)
@@ -216,7 +219,7 @@ def make_copies(SIZES):
         block = entry
         if source.by_slot and entry >= 0:
             block, offset = divide(entry, source)
-        is_there = 0 <= block and block < source.num_blocks
+        is_there = block >= 0 and block < source.num_blocks
         place = U32(0)
         if is_there:
             place = U32(U32(U32(block) * source.block_step) + U32(U32(offset) * source.token_step))
@@ -234,8 +237,11 @@ def make_copies(SIZES):
                 copy_even_k(source.k_from, source.k_token, k_to, k_place)
                 copy_even_v(source.v_from, source.v_token, v_to, v_place)
                 return
-        copy_any_k(source.k_from, source.k_token, k_to, place, tokens, lane)
-        copy_any_v(source.v_from, source.v_token, v_to, place, tokens, lane)
+        places = U32(source.places - 4 * lane.number)
+        store_shared_4(source.places, place)
+        cuda.syncwarp()
+        copy_any_k(source.k_from, source.k_token, k_to, places, tokens, lane)
+        copy_any_v(source.v_from, source.v_token, v_to, places, tokens, lane)
 
     return find, copy
 
@@ -480,10 +486,11 @@ def make_attend_slice(SIZES):
 def make_places(SIZES):
     """The functions that say where a thread copies to and from, and where it reads."""
     K, V = SIZES.k, SIZES.v
+    PLACES = SIZES.places
     STAGE, K_SCALED, V_SCALED = K.size + V.size, K.groups > 0, V.groups > 0
 
     @register_jitable
-    def source_of(k, k_scale, v, v_scale, block_table, seq, by_slot, shift, head, lane):
+    def source_of(k, k_scale, v, v_scale, block_table, seq, by_slot, shift, head, start, lane):
         """Where rows of a head are: of K for threads 0 to 15, of V for others."""
         block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
         block_step, token_step = U32(k.strides[0] // CHUNK), U32(k.strides[2] // CHUNK)
@@ -515,6 +522,7 @@ def make_places(SIZES):
             keep_address(row),
             block_table.strides[1],
             by_slot != 0,
+            keep(U32(start + PLACES + 128 * lane.warp + 4 * lane.number)),
             I32(shift),
             block_size,
             num_blocks,
@@ -552,6 +560,7 @@ def make_places(SIZES):
 def make_attend_item(Q_KIND, SIZES):
     """The function that takes a warp through its slices of an item."""
     K_BY_HEAD = kind(SIZES.k.kind).scales_per == "head"
+    QUERIES = SIZES.queries
     SUMS, WORDS, STAGE = 4 * SIZES.v.tiles, SIZES.words, SIZES.k.size + SIZES.v.size
     find, copy = make_copies(SIZES)
     load_queries = make_load_queries(Q_KIND, SIZES)
@@ -560,7 +569,7 @@ def make_attend_item(Q_KIND, SIZES):
 
     @register_jitable
     def attend_item(
-        q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start, q_words, running,
+        q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start, running,
         sums, lane,
     ):  # fmt: skip
         scales = cuda.local.array(WORDS, np.uint32)
@@ -570,7 +579,7 @@ def make_attend_item(Q_KIND, SIZES):
         b = cuda.local.array(4, np.uint32)
         k_to, v_to, k_at, v_at = places_of(start, lane)
         source = source_of(
-            k, k_scale, v, v_scale, block_table, item.seq, by_slot, shift, item.head, lane
+            k, k_scale, v, v_scale, block_table, item.seq, by_slot, shift, item.head, start, lane
         )
         low = item.all_begin if item.begin < item.all_begin else np.int64(0)
         high = item.all_end - SLICE if item.all_end < item.end else item.end
@@ -578,7 +587,9 @@ def make_attend_item(Q_KIND, SIZES):
         # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
         row = natural(lane.group)
         address = global_address(q) + rows.token[row] * q.strides[0] + rows.head[row] * q.strides[1]
-        back = load_queries(address, lane.group < item.rows, q_words, lane)
+        q_at = keep(U32(start + QUERIES + 8 * lane.number))
+        back = load_queries(address, lane.group < item.rows, q_at, lane)
+        cuda.syncthreads()
         if K_BY_HEAD:
             scale *= F(k_scale[item.head])
         s0 = scale * shuffle_float(back, U32(8 * lane.place))
@@ -623,7 +634,7 @@ def make_attend_item(Q_KIND, SIZES):
                 cp_async_wait(1)
                 cuda.syncwarp()
                 attend_slice(
-                    U32(k_at + stage), U32(v_at + stage), q_words, s0, s1, soft_cap, inverse, tokens, first, seen,
+                    U32(k_at + stage), U32(v_at + stage), q_at, s0, s1, soft_cap, inverse, tokens, first, seen,
                     rows, scales, running, sums, c, part, b, lane,
                 )  # fmt: skip
                 first = I32(first + DECODE_TILE)
@@ -646,7 +657,7 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         Elements of rows of K and V.
     """
     SIZES = decode_sizes(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
-    QUERIES, SUMS = 2 * SIZES.k.tiles * (1 + SIZES.precise_q), 4 * SIZES.v.tiles
+    SUMS = 4 * SIZES.v.tiles
     MERGED = WARPS * DECODE_ROWS
     count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(
         DECODE_ROWS
@@ -675,6 +686,7 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         tops = cuda.shared.array(MERGED, F)
         totals = cuda.shared.array(MERGED, F)
         counts = cuda.shared.array(COUNTS, np.int32)
+        firsts = cuda.shared.array(THREADS, np.int32)
         found = cuda.shared.array(FIELDS, np.int32)
         row_token = cuda.shared.array(DECODE_ROWS, np.int64)
         row_head = cuda.shared.array(DECODE_ROWS, np.int64)
@@ -683,26 +695,25 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         row_part = cuda.shared.array(DECODE_ROWS, np.int64)
         rows = Rows(row_token, row_head, row_begin, row_end, row_part)
         start = I32((shared_address(memory) + (BANKS - 1)) & -BANKS)
-        q_words = cuda.local.array(QUERIES, np.uint32)
         running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
         sums = cuda.local.array(SUMS, np.float32)
 
-        count = count_items(batch, counts, thread)
+        count_items(batch, counts, thread)
         cuda.syncthreads()
         add_counts(counts, thread)
         cuda.syncthreads()
         before, items = items_before(counts, thread)
-        first, last = I32(before), I32(before + count)  # 32 bits, as they are held all the while
+        firsts[thread] = before  # in shared memory, as registers are few
         for number in range(I32(cuda.blockIdx.x), uniform(items), I32(cuda.gridDim.x)):
             put_item(
-                batch, np.int64(number), np.int64(first), np.int64(I32(last - first)), found, thread
-            )
+                batch, np.int64(number), np.int64(firsts[thread]), np.int64(counts[thread]), found, thread
+            )  # fmt: skip
             cuda.syncthreads()
             item = find_item(found)
             describe_rows(batch, item, rows, thread)
             cuda.syncthreads()
             attend_item(
-                q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start, q_words,
+                q, k, k_scale, v, v_scale, block_table, by_slot, shift, scale, soft_cap, item, rows, start,
                 running, sums, lane,
             )  # fmt: skip
             cuda.syncthreads()

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.decode_sizes import BANKS, DECODE_ROWS
+from numkv.kernels.cuda.attention.decode_sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
 from numkv.kernels.cuda.instructions import (
     fma_fp16x2,
     ldmatrix_x2,
@@ -18,6 +18,8 @@ from numkv.kernels.cuda.instructions import (
     ldmatrix_x4_steps,
     ldmatrix_x4_trans,
     load_global_4,
+    load_shared_8,
+    load_shared_8_steps,
     mma_bf16,
     mma_fp16,
     pack_bf16,
@@ -26,6 +28,7 @@ from numkv.kernels.cuda.instructions import (
     select_bits,
     shuffle,
     shuffle_xor_float,
+    store_shared_8,
     transpose,
 )  # fmt: skip
 from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, unpack_bf16
@@ -100,7 +103,7 @@ def level_offsets(words):
 
 
 def make_load_queries(Q_KIND, SIZES):
-    """The function that puts the queries of an item into registers, as the columns of products with K."""
+    """The function that puts the queries of an item into shared memory, as the columns of products with K."""
     K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
     SAME, PRECISE, SCALED = (
         Q_KIND == OPERAND,
@@ -126,8 +129,11 @@ def make_load_queries(Q_KIND, SIZES):
         return F(to_float(U32(word & U32(0xFFFF)))), F(to_float(U32(word >> U32(16))))
 
     @register_jitable
-    def load_queries(address, is_there, q, lane):
-        """Put the row that the thread's group has into `q`; what its scores have to be multiplied by."""
+    def load_queries(address, is_there, to, lane):
+        """Put a share of the row that the thread's group has at `to`; what its scores have to be multiplied by.
+
+        Each warp takes every so many products; all of them look for the largest element.
+        """
         factor, back = F(1), F(1)
         if SCALED:
             largest = F(0)
@@ -144,8 +150,8 @@ def make_load_queries(Q_KIND, SIZES):
             factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
             back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
         address += SIZE * STEP * np.int64(lane.place)
-        for s in range(TILES):
-            first = 16 * s
+        for s in range(lane.warp, TILES, WARPS):
+            first = 16 * np.int64(s)
             one, other, one_low, other_low = U32(0), U32(0), U32(0), U32(0)
             if is_there and SAME:
                 one = load_global_4(address + 2 * first)
@@ -168,9 +174,9 @@ def make_load_queries(Q_KIND, SIZES):
                     other, other_low = halves(factor * c, factor * d)
                 else:
                     one, other = pack(factor * a, factor * b), pack(factor * c, factor * d)
-            q[2 * s], q[2 * s + 1] = one, other
+            store_shared_8(U32(to + QUERY_BYTES * s), one, other)
             if PRECISE:
-                q[2 * (TILES + s)], q[2 * (TILES + s) + 1] = one_low, other_low
+                store_shared_8(U32(to + QUERY_BYTES * (TILES + s)), one_low, other_low)
         return back
 
     return load_queries
@@ -188,12 +194,16 @@ def make_scores(SIZES):
     widen = make_widen(K.kind) if BITS == 8 else None
 
     @register_jitable
+    def multiply(a0, a1, a2, a3, b0, b1, c):
+        c[0], c[1], c[2], c[3] = mma(a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3])
+
+    @register_jitable
     def add(a0, a1, a2, a3, q, s, c):
-        c[0], c[1], c[2], c[3] = mma(a0, a1, a2, a3, q[2 * s], q[2 * s + 1], c[0], c[1], c[2], c[3])
+        b0, b1 = load_shared_8(U32(q + U32(QUERY_BYTES * s)))
+        multiply(a0, a1, a2, a3, b0, b1, c)
         if PRECISE:
-            c[0], c[1], c[2], c[3] = mma(
-                a0, a1, a2, a3, q[2 * (TILES + s)], q[2 * (TILES + s) + 1], c[0], c[1], c[2], c[3]
-            )
+            b0, b1 = load_shared_8(U32(q + U32(QUERY_BYTES * (TILES + s))))
+            multiply(a0, a1, a2, a3, b0, b1, c)
 
     @register_jitable
     def read(at, chunk):
@@ -211,14 +221,35 @@ def make_scores(SIZES):
     if BITS == 16 and TILES % 4 == 0:
         STEPS = TILES // 4
         read_steps = ldmatrix_x4_steps(STEPS, BANKS, False)
+        query_steps = load_shared_8_steps(STEPS, 4 * QUERY_BYTES)
 
         @register_jitable
         def scores_in_steps(at, q, c, part, scales, lane):
             clear(c)
             for j in range(4):
-                a = read_steps(U32(at ^ U32(j << 5)))
+                a, b = read_steps(U32(at ^ U32(j << 5))), query_steps(U32(q + U32(QUERY_BYTES * j)))
                 for i in range(STEPS):
-                    add(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], q, 4 * i + j, c)
+                    multiply(
+                        a[4 * i],
+                        a[4 * i + 1],
+                        a[4 * i + 2],
+                        a[4 * i + 3],
+                        b[2 * i],
+                        b[2 * i + 1],
+                        c,
+                    )
+                if PRECISE:
+                    b = query_steps(U32(q + U32(QUERY_BYTES * (TILES + j))))
+                    for i in range(STEPS):
+                        multiply(
+                            a[4 * i],
+                            a[4 * i + 1],
+                            a[4 * i + 2],
+                            a[4 * i + 3],
+                            b[2 * i],
+                            b[2 * i + 1],
+                            c,
+                        )
 
         return scores_in_steps
     if BITS == 16:

@@ -11,7 +11,7 @@ from numkv.kernels.cuda.simd import ceil_div
 from numkv.kinds import kind
 
 __all__ = [
-    "DECODE_ROWS", "DECODE_TILE", "OPERANDS", "SLICE", "STAGES", "WARPS", "DecodeSizes", "Side", "decode_sizes",
+    "DECODE_ROWS", "DECODE_TILE", "OPERANDS", "QUERY_BYTES", "SLICE", "STAGES", "WARPS", "DecodeSizes", "Side", "decode_sizes",
     "fits",
 ]  # fmt: skip
 
@@ -27,6 +27,8 @@ STAGES = 2
 OPERANDS = {
     "fp16": "fp16", "bf16": "bf16", "int8": "fp16", "int4": "fp16", "fp8_e4m3": "fp16", "fp8_e5m2": "fp16",
 }  # fmt: skip
+# Bytes of a product's columns in shared memory: two words for each thread of a warp.
+QUERY_BYTES = 32 * 8
 # Bytes that are copied at once, and between rows in shared memory that must not share banks.
 CHUNK, BANKS = 16, 128
 # The longest rows whose sums fit into registers.
@@ -60,6 +62,10 @@ class DecodeSizes(NamedTuple):
     precise_q: bool  #: whether queries have a second half, of what the first one leaves
     precise_p: bool  #: whether weights have one
     words: int  #: words of scales that a thread holds
+    queries: (
+        int  #: where queries start in shared memory: behind slices, and what these make room for
+    )
+    places: int  #: where threads leave places of tokens
     sums_step: int  #: floats from one row of sums to the next, in shared memory
     shared_bytes: int
     blocks: int  #: that shall fit on a multiprocessor
@@ -99,16 +105,20 @@ def decode_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) ->
     )  # so that threads that store different rows write to different banks
     stages = WARPS * STAGES * (k.size + v.size)
     merged = WARPS * DECODE_ROWS * sums_step * 4
+    precise_q = q_kind == "fp32" or (q_kind == "fp16" and k.operand == "bf16")
+    places = max(stages, merged) + k.tiles * (1 + precise_q) * QUERY_BYTES
     return DecodeSizes(
         k=k,
         v=v,
         # float16 has all bits of bfloat16, once moved into its range.
-        precise_q=q_kind == "fp32" or (q_kind == "fp16" and k.operand == "bf16"),
+        precise_q=precise_q,
         # Weights in bfloat16 would be off by as much as a result that is rounded to it.
         precise_p=q_kind == "fp32" or v.operand == "bf16",
         words=max(1, *(s.groups if s.kind == "int8" else ceil_div(s.groups, 2) for s in (k, v))),
+        queries=max(stages, merged),
+        places=places,
         sums_step=sums_step,
-        shared_bytes=max(stages, merged) + BANKS,  # to start at a multiple of that
+        shared_bytes=places + 4 * 32 * WARPS + BANKS,  # to start at a multiple of that
         blocks=3,
     )
 

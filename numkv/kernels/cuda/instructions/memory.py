@@ -11,9 +11,24 @@ from numba import types
 from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_steps", "cp_async_commit", "cp_async_wait", "global_address", "load_global_16",
-    "load_global_2", "load_global_4", "load_shared_4", "load_shared_8", "load_shared_16", "shared_address", "store_global_16", "store_shared_4",
-    "store_shared_8", "store_shared_16",
+    "cp_async_16",
+    "cp_async_16_or_zeros",
+    "cp_async_16_steps",
+    "cp_async_commit",
+    "cp_async_wait",
+    "global_address",
+    "load_global_2",
+    "load_global_4",
+    "load_global_16",
+    "load_shared_4",
+    "load_shared_8",
+    "load_shared_8_steps",
+    "load_shared_16",
+    "shared_address",
+    "store_global_16",
+    "store_shared_4",
+    "store_shared_8",
+    "store_shared_16",
 ]  # fmt: skip
 
 
@@ -118,6 +133,17 @@ def _shared(words: int) -> tuple[Any, Any]:
         f"Put words into the {size} bytes of shared memory at an address, a multiple of {size}.", memory=True,
     )  # fmt: skip
     return load, store
+
+
+@functools.cache
+def load_shared_8_steps(count: int, step: int) -> Any:
+    """An operation that is `count` times `load_shared_8`, each `step` bytes after the one before."""
+    text = "".join(
+        f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
+        for i in range(count)
+    )
+    name = f"load_shared_8_{count}_steps_of_{step}"
+    return operation(name, text, "r" * (2 * count), {"address": "r"}, "", memory=True, early=True)
 
 
 @functools.cache
