@@ -14,6 +14,9 @@ Within an item, a tile of tokens at a time:
 3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
    teams when the item ends.
 
+16-bit floats, codes and 8-bit floats go to a kernel on tensor cores where their rows allow it: see
+`numkv.kernels.cuda.attention.decode`. What follows is about the other one.
+
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
 probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
 read, as each group of a row has a scale of its own. Of 8-bit floats, a head's scale of K multiplies its query rows, the
@@ -39,7 +42,7 @@ from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
 from numkv.kernels.cuda.attention.decode import make_decode
-from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, decode_sizes, fits
+from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, fits, sizes_for
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
@@ -74,7 +77,7 @@ def _attention(
 @functools.cache
 def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
     key = (q_kind, k_kind, v_kind, dim, dim_v)
-    blocks = decode_sizes(*key).blocks
+    blocks = sizes_for(*key).blocks
     return jit(make_decode, key, _signature(q_kind, k_kind, v_kind, types.float32), blocks)
 
 
@@ -84,7 +87,7 @@ def _choose(
     """The kernel for a call with `wanted` query rows for a kv head, an item's rows, and its shared memory."""
     dim = q.shape[2]
     if fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
-        sizes = decode_sizes(q_kind, k_kind, v_kind, dim, dim_v)
+        sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
         return _decode(q_kind, k_kind, v_kind, dim, dim_v), DECODE_ROWS, sizes.shared_bytes
     bytes_of = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
     fitting = [n for n in ROW_CHOICES if bytes_of[n] <= Q_BYTES] or [1]
@@ -163,6 +166,11 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name += "]" if wide else ", strided]"
         kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
         yield name, *kernel.described
+    for q_kind, k_kind, v_kind in (
+        ("bf16", "bf16", "bf16"), ("fp32", "int8", "int4"), ("fp16", "fp8_e4m3", "fp8_e5m2"),
+    ):  # fmt: skip
+        kernel = _decode(q_kind, k_kind, v_kind, 64, 64)
+        yield f"attention[q {q_kind}, K {k_kind}, V {v_kind}, decode]", *kernel.described
     yield from splits.catalogue()
 
 

@@ -322,17 +322,10 @@ def times(p, scale):
     return F(p * scale) if p != F(0) else F(0)
 
 
-def make_sums(SIZES):
-    """The function that adds a slice's weighted rows of V: ``V^T P^T``."""
-    V = SIZES.v
-    TILES, BITS, PRECISE, UNITS = V.tiles, V.bits, SIZES.precise_p, V.padded
-    INT8 = V.kind == "int8"
-    CHECKED = V.kind != "int8" and V.kind != "int4"
-    INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
+def make_weighing(SIZES):
+    """The functions that put weights where a product wants them, and add a product to sums."""
+    V, PRECISE = SIZES.v, SIZES.precise_p
     mma, pack, halves = _mma(V.operand), _pack(V.operand), _halves(V.operand)
-    IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)
-    read_steps = ldmatrix_x4_steps(STEPS, BANKS, True)
-    widen = make_widen(V.kind) if BITS == 8 else None
 
     @register_jitable
     def add(a0, a1, a2, a3, b, sums, tile):
@@ -356,6 +349,12 @@ def make_sums(SIZES):
             low, high = pack(p0, p1), pack(p2, p3)
         b[0], b[1] = transpose(low), transpose(high)
 
+    return add, turn
+
+
+def make_reads():
+    """The functions that read two chunks of a slice's rows of V, and one of them."""
+
     @register_jitable
     def read(at, chunk):
         return ldmatrix_x4_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
@@ -363,6 +362,72 @@ def make_sums(SIZES):
     @register_jitable
     def read_one(at, chunk):
         return ldmatrix_x2_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    return read, read_one
+
+
+def make_sums_of_nibbles(SIZES):
+    """`make_sums` of INT4."""
+    UNITS = SIZES.v.padded
+    add, turn = make_weighing(SIZES)
+    read, read_one = make_reads()
+
+    @register_jitable
+    def add_group(w0, w1, group, p, word, other, offset, offset_other, b, sums):
+        """Add 32 columns: weights times the scales of tokens g and g + 8; levels by those of w0's and w1's."""
+        s, s_other = bf16_to_float32(word), bf16_to_float32(other)
+        turn(times(p[0], s), times(p[1], s), times(p[2], s_other), times(p[3], s_other), b)
+        a0, a1, c0, c1 = level_words(w0, offset, offset)
+        a2, a3, c2, c3 = level_words(w1, offset_other, offset_other)
+        add(a0, a1, a2, a3, b, sums, 2 * group)
+        add(c0, c1, c2, c3, b, sums, 2 * group + 1)
+
+    @register_jitable
+    def sums_of_nibbles(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
+        for i in range((UNITS + 1) // 2):
+            word, other = (
+                shuffle(scales[i], U32(lane.group + 16)),
+                shuffle(scales[i], U32(lane.group + 24)),
+            )
+            # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
+            t = U32(16 + 2 * lane.place)
+            x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))
+            z, w = shuffle(scales[i], U32(t + U32(8))), shuffle(scales[i], U32(t + U32(9)))
+            if 2 * i + 1 < UNITS:
+                w0, w1, w2, w3 = read(at, 2 * i)
+            else:
+                w0, w1 = read_one(at, 2 * i)
+                w2, w3 = w0, w1
+            add_group(
+                w0, w1, 2 * i, p, U32(word & U32(0xFFFF)), U32(other & U32(0xFFFF)),
+                level_offsets(permute_bytes(x, y, U32(0x5410))), level_offsets(permute_bytes(z, w, U32(0x5410))),
+                b, sums,
+            )  # fmt: skip
+            if 2 * i + 1 < UNITS:
+                add_group(
+                    w2, w3, 2 * i + 1, p, U32(word >> U32(16)), U32(other >> U32(16)),
+                    level_offsets(permute_bytes(x, y, U32(0x7632))),
+                    level_offsets(permute_bytes(z, w, U32(0x7632))), b, sums,
+                )  # fmt: skip
+
+    return sums_of_nibbles
+
+
+def make_sums(SIZES):
+    """The function that adds a slice's weighted rows of V: ``V^T P^T``."""
+    V = SIZES.v
+    if V.bits == 4:
+        return make_sums_of_nibbles(SIZES)
+    TILES, BITS, PRECISE = V.tiles, V.bits, SIZES.precise_p
+    INT8 = V.kind == "int8"
+    CHECKED = V.kind != "int8"
+    INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
+    mma = _mma(V.operand)
+    add, turn = make_weighing(SIZES)
+    read, read_one = make_reads()
+    IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)
+    read_steps = ldmatrix_x4_steps(STEPS, BANKS, True)
+    widen = make_widen(V.kind) if BITS == 8 else None
 
     @register_jitable
     def operands(at, tile):
@@ -409,48 +474,6 @@ def make_sums(SIZES):
                     sums[n], sums[n + 2] = d0, d2
                 if row == 2 * lane.place + 1:
                     sums[n + 1], sums[n + 3] = d1, d3
-
-    if BITS == 4:
-
-        @register_jitable
-        def add_group(w0, w1, group, p, word, other, offset, offset_other, b, sums):
-            """Add 32 columns: weights times the scales of tokens g and g + 8; levels by those of w0's and w1's."""
-            s, s_other = bf16_to_float32(word), bf16_to_float32(other)
-            turn(times(p[0], s), times(p[1], s), times(p[2], s_other), times(p[3], s_other), b)
-            a0, a1, c0, c1 = level_words(w0, offset, offset)
-            a2, a3, c2, c3 = level_words(w1, offset_other, offset_other)
-            add(a0, a1, a2, a3, b, sums, 2 * group)
-            add(c0, c1, c2, c3, b, sums, 2 * group + 1)
-
-        @register_jitable
-        def sums_of_nibbles(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
-            for i in range((UNITS + 1) // 2):
-                word, other = (
-                    shuffle(scales[i], U32(lane.group + 16)),
-                    shuffle(scales[i], U32(lane.group + 24)),
-                )
-                # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
-                t = U32(16 + 2 * lane.place)
-                x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))
-                z, w = shuffle(scales[i], U32(t + U32(8))), shuffle(scales[i], U32(t + U32(9)))
-                if 2 * i + 1 < UNITS:
-                    w0, w1, w2, w3 = read(at, 2 * i)
-                else:
-                    w0, w1 = read_one(at, 2 * i)
-                    w2, w3 = w0, w1
-                add_group(
-                    w0, w1, 2 * i, p, U32(word & U32(0xFFFF)), U32(other & U32(0xFFFF)),
-                    level_offsets(permute_bytes(x, y, U32(0x5410))), level_offsets(permute_bytes(z, w, U32(0x5410))),
-                    b, sums,
-                )  # fmt: skip
-                if 2 * i + 1 < UNITS:
-                    add_group(
-                        w2, w3, 2 * i + 1, p, U32(word >> U32(16)), U32(other >> U32(16)),
-                        level_offsets(permute_bytes(x, y, U32(0x7632))),
-                        level_offsets(permute_bytes(z, w, U32(0x7632))), b, sums,
-                    )  # fmt: skip
-
-        return sums_of_nibbles
 
     @register_jitable
     def add_slice(at, p, b, sums, scales, low, high, ragged, rows, first, lane):

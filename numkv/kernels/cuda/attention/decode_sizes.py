@@ -5,14 +5,26 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from numba import cuda
+
 from numkv.kernels.cuda.attention.items import THREADS
-from numkv.kernels.cuda.launches import SIMULATED
+from numkv.kernels.cuda.launches import SIMULATED, shared_bytes
 from numkv.kernels.cuda.simd import ceil_div
+from numkv.kernels.cuda.streams import current
 from numkv.kinds import kind
 
 __all__ = [
-    "DECODE_ROWS", "DECODE_TILE", "OPERANDS", "QUERY_BYTES", "SLICE", "STAGES", "WARPS", "DecodeSizes", "Side", "decode_sizes",
+    "DECODE_ROWS",
+    "DECODE_TILE",
+    "OPERANDS",
+    "QUERY_BYTES",
+    "SLICE",
+    "STAGES",
+    "WARPS",
+    "DecodeSizes",
+    "Side",
     "fits",
+    "sizes_for",
 ]  # fmt: skip
 
 # Query rows of an item: the columns of a product.
@@ -31,6 +43,8 @@ OPERANDS = {
 QUERY_BYTES = 32 * 8
 # Bytes that are copied at once, and between rows in shared memory that must not share banks.
 CHUNK, BANKS = 16, 128
+# More than the kernel's static shared memory.
+STATIC_BYTES = 4096
 # The longest rows whose sums fit into registers.
 MOST_COLUMNS = 256
 # More than that many chunks away from a pool's start, 32 bits do not say where a row is.
@@ -97,7 +111,7 @@ def side(name: str, dim: int) -> Side:
 
 
 @functools.cache
-def decode_sizes(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> DecodeSizes:
+def sizes_for(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> DecodeSizes:
     """The sizes of a kernel for kinds of q, K and V, and for head dims of K and V."""
     k, v = side(k_kind, dim), side(v_kind, dim_v)
     sums_step = (
@@ -136,6 +150,14 @@ def _whole(array: Any, side_: Side) -> bool:
     )
 
 
+@functools.cache
+def most_shared(device: int) -> int:
+    """Dynamic shared memory that the kernel may ask for on a device; 0 where it lacks the instructions."""
+    if cuda.gpus[device].compute_capability < (8, 0):
+        return 0
+    return shared_bytes(device) - STATIC_BYTES
+
+
 def fits(
     q: Any, q_kind: str, k: Any, k_kind: str, k_scale: Any, v: Any, v_kind: str, v_scale: Any, dim_v: int
 ) -> bool:  # fmt: skip
@@ -145,7 +167,9 @@ def fits(
         return False
     if not 8 <= dim <= MOST_COLUMNS or not 8 <= dim_v <= MOST_COLUMNS or 0 in k.shape:
         return False
-    sizes = decode_sizes(q_kind, k_kind, v_kind, dim, dim_v)
+    sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
+    if sizes.shared_bytes > most_shared(current().device):
+        return False
     # Pairs of 16-bit queries are read at once.
     paired = q.dtype.itemsize == 4 or (
         int(q.gpu_data.device_pointer) % 4 == 0 and all(s % 4 == 0 for s in q.strides[:-1])

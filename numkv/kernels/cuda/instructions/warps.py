@@ -105,7 +105,7 @@ shuffle_float = _shuffle("shuffle_float", "idx", "f", _IDX.format("float32"))
 
 transpose = operation(
     "transpose", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", {"x": "r"},
-    """A matrix of 8 x 8 elements of 16 bits in the warp's registers, turned: plain loads of `ldmatrix_x4` become others.
+    """A matrix of 8 x 8 elements of 16 bits, in the warp's registers, turned: what `ldmatrix_x4_trans` makes of plain.
 
     ``M[[2t, 2t + 1], g]`` where `x` is ``M[g, [2t, 2t + 1]]``.
     """, together=True,

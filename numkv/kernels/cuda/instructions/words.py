@@ -11,8 +11,8 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic, operation
 
 __all__ = [
-    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
-    "unpack_fp16",
+    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "pack_bf16", "pack_fp16", "permute_bytes",
+    "select_bits", "unpack_fp16",
 ]  # fmt: skip
 
 exp2_approx = operation(
