@@ -526,6 +526,11 @@ def _attention(case):
     long = Shape(4, 1, 64, (700, 300), spare=0)
     for kind, q_kind in (("fp32", "fp32"), ("bf16", "fp16"), ("int8", "bf16"), ("int4", "fp64")):
         case(attention, long, kind, q_kind, everyday=kind == "fp32")
+    # More splits than a team of threads merges; several queries in some splits.
+    case(attention, Shape(2, 1, 64, (8600,), spare=0), "fp32", "fp32")
+    several = Shape(4, 2, 64, (1300, 900, 70), new=(9, 1, 30), spare=0)
+    case(attention, several, "fp32", "fp32", everyday=True)
+    case(attention, several, "fp32", "fp32", window_left=700, sinks=True)
     for kind in (*FLOATS, *naive.CODES):  # rows that are no multiples of 16 bytes
         case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)
     case(attention, Shape(8, 1, 64, (70,), head_dim_v=1100), "bf16", "bf16")

@@ -273,6 +273,7 @@ class _Type:
             self.dtypes = (as_dtype(of.dtype),)
         self._parts = tuple(of) if isinstance(of, types.BaseTuple) else ()
         self._is_float32 = of == types.float32
+        self._has_float32 = types.float32 in self._parts
 
     @classmethod
     @functools.cache
@@ -282,6 +283,9 @@ class _Type:
 
     def scalars(self, x: Any) -> tuple[Any, ...]:
         """Numbers as the launch takes them: of a tuple all."""
+        if self._has_float32:
+            pairs = zip(x, self._parts, strict=True)
+            return tuple(ctypes.c_float(y) if of == types.float32 else y for y, of in pairs)
         if self._parts:
             return tuple(x)
         return (ctypes.c_float(x),) if self._is_float32 else (x,)

@@ -45,7 +45,7 @@ from numkv.kernels.cuda.attention.decode import make_decode
 from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, fits, sizes_for
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
-from numkv.kernels.cuda.attention.sizes import Q_BYTES, ROW_CHOICES, V_WIDTHS, q_bytes
+from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
 from numkv.kernels.cuda.launches import INDICES, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
@@ -60,7 +60,7 @@ def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, .
     return (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
-        types.UniTuple(types.int64, 5), real, real, array(real, 1), array(WORDS[q_kind], 3),
+        types.Tuple((*[types.int64] * 5, real, real)), array(real, 1), array(WORDS[q_kind], 3),
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def _attention(
 ) -> Any:
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
     signature = _signature(q_kind, k_kind, v_kind, getattr(types, compute))
-    return jit(make_attention, key, signature, ROW_CHOICES[rows] - (compute == "float64"))
+    return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
 
 @functools.cache
@@ -89,8 +89,9 @@ def _choose(
     if fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
         sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
         return _decode(q_kind, k_kind, v_kind, dim, dim_v), DECODE_ROWS, sizes.shared_bytes
-    bytes_of = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in ROW_CHOICES}
-    fitting = [n for n in ROW_CHOICES if bytes_of[n] <= Q_BYTES] or [1]
+    choices = row_choices(k_kind, v_kind, compute.name)
+    bytes_of = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
+    fitting = [n for n in choices if bytes_of[n] <= Q_BYTES] or [1]
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
     wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
@@ -129,11 +130,13 @@ def attend(
     parts = parts_of(room, dim_v, compute.name)
     real = compute.type
     scale = real(sm_scale if logits_soft_cap > 0 else sm_scale * LOG2_E)
-    options = (int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token))
+    options = (
+        int(by_slot), shift_of(block_size), window_left, room.slots, int(room.by_token), scale, real(logits_soft_cap)
+    )  # fmt: skip
     launch(
         kernel, row_blocks * room.splits * num_kv_heads, THREADS,
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale,
-        real(logits_soft_cap), sinks, out, lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks,
+        out, lse, parts,
         shared_bytes=shared_bytes,
     )  # fmt: skip
     if room.slots:
@@ -157,7 +160,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),
         ("bf16", "bf16", "bf16", 1, 1, True),
         ("fp16", "int8", "int4", 4, 1, True), ("fp32", "int4", "fp16", 4, 1, False),
-        ("fp64", "int4", "int4", 8, 1, True), ("fp32", "int4", "int4", 1, 1, True),
+        ("fp64", "int4", "int4", 4, 1, True), ("fp32", "int4", "int4", 1, 1, True),
         *(("bf16", kind, kind, 8, 1, True) for kind in STORED_ONLY),
     ]  # fmt: skip
     for q_kind, k_kind, v_kind, rows, columns, wide in cases:

@@ -424,10 +424,9 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
     leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out,
-        lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse, parts
     ):  # fmt: skip
-        by_slot, shift, window_left, slots, by_token = options
+        by_slot, shift, window_left, slots, by_token, scale, soft_cap = options
         num_kv_heads = natural(k.shape[1])
         capacity = np.int64(block_table.shape[1])
         if not by_slot:
@@ -465,7 +464,7 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         cuda.syncthreads()
         add_counts(counts, thread)
         cuda.syncthreads()
-        before, items = items_before(counts, thread)
+        before, items = items_before(batch, counts, natural(counts[thread]), thread)
         firsts[thread] = before  # in shared memory, as registers are few
         for number in range(I32(cuda.blockIdx.x), uniform(items), I32(cuda.gridDim.x)):
             put_item(

@@ -11,14 +11,14 @@ The functions here never wait. A kernel calls them so::
     cuda.syncthreads()
     add_counts(counts, thread)
     cuda.syncthreads()
-    before, items = items_before(counts, thread)
+    before, items = items_before(batch, counts, count, thread)
     for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
         put_item(batch, number, before, count, found, thread)
         cuda.syncthreads()
         item = find_item(found)
+        cuda.syncthreads()  # before the next `put_item`; if there are others, one of them does
         describe_rows(batch, item, rows, thread)
         ...
-        cuda.syncthreads()
 
 Which splits a sequence has depends on its own length, number of queries and window or ranges, and on the model's
 numbers of heads: so its result is the same in every batch. Nothing read from the device is trusted.
@@ -204,12 +204,14 @@ def make_items(ROWS):
     @register_jitable
     def count_items(batch, counts, thread):
         """Items of the sequences that a thread counts; into ``counts[thread]``, too."""
-        each = sequences_each(batch)
-        count = np.int64(0)
-        for b in range(thread * each, min((thread + 1) * each, batch.seq_lens.shape[0])):
+        each, count = sequences_each(batch), np.int64(0)
+        b = _natural(thread * each)
+        end = min(b + each, batch.seq_lens.shape[0])
+        while b < end:
             count += count_of(batch, extent(batch, b))
+            b = _natural(b + 1)
         counts[thread] = count
-        return count
+        return _natural(count)
 
     @register_jitable
     def add_counts(counts, thread):
@@ -217,20 +219,26 @@ def make_items(ROWS):
         if thread < COUNTS - THREADS:
             total = np.int64(0)
             for i in range(TOGETHER):
-                total += counts[min(thread * TOGETHER + i, THREADS - 1)]
+                total += counts[_natural(min(thread * TOGETHER + i, THREADS - 1))]
             counts[THREADS + thread] = total
 
     @register_jitable
-    def items_before(counts, thread):
-        """The number of the first item that a thread has counted, and the number of all."""
+    def items_before(batch, counts, count, thread):
+        """The number of the first item of those that a thread has counted, and the number of all."""
+        group = thread // TOGETHER
         before, items = np.int64(0), np.int64(0)
-        for i in range(COUNTS - THREADS):
-            if i == thread // TOGETHER:
+        sums = _natural((batch.seq_lens.shape[0] + TOGETHER - 1) // TOGETHER)  # the rest are 0
+        i = np.int64(0)
+        while i < min(sums, COUNTS - THREADS):
+            if i == group:
                 before = items
-            items += counts[THREADS + i]
-        for i in range(TOGETHER - 1):
-            if i < thread % TOGETHER:
-                before += counts[thread // TOGETHER * TOGETHER + i]
+            items += counts[_natural(THREADS + i)]
+            i += 1
+        if count > 0:
+            i = group * TOGETHER
+            while i < thread:
+                before += counts[_natural(i)]
+                i += 1
         return before, items
 
     @register_jitable

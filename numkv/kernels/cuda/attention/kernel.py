@@ -13,18 +13,18 @@ import numpy as np
 from numba import cuda, types
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.addressed import load_chunk_at, row_address
 from numkv.kernels.cuda.attention.items import (
     COUNTS,
     FIELDS,
     Batch,
-    Places,
     Rows,
     make_items,
     make_locate,
 )  # fmt: skip
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
-from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, natural, reader
+from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, column_of, natural, reader
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
@@ -33,12 +33,28 @@ __all__ = ["make_attention"]
 
 
 class State(NamedTuple):
-    """The online softmax of a thread, in registers: of each query row its maximum, sum and weighted V."""
+    """The online softmax of a thread, in registers: of each query row its maximum and weighted V; of some, sums."""
 
     maxima: Any
-    bases: Any  #: the maxima, or 0 for rows that have seen nothing
-    totals: Any
+    totals: Any  #: of the tokens and rows that the thread takes in the softmax
     sums: Any  #: [column, row, element of the chunk]
+
+
+class Places(NamedTuple):
+    """Where the tokens of two KV tiles lie, this one and the next, in shared memory."""
+
+    blocks: Any  #: -1 for tokens that do not count
+    offsets: Any
+    k_rows: Any  #: addresses of rows, where these are read by address
+    v_rows: Any
+    lost: Any  #: whether a block of the item lies outside the pool
+
+
+class Paging(NamedTuple):
+    """How tokens' places are told."""
+
+    by_slot: Any  #: whether by slots
+    shift: Any  #: see `numkv.kernels.cuda.attention.items.shift_of`
 
 
 class VTeam(NamedTuple):
@@ -49,6 +65,11 @@ class VTeam(NamedTuple):
     lanes: Any
     teams: Any
     chunks: Any  #: of a V row
+
+
+def by_address(name, wide):
+    """Whether rows of a kind are read by address: not those that have several scales."""
+    return wide and kind(name).scales_per != "group"
 
 
 def _float(COMPUTE):
@@ -68,14 +89,16 @@ def make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES):
         if BY_HEAD:
             scale *= F(k_scale[item.head])
         chunks = (dim + K_WIDTH - 1) // K_WIDTH
-        for r in range(ROWS):
-            for i in range(thread, chunks * K_WIDTH, THREADS):
-                c, e = natural(i) // K_WIDTH, natural(i) % K_WIDTH
-                d = column(c, e, dim)
+        i = thread
+        while i < chunks * K_WIDTH:
+            c, e = i // K_WIDTH, i % K_WIDTH
+            d = column(c, e, dim)
+            for r in range(ROWS):
                 x = F(0)
                 if r < item.rows and d < dim:
-                    x = scale * load(q[rows.token[r], rows.head[r], d])
+                    x = scale * load(q[natural(rows.token[r]), natural(rows.head[r]), natural(d)])
                 q_rows[c * Q_STEP + r * K_WIDTH + e] = x
+            i = natural(i + THREADS)
 
     return load_queries
 
@@ -88,6 +111,7 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
     # What the innermost loops take at once; the compiler unrolls them whole, which it would not do with more.
     K_STEP = min(K_WIDTH, 8)
     read = reader(K_KIND, COMPUTE, K_WIDTH, WIDE)
+    ADDRESSED = by_address(K_KIND, WIDE)
 
     @register_jitable
     def add_products(scores, q_rows, at, floats, first):
@@ -102,21 +126,28 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
                     )
 
     @register_jitable
-    def score_tile(k, k_scale, g, places, at, q_rows, dim, partial, scores, floats, thread):
+    def score_tile(k, k_scale, g, places, at, q_rows, dim, partial, scores, floats, own, thread):
         lane, team = thread % TEAM, thread // TEAM
         chunks = (dim + K_WIDTH - 1) // K_WIDTH
         for i in range(SCORES):
             scores[i] = F(0)
-        for chunk in range(lane, chunks, TEAM):
-            c = natural(chunk)
+        if ADDRESSED:
             for i in range(TOKENS):
-                # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
-                block = max(places.blocks[at + team + i * TEAMS], 0)
-                offset = places.offsets[at + team + i * TEAMS]
-                read(k, k_scale, block, g, offset, c, floats, i * K_WIDTH)
+                own[i] = places.k_rows[at + team + i * TEAMS]
+        c = lane
+        while c < chunks:
+            for i in range(TOKENS):
+                if ADDRESSED:
+                    load_chunk_at(K_KIND, K_WIDTH, k, own[i], c * K_WIDTH, floats, i * K_WIDTH)
+                else:
+                    # Tokens that do not count stand for slot 0: whatever it holds, the score is masked.
+                    block = max(places.blocks[at + team + i * TEAMS], 0)
+                    offset = places.offsets[at + team + i * TEAMS]
+                    read(k, k_scale, block, g, offset, c, floats, i * K_WIDTH)
             add_products(scores, q_rows, c * Q_STEP, floats, 0)
             if K_WIDTH > K_STEP:
                 add_products(scores, q_rows, c * Q_STEP, floats, K_STEP)
+            c = natural(c + TEAM)
         for r in range(ROWS):
             for i in range(TOKENS):
                 partial[lane * PART_STEP + r * TILE + team + i * TEAMS] = scores[r * TOKENS + i]
@@ -131,7 +162,7 @@ def make_mask(K_SCALED, COMPUTE, SIZES):
     ROWS_EACH = ceil_div(ROWS, ROW_STEP)
 
     @register_jitable
-    def mask_scores(partial, k_factors, soft_cap, rows, places, at, tile, p, thread):
+    def mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, thread):
         for m in range(TOKENS_EACH):
             j = thread % TILE + m * THREADS
             for n in range(ROWS_EACH):
@@ -145,9 +176,10 @@ def make_mask(K_SCALED, COMPUTE, SIZES):
                     if soft_cap > F(0):
                         score = soft_cap * F(math.tanh(score / soft_cap))
                         score *= F(TO_BASE_2)
-                    seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
-                    if places.blocks[at + j] < 0 or not seen:
-                        score = F(-np.inf)
+                    if ragged:
+                        seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
+                        if places.blocks[at + j] < 0 or not seen:
+                            score = F(-np.inf)
                     p[j * ROWS + r] = score
 
     return mask_scores
@@ -174,21 +206,24 @@ def make_softmax(V_SCALED, COMPUTE, SIZES):
             for i in range(SEARCHERS):
                 top = max(top, peaks[r * SEARCHERS + i])
             # A row that has seen nothing keeps its maximum of -inf; subtracting 0 avoids inf - inf.
-            state.bases[r] = top if top > F(-np.inf) else F(0)
-            shrink = F(math.exp2(state.maxima[r] - state.bases[r]))
+            base = top if top > F(-np.inf) else F(0)
+            shrink = F(math.exp2(state.maxima[r] - base))
             state.maxima[r] = top
-            # An fma, so that no compiler makes one of it with the sum that follows, here but not there.
-            state.totals[r] = cuda.fma(state.totals[r], shrink, F(0))
             for n in range(COLUMNS):
                 for e in range(V_WIDTH):
                     state.sums[(n * ROWS + r) * V_WIDTH + e] *= shrink
+            if r % ROW_STEP == thread // TILE:
+                for m in range(TOKENS_EACH):
+                    j = thread % TILE + m * THREADS
+                    weight = F(math.exp2(p[j * ROWS + r] - base))
+                    p[j * ROWS + r] = weight
+                    # An fma, so that a compiler cannot make one here and none there.
+                    grown = cuda.fma(state.totals[r // ROW_STEP], shrink, weight)
+                    state.totals[r // ROW_STEP] = grown
+                    shrink = F(1)
         for m in range(TOKENS_EACH):
-            j = thread % TILE + m * THREADS
-            for r in range(ROWS):  # not by ROW_STEP, so that `bases` stays in registers
-                if r % ROW_STEP == thread // TILE:
-                    p[j * ROWS + r] = F(math.exp2(p[j * ROWS + r] - state.bases[r]))
             if V_SCALED and thread < TILE:
-                v_scales[j] = v_factors[m]
+                v_scales[thread % TILE + m * THREADS] = v_factors[m]
 
     return softmax
 
@@ -198,6 +233,7 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
     ROWS, COLUMNS, TILE = SIZES.rows, SIZES.columns, SIZES.tile
     V_WIDTH, V_TOKENS, V_STEP = SIZES.v_width, SIZES.v_tokens, SIZES.v_step
     read = reader(V_KIND, COMPUTE, V_WIDTH, WIDE)
+    ADDRESSED = by_address(V_KIND, WIDE)
 
     @register_jitable
     def add_rows(state, n, p, v_scales, j, floats, first):
@@ -206,8 +242,6 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
             for m in range(V_STEP):
                 i = first + m
                 weight = p[(j + i) * ROWS + r]
-                if n == 0:
-                    state.totals[r] += weight
                 if V_SCALED:
                     weight *= v_scales[j + i]
                 for e in range(V_WIDTH):
@@ -219,8 +253,6 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
         """Add the weighted chunk of token `j` to the sums of those rows that see it."""
         for r in range(ROWS):
             weight = p[j * ROWS + r]
-            if n == 0:
-                state.totals[r] += weight
             if weight != 0:
                 if V_SCALED:
                     weight *= v_scales[j]
@@ -230,9 +262,8 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
 
     @register_jitable
     def accumulate(v, v_scale, g, places, at, ragged, p, v_scales, state, floats, own):
-        first = own.team * V_TOKENS if own.team < own.teams else TILE
-        for j0 in range(first, TILE, own.teams * V_TOKENS):
-            j = natural(j0)
+        j = natural(own.team * V_TOKENS if own.team < own.teams else np.int64(TILE))
+        while j < TILE:
             for n in range(COLUMNS):
                 # Threads beyond the last chunk read it too; what they add up is not used.
                 c = min(own.lane + n * THREADS, own.chunks - 1)
@@ -245,11 +276,16 @@ def make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE):
                             add_visible(state, n, p, v_scales, j + i, floats)
                 else:
                     for i in range(V_TOKENS):
-                        block, offset = places.blocks[at + j + i], places.offsets[at + j + i]
-                        read(v, v_scale, block, g, offset, c, floats, i * V_WIDTH)
+                        if ADDRESSED:
+                            row = places.v_rows[at + j + i]
+                            load_chunk_at(V_KIND, V_WIDTH, v, row, c * V_WIDTH, floats, i * V_WIDTH)
+                        else:
+                            block, offset = places.blocks[at + j + i], places.offsets[at + j + i]
+                            read(v, v_scale, block, g, offset, c, floats, i * V_WIDTH)
                     add_rows(state, n, p, v_scales, j, floats, 0)
                     if V_TOKENS > V_STEP:
                         add_rows(state, n, p, v_scales, j, floats, V_STEP)
+            j = natural(j + own.teams * V_TOKENS)
 
     return accumulate
 
@@ -259,24 +295,38 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
     F, TO_BASE_2, TO_BASE_E = _float(COMPUTE), LOG2_E, LN_2
     ROWS, COLUMNS, V_WIDTH = SIZES.rows, SIZES.columns, SIZES.v_width
     ROWS_AT_ONCE, BY_HEAD = SIZES.rows_at_once, kind(V_KIND).scales_per == "head"
+    TILE, ROW_STEP, ROWS_EACH = SIZES.tile, SIZES.row_step, ceil_div(SIZES.rows, SIZES.row_step)
+    SEARCHERS = SIZES.searchers
+    MAXIMA, OWN_TOKENS = ROWS * SEARCHERS, min(SIZES.tile, THREADS)
     _, store = codec(Q_KIND, COMPUTE)
     column = column_of(V_KIND, V_WIDTH)
 
     @register_jitable
-    def store_totals(state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread):
+    def store_totals(
+        state, item, rows, v_scale, sinks, lse, parts, p, peaks, tops, factors, thread
+    ):
         """Store each row's log of its sum of exponentials, and leave what its sums are multiplied by."""
         dim = parts.shape[3] - PART_EXTRA  # padded
-        for r in range(ROWS):
-            if thread == 0:
+        if thread == 0:
+            for r in range(ROWS):
                 tops[r] = state.maxima[r]
-            if own.lane == 0 and own.team < own.teams:
-                p[own.team * ROWS + r] = state.totals[r]
+        for n in range(ROWS_EACH):
+            r = thread // TILE + n * ROW_STEP
+            if r < ROWS and thread // TILE < ROW_STEP:
+                p[(thread % TILE) * ROWS + r] = state.totals[n]
+        cuda.syncthreads()
+        if thread < MAXIMA:
+            total = F(0)
+            for n in range(OWN_TOKENS // SEARCHERS):
+                j = n * SEARCHERS + thread % SEARCHERS
+                total += p[j * ROWS + thread // SEARCHERS]
+            peaks[thread] = total
         cuda.syncthreads()
         if thread < item.rows:
-            h = rows.head[thread]
+            h = natural(rows.head[thread])
             total = F(0)
-            for i in range(own.teams):
-                total += p[natural(i) * ROWS + thread]
+            for i in range(SEARCHERS):
+                total += peaks[thread * SEARCHERS + i]
             if item.splits > 1:
                 factors[thread] = F(1)
                 parts[0, 0, rows.part[thread] + item.split, dim] = tops[thread]
@@ -296,7 +346,8 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
         dim = out.shape[2]
         for n in range(COLUMNS):
             for r0 in range(0, ROWS, ROWS_AT_ONCE):
-                cuda.syncthreads()
+                if n + r0 > 0:
+                    cuda.syncthreads()
                 for i in range(ROWS_AT_ONCE):
                     for e in range(V_WIDTH):
                         if r0 + i < ROWS:
@@ -304,19 +355,24 @@ def make_store(Q_KIND, V_KIND, COMPUTE, SIZES):
                                 (n * ROWS + r0 + i) * V_WIDTH + e
                             ]
                 cuda.syncthreads()
-                for s in range(own.team, ROWS_AT_ONCE * V_WIDTH, own.teams):
-                    i = natural(s)
-                    r = r0 + i // V_WIDTH
+                i = own.team if own.team < own.teams else np.int64(ROWS_AT_ONCE * V_WIDTH)
+                while i < ROWS_AT_ONCE * V_WIDTH:
+                    r = natural(r0 + i // V_WIDTH)
                     d = column(own.lane + n * THREADS, i % V_WIDTH, dim)
-                    if r < item.rows and d < dim and own.team < own.teams:
+                    if r < item.rows and d < dim:
                         x = F(0)
-                        for m in range(own.teams):
-                            x += partial[i * THREADS + natural(m) * own.lanes + own.lane]
+                        m = natural(own.lane)
+                        while m < own.teams * own.lanes:
+                            x += partial[i * THREADS + m]
+                            m = natural(m + own.lanes)
                         x *= factors[r]
                         if item.splits > 1:
-                            parts[0, 0, rows.part[r] + item.split, d] = x
+                            parts[0, 0, natural(rows.part[r] + item.split), natural(d)] = x
                         else:
-                            out[rows.token[r], rows.head[r], d] = store(x)
+                            out[natural(rows.token[r]), natural(rows.head[r]), natural(d)] = store(
+                                x
+                            )
+                    i = natural(i + own.teams)
 
     return store_totals, store_rows
 
@@ -341,6 +397,51 @@ def make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES):
     return read_factors
 
 
+def make_locate_rows(K_KIND, V_KIND, SIZES, WIDE):
+    """The function that looks up where the tokens of a KV tile lie, and the addresses of their rows."""
+    TILE, ROUNDS = SIZES.tile, SIZES.tokens_each
+    K_ADDRESSED, V_ADDRESSED = by_address(K_KIND, WIDE), by_address(V_KIND, WIDE)
+    locate = make_locate(TILE)
+
+    @register_jitable
+    def locate_rows(places, block_table, paging, k, v, item, tile, thread):
+        locate(places, block_table, paging.by_slot, paging.shift, k, item, tile, thread)
+        for n in range(ROUNDS):
+            if thread + n * THREADS < TILE:
+                at = (tile & TILE) + thread + n * THREADS
+                # Tokens that do not count stand for slot 0: their scores are masked, and no V row of theirs is added.
+                block = natural(max(places.blocks[at], np.int32(0)))
+                offset = natural(places.offsets[at])
+                if K_ADDRESSED:
+                    places.k_rows[at] = row_address(k, block, item.head, offset)
+                if V_ADDRESSED:
+                    places.v_rows[at] = row_address(v, block, item.head, offset)
+
+    return locate_rows
+
+
+@register_jitable
+def batch_of(q, k, block_table, seq_lens, q_starts, ranges, options):
+    """The `Batch` of a call."""
+    by_slot, _, window_left, slots, by_token, _, _ = options
+    heads, capacity = natural(k.shape[1]), np.int64(block_table.shape[1])
+    if not by_slot:
+        capacity *= k.shape[2]
+    return Batch(
+        seq_lens, q_starts, ranges, q.shape[0], capacity, window_left, natural(q.shape[1]) // heads,
+        heads, slots, by_token,
+    )  # fmt: skip
+
+
+@register_jitable
+def v_team(thread, dim_v, V_WIDTH, TILE):
+    """A thread's place in the teams that read V rows."""
+    chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
+    lanes = natural(min(chunks, THREADS))
+    teams = natural(min(THREADS // lanes, TILE))
+    return VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, chunks)
+
+
 def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     """The attention kernel.
 
@@ -361,14 +462,14 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
     TILE, V_WIDTH, TOKENS_EACH = SIZES.tile, SIZES.v_width, SIZES.tokens_each
     K_SCALED, V_SCALED = (kind(name).scales_per == "row" for name in (K_KIND, V_KIND))
-    # How long arrays are.
     PARTS, PROBABILITIES, PLACES = SIZES.parts, ROWS * TILE, 2 * TILE
     MAXIMA, V_SCALES = ROWS * SIZES.searchers, TILE if V_SCALED else 1
+    K_PLACES, V_PLACES = (PLACES if by_address(name, WIDE) else 1 for name in (K_KIND, V_KIND))
+    TOTALS, TOKENS = ceil_div(ROWS, SIZES.row_step), SIZES.tokens
     SCORES, K_FLOATS = ROWS * SIZES.tokens, SIZES.tokens * SIZES.k_width
     V_FLOATS, SUMS = SIZES.v_tokens * V_WIDTH, COLUMNS * ROWS * V_WIDTH
-    # The steps.
     count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(ROWS)
-    locate = make_locate(TILE)
+    locate_rows = make_locate_rows(K_KIND, V_KIND, SIZES, WIDE)
     load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
     read_factors = make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES)
     score_tile = make_scores(K_KIND, COMPUTE, SIZES, WIDE)
@@ -378,28 +479,23 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, scale, soft_cap, sinks, out,
-        lse, parts,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse,
+        parts,
     ):  # fmt: skip
-        by_slot, shift, window_left, slots, by_token = options
-        num_kv_heads, dim_v = natural(k.shape[1]), out.shape[2]
-        capacity = np.int64(block_table.shape[1])
-        if not by_slot:
-            capacity *= k.shape[2]
-        batch = Batch(
-            seq_lens, q_starts, ranges, q.shape[0], capacity, window_left,
-            natural(q.shape[1]) // num_kv_heads, num_kv_heads, slots, by_token,
-        )  # fmt: skip
+        by_slot, shift, _, _, _, scale, soft_cap = options
+        paging = Paging(by_slot, shift)
+        batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)
-        v_chunks = (dim_v + V_WIDTH - 1) // V_WIDTH
-        lanes = natural(min(v_chunks, THREADS))
-        teams = natural(min(THREADS // lanes, TILE))
-        own = VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, v_chunks)
+        own = v_team(thread, out.shape[2], V_WIDTH, TILE)
 
         q_rows = cuda.shared.array(0, REAL)  # [chunk, row, element of the chunk]
         partial = cuda.shared.array(PARTS, F)
-        p = cuda.shared.array(PROBABILITIES, F)  # [token, row]: scores, then probabilities
-        peaks = cuda.shared.array(MAXIMA, F)
+        if SIMULATED:
+            p = cuda.shared.array(PROBABILITIES, F)  # [token, row]: scores, then probabilities
+            peaks = cuda.shared.array(MAXIMA, F)
+        else:  # so that several are read at once
+            p = cuda.shared.array(PROBABILITIES, F, alignment=16)
+            peaks = cuda.shared.array(MAXIMA, F, alignment=16)
         tops = cuda.shared.array(ROWS, F)
         factors = cuda.shared.array(ROWS, F)
         v_scales = cuda.shared.array(V_SCALES, F)  # of the tile's tokens
@@ -414,7 +510,9 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         blocks = cuda.shared.array(PLACES, np.int32)
         offsets = cuda.shared.array(PLACES, np.int32)
         lost = cuda.shared.array(1, np.int32)
-        places = Places(blocks, offsets, lost)
+        k_rows = cuda.shared.array(K_PLACES, np.int64)
+        v_rows = cuda.shared.array(V_PLACES, np.int64)
+        places = Places(blocks, offsets, k_rows, v_rows, lost)
 
         scores = cuda.local.array(SCORES, F)
         k_floats = cuda.local.array(K_FLOATS, F)
@@ -422,16 +520,16 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         k_factors = cuda.local.array(TOKENS_EACH, F)
         v_factors = cuda.local.array(TOKENS_EACH, F)
         maxima = cuda.local.array(ROWS, F)
-        bases = cuda.local.array(ROWS, F)
-        totals = cuda.local.array(ROWS, F)
+        totals = cuda.local.array(TOTALS, F)
+        own_rows = cuda.local.array(TOKENS, np.int64)
         sums = cuda.local.array(SUMS, F)
-        state = State(maxima, bases, totals, sums)
+        state = State(maxima, totals, sums)
 
         count = count_items(batch, counts, thread)
         cuda.syncthreads()
         add_counts(counts, thread)
         cuda.syncthreads()
-        before, items = items_before(counts, thread)
+        before, items = items_before(batch, counts, count, thread)
         for number in range(np.int64(cuda.blockIdx.x), items, np.int64(cuda.gridDim.x)):
             put_item(batch, number, before, count, found, thread)
             if thread == 0:
@@ -440,37 +538,37 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             item = find_item(found)
             g, tile = item.head, item.begin - item.begin % TILE
             describe_rows(batch, item, rows, thread)
-            locate(places, block_table, by_slot, shift, k, item, tile, thread)
+            locate_rows(places, block_table, paging, k, v, item, tile, thread)
             cuda.syncthreads()
             load_queries(q, rows, item, scale, k_scale, q_rows, thread)
             for r in range(ROWS):
                 maxima[r] = F(-np.inf)
-                totals[r] = F(0)
+            for i in range(TOTALS):
+                totals[i] = F(0)
             for i in range(SUMS):
                 sums[i] = F(0)
             cuda.syncthreads()
             while tile < item.end:
                 at = tile & TILE
+                ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
                 # On their way while K is read.
                 read_factors(k_scale, v_scale, g, places, at, k_factors, v_factors, thread)
                 score_tile(
-                    k, k_scale, g, places, at, q_rows, q.shape[2], partial, scores, k_floats, thread
+                    k, k_scale, g, places, at, q_rows, q.shape[2], partial, scores, k_floats, own_rows, thread
                 )  # fmt: skip
                 cuda.syncthreads()
-                mask_scores(partial, k_factors, soft_cap, rows, places, at, tile, p, thread)
+                mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, thread)
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
-                locate(places, block_table, by_slot, shift, k, item, tile + TILE, thread)
+                locate_rows(places, block_table, paging, k, v, item, tile + TILE, thread)
                 cuda.syncthreads()
                 softmax(p, peaks, state, v_factors, v_scales, thread)
                 cuda.syncthreads()
-                ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
                 accumulate(v, v_scale, g, places, at, ragged, p, v_scales, state, v_floats, own)
                 tile += TILE
             cuda.syncthreads()
             store_totals(
-                state, item, rows, v_scale, sinks, lse, parts, p, tops, factors, own, thread
+                state, item, rows, v_scale, sinks, lse, parts, p, peaks, tops, factors, thread
             )  # fmt: skip
             store_rows(state, item, rows, out, parts, partial, factors, own, thread)
-            cuda.syncthreads()
 
     return kernel

@@ -8,7 +8,8 @@ from numkv.kernels.cuda.launches import SIMULATED, THREADS
 from numkv.kernels.cuda.simd import WIDTH, ceil_div
 
 __all__ = [
-    "AT_ONCE", "Q_BYTES", "Q_PAD", "ROW_CHOICES", "TEAM", "V_WIDTHS", "Sizes", "q_bytes", "sizes_of", "tile_of",
+    "AT_ONCE", "Q_BYTES", "Q_PAD", "ROW_CHOICES", "TEAM", "V_WIDTHS", "Sizes", "q_bytes",
+    "row_choices", "sizes_of", "tile_of",
 ]  # fmt: skip
 
 # Threads that score a token together: with 16 bytes each, a team reads 128 bytes of a row at once.
@@ -16,8 +17,10 @@ TEAM = 2 if SIMULATED else 8
 # Tokens that a team scores at once, so that enough reads are under way; also rows of V that a thread reads ahead.
 AT_ONCE = {"float32": 4, "float64": 2}
 # Query rows of an item, as many as the group has or as registers allow, and for each choice how many blocks shall fit
-# on a multiprocessor. With fewer registers than that leaves (102, 128 and 170), the loops would spill.
+# on a multiprocessor: of fp32, and of what is converted as it is read, which takes more registers. With fewer than that
+# leaves, the loops would spill.
 ROW_CHOICES = {1: 5, 4: 4, 8: 3}
+CONVERTED_ROW_CHOICES = {1: 4, 4: 3, 8: 2}
 # Shared memory for q rows: half of what a block has without asking. The other arrays fit into the other half.
 Q_BYTES = 24 * 1024
 # Elements between the rows of two chunks of q in shared memory.
@@ -38,13 +41,22 @@ class Sizes(NamedTuple):
     q_step: int  #: elements from one chunk of q in shared memory to the next
     part_step: int  #: elements from one lane's partial sums to the next
     parts: int  #: elements of the memory for partial sums
-    searchers: int  #: threads that look for the maximum of one row
+    searchers: int  #: threads that look for the maximum of one row, and add up its probabilities
     tokens_each: int  #: tokens that a thread takes in the softmax
     row_step: int  #: a thread takes one token of every so many rows there
     v_width: int  #: elements of V that a thread reads at once
     v_tokens: int  #: rows of V that a thread reads ahead
     v_step: int  #: of these, how many are added in one unrolled loop
     rows_at_once: int  #: rows whose sums are added up over the teams at once
+
+
+def row_choices(k_kind: str, v_kind: str, compute: str) -> dict[int, int]:
+    """Numbers of query rows that items may have, and how many blocks then share a multiprocessor."""
+    if k_kind == v_kind == "fp32" and compute == "float32":
+        return ROW_CHOICES
+    if compute == "float64" and "int4" in (k_kind, v_kind):
+        return {n: 2 for n in CONVERTED_ROW_CHOICES if n < 8}
+    return CONVERTED_ROW_CHOICES
 
 
 def tile_of(compute: str) -> int:
@@ -81,7 +93,8 @@ def sizes_of(k_kind: str, v_kind: str, compute: str, rows: int, columns: int) ->
         q_step=rows * k_width + Q_PAD,  # so that the lanes of a team read different banks
         part_step=part_step,
         parts=parts,
-        searchers=min(8, THREADS // rows),
+        # The same for all rows: so is the order of sums.
+        searchers=min(4, THREADS // max(ROW_CHOICES)),
         tokens_each=max(1, tile // THREADS),
         row_step=max(1, THREADS // tile),
         v_width=v_width,

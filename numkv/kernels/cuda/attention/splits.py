@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
+from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS
 from numkv.kernels.cuda import memory
 from numkv.kernels.cuda.attention.items import (
     ITEMS,
     MAX_SPLIT_ROWS,
-    MAX_SPLITS,
     ROWS_TOGETHER,
     SPLIT_STEP,
     Batch,
@@ -30,7 +30,7 @@ from numkv.kernels.cuda.attention.items import (
     split_length,
 )  # fmt: skip
 from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
-from numkv.kernels.cuda.simd import THREADS, ceil_div, load_chunk, natural
+from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, load_chunk, natural
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
 
@@ -38,6 +38,13 @@ __all__ = ["LN_2", "LOG2_E", "PART_EXTRA", "Room", "merge_splits", "parts_of", "
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+
+# Splits up to which a team of threads merges a head alone; splits that a thread reads ahead; and the most splits that a
+# block takes at once, of all heads together.
+FEW = 2 if SIMULATED else 32
+AT_ONCE = 4
+MAX_MERGED = 512
+MOST_HEADS = min(8, THREADS)
 
 #: Numbers of a part beside its padded sum: its maximum and its total come first.
 PART_EXTRA = 4
@@ -113,116 +120,180 @@ def parts_of(room: Room, dim_v: int, compute: str) -> Any:
     return memory.empty((1, 1, room.rows, ceil_div(dim_v, 4) * 4 + PART_EXTRA), np.dtype(compute))
 
 
+@register_jitable
+def find_splits(batch, at, found):
+    """Put down how many splits the sequence of token `at` has; the token among its own; and the sequence."""
+    # The sequence is the last that starts no later. In decoding, each has one token.
+    num_seqs = batch.seq_lens.shape[0]
+    b, above = np.int64(0), np.int64(num_seqs)
+    if at < num_seqs and number_at(batch.q_starts, at) == at:
+        if number_at(batch.q_starts, at + 1) == at + 1:
+            b, above = at, at + 1
+    while above - b > 1:
+        middle = (b + above) // 2
+        if number_at(batch.q_starts, middle) <= at:
+            b = middle
+        else:
+            above = middle
+    own = extent(batch, b)
+    t = at - own.start
+    found[0], found[1], found[2] = own.splits, t, b
+    if t < 0 or t >= own.tokens:
+        found[0] = 1
+
+
+def make_add_parts(KIND, WIDTH, F):
+    """The function that adds up a chunk of the parts of a row."""
+
+    @register_jitable
+    def add_parts(parts, first, c, splits, start, step, weights, floats, x):
+        """Add up chunk `c` of the parts of splits `start`, ``start + step`` and so on, weighted, in `x`."""
+        for e in range(WIDTH):
+            x[e] = F(0)
+        i = start
+        while i < splits:
+            for m in range(AT_ONCE):
+                n = natural(min(i + m * step, splits - 1))
+                load_chunk(KIND, WIDTH, parts, 0, 0, first + n, c * WIDTH, floats, m * WIDTH)
+            for m in range(AT_ONCE):
+                n = i + m * step
+                if n < splits:
+                    weight = weights[natural(n)]
+                    for e in range(WIDTH):
+                        x[e] = cuda.fma(weight, floats[m * WIDTH + e], x[e])
+            i += AT_ONCE * step
+
+    return add_parts
+
+
 def make_merge_splits(Q_KIND, COMPUTE):
-    """The kernel that merges the parts of split sequences, in order."""
+    """The kernel that merges the parts of split sequences, in order: some q heads of a token at a time."""
     F = np.float32 if COMPUTE == "float32" else np.float64
     KIND, WIDTH = ("fp32", 4) if COMPUTE == "float32" else ("fp64", 2)
-    TO_BASE_2, TO_BASE_E = LOG2_E, LN_2
-    SUMS = THREADS * WIDTH
-    SEARCHERS = min(16, THREADS)
-    AT_ONCE = 4  # splits that a thread reads ahead
-    FLOATS = AT_ONCE * WIDTH
+    SUMS, FLOATS, FOUND = THREADS * WIDTH, AT_ONCE * WIDTH, THREADS
     _, store_q = codec(Q_KIND, COMPUTE)
+    add_parts = make_add_parts(KIND, WIDTH, F)
 
-    def kernel(
-        parts, capacity, heads, slots, by_token, each, seq_lens, q_starts, ranges, window_left, sinks, out, lse
-    ):  # fmt: skip
-        num_tokens, num_q_heads, dim = out.shape
-        num_seqs = seq_lens.shape[0]
-        num_sinks = sinks.shape[0]
-        group = natural(num_q_heads) // natural(heads)
+    def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
+        capacity, window_left, heads, slots, by_token, each = options
+        num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), out.shape[2]
         batch = Batch(
-            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left, group,
-            np.int64(heads), np.int64(slots), by_token,
+            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
+            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token,
         )  # fmt: skip
         thread = natural(cuda.threadIdx.x)
-        width = parts.shape[3] - 4
+        width = parts.shape[3] - PART_EXTRA
         chunks = natural((dim + WIDTH - 1) // WIDTH)
-        lanes = min(chunks, np.int64(THREADS))
-        teams = THREADS // lanes
-        lane, team = thread % lanes, thread // lanes
-        tops = cuda.shared.array(MAX_SPLITS, F)
-        totals = cuda.shared.array(MAX_SPLITS, F)
-        peaks = cuda.shared.array(SEARCHERS, F)
+        lanes = natural(min(chunks, np.int64(THREADS)))
+        teams = natural(THREADS // lanes)
+        lane, team = natural(thread % lanes), natural(thread // lanes)
+        weights = cuda.shared.array(MAX_MERGED, F)  # [head, split]: largest scores, then weights
+        totals = cuda.shared.array(MAX_MERGED, F)  # [head, split]
+        peaks = cuda.shared.array(FOUND, F)  # [head, searcher]
+        factors = cuda.shared.array(MAX_MERGED, F)
         sums = cuda.shared.array(SUMS, F)  # [team, column]
-        team_totals = cuda.shared.array(THREADS, F)
+        found = cuda.shared.array(3, np.int32)
         floats = cuda.local.array(FLOATS, F)
         x = cuda.local.array(WIDTH, F)
         pieces = natural((num_q_heads + each - 1) // each)  # of the heads
+        searchers = natural(THREADS // natural(each))
         for job in range(
             np.int64(cuda.blockIdx.x), num_tokens * pieces, np.int64(cuda.gridDim.x)
         ):  # fmt: skip
-            at, piece = natural(job) // pieces, natural(job) % pieces
-            # The sequence whose queries token `at` is one of: the last that starts no later. In decoding, each has one.
-            b, above = np.int64(0), np.int64(num_seqs)
-            if at < num_seqs and number_at(q_starts, at) == at and number_at(q_starts, at + 1) > at:
-                b, above = at, at + 1
-            while above - b > 1:
-                middle = (b + above) // 2
-                if number_at(q_starts, middle) <= at:
-                    b = middle
-                else:
-                    above = middle
-            own = extent(batch, b)
-            splits, t = own.splits, at - own.start
-            if splits == 1 or t < 0 or t >= own.tokens:
-                continue
-            for h in range(piece * each, min((piece + 1) * each, num_q_heads)):
-                first = (t * num_q_heads + h) * splits + b * slots
+            at = natural(natural(job) // pieces)
+            h0 = (natural(job) - at * pieces) * each
+            if thread == 0:
+                find_splits(batch, at, found)
+            cuda.syncthreads()
+            splits, t, b = natural(found[0]), natural(found[1]), natural(found[2])
+            if splits > 1:
+                count = natural(min(np.int64(each), num_q_heads - h0))
+                first = (t * num_q_heads + h0) * splits + b * slots
                 if by_token:
-                    first = h * splits + at * slots
-                for i in range(thread, splits, THREADS):
-                    tops[i] = parts[0, 0, first + i, width]
-                    totals[i] = parts[0, 0, first + i, width + 1]
+                    first = h0 * splits + at * slots
+                i = thread
+                while i < count * splits:
+                    weights[i] = parts[0, 0, natural(first + i), width]
+                    totals[i] = parts[0, 0, natural(first + i), width + 1]
+                    i = natural(i + THREADS)
                 cuda.syncthreads()
-                if thread < SEARCHERS:
+                r, own = natural(thread // searchers), natural(thread % searchers)
+                if r < count:
                     top = F(-np.inf)
-                    for i in range(thread, splits, SEARCHERS):
-                        top = max(top, tops[i])
+                    i = own
+                    while i < splits:
+                        top = max(top, weights[natural(r * splits + i)])
+                        i += searchers
                     peaks[thread] = top
                 cuda.syncthreads()
-                top = F(-np.inf)
-                for i in range(SEARCHERS):
-                    top = max(top, peaks[i])
-                base = top if top > F(-np.inf) else F(0)
-                for column in range(0, chunks, lanes):
-                    c = min(column + lane, chunks - 1)
+                if r < count:
+                    top = F(-np.inf)
+                    i = np.int64(0)
+                    while i < min(searchers, splits):
+                        top = max(top, peaks[natural(r * searchers + i)])
+                        i += 1
+                    base = top if top > F(-np.inf) else F(0)
+                    i = own
+                    while i < splits:
+                        n = natural(r * splits + i)
+                        weight = F(math.exp2(weights[n] - base))
+                        weights[n] = weight
+                        totals[n] = weight * totals[n]
+                        i += searchers
+                    if own == 0:
+                        factors[r] = top
+                cuda.syncthreads()
+                if thread < count:
                     total = F(0)
-                    for e in range(WIDTH):
-                        x[e] = F(0)
-                    step = AT_ONCE * teams
-                    for i in range(team if team < teams else splits, splits, step):
-                        for m in range(AT_ONCE):
-                            n = min(i + m * teams, splits - 1)
-                            load_chunk(
-                                KIND, WIDTH, parts, 0, 0, first + n, c * WIDTH, floats, m * WIDTH
-                            )
-                        for m in range(AT_ONCE):
-                            n = i + m * teams
-                            if n < splits:
-                                weight = F(math.exp2(tops[n] - base))
-                                total = cuda.fma(weight, totals[n], total)
-                                for e in range(WIDTH):
-                                    x[e] = cuda.fma(weight, floats[m * WIDTH + e], x[e])
-                    for e in range(WIDTH):
-                        sums[thread * WIDTH + e] = x[e]
-                    if lane == 0:
-                        team_totals[team] = total
-                    cuda.syncthreads()
-                    total = F(0)
-                    for m in range(teams):
-                        total += team_totals[m]
-                    sink = F(sinks[h]) * F(TO_BASE_2) if num_sinks > 0 else F(-np.inf)
-                    factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
-                    start = column * WIDTH
-                    for d in range(thread, min(lanes * WIDTH, dim - start), THREADS):
-                        y = F(0)
-                        for m in range(teams):
-                            y += sums[m * lanes * WIDTH + d]
-                        out[at, h, start + d] = store_q(F(factor) * y)
-                    if thread == 0 and lse.shape[0] > 0:
-                        lse[at, h] = log_sum
-                    cuda.syncthreads()
+                    i = np.int64(0)
+                    while i < splits:
+                        total += totals[natural(thread * splits + i)]
+                        i += 1
+                    has_sink = sinks.shape[0] > 0
+                    sink = F(sinks[h0 + thread]) * F(LOG2_E) if has_sink else F(-np.inf)
+                    factor, log_sum = finish(factors[thread], total, sink, F(LN_2))
+                    factors[thread] = F(factor)
+                    if lse.shape[0] > 0:
+                        lse[at, h0 + thread] = log_sum
+                cuda.syncthreads()
+                if splits <= FEW:  # a team for each head
+                    r = team if team < teams else count
+                    while r < count:
+                        c = lane
+                        while c < chunks:
+                            add_parts(
+                                parts, first + r * splits, c, splits, 0, 1, weights[r * splits :], floats, x
+                            )  # fmt: skip
+                            for e in range(WIDTH):
+                                if c * WIDTH + e < dim:
+                                    out[at, natural(h0 + r), c * WIDTH + e] = store_q(
+                                        factors[r] * x[e]
+                                    )
+                            c = natural(c + lanes)
+                        r = natural(r + teams)
+                else:  # all teams for one head after another
+                    for i in range(count):
+                        r = natural(i)
+                        for start in range(0, chunks, lanes):
+                            c = natural(min(start + lane, chunks - 1))
+                            own = team if team < teams else splits
+                            add_parts(
+                                parts, first + r * splits, c, splits, own, teams, weights[r * splits :], floats, x
+                            )  # fmt: skip
+                            for e in range(WIDTH):
+                                sums[thread * WIDTH + e] = x[e]
+                            cuda.syncthreads()
+                            left = min(lanes * WIDTH, dim - start * WIDTH)
+                            for d in range(thread, left, THREADS):
+                                y = F(0)
+                                m = natural(d)
+                                while m < teams * lanes * WIDTH:
+                                    y += sums[m]
+                                    m += lanes * WIDTH
+                                out[at, h0 + r, start * WIDTH + d] = store_q(factors[r] * y)
+                            cuda.syncthreads()
+            else:  # `found` has been read
+                cuda.syncthreads()
 
     return kernel
 
@@ -231,8 +302,8 @@ def make_merge_splits(Q_KIND, COMPUTE):
 def _merge_splits(q_kind: str, compute: str) -> Any:
     real = getattr(types, compute)
     signature = (
-        array(real, 4), *[types.int64] * 5, INDICES, INDICES, array(types.int64, 2), types.int64,
-        array(real, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
+        array(real, 4), types.UniTuple(types.int64, 6), INDICES, INDICES, array(types.int64, 2), array(real, 1),
+        array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     return jit(make_merge_splits, (q_kind, compute), signature)
 
@@ -258,10 +329,14 @@ def merge_splits(
         See `numkv.kernels.operations.Operations.attend`.
     """
     num_tokens, num_q_heads = out.shape[:2]
-    each = min(num_q_heads, ceil_div(num_tokens * num_q_heads, MAX_BLOCKS))
+    # Heads that a block takes at once. Where splits are few, several keep its teams busy; else more blocks are better.
+    each = ceil_div(num_tokens * num_q_heads, MAX_BLOCKS // 2 + 1)
+    if room.splits <= FEW:
+        each = max(each, 4)
+    each = min(each, num_q_heads, MOST_HEADS, MAX_MERGED // room.splits)
     launch(
         _merge_splits(q_kind, sinks.dtype.name), num_tokens * ceil_div(num_q_heads, each), THREADS,
-        parts, capacity, heads, room.slots, int(room.by_token), each, seq_lens, q_starts, ranges, window_left,
+        parts, (capacity, window_left, heads, room.slots, int(room.by_token), each), seq_lens, q_starts, ranges,
         sinks, out, lse,
     )  # fmt: skip
 
