@@ -399,7 +399,6 @@ def make_attend_item(Q_KIND, SIZES):
             tokens = next_tokens
             for i in range(WORDS):
                 scales[i] = next_scales[i]
-        cp_async_wait(0)
 
     return attend_item
 
@@ -482,6 +481,6 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
             weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread)
             cuda.syncthreads()
             store_rows(item, rows, out, parts, totals, start, lane)
-            cuda.syncthreads()
+            # What the next item changes first, nobody reads any more.
 
     return kernel
