@@ -154,6 +154,36 @@ def attention(rng, shape, k_kind, q_kind, v_kind=None, block_size=16, **options)
     problem.check(to, host, **options)
 
 
+def attention_bounds(rng, shape, kind, q_kind, bound, block_size=16, **options):
+    """Closer than other tests ask for: what queries and weights in 16 bits, or in two halves of these, leave."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=block_size)
+    out = problem.check(to, host, **options)
+    tolerances.assert_rows_close(out, problem.expect(**options)[0], bound)
+
+
+def attention_hidden(rng, shape, kind, q_kind, block_size=16, **options):
+    """NaN and infinity in tokens that some queries of a sequence see: others are as if they were not there."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=block_size)
+    scaled = problem.k_scale is not None
+    k, v = (problem.k_scale, problem.v_scale) if scaled else (problem.k_pool, problem.v_pool)
+    for s, n in enumerate(shape.seq_lens):
+        last, before = (
+            (problem.block_table[s, t // block_size], slice(None), t % block_size)
+            for t in (n - 1, n - shape.new[s] - options["window_left"])
+        )
+        k[last], v[last], v[before] = np.nan, np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        want, want_lse = problem.expect(**options)
+    out, lse = (host(x) for x in problem.run(to, return_lse=True, **options))
+    finite = np.isfinite(want).all(axis=-1)
+    assert finite.any()
+    assert not finite.all()
+    assert np.array_equal(np.isfinite(out.astype(np.float64)), np.isfinite(want))
+    bound = tolerances.attention(problem.problem.kind, q_kind)
+    tolerances.assert_rows_close(out[finite], want[finite], bound)
+    tolerances.assert_lse_close(lse[finite], want_lse[finite], max(bound, tolerances.LSE))
+
+
 def attention_of_heads(rng, shape, k_kind, v_kind, q_kind, mass=False, **options):
     """Over 8-bit floats and others, contiguous; and the attention that each token gets."""
     problem = problems.make(rng, shape, "fp32", q_kind)
@@ -379,6 +409,7 @@ def _attention(case):
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "bf16", "bf16", **options)
     case(attention, Shape(4, 2, 64, (600,)), "fp32", "fp32", **{**options, "window_left": 500})
     case(attention_of_heads, Shape(3, 1, 7, (150,)), "fp8_e4m3", "fp32", "fp32", window_left=90)
+    _decode(case)
     case(cells, "fp32")
     case(cells, "bf16")
     shape = Shape(4, 2, 64, (140, 3), spare=1)
@@ -393,6 +424,40 @@ def _attention(case):
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
     case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
     case(mass, Shape(6, 2, 64, (270, 131), new=(1, 1)), "int8", "bf16")
+
+
+def _decode(case):
+    """Few query rows on tensor cores: groups, blocks and rows of other sizes, accuracy, what is hidden."""
+    one = {"fp16": "fp16", "bf16": "bf16", "int8": "fp16", "int4": "bf16"}
+    for kind, q_kind in one.items():
+        case(attention, Shape(16, 1, 64, (70, 3)), kind, q_kind, block_size=1)
+        case(attention, Shape(4, 1, 64, (400,), spare=0), kind, q_kind, block_size=7)
+        case(
+            attention,
+            Shape(4, 1, 64, (90, 33), new=(5, 1)),
+            kind,
+            q_kind,
+            window_left=20,
+            sinks=True,
+        )
+        shape = Shape(4, 2, 64, (90, 75), new=(3, 2))
+        case(attention_hidden, shape, kind, q_kind, window_left=20, everyday=kind == "bf16")
+    for group in (1, 4, 8, 16):
+        for kind in ("bf16", "fp16"):
+            case(attention_bounds, Shape(group, 1, 64, (130,)), kind, "fp32", 5e-5)
+            case(attention_bounds, Shape(group, 1, 64, (130,)), kind, kind, 2e-3)
+    for k_kind, v_kind, q_kind in (
+        ("fp16", "bf16", "bf16"),
+        ("bf16", "int8", "fp32"),
+        ("int4", "int8", "bf16"),
+    ):
+        case(
+            attention, Shape(8, 1, 96, (150,), head_dim_v=32), k_kind, q_kind, v_kind, block_size=5
+        )
+    case(attention, Shape(4, 1, 40, (90,), head_dim_v=24), "bf16", "bf16")
+    case(attention, Shape(2, 1, 256, (80,)), "fp16", "fp16")
+    options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": 0.3}
+    case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
 
 
 def _call(function, args, options):

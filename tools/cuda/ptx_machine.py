@@ -176,7 +176,7 @@ class _Batch(TensorInstructions):
             "different": arithmetic.not_equal, "to_bf16": _to_bf16, "to_pair": to_pair, "fma_pair": fma_pair,
             "copy_async": self.copy_async, "commit_copies": self.commit_copies,
             "wait_for_copies": self.wait_for_copies, "load_matrices": self.load_matrices,
-            "multiply_matrices": self.multiply_matrices,
+            "multiply_matrices": self.multiply_matrices, "transpose_matrix": self.transpose_matrix,
         }  # fmt: skip
         for name in (
             "fma32", "fma32_down", "fma32_up", "fma32_zero", "fma64", "divide", "high", "shift_left", "shift_right",

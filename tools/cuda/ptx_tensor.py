@@ -1,4 +1,6 @@
-"""What a warp does as one, and copies that go on behind it: ``mma``, ``ldmatrix``, ``cp.async``, for `ptx_machine`.
+"""What a warp does as one, and copies that go on behind it, for `ptx_machine`.
+
+These are ``mma``, ``ldmatrix``, ``movmatrix`` and ``cp.async``.
 
 A copy's bytes are in shared memory when the thread that started it has waited for its group, and not before: until
 then nobody may read or write what it goes to, and what others did there has to lie before a barrier. Products are
@@ -113,6 +115,15 @@ class TensorInstructions:
             words = np.zeros(self.total, np.uint32)
             words[warps.reshape(-1)] = rows[:, i].reshape(-1)
             found.append(words)
+        return found
+
+    def transpose_matrix(self, word: Any, mask: Any, at: int) -> Any:
+        """``movmatrix``: an 8 x 8 matrix of each warp, turned."""
+        warps = self._whole_warps(mask, at)
+        pairs = np.ascontiguousarray(np.broadcast_to(word, (self.total,))[warps]).view(np.uint16)
+        turned = np.ascontiguousarray(pairs.reshape(-1, 8, 8).swapaxes(1, 2))
+        found = np.zeros(self.total, np.uint32)
+        found[warps] = turned.reshape(len(warps), 64).view(np.uint32)
         return found
 
     def multiply_matrices(

@@ -185,7 +185,7 @@ class Translator:
             return self._memory(x, at, masked)
         if first in ("atom", "red"):
             return self._atomic(x, at, masked)
-        if first in ("cp", "ldmatrix", "mma"):
+        if first in ("cp", "ldmatrix", "mma", "movmatrix"):
             return self._tensor(x, at, masked)
         if first in ("shfl", "vote", "activemask") or x.opcode.startswith("bar.warp"):
             return self._warp(x, at, masked)
@@ -533,6 +533,9 @@ class Translator:
             base, offset = self._address(x.operands[1])
             more = f"{offset}, {shape[1]}, {bool(shape[2])}, {mask}, {at}"
             return self._parts(f"load_matrices({base}, {more})", names[0], "u32", masked)
+        if x.opcode == "movmatrix.sync.aligned.m8n8.trans.b16":
+            call = f"transpose_matrix({self.read(x.operands[1], 'u32')}, {mask}, {at})"
+            return self._put(x.operands[0], "u32", call, masked)
         shape = re.fullmatch(
             r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.(\1)\.f32", x.opcode
         )

@@ -14,6 +14,9 @@ Within an item, a tile of tokens at a time:
 3. *Output.* Teams read V rows the same way and add them, weighted, to sums in registers, which are added up over the
    teams when the item ends.
 
+16-bit floats, codes and 8-bit floats go to a kernel on tensor cores where their rows allow it: see
+`numkv.kernels.cuda.attention.decode`. What follows is about the other one.
+
 INT8 codes become floats as they are read. A token's scale of K multiplies its whole scores, the one of V its
 probabilities, once these have been summed. Only scales of tokens that count are read. INT4 codes are scaled as they are
 read, as each group of a row has a scale of its own. Of 8-bit floats, a head's scale of K multiplies its query rows, the
@@ -41,6 +44,8 @@ from numba import types
 from numkv.errors import NotSupported
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kernels.cuda.attention import splits
+from numkv.kernels.cuda.attention.decode import make_decode
+from numkv.kernels.cuda.attention.decode_sizes import DECODE_ROWS, fits, sizes_for
 from numkv.kernels.cuda.attention.items import MAX_CAPACITY, shift_of
 from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.prefill import make_prefill
@@ -60,18 +65,22 @@ from numkv.kernels.operations import Operations
 __all__ = ["append_attend", "attend"]
 
 
-@functools.cache
-def _attention(
-    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
-) -> Any:
-    real = getattr(types, compute)
-    signature = (
+def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, ...]:
+    """Of a kernel that computes in a type."""
+    return (
         array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
         array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
         types.Tuple((*[types.int64] * 6, real, real)), array(real, 1), array(WORDS[q_kind], 3),
         array(types.float32, 2), array(real, 4),
     )  # fmt: skip
+
+
+@functools.cache
+def _attention(
+    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
+) -> Any:
     key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    signature = _signature(q_kind, k_kind, v_kind, getattr(types, compute))
     return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
 
@@ -100,13 +109,38 @@ def _launch_prefill(kinds, q, k, v, batch, options, sm_scale, soft_cap, sinks, o
     )  # fmt: skip
 
 
+@functools.cache
+def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
+    key = (q_kind, k_kind, v_kind, dim, dim_v)
+    blocks = sizes_for(*key).blocks
+    return jit(make_decode, key, _signature(q_kind, k_kind, v_kind, types.float32), blocks)
+
+
+def _choose(
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+) -> tuple[Any, int, int]:
+    """The kernel for a call with `wanted` query rows for a kv head, an item's rows, and its shared memory."""
+    dim = q.shape[2]
+    if fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
+        sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
+        return _decode(q_kind, k_kind, v_kind, dim, dim_v), DECODE_ROWS, sizes.shared_bytes
+    choices = row_choices(k_kind, v_kind, compute.name)
+    bytes_of = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
+    fitting = [n for n in choices if bytes_of[n] <= Q_BYTES] or [1]
+    rows = next((n for n in fitting if n >= wanted), fitting[-1])
+    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
+    wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
+    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+    return kernel, rows, bytes_of[rows]
+
+
 @implements(Operations.attend)
 def attend(
     q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, block_table, seq_lens, q_starts, ranges,
     by_slot, sm_scale, logits_soft_cap, window_left, sinks, out, lse,
 ):  # fmt: skip
     compute = sinks.dtype
-    num_tokens, num_q_heads, dim = q.shape
+    num_tokens, num_q_heads = q.shape[:2]
     num_kv_heads, block_size, dim_v = v.shape[1], v.shape[2], out.shape[2]
     num_seqs = seq_lens.shape[0]
     if 0 in (num_tokens, num_seqs, num_q_heads, dim_v):
@@ -126,13 +160,9 @@ def attend(
         if num_seqs == 1:
             return
     wanted = group * ceil_div(num_tokens, num_seqs)
-    choices = row_choices(k_kind, v_kind, compute.name)
-    sizes = {n: q_bytes(k_kind, dim, n, compute.itemsize) for n in choices}
-    fitting = [n for n in choices if sizes[n] <= Q_BYTES] or [1]
-    rows = next((n for n in fitting if n >= wanted), fitting[-1])
-    columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
-    wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
-    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+    kernel, rows, shared_bytes = _choose(
+        q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+    )
 
     # -- how much there can be to do
     capacity = block_table.shape[1] * (1 if by_slot else block_size)
@@ -154,7 +184,7 @@ def attend(
         kernel, row_blocks * room.splits * num_kv_heads, THREADS,
         q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks,
         out, lse, parts,
-        shared_bytes=sizes[rows],
+        shared_bytes=shared_bytes,
     )  # fmt: skip
     if room.slots:
         merge_splits(
@@ -189,6 +219,11 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     for kinds in (("fp32", "fp16", "bf16"),):
         kernel = _prefill(*kinds, 40, 64, True)
         yield f"prefill[q {kinds[0]}, K {kinds[1]}, V {kinds[2]}, capped]", *kernel.described
+    for q_kind, k_kind, v_kind in (
+        ("bf16", "bf16", "bf16"), ("fp32", "int8", "int4"), ("fp16", "fp8_e4m3", "fp8_e5m2"),
+    ):  # fmt: skip
+        kernel = _decode(q_kind, k_kind, v_kind, 64, 64)
+        yield f"attention[q {q_kind}, K {k_kind}, V {v_kind}, decode]", *kernel.described
     yield from splits.catalogue()
 
 

@@ -11,9 +11,10 @@ from numba import types
 from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_commit", "cp_async_wait", "global_address",
-    "load_global_16", "load_shared_4", "load_shared_8", "load_shared_16", "shared_address", "store_global_16",
-    "store_shared_4", "store_shared_8", "store_shared_16",
+    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps", "cp_async_commit",
+    "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16", "load_shared_4",
+    "load_shared_8", "load_shared_8_steps", "load_shared_16", "shared_address", "store_global_16", "store_shared_4",
+    "store_shared_8", "store_shared_16",
 ]  # fmt: skip
 
 
@@ -87,6 +88,30 @@ cp_async_commit = operation(
 )  # fmt: skip
 
 
+@functools.cache
+def cp_async_16_steps(count: int, rows: int, step: int) -> Any:
+    """An operation that is `count` times `cp_async_16`, for rows whose chunks are in another order for each of eight.
+
+    ``cp_async_16((to ^ rows * i % 8 * 16) + i * step, source + i * source_step)`` for ``i < count``. Steps of shared
+    memory are part of the instructions, so that only sources, and what differs by the order, are computed.
+    """
+    text = "{ .reg .b64 %source; .reg .b32 %to;\n"
+    turns = list(dict.fromkeys(rows * i % 8 for i in range(count)))
+    # In the order of sources, as each is the one before plus a step; `%to` of a turn is computed where it comes.
+    for i in range(count):
+        text += "mov.b64 %source, $1;\n" if i == 0 else "add.s64 %source, %source, $2;\n"
+        turn = turns.index(rows * i % 8)
+        name = f"%to{turn}"
+        if i < len(turns):
+            text += f"xor.b32 {name}, $0, {16 * turns[turn]};\n"
+        text += f"cp.async.cg.shared.global [{name}+{i * step}], [%source], 16;\n"
+    text = text.replace(".reg .b32 %to;", f".reg .b32 %to<{len(turns)}>;").rstrip() + " }"
+    return operation(
+        f"cp_async_16_{count}_steps_of_{rows}_{step}", text, "", {"to": "r", "source": "l", "source_step": "l"}, "",
+        memory=True,
+    )  # fmt: skip
+
+
 @intrinsic
 def cp_async_wait(typing_context: Any, groups: Any) -> Any:
     """Wait until all groups of this thread's copies have arrived, but for the last `groups`, a constant."""
@@ -118,6 +143,35 @@ def _shared(words: int) -> tuple[Any, Any]:
         f"Put words into the {size} bytes of shared memory at an address, a multiple of {size}.", memory=True,
     )  # fmt: skip
     return load, store
+
+
+@functools.cache
+def load_shared_8_steps(count: int, step: int) -> Any:
+    """An operation that is `count` times `load_shared_8`, each `step` bytes after the one before."""
+    text = "".join(
+        f"ld.shared.v2.b32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
+        for i in range(count)
+    )
+    name = f"load_shared_8_{count}_steps_of_{step}"
+    return operation(name, text, "r" * (2 * count), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def load_shared_floats(offsets: tuple[int, ...]) -> Any:
+    """An operation that gives the float32 of shared memory at constant offsets from an address, multiples of 4."""
+    text = "".join(f"ld.shared.f32 ${i}, [${len(offsets)}+{x}];\n" for i, x in enumerate(offsets))
+    name = "load_shared_floats_" + "_".join(map(str, offsets))
+    return operation(name, text, "f" * len(offsets), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def store_shared_floats(offsets: tuple[int, ...]) -> Any:
+    """An operation that puts float32 into shared memory at constant offsets from an address, multiples of 4."""
+    text = "".join(f"st.shared.f32 [$0+{x}], ${i + 1};\n" for i, x in enumerate(offsets))
+    operands = {"address": "r"} | {f"x{i}": "f" for i in range(len(offsets))}
+    return operation(
+        "store_shared_floats_" + "_".join(map(str, offsets)), text, "", operands, "", memory=True
+    )
 
 
 load_shared_4, store_shared_4 = _shared(1)
@@ -162,3 +216,25 @@ def store_global_16(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d
         return context.get_dummy_value()
 
     return types.void(types.int64, *[types.uint32] * 4), codegen
+
+
+def _global(size: int) -> Any:
+    """The function that loads a word, or a half of one, of global memory."""
+    of = ir.IntType(8 * size)
+
+    def typed(typing_context: Any, address: Any) -> Any:
+        def codegen(context, b, sig, args):
+            found = b.load(b.inttoptr(args[0], ir.PointerType(of, addrspace=1)))
+            found.align = size
+            return b.zext(found, I32) if size < 4 else found
+
+        return types.uint32(types.int64), codegen
+
+    typed.__name__ = typed.__qualname__ = f"load_global_{size}"
+    typed.__doc__ = (
+        f"The {size} bytes of global memory at an address, a multiple of {size}, as a word: uint32."
+    )
+    return intrinsic(typed)
+
+
+load_global_2, load_global_4 = _global(2), _global(4)

@@ -41,7 +41,7 @@ from numkv.kernels.cuda.instructions.emit import operation
 
 __all__ = [
     "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans",
-    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
+    "mma_bf16", "mma_fp16", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float", "transpose",
 ]  # fmt: skip
 
 
@@ -112,3 +112,11 @@ shuffle_xor = _shuffle("shuffle_xor", "bfly", "r", _XOR.format("word"))
 shuffle_xor_float = _shuffle("shuffle_xor_float", "bfly", "f", _XOR.format("float32"))
 shuffle = _shuffle("shuffle", "idx", "r", _IDX.format("word"))
 shuffle_float = _shuffle("shuffle_float", "idx", "f", _IDX.format("float32"))
+
+transpose = operation(
+    "transpose", "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", {"x": "r"},
+    """A matrix of 8 x 8 elements of 16 bits, in the warp's registers, turned: what `ldmatrix_x4_trans` makes of plain.
+
+    ``M[[2t, 2t + 1], g]`` where `x` is ``M[g, [2t, 2t + 1]]``.
+    """, together=True,
+)  # fmt: skip

@@ -1,0 +1,508 @@
+"""What decode attention multiplies on tensor cores: queries with rows of K, rows of V with weights.
+
+See `numkv.kernels.cuda.attention.decode` for what lies where.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+from numba.extending import register_jitable
+
+from numkv.kernels.cuda.attention.decode_sizes import BANKS, DECODE_ROWS, QUERY_BYTES, WARPS
+from numkv.kernels.cuda.instructions import (
+    fma_fp16x2,
+    ldmatrix_x2,
+    ldmatrix_x2_trans,
+    ldmatrix_x4,
+    ldmatrix_x4_steps,
+    ldmatrix_x4_trans,
+    load_global_4,
+    load_shared_8,
+    load_shared_8_steps,
+    mma_bf16,
+    mma_fp16,
+    pack_bf16,
+    pack_fp16,
+    permute_bytes,
+    select_bits,
+    shuffle,
+    shuffle_xor_float,
+    store_shared_8,
+    transpose,
+)  # fmt: skip
+from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, unpack_bf16
+from numkv.rows.convert import bf16_to_float32, codec
+
+__all__ = ["make_load_queries", "make_scores", "make_sums"]
+
+F, I32, U32 = np.float32, np.int32, np.uint32
+EVERYONE = 0xFFFFFFFF
+
+
+def _pack(operand):
+    return pack_bf16 if operand == "bf16" else pack_fp16
+
+
+def _halves(operand):
+    return halves_bf16 if operand == "bf16" else halves_fp16
+
+
+def _mma(operand):
+    return mma_bf16 if operand == "bf16" else mma_fp16
+
+
+def make_widen(KIND):
+    """The function that makes two words of float16 pairs of a word of four codes: bytes (0, 2) and (1, 3)."""
+    if KIND == "int8":
+
+        @register_jitable
+        def widen(word):
+            # 1024 + (code + 128): the last bits of 1024 count units.
+            codes = U32(word ^ U32(0x80808080))
+            even = permute_bytes(codes, U32(0x64), U32(0x4240))
+            odd = permute_bytes(codes, U32(0x64), U32(0x4341))
+            one, offset = U32(0x3C003C00), U32(0xE480E480)  # 1 and -1152
+            return fma_fp16x2(even, one, offset), fma_fp16x2(odd, one, offset)
+
+        return widen
+    by_halves = fp8_words(KIND, "fp16")
+
+    @register_jitable
+    def widen_floats(word):
+        return by_halves(permute_bytes(word, U32(0), U32(0x3120)))
+
+    return widen_floats
+
+
+@register_jitable
+def level_words(word, offset_low, offset_high):
+    """Eight INT4 codes as float16 levels: nibbles (0, 4), (2, 6), (1, 5), (3, 7), counted from the lowest.
+
+    A code takes the bits of 16 that count units; an offset takes 16 away and adds the lowest level. `offset_low` is for
+    the first and third word's first nibbles: those of bytes 0 and 2, the other for bytes 1 and 3.
+    """
+    one, mask, sixteen = U32(0x3C003C00), U32(0x03C003C0), U32(0x4C004C00)
+    a = select_bits(U32(word << U32(6)), mask, sixteen)
+    b = select_bits(U32(word >> U32(2)), mask, sixteen)
+    c = select_bits(U32(word << U32(2)), mask, sixteen)
+    d = select_bits(U32(word >> U32(6)), mask, sixteen)
+    return (
+        fma_fp16x2(a, one, offset_low), fma_fp16x2(b, one, offset_high),
+        fma_fp16x2(c, one, offset_low), fma_fp16x2(d, one, offset_high),
+    )  # fmt: skip
+
+
+@register_jitable
+def level_offsets(words):
+    """What `level_words` adds for two scales' words: ``lowest_level - 16`` as float16, from their last three bits."""
+    return U32(U32(0xCE50CE50) - U32(U32(words & U32(0x00070007)) << U32(5)))
+
+
+# ---------------------------------------------------------------- queries
+
+
+def make_load_queries(Q_KIND, SIZES):
+    """The function that puts the queries of an item into shared memory, as the columns of products with K."""
+    K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
+    SAME, PRECISE, SCALED = (
+        Q_KIND == OPERAND,
+        SIZES.precise_q,
+        OPERAND == "fp16" and Q_KIND != "fp16",
+    )
+    SHORT = K.dim % 16 == 8
+    halves, pack = _halves(OPERAND), _pack(OPERAND)
+    SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
+    DIM, STEP, SWAPPED = K.dim, (2 if K.bits == 16 else 4), K.bits < 16
+    to_float, _ = codec("fp16", "float32")
+    BF16 = Q_KIND == "bf16"
+
+    @register_jitable
+    def pair(address, first):
+        """Elements `first` and the next one of a row."""
+        if SIZE == 4:
+            a, b = load_global_4(address + 4 * first), load_global_4(address + (4 * first + 4))
+            return a.view(np.float32), b.view(np.float32)
+        word = load_global_4(address + 2 * first)
+        if BF16:
+            return unpack_bf16(word)
+        return F(to_float(U32(word & U32(0xFFFF)))), F(to_float(U32(word >> U32(16))))
+
+    @register_jitable
+    def load_queries(address, is_there, to, lane):
+        """Put a share of the row that the thread's group has at `to`; what its scores have to be multiplied by.
+
+        Each warp takes every so many products; all of them look for the largest element.
+        """
+        factor, back = F(1), F(1)
+        if SCALED:
+            largest = F(0)
+            if is_there:
+                for i in range(2 * TILES):
+                    at = 16 * (i // 2) + 2 * (i % 2)
+                    if at + 4 * lane.place < DIM:
+                        a, b = pair(address + 4 * SIZE * np.int64(lane.place), at)
+                        largest = max(largest, max(abs(a), abs(b)))
+            largest = max(largest, shuffle_xor_float(largest, U32(1)))
+            largest = max(largest, shuffle_xor_float(largest, U32(2)))
+            # A power of two brings the largest to 2**14; infinity stays what it is.
+            exponent = min(max(U32(largest.view(np.uint32) >> U32(23)), U32(15)), U32(254))
+            factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
+            back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
+        address += SIZE * STEP * np.int64(lane.place)
+        for s in range(lane.warp, TILES, WARPS):
+            first = 16 * np.int64(s)
+            one, other, one_low, other_low = U32(0), U32(0), U32(0), U32(0)
+            if is_there and SAME:
+                one = load_global_4(address + 2 * first)
+                if not (SHORT and s == TILES - 1):
+                    other = load_global_4(address + 2 * (first + SECOND))
+                if SWAPPED:
+                    one, other = (
+                        permute_bytes(one, other, U32(0x5410)),
+                        permute_bytes(one, other, U32(0x7632)),
+                    )
+            elif is_there:
+                a, b = pair(address, first)
+                c, d = F(0), F(0)
+                if not (SHORT and s == TILES - 1):
+                    c, d = pair(address, first + SECOND)
+                if SWAPPED:
+                    b, c = c, b
+                if PRECISE:
+                    one, one_low = halves(factor * a, factor * b)
+                    other, other_low = halves(factor * c, factor * d)
+                else:
+                    one, other = pack(factor * a, factor * b), pack(factor * c, factor * d)
+            store_shared_8(U32(to + QUERY_BYTES * s), one, other)
+            if PRECISE:
+                store_shared_8(U32(to + QUERY_BYTES * (TILES + s)), one_low, other_low)
+        return back
+
+    return load_queries
+
+
+# ---------------------------------------------------------------- products
+
+
+def make_scores(SIZES):
+    """The function that scores a slice: ``K Q^T``."""
+    K = SIZES.k
+    TILES, BITS, PRECISE = K.tiles, K.bits, SIZES.precise_q
+    UNITS = K.padded
+    mma = _mma(K.operand)
+    widen = make_widen(K.kind) if BITS == 8 else None
+
+    @register_jitable
+    def multiply(a0, a1, a2, a3, b0, b1, c):
+        c[0], c[1], c[2], c[3] = mma(a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3])
+
+    @register_jitable
+    def add(a0, a1, a2, a3, q, s, c):
+        b0, b1 = load_shared_8(U32(q + U32(QUERY_BYTES * s)))
+        multiply(a0, a1, a2, a3, b0, b1, c)
+        if PRECISE:
+            b0, b1 = load_shared_8(U32(q + U32(QUERY_BYTES * (TILES + s))))
+            multiply(a0, a1, a2, a3, b0, b1, c)
+
+    @register_jitable
+    def read(at, chunk):
+        """Chunks `chunk` and the next one of 16 tokens, of which `at` is the first one's place."""
+        return ldmatrix_x4(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    @register_jitable
+    def read_one(at, chunk):
+        return ldmatrix_x2(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    @register_jitable
+    def clear(c):
+        c[0], c[1], c[2], c[3] = F(0), F(0), F(0), F(0)
+
+    if BITS == 16 and TILES % 4 == 0:
+        STEPS = TILES // 4
+        read_steps = ldmatrix_x4_steps(STEPS, BANKS, False)
+        query_steps = load_shared_8_steps(STEPS, 4 * QUERY_BYTES)
+
+        @register_jitable
+        def scores_in_steps(at, q, c, part, scales, lane):
+            clear(c)
+            for j in range(4):
+                a, b = read_steps(U32(at ^ U32(j << 5))), query_steps(U32(q + U32(QUERY_BYTES * j)))
+                for i in range(STEPS):
+                    multiply(
+                        a[4 * i],
+                        a[4 * i + 1],
+                        a[4 * i + 2],
+                        a[4 * i + 3],
+                        b[2 * i],
+                        b[2 * i + 1],
+                        c,
+                    )
+                if PRECISE:
+                    b = query_steps(U32(q + U32(QUERY_BYTES * (TILES + j))))
+                    for i in range(STEPS):
+                        multiply(
+                            a[4 * i],
+                            a[4 * i + 1],
+                            a[4 * i + 2],
+                            a[4 * i + 3],
+                            b[2 * i],
+                            b[2 * i + 1],
+                            c,
+                        )
+
+        return scores_in_steps
+    if BITS == 16:
+
+        @register_jitable
+        def scores(at, q, c, part, scales, lane):
+            clear(c)
+            for s in range(TILES):
+                a0, a1, a2, a3 = read(at, 2 * s)
+                add(a0, a1, a2, a3, q, s, c)
+
+        return scores
+    if BITS == 8:
+
+        @register_jitable
+        def scores_of_bytes(at, q, c, part, scales, lane):
+            clear(c)
+            for s in range(TILES // 2):
+                w0, w1, w2, w3 = read(at, 2 * s)
+                (a0, a2), (a1, a3) = widen(w0), widen(w1)
+                add(a0, a1, a2, a3, q, 2 * s, c)
+                (a0, a2), (a1, a3) = widen(w2), widen(w3)
+                add(a0, a1, a2, a3, q, 2 * s + 1, c)
+            if TILES % 2:
+                w0, w1 = read_one(at, TILES - 1)
+                (a0, a2), (a1, a3) = widen(w0), widen(w1)
+                add(a0, a1, a2, a3, q, TILES - 1, c)
+
+        return scores_of_bytes
+
+    @register_jitable
+    def add_group(w0, w1, q, group, word, other, c, part):
+        """Add the scores of a group of 32, scaled; of tokens g and g + 8, whose scales' words are given."""
+        clear(part)
+        twice, twice_other = U32(word * U32(0x10001)), U32(other * U32(0x10001))
+        low, high = level_offsets(twice), level_offsets(twice_other)
+        a0, a2, b0, b2 = level_words(w0, low, low)
+        a1, a3, b1, b3 = level_words(w1, high, high)
+        add(a0, a1, a2, a3, q, 2 * group, part)
+        add(b0, b1, b2, b3, q, 2 * group + 1, part)
+        scale, scale_other = bf16_to_float32(word), bf16_to_float32(other)
+        c[0], c[1] = cuda.fma(scale, part[0], c[0]), cuda.fma(scale, part[1], c[1])
+        c[2], c[3] = cuda.fma(scale_other, part[2], c[2]), cuda.fma(scale_other, part[3], c[3])
+
+    @register_jitable
+    def scores_of_nibbles(at, q, c, part, scales, lane):
+        clear(c)
+        for i in range(UNITS // 2):
+            w0, w1, w2, w3 = read(at, 2 * i)
+            words, others = (
+                shuffle(scales[i], U32(lane.group)),
+                shuffle(scales[i], U32(lane.group + 8)),
+            )
+            add_group(
+                w0, w1, q, 2 * i, U32(words & U32(0xFFFF)), U32(others & U32(0xFFFF)), c, part
+            )
+            add_group(w2, w3, q, 2 * i + 1, U32(words >> U32(16)), U32(others >> U32(16)), c, part)
+        if UNITS % 2:
+            w0, w1 = read_one(at, UNITS - 1)
+            words = shuffle(scales[UNITS // 2], U32(lane.group))
+            others = shuffle(scales[UNITS // 2], U32(lane.group + 8))
+            add_group(w0, w1, q, UNITS - 1, words, others, c, part)
+
+    return scores_of_nibbles
+
+
+@register_jitable
+def times(p, scale):
+    """A weight times a scale; of a token that is not seen the scale does not matter."""
+    return F(p * scale) if p != F(0) else F(0)
+
+
+def make_weighing(SIZES):
+    """The functions that put weights where a product wants them, and add a product to sums."""
+    V, PRECISE = SIZES.v, SIZES.precise_p
+    mma, pack, halves = _mma(V.operand), _pack(V.operand), _halves(V.operand)
+
+    @register_jitable
+    def add(a0, a1, a2, a3, b, sums, tile):
+        n = 4 * tile
+        sums[n], sums[n + 1], sums[n + 2], sums[n + 3] = mma(
+            a0, a1, a2, a3, b[0], b[1], sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
+        )
+        if PRECISE:
+            sums[n], sums[n + 1], sums[n + 2], sums[n + 3] = mma(
+                a0, a1, a2, a3, b[2], b[3], sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
+            )
+
+    @register_jitable
+    def turn(p0, p1, p2, p3, b):
+        """Put weights as the second matrix of a product into `b`; and their second halves."""
+        if PRECISE:
+            low, low_rest = halves(p0, p1)
+            high, high_rest = halves(p2, p3)
+            b[2], b[3] = transpose(low_rest), transpose(high_rest)
+        else:
+            low, high = pack(p0, p1), pack(p2, p3)
+        b[0], b[1] = transpose(low), transpose(high)
+
+    return add, turn
+
+
+def make_reads():
+    """The functions that read two chunks of a slice's rows of V, and one of them."""
+
+    @register_jitable
+    def read(at, chunk):
+        return ldmatrix_x4_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    @register_jitable
+    def read_one(at, chunk):
+        return ldmatrix_x2_trans(U32(U32(at ^ U32((chunk % 8) << 4)) + U32(chunk // 8 * BANKS)))
+
+    return read, read_one
+
+
+def make_sums_of_nibbles(SIZES):
+    """`make_sums` of INT4."""
+    UNITS = SIZES.v.padded
+    add, turn = make_weighing(SIZES)
+    read, read_one = make_reads()
+
+    @register_jitable
+    def add_group(w0, w1, group, p, word, other, offset, offset_other, b, sums):
+        """Add 32 columns: weights times the scales of tokens g and g + 8; levels by those of w0's and w1's."""
+        s, s_other = bf16_to_float32(word), bf16_to_float32(other)
+        turn(times(p[0], s), times(p[1], s), times(p[2], s_other), times(p[3], s_other), b)
+        a0, a1, c0, c1 = level_words(w0, offset, offset)
+        a2, a3, c2, c3 = level_words(w1, offset_other, offset_other)
+        add(a0, a1, a2, a3, b, sums, 2 * group)
+        add(c0, c1, c2, c3, b, sums, 2 * group + 1)
+
+    @register_jitable
+    def sums_of_nibbles(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
+        for i in range((UNITS + 1) // 2):
+            word, other = (
+                shuffle(scales[i], U32(lane.group + 16)),
+                shuffle(scales[i], U32(lane.group + 24)),
+            )
+            # Of tokens 2t, 2t + 1, 2t + 8 and 2t + 9: two groups each.
+            t = U32(16 + 2 * lane.place)
+            x, y = shuffle(scales[i], t), shuffle(scales[i], U32(t + U32(1)))
+            z, w = shuffle(scales[i], U32(t + U32(8))), shuffle(scales[i], U32(t + U32(9)))
+            if 2 * i + 1 < UNITS:
+                w0, w1, w2, w3 = read(at, 2 * i)
+            else:
+                w0, w1 = read_one(at, 2 * i)
+                w2, w3 = w0, w1
+            add_group(
+                w0, w1, 2 * i, p, U32(word & U32(0xFFFF)), U32(other & U32(0xFFFF)),
+                level_offsets(permute_bytes(x, y, U32(0x5410))), level_offsets(permute_bytes(z, w, U32(0x5410))),
+                b, sums,
+            )  # fmt: skip
+            if 2 * i + 1 < UNITS:
+                add_group(
+                    w2, w3, 2 * i + 1, p, U32(word >> U32(16)), U32(other >> U32(16)),
+                    level_offsets(permute_bytes(x, y, U32(0x7632))),
+                    level_offsets(permute_bytes(z, w, U32(0x7632))), b, sums,
+                )  # fmt: skip
+
+    return sums_of_nibbles
+
+
+def make_sums(SIZES):
+    """The function that adds a slice's weighted rows of V: ``V^T P^T``."""
+    V = SIZES.v
+    if V.bits == 4:
+        return make_sums_of_nibbles(SIZES)
+    TILES, BITS, PRECISE = V.tiles, V.bits, SIZES.precise_p
+    INT8 = V.kind == "int8"
+    CHECKED = V.kind != "int8"
+    INFINITE, CARRY = (0x7F807F80, 0x00800080) if V.operand == "bf16" else (0x7C007C00, 0x04000400)
+    mma = _mma(V.operand)
+    add, turn = make_weighing(SIZES)
+    read, read_one = make_reads()
+    IN_STEPS, STEPS = BITS == 16 and TILES % 4 == 0, max(1, TILES // 4)
+    read_steps = ldmatrix_x4_steps(STEPS, BANKS, True)
+    widen = make_widen(V.kind) if BITS == 8 else None
+
+    @register_jitable
+    def operands(at, tile):
+        """Sixteen columns of the slice's rows, as the first matrix of a product."""
+        if BITS == 16:
+            return read(at, 2 * tile)
+        w0, w1 = read_one(at, tile)
+        (a0, a1), (a2, a3) = widen(w0), widen(w1)
+        return a0, a1, a2, a3
+
+    @register_jitable
+    def is_finite(at):
+        marks = U32(0)
+        for tile in range(TILES):
+            a0, a1, a2, a3 = operands(at, tile)
+            for a in (a0, a1, a2, a3):
+                marks = U32(marks | U32(U32(a & U32(INFINITE)) + U32(CARRY)))
+        return not cuda.any_sync(EVERYONE, U32(marks & U32(0x80008000)) != 0)
+
+    @register_jitable
+    def add_visible(at, b, sums, rows, first, lane):
+        """Add each row's product of what it sees; a weight of 0 would not hide a NaN."""
+        for row in range(DECODE_ROWS):
+            begin, end = rows.begin[row], rows.end[row]
+            mask_low, mask_high = U32(0), U32(0)
+            for i in range(2):
+                token = first + 2 * lane.place + i
+                bits = U32(0xFFFF << (16 * i))
+                if begin <= token and token < end:
+                    mask_low = U32(mask_low | bits)
+                if begin <= token + 8 and token + 8 < end:
+                    mask_high = U32(mask_high | bits)
+            for tile in range(TILES):
+                a0, a1, a2, a3 = operands(at, tile)
+                a0, a1, a2, a3 = a0 & mask_low, a1 & mask_low, a2 & mask_high, a3 & mask_high
+                n = 4 * tile
+                d0, d1, d2, d3 = sums[n], sums[n + 1], sums[n + 2], sums[n + 3]
+                d0, d1, d2, d3 = mma(U32(a0), U32(a1), U32(a2), U32(a3), b[0], b[1], d0, d1, d2, d3)
+                if PRECISE:
+                    d0, d1, d2, d3 = mma(
+                        U32(a0), U32(a1), U32(a2), U32(a3), b[2], b[3], d0, d1, d2, d3
+                    )
+                if row == 2 * lane.place:
+                    sums[n], sums[n + 2] = d0, d2
+                if row == 2 * lane.place + 1:
+                    sums[n + 1], sums[n + 3] = d1, d3
+
+    @register_jitable
+    def add_slice(at, p, b, sums, scales, low, high, ragged, rows, first, lane):
+        if INT8:
+            turn(times(p[0], low), times(p[1], low), times(p[2], high), times(p[3], high), b)
+        else:
+            turn(p[0], p[1], p[2], p[3], b)
+        if CHECKED and ragged:
+            if not is_finite(at):
+                add_visible(at, b, sums, rows, first, lane)
+                return
+        if IN_STEPS:
+            for j in range(4):
+                a = read_steps(U32(at ^ U32(j << 5)))
+                for i in range(STEPS):
+                    add(a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], b, sums, 4 * i + j)
+        elif BITS == 16:
+            for tile in range(TILES):
+                a0, a1, a2, a3 = read(at, 2 * tile)
+                add(a0, a1, a2, a3, b, sums, tile)
+        else:
+            for i in range(TILES // 2):
+                w0, w1, w2, w3 = read(at, 2 * i)
+                (a0, a1), (a2, a3) = widen(w0), widen(w1)
+                add(a0, a1, a2, a3, b, sums, 2 * i)
+                (a0, a1), (a2, a3) = widen(w2), widen(w3)
+                add(a0, a1, a2, a3, b, sums, 2 * i + 1)
+            if TILES % 2:
+                a0, a1, a2, a3 = operands(at, TILES - 1)
+                add(a0, a1, a2, a3, b, sums, TILES - 1)
+
+    return add_slice
