@@ -123,8 +123,8 @@ def append_views(rng, source, kind, dim, aligned):
 
 
 def append_bad(rng, source, kind, dim):
-    """Rows with NaN and infinity: zeros, and the first one is reported; without `look`, the others are right."""
-    late = importlib.import_module("numkv.kernels.cuda.late")
+    """Rows with NaN and infinity: zeros, and each token's is reported; without `look`, the others are right."""
+    watch = importlib.import_module("numkv.kernels.cuda.late").Watch()
     tokens, heads = 6, SHAPE[1]
     slots = rng.permutation(SHAPE[0] * SHAPE[2])[:tokens].astype(I64)
     for looks in (True, False):
@@ -135,14 +135,14 @@ def append_bad(rng, source, kind, dim):
         (k, *_), (v, *_) = sides
         k[2, 1, dim - 3], k[5, 0, 3], v[1, 1, 0] = np.nan, -np.inf, np.inf
         there = [(to_words(rows), source, to(pool), kind, to(scale)) for rows, pool, scale in sides]
-        ops().scatter_both(*there, to(slots), late.number("a call") if looks else 0)
+        ops().scatter_both(*there, to(slots), watch.look("a call") if looks else 0)
         if looks:
-            found = late.take()
-            assert (found.what, found.of_v, found.index) == (
-                "a call",
-                False,
-                (2 * heads + 2) * dim - 3,
-            )
+            found = [(report.what, report.of_v, report.index) for report in watch.take()]
+            assert found == [
+                ("a call", False, (2 * heads + 1) * dim + dim - 3),
+                ("a call", False, 5 * heads * dim + 3),
+                ("a call", True, (heads + 1) * dim),
+            ]
         for (rows, pool, scale), (_, _, got, _, got_scale) in zip(sides, there, strict=True):
             bad = ~np.isfinite(rows.astype(np.float64)).all(-1)
             clean = np.where(bad[..., None], 0, rows.astype(np.float64)).astype(rows.dtype)
