@@ -293,6 +293,97 @@ def test_objects_with_lengths_on_the_host_are_refused_by_name(where):
         thing.check()
 
 
+def test_reports_that_have_arrived_do_not_break_a_capture(where):
+    """On a stream that is named only: functions and steps in buffers tell later, objects are refused first."""
+    stream, kinds = new_stream(), {"kind": "int8", "target": "cuda"}
+    k = np.ones((1, HEADS, DIM), np.float16)
+    good, q = where.asarray(k), where.asarray(np.ones((1, 4, DIM), np.float16))
+    qkv, slots = where.asarray(np.ones((1, 8 * DIM), np.float16)), where.asarray(np.array([2]))
+    k[0, 1, 3] = np.nan
+    wrong, on = where.asarray(k), {"stream": stream}
+    pools = [where.zeros((4, HEADS, BLOCK, DIM), np.int8) for _ in range(2)]
+    scales = [where.zeros((4, HEADS, BLOCK), np.float32) for _ in range(2)]
+    layer = numkv.ContiguousLayer(32, HEADS, DIM, **kinds)
+    cache, other = (numkv.KVCache(1, HEADS, DIM, max_seq_len=32, **kinds) for _ in range(2))
+    paged_cache = paged(1, "int8")
+    bound, of_other = layer.bind(4, "fp16"), other.bind(4, "fp16")
+    buffers = paged_cache.step_buffers(1, max_length=20, stream=stream)
+    (one, two), options = (
+        filled(paged_cache, where, stream=stream),
+        {"num_q_heads": 4, "qk_mode": 0},
+    )
+
+    def write(step, **on):
+        step.write(0, qkv, **options, **on)
+
+    def append(x):
+        numkv.paged_append(x, good, *pools, slots, k_scale=scales[0], v_scale=scales[1], **on)
+
+    for x in (good, good, good, wrong):  # the short way in the end
+        append(x)
+        bound(q, good, good, **on)
+        layer.write(qkv, **options, **on)
+        layer.append(x, good, **on)
+        cache.append(0, x, good, **on)
+        of_other.begin()(0, q, good, good, **on)
+        other.advance()
+        for call in (write, lambda step, **on: step.append(0, good, good, **on)):
+            step = paged_cache.reserve([one], 1, **on)
+            call(step, **on)
+            paged_cache.rollback(step)
+        step = paged_cache.reserve([one], 1, **on)
+        step.append(0, x, good, **on)
+        if x is good:
+            paged_cache.rollback(step)
+    in_buffers, begun = paged_cache.reserve([two], 1, into=buffers), of_other.begin()
+    with driver.calls() as log, captured(stream) as graph:
+        append(good)
+        in_buffers.append(0, good, good, **on)
+        refused(lambda: layer.append(good, good, **on), "ContiguousLayer.append")
+        refused(lambda: bound(q, good, good, **on), "ContiguousLayer.append")
+        refused(lambda: layer.write(qkv, **options, **on), "ContiguousLayer.write")
+        refused(lambda: cache.append(0, good, good, **on), "KVCache.append")
+        refused(lambda: begun(0, q, good, good, **on), "BoundStep")
+        refused(lambda: step.append(0, good, good, **on), "Step.append")
+        refused(lambda: write(step, **on), "Step.write")
+    assert not log.groups()["blocking copies"] + log.groups()["blocking waits"]
+    graph.launch(stream)
+    in_buffers.mark_written()
+    paged_cache.commit(in_buffers)
+    for call in (
+        lambda: append(good),
+        lambda: layer.append(good, good),
+        lambda: bound(q, good, good),
+        lambda: layer.write(qkv, **options),
+        lambda: cache.append(0, good, good),
+        lambda: write(step),
+        lambda: paged_cache.commit(step),
+    ):
+        with pytest.raises(numkv.NonFiniteInput):
+            call()
+
+
+def test_a_replay_that_was_rolled_back_before_it_was_told_is_forgotten(where):
+    """Of a cache that nothing has been looked at before its capture, too."""
+    stream, cache = new_stream(), paged(1, "int8")
+    buffers, seq = cache.step_buffers(1, max_length=20, stream=stream), cache.add()
+    good, k = np.ones((1, HEADS, DIM), np.float16), where.zeros((1, HEADS, DIM), np.float16)
+    bad = good.copy()
+    bad[0, 0, 1] = np.inf
+    step = cache.reserve([seq], 1, into=buffers)
+    with captured(stream) as graph:
+        step.append(0, k, k, stream=stream)
+    for rows, end in ((good, cache.commit), (bad, cache.rollback), (good, cache.commit)):
+        k.copy_to_device(rows)
+        if not step.open:
+            step = cache.reserve([seq], 1, into=buffers)
+        graph.launch(stream)
+        step.mark_written()
+        end(step)
+    assert cache.length(seq) == 2
+    cache.check()
+
+
 def test_functions_are_captured_on_a_stream_where_nothing_ran_before(where):
     """As torch does: it warms up on one stream, and captures on another."""
     warm, other = new_stream(), new_stream()

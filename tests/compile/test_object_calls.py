@@ -231,6 +231,20 @@ def test_streams():
             assert launched == {0 if stream is None else int(other.handle)}
 
 
+def test_lengths_on_two_streams():
+    """Each stream has lengths of its own: what one has been given is not what the other's calls go by."""
+    from numba import cuda
+
+    cache = numkv.KVCache(1, HEADS, DIM, max_seq_len=32, kind="fp32", target="cuda")
+    rows, q, streams = random(7, HEADS, DIM), random(1, HEADS * GROUP, DIM), (None, cuda.stream())
+    for i, row in enumerate(rows):
+        cache.append(0, to(row), to(row))
+        wanted = reference(q, rows[: i + 1], rows[: i + 1])
+        for stream in streams:
+            got = host(cache.decode_attention(0, to(q), stream=stream))
+            tolerances.assert_rows_close(got, wanted, tolerances.attention("fp32", "fp32"))
+
+
 def driver_launches():
     from tools.cuda.stub_driver import LAUNCHES
 
