@@ -149,10 +149,11 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     most_tokens = num_tokens
-    if num_tokens * group > MOST_ROWS and fits_prefill(
+    # With no more queries than sequences, as in decode, there is nothing for prefill: one query is never its.
+    if num_seqs < num_tokens > MOST_ROWS // group and fits_prefill(
         q, q_kind, k, k_kind, v, v_kind, out, sm_scale
     ):
-        most_tokens = MOST_ROWS // group if num_seqs > 1 else 0
+        most_tokens = max(1, MOST_ROWS // group) if num_seqs > 1 else 0
         _launch_prefill(
             (q_kind, k_kind, v_kind), q, k, v, (block_table, seq_lens, q_starts, ranges),
             (by_slot, window_left, most_tokens), sm_scale, logits_soft_cap, sinks, out, lse,

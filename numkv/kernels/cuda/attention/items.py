@@ -156,7 +156,7 @@ def split_length(span, rows, heads):
     heads : int
         kv heads.
     """
-    least = max(min(max(heads, 4), 8) * SPLIT_STEP, rows * TOKENS_PER_ROW)
+    least = max(min(max(heads, 4), 8) * 2 * SPLIT_STEP, rows * TOKENS_PER_ROW)
     units = heads * ((rows + ROWS_TOGETHER - 1) // ROWS_TOGETHER)
     wanted = max(least, (span * units + ITEMS - 1) // ITEMS)
     return (wanted + SPLIT_STEP - 1) // SPLIT_STEP * SPLIT_STEP
