@@ -123,10 +123,11 @@ def filled(cache, where, tokens=3, seqs=2, stream=None):
     return made
 
 
-def test_a_row_that_is_not_finite_in_a_replay_is_told_of_its_sequence(where):
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_row_that_is_not_finite_in_a_replay_is_told_of_its_sequence(where, rotate):
     """The graph's call has the number of the day it was captured; the step is the one that was replayed."""
     stream = new_stream()
-    cache = paged(1, "int8")
+    cache = paged(1, "int8", rotate=rotate)
     buffers = cache.step_buffers(2, max_length=20, stream=stream)
     seqs = filled(cache, where, seqs=3, stream=stream)
     k = where.asarray(np.ones((2, HEADS, DIM), np.float16))
@@ -150,7 +151,7 @@ def test_a_row_that_is_not_finite_in_a_replay_is_told_of_its_sequence(where):
     step.mark_written()
     with pytest.raises(numkv.NonFiniteInput, match="truncate sequence 2 to 5 tokens") as error:
         cache.commit(step)
-    assert error.value.index == (1, 0, 5)
+    assert error.value.index == ((1, 0) if rotate else (1, 0, 5))
     cache.commit(step, [1, 0])  # the good one's tokens
     assert [cache.length(seq) for seq in seqs] == [4, 3, 5]
     cache.reserve([seqs[2]], 1)
