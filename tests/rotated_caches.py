@@ -76,6 +76,7 @@ def paged_cache(target, **kw):
         except numkv.NumkvError:
             made.rollback(steps.pop())
             raise
+        return steps[-1]
 
     return made, append, lambda q, **kw: steps[-1].attention(1, q, **kw)
 

@@ -331,7 +331,7 @@ class SingleSequence(Watched):
             stored with ``check_finite=False``.
         """
         self._target.collect_late(self._watch, wait=True)
-        self._refuse_bad()
+        self._refuse_bad(int(self._lengths.argmax()) if len(self._lengths) else None)
         for layer in range(len(self._lengths)):
             self._stored(layer)
         self._check_books()

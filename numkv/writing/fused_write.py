@@ -13,8 +13,9 @@ from numkv import targets
 from numkv.checks import check_apart, check_array, check_number, check_size, check_writable
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool, refuse_non_finite
-from numkv.storage.tables import one_block_each
+from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
 
@@ -243,7 +244,10 @@ class Projection:
             self._run(ops.scatter_write, positions, pool, slot_mapping, look=look)
         elif self.num_tokens:
             aside = self._aside(pool)
-            slots = target.index(np.arange(self.num_tokens), np.int64)
+            if target.values_on_host:
+                slots = target.index(np.arange(self.num_tokens), np.int64)
+            else:  # 0, 1, ...; nothing goes up where calls repeat or are captured
+                slots = one_query_each(target.device_key, self.num_tokens - 1)
             self._run(ops.scatter_write, positions, aside, slots)
             pool.scatter(*_rows_of(aside), slot_mapping, look)
 
@@ -260,8 +264,16 @@ class Projection:
         """One block for the new tokens, in which nothing is rounded before it is rotated."""
         kind = kind_of_dtype(self.q_weight.dtype)
         assert kind is not None
-        shape = (1, int(pool.k.shape[1]), self.num_tokens)
-        return Pool.allocate(pool.target, shape, pool.head_dim, pool.head_dim_v, kind, kind)
+        target, shape = pool.target, (1, int(pool.k.shape[1]), self.num_tokens)
+        sides = []
+        for dim in (
+            pool.head_dim,
+            pool.head_dim_v,
+        ):  # not zeros, for which CUDA waits: each row is written
+            words = target.empty((*shape, kind.words_per_row(dim)), kind.word)
+            scales = target.empty(kind.scale_shape(shape, dim), kind.scale_word)
+            sides.append(Buffer(target, words, scales, kind, None))
+        return Pool(*sides)
 
 
 def _rows_of(block: Pool) -> tuple[Array, Array]:
