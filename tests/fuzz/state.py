@@ -27,6 +27,8 @@ MADE_AGAIN = {
     "_jit",
     "_on_target",
     "_uploads",
+    "again",
+    "watch",
 }
 #: Those of one class, where another has such a field for good.
 MADE_AGAIN_OF = {

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.caches.paged.store import BlockStore, Ints
-from numkv.checks import check_size
+from numkv.checks import check_bytes, check_size
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.targets.call import Marker
 
@@ -74,12 +74,15 @@ class StepBuffers:
                 expected=most,
                 actual=self.max_length,
             )
+        blocks = store.blocks_for(self.max_length)
+        check_bytes({"num_tokens": self.num_tokens}, 8 * (1 + len(store.groups)))
+        check_bytes({"num_seqs": self.num_seqs + 2, "max_length": blocks}, 16 * len(store.groups))
         # A sequence more than there can be, of length 0: rows that no sequence has are its queries.
         seqs, tokens, groups = self.num_seqs + 1, self.num_tokens, len(store.groups)
         layout: list[tuple[tuple[int, ...], Any]] = [
             ((tokens,), np.int64), ((seqs,), np.int64), ((seqs + 1,), np.int64),
             *[((tokens,), np.int64)] * groups,
-            *[((seqs, store.blocks_for(self.max_length)), np.int32)] * groups,
+            *[((seqs, blocks), np.int32)] * groups,
         ]  # fmt: skip
         self._store = store
         self._fixed = store.target.fixed(layout)
