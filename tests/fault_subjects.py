@@ -235,6 +235,7 @@ _PAGED_CACHE = {
     "pin": lambda c: c.pin(0),
     "unpin": (lambda c: c.pin(0), lambda c: c.unpin(0)),
     "reserve": lambda c: plain(c.reserve([0, 1], [3, 1]).num_tokens),
+    "step_buffers": lambda c: plain(c.step_buffers(2, 4, 8).num_tokens),
     "swap_out": lambda c: plain(c.swap_out(0)),
     "swap_in": (_swapped, lambda c: c.swap_in(c.swapped)),
     "decode_attention": lambda c: c.decode_attention(0, [0, 1], queries(2)),

@@ -3,6 +3,9 @@
 Kernels of one warp, compiled as any, run by the interpreter of PTX. `words` are 16 for each thread, results as many.
 """
 
+from ptx_on_cuda import device  # leaves this file out where the simulator is on
+
+# isort: split
 import warnings
 
 import ml_dtypes
@@ -10,7 +13,6 @@ import numpy as np
 import pytest
 from numba import cuda
 from numba.cuda.core.errors import NumbaPerformanceWarning
-from ptx_on_cuda import device
 
 from numkv.kernels.cuda import instructions as ops
 from numkv.kernels.cuda import widen

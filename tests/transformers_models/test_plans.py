@@ -7,15 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from decoder_models import FAMILIES as TINY
-from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from numkv.errors import NotSupported
-from numkv.planning import needs_of
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from decoder_models import FAMILIES as TINY  # noqa: E402
+from transformers.cache_utils import get_layer_types_and_kwargs  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from numkv.errors import NotSupported  # noqa: E402
+from numkv.planning import needs_of  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
