@@ -47,8 +47,17 @@ def ids(kernels) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("cc", TARGETS, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
-@pytest.mark.parametrize(("name", "kernel", "signature"), KERNELS, ids=ids(KERNELS))
+def everyday_and_nightly():
+    """Each kernel for one of the targets, in turn; with ``--nightly`` for both."""
+    for i, (name, (_, kernel, signature)) in enumerate(zip(ids(KERNELS), KERNELS, strict=True)):
+        for j, cc in enumerate(TARGETS):
+            marks = [pytest.mark.nightly] if (i + j) % 2 else []
+            yield pytest.param(
+                name, kernel, signature, cc, marks=marks, id=f"{name}-sm_{cc[0]}{cc[1]}"
+            )
+
+
+@pytest.mark.parametrize(("name", "kernel", "signature", "cc"), list(everyday_and_nightly()))
 def test_compiles(monkeypatch, name, kernel, signature, cc):
     assert_compiles(monkeypatch, getattr(kernel, "py_func", kernel), signature, cc)
 
