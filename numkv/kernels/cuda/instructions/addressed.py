@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from numkv.kernels.cuda.instructions.chunks import _floats_of, _simulated_load_chunk
+from numkv.kernels.cuda.instructions.chunks import _put_floats, _simulated_load_chunk
 from numkv.kernels.cuda.instructions.emit import intrinsic
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
@@ -56,24 +56,12 @@ def _load_chunk_at(
 
     def codegen(context, b, sig, args):
         to = context.make_array(sig.args[5])(context, b, args[5])
-        i64 = ir.IntType(64)
         word_bytes = sig.args[2].dtype.bitwidth // 8
         size = width // kind_of(kind).elements_per_word * word_bytes
-        vector = ir.VectorType(ir.IntType(32), size // 4)
         first = context.cast(b, args[4], sig.args[4], types.int64)
-        address = b.add(args[3], b.mul(first, ir.Constant(i64, word_bytes)))
-        pointer = b.addrspacecast(
-            b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
-        )
-        chunk = b.load(pointer)
-        chunk.align = size
-        real = ir.DoubleType() if to_type == types.float64 else ir.FloatType()
+        address = b.add(args[3], b.mul(first, ir.Constant(ir.IntType(64), word_bytes)))
         at_ = context.cast(b, args[6], sig.args[6], types.int64)
-        for i, value in enumerate(_floats_of(context, b, kind, chunk)):
-            if value.type != real:
-                convert = b.fpext if to_type == types.float64 else b.fptrunc
-                value = convert(value, real)
-            b.store(value, b.gep(to.data, [b.add(at_, ir.Constant(i64, i))]))
+        _put_floats(context, b, kind, address, size, to_type, to, at_)
         return context.get_dummy_value()
 
     return types.void(KIND, WIDTH, array, types.int64, d, floats, at), codegen

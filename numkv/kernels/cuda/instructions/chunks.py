@@ -55,32 +55,35 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
     def codegen(context, b, sig, args):
         source = context.make_array(sig.args[2])(context, b, args[2])
         to = context.make_array(sig.args[7])(context, b, args[7])
-        i64, i32 = ir.IntType(64), ir.IntType(32)
-        address = b.ptrtoint(source.data, i64)
+        address = b.ptrtoint(source.data, ir.IntType(64))
         steps = cgutils.unpack_tuple(b, source.strides)
         for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
         words = width // kind_of(kind).elements_per_word
         size = words * sig.args[2].dtype.bitwidth // 8
-        vector = ir.VectorType(i32, size // 4)
-        # Arrays come as generic pointers; these are all in global memory.
-        pointer = b.addrspacecast(
-            b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
-        )
-        chunk = b.load(pointer)
-        chunk.align = size
-        real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
         at_ = context.cast(b, args[8], sig.args[8], types.int64)
-        for i, value in enumerate(_floats_of(context, b, kind, chunk)):
-            if value.type != real:
-                value = (
-                    b.fpext(value, real) if as_float == types.float64 else b.fptrunc(value, real)
-                )
-            b.store(value, b.gep(to.data, [b.add(at_, ir.Constant(i64, i))]))
+        _put_floats(context, b, kind, address, size, as_float, to, at_)
         return context.get_dummy_value()
 
     return types.void(KIND, WIDTH, array, a, b, c, d, floats, at), codegen
+
+
+def _put_floats(context, b, kind, address, size, as_float, to, at):
+    """Read `size` bytes of global memory, and put their elements as floats into the array `to`, from `at` on."""
+    vector = ir.VectorType(ir.IntType(32), size // 4)
+    # Arrays come as generic pointers; these are all in global memory.
+    pointer = b.addrspacecast(
+        b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
+    )
+    chunk = b.load(pointer)
+    chunk.align = size
+    real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
+    for i, value in enumerate(_floats_of(context, b, kind, chunk)):
+        if value.type != real:
+            convert = b.fpext if as_float == types.float64 else b.fptrunc
+            value = convert(value, real)
+        b.store(value, b.gep(to.data, [b.add(at, ir.Constant(ir.IntType(64), i))]))
 
 
 def _floats_of(context, b, kind, chunk):
