@@ -82,7 +82,9 @@ def run(folder, notes, kills, max_nbytes=None):
         which = rng.randrange(WRITERS)
         end(children[which])
         children[which] = born(folder, notes, WRITERS + kill, max_nbytes)
-    time.sleep(0.2)
+    until = time.monotonic() + 100
+    while noted(notes) < 60 * kills and time.monotonic() < until:  # machines may be slow
+        time.sleep(0.05)
     for child in children:
         end(child)
     acknowledged = set()
@@ -92,6 +94,11 @@ def run(folder, notes, kills, max_nbytes=None):
     there = check(folder, sorted(acknowledged))
     left = list(folder.rglob("*.partial"))
     return {"kills": kills, "acknowledged": len(acknowledged), "there": there, "left": len(left)}
+
+
+def noted(notes):
+    """How many records there are."""
+    return sum(path.stat().st_size for path in notes.iterdir()) // RECORD.size
 
 
 def end(child):

@@ -54,16 +54,15 @@ class Bound:
 
     def _evict(self, nbytes: int) -> int:
         assert self._most is not None
-        with self._place.alone() as alone:
+        with self._place.alone():
             entries = list(self._place.entries())
             total, evicted = sum(entry.nbytes for entry in entries), 0
-            if alone and total + nbytes > self._most:
+            if total + nbytes > self._most:
                 for entry in sorted(entries, key=lambda x: x.stamp):
                     if total + nbytes <= self._most * _LEFT:
                         break
                     if self._place.delete(entry):
                         total -= entry.nbytes
                         evicted += 1
-        # Where another process is evicting, it leaves as much as this one would.
-        self._known, self._since = total if alone else int(self._most * _LEFT), 0
+            self._known, self._since = total, 0
         return evicted

@@ -26,6 +26,8 @@ _AHEAD = 8
 _FEW = 4
 #: Seconds after which a temporary file is one that a killed process has left.
 _ABANDONED = 600.0
+#: Seconds that a process waits while another one evicts: that one may have been stopped for good.
+_PATIENCE = 10.0
 _SUFFIX = ".partial"
 
 
@@ -199,27 +201,35 @@ class Folder:
             os.unlink(self._path(key))
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Whether this process is the one that may evict now; a kill ends that too."""
+    def alone(self) -> Iterator[None]:
+        """Look and evict while no other process does; a kill ends that too.
+
+        Others wait for their turn, so that each begins with what there is then: who did not wait could write on and on
+        while one that evicts has been stopped by the system.
+        """
         try:
             import fcntl
         except ImportError:  # Windows: several may, which deletes too much at worst
-            yield True
+            yield
             return
         try:
             descriptor = os.open(self._path(".evicting"), os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:  # a full disk: all the more
-            yield True
+            yield
             return
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            except OSError:  # a file system without locks
-                pass
-            yield True
+            until = time.monotonic() + _PATIENCE
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() < until:
+                        time.sleep(0.002)
+                        continue
+                except OSError:  # a file system without locks
+                    pass
+                break
+            yield
         finally:
             os.close(descriptor)
 

@@ -157,9 +157,9 @@ class RemoteFolder:
             self._fs.rm_file(self._path(key))
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Whether this process may evict: there is no lock, so several may, which deletes too much at worst."""
-        yield True
+    def alone(self) -> Iterator[None]:
+        """Evict beside others: there is no lock, so several may, which deletes too much at worst."""
+        yield
 
 
 def _seconds(info: dict[str, Any]) -> float:

@@ -9,6 +9,8 @@ import processes
 import pytest
 from stored_prefixes import cache, check_rows, prompt, started, store_in
 
+from numkv.store.folder import Folder
+
 
 def killed(folder, kills, *more):
     """What `tests/killed_writers.py` says."""
@@ -33,12 +35,31 @@ def test_nothing_that_was_acknowledged_is_missing_after_kills(tmp_path, kills):
 
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
-    """And the store has kept to its bound, but for a sixteenth for each writer."""
+    """And the store has kept to its bound, but for a sixteenth and an object for each writer."""
     most = 60_000
     found = killed(tmp_path, kills, str(most))
     assert 0 < found["there"] < found["acknowledged"]
     objects = [p for p in (tmp_path / "store").rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in objects) < most * (1 + 4 / 16)
+    sizes = [path.stat().st_size for path in objects]
+    assert sum(sizes) <= most + 4 * (most / 16 + max(sizes))
+
+
+def test_writers_wait_while_another_one_evicts(tmp_path):
+    """Else they would write without a bound, as often as that one is stopped in the middle."""
+    of = cache(store_in(tmp_path, max_nbytes=20_000))
+    seq, _ = started(of, prompt(0))
+    assert of.store.flush() == 0
+    with Folder(str(tmp_path), False).alone():
+        for number in range(1, 9):
+            of.remove(seq)
+            seq, _ = started(of, prompt(number))
+        with pytest.raises(TimeoutError):
+            of.store.flush(0.5)
+        held = of.store.stats()
+    assert of.store.flush() == 0
+    assert held.bytes_written <= 20_000 * (1 + 1 / 16) + held.bytes_written / held.written
+    assert of.store.stats().evicted > 0
+    of.store.close()
 
 
 def test_a_full_disk(tmp_path):
@@ -67,6 +88,7 @@ def test_a_full_disk(tmp_path):
             found += cached
             other.remove(seq)
         assert found > 0
+        other.store.flush()  # what it has tried to write is gone from the disk, too
         assert other.store.stats().damaged == 0
         for path in disk.rglob("*"):
             if path.is_file():
