@@ -26,6 +26,7 @@ LADDER = [
     ["blocks", "cells", "storage", "compression"],
     ["compaction", "planning", "store"],
     ["attention", "writing"],
+    ["sparse"],
     ["caches"],
     ["files", "compile_ahead"],
     [""],  # the package itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numkv.arrays import Array
+from numkv.kernels.operations_of_choice import OperationsOfChoice
 from numkv.kernels.operations_of_codes import OperationsOfCodes
 from numkv.kernels.small_calls import SmallCalls
 
@@ -12,7 +13,7 @@ __all__ = ["Operations", "Side"]
 Side = tuple[Array, str, Array, str, Array]
 
 
-class Operations(OperationsOfCodes, SmallCalls):
+class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
     """The operations of a target; see `numkv.targets.Target.ops`.
 
     Arrays are the target's own, and hold words: 16-bit floats as ``uint16``, INT4 codes two to a ``uint8``. Arguments

@@ -1,0 +1,246 @@
+"""Which blocks of a sequence are worth reading for a query, on the CPU.
+
+The score of a query with any key between the bounds ``low`` and ``high`` of a block is at most
+``sum over d of max(q[d] * low[d], q[d] * high[d])``: Tang et al., "Quest: Query-Aware Sparsity for Efficient
+Long-Context LLM Inference" (arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the
+highest: counts of the digits of those that agree in all higher ones say which digit it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numkv.kernels.builder import SCALES, WORDS, array, build
+from numkv.kernels.cpu.convert import to_floats
+from numkv.kernels.cpu.scales import by_row
+from numkv.kernels.cpu.threads import ON_THREADS, num_threads, run
+from numkv.kernels.cpu.vectors.arrays import row_of
+from numkv.kernels.cpu.vectors.launch import on_threads
+from numkv.kernels.dispatch import implements
+from numkv.kernels.operations import Operations
+from numkv.rows.choice import DIGIT_BITS, bounded_product, digit_of, order_of, whose_digit
+from numkv.rows.codec import row_codec
+
+__all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
+
+# Elements below which one thread does it all.
+SERIAL_WORK = 200_000
+PLACES = 32 // DIGIT_BITS
+DIGITS = 1 << DIGIT_BITS
+
+
+def make_key_bounds(K_KIND):
+    """The kernel that bounds the keys of blocks, for a kind of K."""
+    _, load_row = row_codec(K_KIND)
+
+    def kernel(k, k_scale, blocks, counts, low, high, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        num_blocks, heads, block_size, dim = k.shape[0], k.shape[1], k.shape[2], low.shape[2]
+        k_scales = by_row(k_scale)
+        row = np.empty(dim, np.float32)
+        items = len(blocks) * heads
+        for item in range(items * worker // workers, items * (worker + 1) // workers):
+            block, h = np.int64(blocks[item // heads]), item % heads
+            if block < 0 or block >= num_blocks:
+                continue
+            below, above = low[block, h], high[block, h]
+            for d in range(dim):
+                below[d], above[d] = np.float32(np.inf), np.float32(-np.inf)
+            for t in range(min(max(counts[item // heads], 0), block_size)):
+                at = (block, np.int64(h), np.int64(t))
+                load_row(row_of(k, at), row_of(k_scales, at), row)
+                for d in range(dim):
+                    below[d] = row[d] if row[d] < below[d] else below[d]
+                    above[d] = row[d] if row[d] > above[d] else above[d]
+                for d in range(dim):
+                    if row[d] != row[d]:
+                        below[d], above[d] = np.float32(-np.inf), np.float32(np.inf)
+
+    return kernel
+
+
+def make_block_scores():
+    """The kernel that bounds scores."""
+
+    def kernel(q, low, high, block_table, seq_lens, block_size, sm_scale, scores, launch, worker, workers):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        heads, dim, blocks = low.shape[1], low.shape[2], scores.shape[2]
+        group, scale = q.shape[1] // heads, np.float32(sm_scale)
+        x = np.empty((group, dim), np.float32)
+        items = scores.shape[0] * heads
+        for item in range(items * worker // workers, items * (worker + 1) // workers):
+            b, h = item // heads, item % heads
+            used = min((seq_lens[b] + block_size - 1) // block_size, blocks)
+            for i in range(group):
+                for d in range(dim):
+                    x[i, d] = scale * q[b, h * group + i, d]
+            for j in range(blocks):
+                best = np.float32(-np.inf)
+                if j < used:
+                    block = np.int64(block_table[b, j])
+                    below, above = low[block, h], high[block, h]
+                    for i in range(group):
+                        mine, total = x[i], np.float32(0)
+                        for d in range(dim):
+                            total += bounded_product(mine[d], below[d], above[d])
+                        total = total if total == total else np.float32(np.inf)
+                        best = max(best, total)
+                scores[b, h, j] = best
+
+    return kernel
+
+
+def make_choose_blocks():
+    """The kernel that chooses."""
+
+    def kernel(
+        scores, block_table, seq_lens, block_size, first, newest, tables, lens, launch, worker, workers,
+    ):  # fmt: skip
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        heads, top, most = scores.shape[1], tables.shape[2], scores.shape[2]
+        counts = np.empty(DIGITS, np.int64)
+        items = scores.shape[0] * heads
+        for item in range(items * worker // workers, items * (worker + 1) // workers):
+            b, h = item // heads, item % heads
+            length = np.int64(seq_lens[b])
+            used = min((length + block_size - 1) // block_size, most)
+            chosen = tables[b, h]
+            for i in range(top):
+                chosen[i] = np.int32(-1)
+            taken = np.int64(0)
+            if used <= top:
+                for j in range(used):
+                    chosen[j] = block_table[b, j]
+                taken = used
+            else:
+                begin, end = np.int64(first), used - newest
+                rest = top - first - newest  # of the blocks between these
+                found, equal = np.uint32(0xFFFFFFFF), np.int64(0)
+                if rest > 0:
+                    found = np.uint32(0)
+                    equal = rest
+                    for place in range(PLACES - 1, -1, -1):
+                        counts[:] = 0
+                        for j in range(begin, end):
+                            order = order_of(scores[b, h, j])
+                            if whose_digit(order, found, place):
+                                counts[digit_of(order, place)] += 1
+                        digit = np.int64(DIGITS - 1)
+                        while counts[digit] < equal:
+                            equal -= counts[digit]
+                            digit -= 1
+                        found |= np.uint32(digit) << np.uint32(place * DIGIT_BITS)
+                for j in range(used):
+                    keep = j < begin or j >= end
+                    if not keep and rest > 0:
+                        order = order_of(scores[b, h, j])
+                        keep = order > found
+                        if order == found and equal > 0:
+                            keep, equal = True, equal - 1
+                    if keep:
+                        chosen[taken] = block_table[b, j]
+                        taken += 1
+            # The last block is always among them, and the only one that may not be full.
+            lens[b, h] = max(taken - 1, 0) * block_size + (length - max(used - 1, 0) * block_size)
+
+    return kernel
+
+
+def make_tables_of_heads():
+    """The kernel that numbers parts of blocks."""
+
+    def kernel(tables, num_kv_heads, out):
+        heads = tables.shape[1]
+        for b in range(tables.shape[0]):
+            for h in range(heads):
+                for j in range(tables.shape[2]):
+                    block = np.int64(tables[b, h, j])
+                    if block >= 0:
+                        block = block * num_kv_heads + (h if num_kv_heads > 1 else 0)
+                    out[b * heads + h, j] = np.int32(max(block, -1))
+
+    return kernel
+
+
+_F32, _OF_BLOCKS = array(types.float32, 3), array(types.int32, 2)
+_LENS = array(types.int64, 1)
+# Bounds lie in one piece: their loops are vector code.
+_BOUNDS = types.Array(types.float32, 3, "C", readonly=True)
+_NEW_BOUNDS = types.Array(types.float32, 3, "C")
+# Sums may be taken in any order; NaN and infinity are as they are.
+_SUMS = {"reassoc", "contract", "nsz"}
+
+
+@functools.cache
+def _key_bounds(k_kind: str) -> Any:
+    signature = (
+        array(WORDS[k_kind], 4), array(*SCALES[k_kind]), _LENS, _LENS, _NEW_BOUNDS, _NEW_BOUNDS, *ON_THREADS,
+    )  # fmt: skip
+    return build(make_key_bounds, signature, args=(k_kind,), label=f"key_bounds, {k_kind}")
+
+
+@functools.cache
+def _block_scores() -> Any:
+    signature = (
+        _F32, _BOUNDS, _BOUNDS, _OF_BLOCKS, _LENS, types.int64, types.float64,
+        array(types.float32, 3, out=True), *ON_THREADS,
+    )  # fmt: skip
+    return build(make_block_scores, signature, args=(), label="block_scores", fastmath=_SUMS)
+
+
+@functools.cache
+def _choose_blocks() -> Any:
+    signature = (
+        _F32, _OF_BLOCKS, _LENS, types.int64, types.int64, types.int64,
+        array(types.int32, 3, out=True), array(types.int64, 2, out=True), *ON_THREADS,
+    )  # fmt: skip
+    return build(make_choose_blocks, signature, args=(), label="choose_blocks")
+
+
+@functools.cache
+def _of_heads() -> Any:
+    signature = (array(types.int32, 3), types.int64, array(types.int32, 2, out=True))
+    return build(make_tables_of_heads, signature, args=(), label="tables_of_heads")
+
+
+def _workers(work: int) -> int:
+    return 1 if work < SERIAL_WORK else num_threads()
+
+
+@implements(Operations.key_bounds)
+def key_bounds(k, k_kind, k_scale, blocks, counts, low, high):
+    work = len(blocks) * k.shape[1] * k.shape[2] * low.shape[2]
+    run(_key_bounds(k_kind), _workers(work), k, k_scale, blocks, counts, low, high)
+
+
+@implements(Operations.block_scores)
+def block_scores(q, q_kind, low, high, block_table, seq_lens, block_size, sm_scale, scores):
+    if q_kind != "fp32":
+        q = to_floats(q, q_kind, "float32")
+    work = scores.size * (q.shape[1] // low.shape[1]) * low.shape[2]
+    run(
+        _block_scores(), _workers(work), q, low, high, block_table, seq_lens, block_size, sm_scale, scores,
+    )  # fmt: skip
+
+
+@implements(Operations.choose_blocks)
+def choose_blocks(scores, block_table, seq_lens, block_size, first, newest, tables, lens):
+    run(
+        _choose_blocks(), _workers(scores.size * 4), scores, block_table, seq_lens, block_size, first, newest,
+        tables, lens,
+    )  # fmt: skip
+
+
+@implements(Operations.tables_of_heads)
+def tables_of_heads(tables, num_kv_heads, out):
+    _of_heads()(tables, num_kv_heads, out)

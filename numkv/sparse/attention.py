@@ -1,0 +1,279 @@
+"""Attention over blocks that each kv head has chosen, and over chosen tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.arrays import Array
+from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.options import check_options
+from numkv.checks import check_array, check_flag, check_integers
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.sparse.blocks import check_blocks, look_at_table, too_many_parts
+from numkv.storage.buffer import Buffer
+from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
+from numkv.storage.tables import one_query_each
+from numkv.targets.base import Target
+from numkv.targets.call import Call
+
+__all__ = ["sparse_decode_attention", "token_decode_attention"]
+
+_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
+_NAMES = ("k_pool", "v_pool")
+_INT32 = (np.dtype(np.int32),)
+_OPTIONS = "sm_scale logits_soft_cap return_lse validate"
+_BLOCKS = Call("q k_pool v_pool tables seq_lens out k_scale v_scale", _OPTIONS, "out")
+_TOKENS = Call("q k_pool v_pool slots counts sinks out k_scale v_scale", _OPTIONS, "out")
+
+
+def sparse_decode_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    tables: Any,
+    seq_lens: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = 0.0,
+    return_lse: bool | None = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool | None = False,
+    stream: Any = None,
+) -> Any:
+    """Attend with one query per sequence over blocks that each kv head has of its own.
+
+    It is exact over these blocks. They may be a choice (`choose_blocks`), or all that a head has kept: with pools of
+    one kv head, whose blocks belong to one head each, heads may have kept different numbers of tokens, and what a head
+    has dropped is free for others (Feng et al., "Ada-KV", arXiv:2407.11550).
+
+    Parameters
+    ----------
+    q : array (num_seqs, num_q_heads, head_dim)
+        The newest token's query of each sequence.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pools, as `numkv.paged_decode_attention` takes them, in one piece; or with one kv head, if each block belongs to
+        one head.
+    tables : int32 array (num_seqs, num_kv_heads, max_blocks)
+        Blocks of each kv head; entries past its length are never read.
+    seq_lens : int32 or int64 array (num_seqs, num_kv_heads)
+        Tokens in them: all blocks but the last are full.
+    sm_scale, logits_soft_cap, return_lse, out
+        See `numkv.decode_attention`.
+    k_scale, v_scale, validate, stream
+        See `numkv.paged_decode_attention`.
+
+    Returns
+    -------
+    out : array (num_seqs, num_q_heads, head_dim_v)
+        In q's dtype.
+    lse : float32 array (num_seqs, num_q_heads)
+        Natural log of the sum of exponentials over these blocks; only with `return_lse`.
+
+    Raises
+    ------
+    IndexError
+        If a length is more than the table has room for, or a block is not in the pool.
+    NotSupported
+        If a pool is not in one piece, or has scales for each head.
+    DimensionMismatch, UnsupportedDType, ValueError
+        See `numkv.decode_attention`.
+    """
+    target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k_pool, v_pool, tables, seq_lens, out, k_scale, v_scale)
+        asked = (sm_scale, logits_soft_cap, return_lse, validate)
+        return target.run(sparse_decode_attention, _BLOCKS, stream, arrays, asked)
+    validate = check_flag("validate", validate)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and len(getattr(scale, "shape", ())) < 3:
+            raise NotSupported(
+                f"`{name}`: expected scales of rows or None, got scales of heads, which parts of blocks cannot have"
+            )
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    num_blocks, pool_heads, size = (int(n) for n in pool.k.shape[:3])
+    tables = check_array(
+        target, "tables", tables, _INT32, ("num_seqs", "num_kv_heads", "max_blocks")
+    )
+    num_seqs, heads, columns = (int(n) for n in tables.shape)
+    if pool_heads not in (1, heads):
+        raise DimensionMismatch(
+            f"`tables`: expected tables of {pool_heads} kv heads, as the pool has, got {heads}",
+            expected=pool_heads,
+            actual=heads,
+        )
+    q = check_queries(target, q, heads, pool.head_dim, "num_seqs")
+    if int(q.shape[0]) != num_seqs:
+        raise DimensionMismatch(
+            f"`q`: expected a query for each of {num_seqs} sequences of `tables`, got {int(q.shape[0])}",
+            expected=num_seqs,
+            actual=int(q.shape[0]),
+        )
+    num_q_heads = int(q.shape[1])
+    lens = _lengths(target, seq_lens, (num_seqs, heads))
+    parts = num_blocks * pool_heads
+    if parts > np.iinfo(np.int32).max:
+        raise too_many_parts(num_blocks, pool_heads)
+    if target.values_on_host or validate:
+        look_at_table(
+            target.to_host(tables).reshape(-1, columns), target.to_host(lens).astype(np.int64), size,
+            num_blocks, "tables",
+        )  # fmt: skip
+    options = check_options(sm_scale, logits_soft_cap, -1, None, return_lse, None)
+    dim_v, rows, lse = pool.head_dim_v, num_seqs * heads, None
+    if out is None:
+        out = target.empty((num_seqs, num_q_heads, dim_v), q.dtype)
+    else:
+        out = check_array(target, "out", out, (q.dtype,), (num_seqs, num_q_heads, dim_v))
+    if num_seqs and num_q_heads:
+        numbered = target.empty((rows, columns), _INT32[0])
+        target.ops.tables_of_heads(tables, pool_heads, numbered)
+        group = num_q_heads // heads
+        whole = _in_one_piece(out)
+        if whole:
+            options = options._replace(out=out.reshape((rows, group, dim_v)))
+        got = attend(
+            _parts(pool), numbered, _whole(target, q).reshape((rows, group, pool.head_dim)), lens,
+            one_query_each(target.device_key, rows), options, validate=validate,
+        )  # fmt: skip
+        result, lse = got if options.return_lse else (got, None)
+        if not whole:
+            _put(target, result.reshape((num_seqs, num_q_heads, dim_v)), out)
+    if not options.return_lse:
+        return out
+    if lse is None:
+        lse = target.empty((num_seqs, num_q_heads), np.dtype(np.float32))
+    return out, lse.reshape((num_seqs, num_q_heads))
+
+
+def token_decode_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    slots: Any,
+    counts: Any,
+    *,
+    sm_scale: float | None = None,
+    logits_soft_cap: float | None = 0.0,
+    sinks: Any = None,
+    return_lse: bool | None = False,
+    out: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    validate: bool | None = False,
+    stream: Any = None,
+) -> Any:
+    """Attend with one query per sequence over chosen tokens, the same for all heads.
+
+    A model's own indexer chooses them, as in DeepSeek's sparse attention (DeepSeek-V3.2-Exp, 2025, section 2).
+
+    Parameters
+    ----------
+    q : array (num_seqs, num_q_heads, head_dim)
+        The newest token's query of each sequence.
+    k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+        Pools; see `numkv.paged_decode_attention`.
+    slots : int32 array (num_seqs, most)
+        Where each sequence's chosen tokens lie: ``block * block_size + offset``, in any order. Entries past its count
+        are never read.
+    counts : int32 or int64 array (num_seqs,)
+        How many there are.
+    sm_scale, logits_soft_cap, sinks, return_lse, out
+        See `numkv.decode_attention`.
+    k_scale, v_scale, validate, stream
+        See `numkv.paged_decode_attention`.
+
+    Returns
+    -------
+    out : array (num_seqs, num_q_heads, head_dim_v)
+        In q's dtype; 0 for a sequence without tokens.
+    lse : float32 array (num_seqs, num_q_heads)
+        Natural log of the sum of exponentials; only with `return_lse`.
+
+    Raises
+    ------
+    IndexError
+        If a count is more than the table has room for, or a slot is not in the pool.
+    DimensionMismatch, UnsupportedDType, NotSupported, ValueError
+        See `numkv.decode_attention`.
+    """
+    target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k_pool, v_pool, slots, counts, sinks, out, k_scale, v_scale)
+        asked = (sm_scale, logits_soft_cap, return_lse, validate)
+        return target.run(token_decode_attention, _TOKENS, stream, arrays, asked)
+    validate = check_flag("validate", validate)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
+    num_seqs = int(q.shape[0])
+    starts = one_query_each(target.device_key, num_seqs)
+    slots = check_array(target, "slots", slots, _INT32, (num_seqs, "most"))
+    lens = target.index(check_integers(target, "counts", counts, (num_seqs,)), np.int64)
+    check_lengths(
+        target, lens, starts, num_seqs, int(slots.shape[1]), validate=validate, decode=True
+    )
+    if target.values_on_host or validate:
+        on_host, most = target.to_host(lens), int(pool.k.shape[0]) * int(pool.k.shape[2])
+        of_all = target.to_host(slots)
+        for b in range(num_seqs):
+            check_blocks(targets.get("cpu"), f"slots[{b}]", of_all[b, : int(on_host[b])], most)
+    options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
+    return attend(pool, slots, q, lens, starts, options, by_slot=True, validate=validate)
+
+
+def _lengths(target: Target, x: Any, shape: tuple[int, int]) -> Array:
+    """Lengths of heads as kernels take them: one after another, in int64 on the CPU."""
+    if isinstance(x, list | tuple) and target.values_on_host:
+        x = np.asarray(x, np.int64)
+    integers = (np.dtype(np.int32), np.dtype(np.int64))
+    lens = check_array(target, "seq_lens", x, integers, shape)
+    return target.index(_whole(target, lens, "seq_lens").reshape((shape[0] * shape[1],)), np.int64)
+
+
+def _in_one_piece(x: Any) -> bool:
+    return bool(x.flags["C_CONTIGUOUS"])
+
+
+def _whole(target: Target, x: Array, name: str = "q") -> Array:
+    """An array in one piece: itself, or on the CPU a copy."""
+    if _in_one_piece(x):
+        return x
+    if not target.values_on_host:
+        raise NotSupported(f"`{name}`: expected an array in one piece on CUDA, got a strided view")
+    copy: Array = np.ascontiguousarray(x)
+    return copy
+
+
+def _put(target: Target, x: Array, out: Array) -> None:
+    """Copy a result into a strided array."""
+    if not target.values_on_host:
+        raise NotSupported("`out`: expected an array in one piece on CUDA, got a strided view")
+    out[...] = x
+
+
+def _parts(pool: Pool) -> Pool:
+    """A pool's (block, kv head) parts as blocks of one kv head."""
+    return Pool(_parts_of("k_pool", pool.k_buffer), _parts_of("v_pool", pool.v_buffer))
+
+
+def _parts_of(name: str, x: Buffer) -> Buffer:
+    blocks, heads, size = (int(n) for n in x.words.shape[:3])
+    if heads == 1:
+        return x
+    arrays = [x.words]
+    if x.kind.has_scales:
+        arrays.append(x.scales)
+    for each in arrays:
+        if not _in_one_piece(each):
+            raise NotSupported(
+                f"`{name}`: expected a pool in one piece, whose parts can be numbered, got a strided view"
+            )
+    words, *scales = (y.reshape((blocks * heads, 1, size, *y.shape[3:])) for y in arrays)
+    if x.kind.scales_per == "head":  # all 1, as none were given
+        return Buffer(x.target, words, x.scales[:1], x.kind)
+    return Buffer(x.target, words, scales[0] if scales else x.scales, x.kind)

@@ -1,0 +1,236 @@
+"""`KeyBounds`: the smallest and the largest key of each block of a pool."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from numkv import targets
+from numkv.arrays import Array
+from numkv.attention.attend import check_queries
+from numkv.checks import check_array, check_flag, check_integers, check_number, check_size
+from numkv.errors import DimensionMismatch
+from numkv.kinds import kind_of_dtype
+from numkv.sparse.blocks import check_blocks, check_table
+from numkv.storage.given import stored_pool
+from numkv.targets.base import Target
+from numkv.targets.call import Call
+
+__all__ = ["KeyBounds"]
+
+_FLOAT32 = np.dtype(np.float32)
+_POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
+_UPDATE = Call("k_pool blocks counts low high k_scale", "validate", "low high")
+_SCORES = Call("q low high block_table seq_lens", "block_size sm_scale validate")
+
+
+class KeyBounds:
+    """The smallest and the largest element of each column of the keys of a pool's blocks.
+
+    They say how large the score of a query with any key of a block can be (Tang et al., "Quest", arXiv:2406.10774).
+    They are of the keys as they are stored, whatever the kind, and take ``8 * head_dim`` bytes for each block and kv
+    head: an eighth of what blocks of 16 tokens take in bf16.
+
+    Parameters
+    ----------
+    num_blocks, num_kv_heads, head_dim : int
+        Those of the pool.
+    target : {"cpu", "cuda"}
+        Where the pool is.
+
+    Attributes
+    ----------
+    low, high : float32 array (num_blocks, num_kv_heads, head_dim)
+        The bounds; of blocks that have never been updated inf and -inf, so that nothing speaks for them.
+
+    Raises
+    ------
+    DimensionMismatch
+        If a size is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np, numkv.sparse
+    >>> k_pool = np.arange(2 * 1 * 4 * 2, dtype=np.float32).reshape(2, 1, 4, 2)
+    >>> bounds = numkv.sparse.KeyBounds(2, 1, 2)
+    >>> bounds.update(k_pool, blocks=[0, 1], counts=[4, 2])
+    >>> bounds.high[:, 0].tolist()
+    [[6.0, 7.0], [10.0, 11.0]]
+    >>> bounds.scores(np.ones((1, 2, 2), np.float32), [[0, 1]], [6], 4, sm_scale=1.0).tolist()
+    [[[13.0, 21.0]]]
+    """
+
+    def __init__(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, *, target: str = "cpu"
+    ) -> None:
+        shape = (
+            check_size("num_blocks", num_blocks, 1),
+            check_size("num_kv_heads", num_kv_heads, 1),
+            check_size("head_dim", head_dim, 1),
+        )
+        to = targets.get(target)
+        self._target = to
+        self.low: Array = to.asarray(np.full(shape, np.inf, np.float32))
+        self.high: Array = to.asarray(np.full(shape, -np.inf, np.float32))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bounds."""
+        return 8 * math.prod(self.low.shape)
+
+    def update(
+        self, k_pool: Any, blocks: Any, counts: Any, *, k_scale: Any = None,
+        validate: bool | None = False, stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Bound the keys of some blocks anew. Call it for the blocks that rows were written to, before `scores`.
+
+        Parameters
+        ----------
+        k_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
+            The pool's keys; see `numkv.paged_decode_attention`.
+        blocks : int32 or int64 array (n,)
+            The blocks, each once.
+        counts : int32 or int64 array (n,)
+            Rows of each that hold tokens: the first ones. What lies behind them is not read.
+        k_scale : array, optional
+            Scales of the keys; see `numkv.paged_decode_attention`.
+        validate : bool
+            On CUDA, check the values of `blocks` and `counts` too, which waits for the device.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
+
+        Raises
+        ------
+        IndexError
+            If a block is not in the pool, or a count not in ``[0, block_size]``.
+        DimensionMismatch, UnsupportedDType, NotSupported
+            As `numkv.paged_decode_attention`; also if the pool has other sizes.
+        """
+        update(self.low, self.high, k_pool, blocks, counts, k_scale, validate, stream)
+
+    def scores(
+        self, q: Any, block_table: Any, seq_lens: Any, block_size: int, *, sm_scale: float | None = None,
+        validate: bool | None = False, stream: Any = None,
+    ) -> Array:  # fmt: skip
+        """Bound the scores of each sequence's query with the keys of each of its blocks.
+
+        Parameters
+        ----------
+        q : array (num_seqs, num_q_heads, head_dim)
+            The newest token's query of each sequence; fp16, bf16, fp32 or fp64.
+        block_table : int32 array (num_seqs, max_blocks)
+            Blocks of each sequence.
+        seq_lens : int32 or int64 array (num_seqs,)
+            Its tokens.
+        block_size : int
+            Tokens in a block.
+        sm_scale : float, optional
+            What scores are multiplied by; None for ``1 / sqrt(head_dim)``.
+        validate, stream
+            See `numkv.paged_decode_attention`.
+
+        Returns
+        -------
+        float32 array (num_seqs, num_kv_heads, max_blocks)
+            For the q head of the kv head's group whose bound is largest; -inf past a length, inf where a key of the
+            block, or the query, has a NaN.
+
+        Raises
+        ------
+        IndexError
+            If a length is more than the table has room for, or a block has no bounds here.
+        DimensionMismatch, UnsupportedDType
+            If an array has another shape or dtype.
+        """
+        return scores(
+            q, self.low, self.high, block_table, seq_lens, block_size, sm_scale, validate, stream
+        )
+
+    def __repr__(self) -> str:
+        blocks, heads, dim = self.low.shape
+        return f"KeyBounds(num_blocks={blocks}, num_kv_heads={heads}, head_dim={dim}, target={self._target.key})"
+
+
+def update(
+    low: Any, high: Any, k_pool: Any, blocks: Any, counts: Any, k_scale: Any, validate: bool | None,
+    stream: Any,
+) -> None:  # fmt: skip
+    """See `KeyBounds.update`."""
+    target = targets.of(k_pool)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (k_pool, blocks, counts, low, high, k_scale)
+        target.run(_update_here, _UPDATE, stream, arrays, (validate,))
+        return
+    _update_here(k_pool, blocks, counts, low, high, k_scale, validate)
+
+
+def _update_here(
+    k_pool: Any, blocks: Any, counts: Any, low: Any, high: Any, k_scale: Any = None,
+    validate: bool | None = False, stream: Any = None,
+) -> None:  # fmt: skip
+    target = targets.of(k_pool)
+    validate = check_flag("validate", validate)
+    pool = stored_pool(target, ("k_pool", "k_pool"), k_pool, k_pool, (k_scale, k_scale), _POOL)
+    shape = (int(pool.k.shape[0]), int(pool.k.shape[1]), pool.head_dim)
+    if tuple(low.shape) != shape:
+        raise DimensionMismatch(
+            f"`k_pool`: expected as many blocks, kv heads and elements as there are bounds for, {tuple(low.shape)}, "
+            f"got {shape}",
+            expected=tuple(low.shape),
+            actual=shape,
+        )
+    low = check_array(target, "low", low, (_FLOAT32,), shape)
+    high = check_array(target, "high", high, (_FLOAT32,), shape)
+    blocks = check_integers(target, "blocks", blocks, ("n",))
+    counts = check_integers(target, "counts", counts, (int(blocks.shape[0]),))
+    if target.values_on_host or validate:
+        check_blocks(target, "blocks", blocks, shape[0])
+        check_blocks(target, "counts", counts, int(pool.k.shape[2]) + 1)
+    if not blocks.shape[0]:
+        return
+    target.ops.key_bounds(
+        pool.k, pool.k_kind.name, pool.k_scale, target.index(blocks, np.int64),
+        target.index(counts, np.int64), low, high,
+    )  # fmt: skip
+
+
+def scores(
+    q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, block_size: Any, sm_scale: float | None,
+    validate: bool | None, stream: Any,
+) -> Array:  # fmt: skip
+    """See `KeyBounds.scores`."""
+    target: Target = targets.of(low)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays, asked = (q, low, high, block_table, seq_lens), (block_size, sm_scale, validate)
+        found: Array = target.run(_scores_here, _SCORES, stream, arrays, asked)
+        return found
+    return _scores_here(
+        q, low, high, block_table, seq_lens, block_size=block_size, sm_scale=sm_scale, validate=validate
+    )  # fmt: skip
+
+
+def _scores_here(
+    q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, *, block_size: Any,
+    sm_scale: float | None = None, validate: bool | None = False, stream: Any = None,
+) -> Array:  # fmt: skip
+    target = targets.of(low)
+    num_blocks, heads, dim = (int(n) for n in low.shape)
+    q = check_queries(target, q, heads, dim, "num_seqs")
+    size = check_size("block_size", block_size, 1)
+    scale = 1 / math.sqrt(dim) if sm_scale is None else check_number("sm_scale", sm_scale)
+    table, lens = check_table(
+        target, block_table, seq_lens, int(q.shape[0]), size, num_blocks, check_flag("validate", validate)
+    )  # fmt: skip
+    out = target.empty((int(q.shape[0]), heads, int(table.shape[1])), _FLOAT32)
+    of_q = kind_of_dtype(q.dtype)
+    assert of_q is not None
+    if 0 in out.shape:
+        return out
+    if not q.shape[1]:
+        raise DimensionMismatch(
+            "`q`: expected a q head for each kv head, got none", expected=heads, actual=0
+        )
+    target.ops.block_scores(target.words(q), of_q.name, low, high, table, lens, size, scale, out)
+    return out

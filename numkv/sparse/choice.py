@@ -1,0 +1,126 @@
+"""Blocks chosen by their scores."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numkv import targets
+from numkv.arrays import Array
+from numkv.checks import check_array, check_flag, check_size
+from numkv.errors import DimensionMismatch
+from numkv.sparse.blocks import check_table
+from numkv.targets.call import Call
+
+__all__ = ["BlockChoice", "choose_blocks"]
+
+_CALL = Call("scores block_table seq_lens", "block_size top first newest validate")
+_FLOAT32 = np.dtype(np.float32)
+
+
+class BlockChoice(NamedTuple):
+    """Blocks that are to be read.
+
+    Attributes
+    ----------
+    tables : int32 array (num_seqs, num_kv_heads, top)
+        The blocks of each kv head in the order of the sequence, then -1.
+    seq_lens : int64 array (num_seqs, num_kv_heads)
+        Tokens in them.
+    """
+
+    tables: Array
+    seq_lens: Array
+
+
+def choose_blocks(
+    scores: Any, block_table: Any, seq_lens: Any, block_size: int, top: int, *, first: int = 1,
+    newest: int = 1, validate: bool | None = False, stream: Any = None,
+) -> BlockChoice:  # fmt: skip
+    """Choose blocks of each sequence for each kv head: the first, the newest, and the best of the rest.
+
+    Parameters
+    ----------
+    scores : float32 array (num_seqs, num_kv_heads, max_blocks)
+        What speaks for each block: of `KeyBounds.scores`, or a model's own. NaN counts as inf.
+    block_table : int32 array (num_seqs, max_blocks)
+        Blocks of each sequence.
+    seq_lens : int32 or int64 array (num_seqs,)
+        Its tokens.
+    block_size : int
+        Tokens in a block.
+    top : int
+        Blocks to choose; all of a sequence that has no more.
+    first, newest : int
+        How many of the first and of the newest blocks are among them whatever their scores; of the newest one at least,
+        as it may be part full.
+    validate, stream
+        See `numkv.paged_decode_attention`.
+
+    Returns
+    -------
+    BlockChoice
+        Among equal scores the earlier block is chosen, so that the choice depends on the sequence alone.
+
+    Raises
+    ------
+    DimensionMismatch
+        If `top` is less than `first` and `newest` together, or a shape does not fit.
+    IndexError
+        If a length is more than the table has room for, or a block is negative.
+    """
+    target = targets.of(scores)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays, asked = (scores, block_table, seq_lens), (block_size, top, first, newest, validate)
+        return BlockChoice(*target.run(_choose_here, _CALL, stream, arrays, asked))
+    return BlockChoice(
+        *_choose_here(
+            scores,
+            block_table,
+            seq_lens,
+            block_size=block_size,
+            top=top,
+            first=first,
+            newest=newest,
+            validate=validate,
+        )
+    )
+
+
+def _choose_here(
+    scores: Any, block_table: Any, seq_lens: Any, *, block_size: Any, top: Any, first: Any, newest: Any,
+    validate: bool | None = False, stream: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    target = targets.of(scores)
+    scores = check_array(
+        target, "scores", scores, (_FLOAT32,), ("num_seqs", "num_kv_heads", "max_blocks")
+    )
+    num_seqs, heads, columns = (int(n) for n in scores.shape)
+    size = check_size("block_size", block_size, 1)
+    first, newest = check_size("first", first), check_size("newest", newest, 1)
+    top = check_size("top", top, 1)
+    if top < first + newest:
+        raise DimensionMismatch(
+            f"`top`: expected at least {first + newest} blocks, {first} first and {newest} newest ones, got {top}",
+            expected=first + newest,
+            actual=top,
+        )
+    table, lens = check_table(
+        target, block_table, seq_lens, num_seqs, size, 2**31 - 1, check_flag("validate", validate)
+    )  # fmt: skip
+    if int(table.shape[1]) != columns:
+        raise DimensionMismatch(
+            f"`scores`: expected one for each column of `block_table`, {int(table.shape[1])}, got {columns}",
+            expected=int(table.shape[1]),
+            actual=columns,
+        )
+    top = min(top, columns)
+    tables = target.empty((num_seqs, heads, top), np.dtype(np.int32))
+    of_heads = target.empty((num_seqs, heads), np.dtype(np.int64))
+    if num_seqs and heads:
+        newest = min(newest, top)
+        target.ops.choose_blocks(
+            scores, table, lens, size, min(first, top - newest), newest, tables, of_heads
+        )
+    return tables, of_heads
