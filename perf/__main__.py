@@ -1,7 +1,8 @@
 """``python -m perf``: numkv beside other libraries, each in a process of its own, and the machine's read bandwidth.
 
 Writes a Markdown report and a picture. ``python -m perf against COMMIT`` is this tree's numkv against another's;
-``files``, ``install``, ``machines``, ``neighbour``, ``prefixes`` and ``threads`` do other things: see perf/README.md.
+``files``, ``install``, ``machines``, ``neighbour``, ``prefixes``, ``sparse`` and ``threads`` do other things: see
+perf/README.md.
 """
 
 import argparse
@@ -47,6 +48,7 @@ COMMANDS = {
     "machines": "machines",
     "neighbour": "neighbour",
     "prefixes": "prefixes",
+    "sparse": "sparse",
     "threads": "python_threads",
 }
 

@@ -60,6 +60,9 @@ PACKAGES = {
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "planning": ["ConfigError", "LayerNeeds", "ModelNeeds", "Rows", "State", "needs_of"],
+    "sparse": [
+        "BlockChoice", "KeyBounds", "choose_blocks", "sparse_decode_attention", "token_decode_attention",
+    ],
     "storage": ["Pool", "Rotation"],
     "store": ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],

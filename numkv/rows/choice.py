@@ -1,11 +1,11 @@
-"""The order of scores as the order of integers, and the bound of a query's scores with the keys of a block."""
+"""The order of scores as the order of integers, and the parts of a query that meet the bounds of keys."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["bounded_product", "digit_of", "order_of", "whose_digit"]
+__all__ = ["DIGIT_BITS", "digit_of", "order_of", "parts_of", "whose_digit"]
 
 #: Bits of a digit of a score's number, which a search for the highest takes at once.
 DIGIT_BITS = 8
@@ -36,13 +36,13 @@ def whose_digit(order, found, place):
 
 
 @register_jitable
-def bounded_product(x, low, high):
-    """The largest product of a query's element with a key's element between two bounds.
+def parts_of(x):
+    """The negative and the positive part of a query's element: what is multiplied by a lower and an upper bound.
 
-    An element that is 0 takes no part, whatever the bounds.
+    Those of NaN are NaN.
     """
-    if x > np.float32(0):
-        return x * high
     if x < np.float32(0):
-        return x * low
-    return x  # 0, or NaN
+        return x, np.float32(0)
+    if x >= np.float32(0):
+        return np.float32(0), x
+    return x, x

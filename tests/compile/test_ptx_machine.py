@@ -248,6 +248,32 @@ def test_a_missing_barrier_is_a_race():
     }
 
 
+#: All threads count in one word, which the first one has set.
+COUNTED = (
+    """
+    setp.eq.u32 %p1, %r2, 0; @%p1 st.shared.u32 [mine], 7;
+    {before}
+    red.shared.add.u32 [mine], 2;
+    {after}
+    ld.shared.u32 %r4, [mine];
+"""
+    + STORE
+)
+
+
+def test_atomics_in_shared_memory_meet_each_other_only():
+    barrier, out = "bar.sync 0;", np.zeros(64, np.uint32)
+    result = run(COUNTED.format(before=barrier, after=barrier), out, shared=SHARED)
+    assert result.ok
+    assert (out == 7 + 2 * 64).all()
+    assert problems(COUNTED.format(before="", after=barrier), shared=SHARED) == {
+        "race: two threads write"
+    }
+    assert problems(COUNTED.format(before=barrier, after=""), shared=SHARED) == {
+        "race: read after another thread wrote it"
+    }
+
+
 def test_a_place_written_while_another_reads_it_is_a_race():
     again = "st.shared.u32 [%r10], %r1;"
     assert problems(exchange(more=again), n=99, shared=SHARED) == {

@@ -327,23 +327,27 @@ class _Batch(TensorInstructions):
         parts = [np.broadcast_to(v, (self.total,)) for v in values]
         parts = parts if mask is None else [v[mask] for v in parts]
         dtype = parts[0].dtype
-        found = np.zeros(len(a), dtype)
+
+        def change(old: Any, i: int) -> Any:
+            if operation == "cas":
+                return parts[1][i : i + 1] if old[0] == parts[0][i] else old
+            given = parts[0][i : i + 1]
+            return given if operation == "exch" else ATOMICS[operation](old, given)
+
+        if space == "generic":
+            windows = self._windows(a)
+            if len(windows) == 1:
+                space, window, _ = windows[0]
+                a = a - np.uint64(window)
+        if space == "shared":
+            return self.shared.atomic(a, change, dtype, lanes, at)
         if space != "global":
             raise PtxError(f"atomics in {space} memory are not known")
+        found = np.zeros(len(a), dtype)
         for i in range(len(a)):
-            old = self.memory.load(a[i : i + 1], dtype.itemsize, 1, at)[0].view(dtype)
-            if operation == "cas":
-                new = parts[1][i : i + 1] if old[0] == parts[0][i] else old
-            else:
-                new = (
-                    parts[0][i : i + 1]
-                    if operation == "exch"
-                    else ATOMICS[operation](old, parts[0][i : i + 1])
-                )
-            self.memory.store(
-                a[i : i + 1], dtype.itemsize, [new.astype(dtype).view(f"u{dtype.itemsize}")], at
-            )
-            found[i] = old[0]
+            found[i] = self.memory.load(a[i : i + 1], dtype.itemsize, 1, at)[0].view(dtype)[0]
+            new = change(found[i : i + 1], i).astype(dtype).view(f"u{dtype.itemsize}")
+            self.memory.store(a[i : i + 1], dtype.itemsize, [new], at)
         return found
 
     def unset(self, marks: Any, mask: Any, at: int) -> None:

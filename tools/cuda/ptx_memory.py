@@ -20,6 +20,8 @@ from tools.cuda.ptx_program import SHARED_START, PtxError
 __all__ = ["GlobalMemory", "LocalMemory", "Problems", "SharedMemory"]
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+#: Who has written a word that threads change by atomic instructions.
+_MANY = -(1 << 40)
 
 
 class Problems:
@@ -207,6 +209,41 @@ class SharedMemory:
         index = place // size
         for k, value in enumerate(values):
             self.views[size][index + k] = value
+
+    def atomic(
+        self, a: Any, change: Callable[[Any, int], Any], dtype: Any, lanes: Ints, at: int
+    ) -> Any:
+        """Change words one thread after another: ``change(old, i)`` is what the i-th thread puts; what they found.
+
+        These do not race with each other, but with what other threads read and write plainly before the next barrier.
+        """
+        size = dtype.itemsize
+        place = self._index(a, size, size, lanes, at)
+        words = place[:, None] // self.grain + np.arange(max(1, size // self.grain))
+        flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
+        if not self.set[flat].all():
+            self.problems.add(
+                "uninitialised shared memory read", at, self._place(flat, ~self.set[flat])
+            )
+        epoch = self.epoch[whose]
+        met = (self.written_in[flat] == epoch) & (self.writer[flat] != whose)
+        met &= self.writer[flat] != _MANY
+        met &= ~self._ordered(self.writer[flat], self.written_after[flat], whose)
+        if met.any():
+            self.problems.add("race: two threads write", at, self._place(flat, met))
+        met = (self.read_in[flat] == epoch) & (
+            (self.first_reader[flat] != whose) | (self.last_reader[flat] != whose)
+        )
+        if met.any():
+            self.problems.add(
+                "race: written after another thread read it", at, self._place(flat, met)
+            )
+        view, found = self.views[size], np.zeros(len(a), dtype)
+        for i, index in enumerate(place // size):
+            found[i : i + 1] = view[index : index + 1].view(dtype)
+            view[index : index + 1] = change(found[i : i + 1], i).astype(dtype).view(view.dtype)
+        self.written_in[flat], self.writer[flat], self.set[flat] = epoch, _MANY, True
+        return found
 
     def copied_to(self, a: Any, lanes: Ints, at: int) -> Ints:
         """The words that copies of 16 bytes go to, which are nobody's until they arrive: ``(thread, word)``."""

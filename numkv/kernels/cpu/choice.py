@@ -1,9 +1,10 @@
 """Which blocks of a sequence are worth reading for a query, on the CPU.
 
 The score of a query with any key between the bounds ``low`` and ``high`` of a block is at most
-``sum over d of max(q[d] * low[d], q[d] * high[d])``: Tang et al., "Quest: Query-Aware Sparsity for Efficient
-Long-Context LLM Inference" (arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the
-highest: counts of the digits of those that agree in all higher ones say which digit it has.
+``sum over d of max(q[d] * low[d], q[d] * high[d])``, which is two dot products: of the negative elements of q with
+`low` and of the positive ones with `high`. Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
+Inference" (arXiv:2406.10774), section 3.2. The k-th largest bound is found digit by digit, from the highest: counts of
+the digits of those that agree in all higher ones say which digit it has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.launch import on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.rows.choice import DIGIT_BITS, bounded_product, digit_of, order_of, whose_digit
+from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.codec import row_codec
 
 __all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
@@ -74,23 +75,23 @@ def make_block_scores():
             return
         heads, dim, blocks = low.shape[1], low.shape[2], scores.shape[2]
         group, scale = q.shape[1] // heads, np.float32(sm_scale)
-        x = np.empty((group, dim), np.float32)
+        x = np.empty((group, 2, dim), np.float32)
         items = scores.shape[0] * heads
         for item in range(items * worker // workers, items * (worker + 1) // workers):
             b, h = item // heads, item % heads
             used = min((seq_lens[b] + block_size - 1) // block_size, blocks)
             for i in range(group):
                 for d in range(dim):
-                    x[i, d] = scale * q[b, h * group + i, d]
+                    x[i, 0, d], x[i, 1, d] = parts_of(scale * q[b, h * group + i, d])
             for j in range(blocks):
                 best = np.float32(-np.inf)
                 if j < used:
                     block = np.int64(block_table[b, j])
                     below, above = low[block, h], high[block, h]
-                    for i in range(group):
-                        mine, total = x[i], np.float32(0)
+                    for i in range(group if below[0] <= above[0] else 0):
+                        negative, positive, total = x[i, 0], x[i, 1], np.float32(0)
                         for d in range(dim):
-                            total += bounded_product(mine[d], below[d], above[d])
+                            total += negative[d] * below[d] + positive[d] * above[d]
                         total = total if total == total else np.float32(np.inf)
                         best = max(best, total)
                 scores[b, h, j] = best

@@ -16,7 +16,7 @@ from numkv.kernels.cuda.simd import THREADS, ceil_div, column_of, reader
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
-from numkv.rows.choice import DIGIT_BITS, bounded_product, digit_of, order_of, whose_digit
+from numkv.rows.choice import DIGIT_BITS, digit_of, order_of, parts_of, whose_digit
 from numkv.rows.convert import codec
 
 __all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
@@ -95,13 +95,12 @@ def make_block_scores(Q_KIND):
                 best, block = np.float32(-np.inf), np.int64(-1)
                 if j < used and j < block_table.shape[1]:
                     block = np.int64(block_table[b, j])
-                if block >= 0 and block < num_blocks:
+                if block >= 0 and block < num_blocks and low[block, h, 0] <= high[block, h, 0]:
                     for i in range(group):
                         total = np.float32(0)
                         for d in range(dim):
-                            total += bounded_product(
-                                x[i * dim + d], low[block, h, d], high[block, h, d]
-                            )
+                            negative, positive = parts_of(x[i * dim + d])
+                            total += negative * low[block, h, d] + positive * high[block, h, d]
                         total = total if total == total else np.float32(np.inf)
                         best = max(best, total)
                 scores[b, h, j] = best
