@@ -251,8 +251,9 @@ def test_a_missing_barrier_is_a_race():
 #: All threads count in one word, which the first one has set.
 COUNTED = (
     """
-    setp.eq.u32 %p1, %r2, 0; @%p1 st.shared.u32 [mine], 7;
-    {before}
+    setp.ne.u32 %p1, %r2, 0; @%p1 bra $a;
+    st.shared.u32 [mine], 7;
+    $a: {before}
     red.shared.add.u32 [mine], 2;
     {after}
     ld.shared.u32 %r4, [mine];
