@@ -10,7 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
-from numkv.checks import check_array, check_flag, check_integers
+from numkv.checks import check_array, check_flag, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.sparse.blocks import check_blocks, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
@@ -121,7 +121,7 @@ def sparse_decode_attention(
         raise too_many_parts(num_blocks, pool_heads)
     if target.values_on_host or validate:
         look_at_table(
-            target.to_host(tables).reshape(-1, columns), target.to_host(lens).astype(np.int64), size,
+            target.to_host(tables).reshape(num_seqs * heads, columns), target.to_host(lens).astype(np.int64), size,
             num_blocks, "tables",
         )  # fmt: skip
     options = check_options(sm_scale, logits_soft_cap, -1, None, return_lse, None)
@@ -130,6 +130,7 @@ def sparse_decode_attention(
         out = target.empty((num_seqs, num_q_heads, dim_v), q.dtype)
     else:
         out = check_array(target, "out", out, (q.dtype,), (num_seqs, num_q_heads, dim_v))
+        check_writable("out", out)
     if num_seqs and num_q_heads:
         numbered = target.empty((rows, columns), _INT32[0])
         target.ops.tables_of_heads(tables, pool_heads, numbered)
@@ -228,10 +229,7 @@ def token_decode_attention(
 
 def _lengths(target: Target, x: Any, shape: tuple[int, int]) -> Array:
     """Lengths of heads as kernels take them: one after another, in int64 on the CPU."""
-    if isinstance(x, list | tuple) and target.values_on_host:
-        x = np.asarray(x, np.int64)
-    integers = (np.dtype(np.int32), np.dtype(np.int64))
-    lens = check_array(target, "seq_lens", x, integers, shape)
+    lens = check_integers(target, "seq_lens", x, shape)
     return target.index(_whole(target, lens, "seq_lens").reshape((shape[0] * shape[1],)), np.int64)
 
 

@@ -10,7 +10,14 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import check_queries
-from numkv.checks import check_array, check_flag, check_integers, check_number, check_size
+from numkv.checks import (
+    check_array,
+    check_bytes,
+    check_flag,
+    check_integers,
+    check_number,
+    check_size,
+)
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
 from numkv.sparse.blocks import check_blocks, check_table
@@ -65,12 +72,10 @@ class KeyBounds:
     def __init__(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, *, target: str = "cpu"
     ) -> None:
-        shape = (
-            check_size("num_blocks", num_blocks, 1),
-            check_size("num_kv_heads", num_kv_heads, 1),
-            check_size("head_dim", head_dim, 1),
-        )
-        to = targets.get(target)
+        sizes = {"num_blocks": num_blocks, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes = {name: check_size(name, size, 1) for name, size in sizes.items()}
+        check_bytes(sizes, 4)
+        shape, to = tuple(sizes.values()), targets.get(target)
         self._target = to
         self.low: Array = to.asarray(np.full(shape, np.inf, np.float32))
         self.high: Array = to.asarray(np.full(shape, -np.inf, np.float32))

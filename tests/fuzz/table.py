@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 
-from fuzz import rows_functions, rows_multi, rows_paged, rows_single
+from fuzz import rows_functions, rows_multi, rows_paged, rows_single, rows_sparse
 from fuzz.play import Arg, Row, Scene
 from fuzz.surface import members, resolve
 
 __all__ = ["SCENES", "fitting", "rows_of"]
 
 #: Scenes with their weights; each has rows.
-SCENES = [*rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES]
+SCENES = [
+    *rows_functions.SCENES, *rows_single.SCENES, *rows_paged.SCENES, *rows_multi.SCENES, *rows_sparse.SCENES,
+]  # fmt: skip
 
 STREAM = Arg("anything", lambda d: None)
 
