@@ -406,9 +406,10 @@ class CellCache(LayeredCache):
             self._put_here(now, layer, k, v, check_finite)
             return
         what, pool = ("put", layer, check_finite, len(now.slots)), self._layers[layer]
+        now.slots_on_target()  # here, so that what is written down below launches and nothing else
         call = again.find(what, None, (k, v), pool.k)
         puts = self._puts
-        if call.replay is not None and now.has_slots:
+        if call.replay is not None:
             own = (again.pointer(now.slots_on_target()),)
             self._told.refuse(now.rows.sequences)
             look = self._told.look_again(call.replay.note, self._told.mark(now.slots))
