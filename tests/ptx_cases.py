@@ -5,6 +5,7 @@ by who calls: `tools.cuda.ptx_device`. Shapes are such that loops go round, tail
 items; a few have more threads than work.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -100,6 +101,30 @@ def non_finite(rng, kind, dim=37):
     assert ops().first_non_finite(to_words(rows), kind) == -1
     rows.reshape(-1)[[700, 901, 333]] = np.inf, np.nan, -np.inf
     assert ops().first_non_finite(to_words(rows), kind) == 333
+
+
+def mend(rng, sides):
+    """Rows among floats, of which some are not finite: zeros in their place, on the sides that are looked at."""
+    watch = importlib.import_module("numkv.kernels.cuda.late").Watch()
+    order = rng.permutation(20).astype(I64)
+    slots, aside = order[:9].copy(), order[9]
+    slots[4] = -1
+    pools, wanted, found = [], [], []
+    for side, (dim, token, head, d) in enumerate(((37, 2, 1, 36), (64, 8, 0, 0))):
+        rows = rng.standard_normal((20, 3, dim)).astype(F32)
+        rows[slots[token], head, d] = rows[order[4], 0, 1] = rows[aside, 2, 5] = -np.inf
+        mended = rows.copy()
+        if side in sides:
+            mended[slots[token], head] = 0
+            found.append(("a call", side == 1, (token * 3 + head) * dim + d))
+        for x, there in ((rows, pools), (mended, wanted)):
+            there.append(np.ascontiguousarray(np.swapaxes(x.reshape(4, 5, 3, dim), 1, 2)))
+    here = [to(pool) for pool in pools]
+    given = [x if side in sides else None for side, x in enumerate(here)]
+    targets.get("cuda").mend_rows(*given, to(slots), watch.look("a call"))
+    assert [(report.what, report.of_v, report.index) for report in watch.take()] == found
+    for got, want in zip(here, wanted, strict=True):
+        assert np.array_equal(host(got), want)
 
 
 def rotate(rng, source, kind, dim, inverse):
@@ -322,6 +347,8 @@ def cases():
         case(merge, kind, everyday=kind == "fp16")
         case(append_views, kind, kind, 40, True, everyday=kind == "bf16")
         case(append_views, "fp16", kind, 576 if kind == "bf16" else 24, kind != "fp32")
+    for sides in ((0, 1), (1,)):
+        case(mend, sides, everyday=len(sides) > 1)
     for kind in naive.CODES:
         case(append_views, "bf16", kind, 64, True)
         case(append_views, "bf16", kind, 64, False)

@@ -192,6 +192,20 @@ class BlockPool(Books):
                 f"{self._state[arrays.REF, block]} references"
             )
 
+    def _peak(self) -> int:
+        """The most blocks that were ever in use at once."""
+        return int(self._counters[arrays.PEAK_USED])
+
+    @changes
+    def _undo_allocation(self, ids: Ids, peak: int) -> None:
+        """Release blocks that were just allocated and are not needed after all; `peak` is the most used before."""
+        counters = self._counters
+        highest = counters[arrays.USED] == counters[arrays.PEAK_USED]
+        compiled.compiled("release")(self._state, counters, ids)
+        counters[arrays.ALLOCATIONS] -= len(ids)
+        if highest:
+            counters[arrays.PEAK_USED] = max(peak, int(counters[arrays.USED]))
+
     @changes
     def acquire(self, ids: Any) -> None:
         """Acquire one more reference to each block; free blocks with cached content come into use again.

@@ -31,12 +31,15 @@ from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
+from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
 
 __all__ = ["FullPrecisionWindow", "Residual"]
 
 Ints = NDArray[np.int64]
+#: See `FullPrecisionWindow.append`.
+Watching = Callable[[Array, Array, int], int]
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -153,8 +156,9 @@ class FullPrecisionWindow:
     # -- writing
 
     def append(
-        self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int
-    ) -> None:
+        self, pool: Pool, layer: int, k: Array, v: Array, block_table: Array, start: int,
+        watch: Watching | None = None,
+    ) -> None:  # fmt: skip
         """Take checked rows of new tokens, and quantise all that are outside of the window then.
 
         Parameters
@@ -169,6 +173,10 @@ class FullPrecisionWindow:
             The sequence's blocks in `pool`, with room for the new tokens.
         start : int
             Position of the first new token.
+        watch : function, optional
+            Gives the numbers under which kernels report NaN and infinity in some of the rows, `Pool.watch`: asked with
+            these of K and of V, and how many tokens come before them. Such rows are zeros then, and remain so when
+            they leave the window. Without it nobody looks.
         """
         tokens = int(k.shape[0])
         length = start + tokens
@@ -186,12 +194,18 @@ class FullPrecisionWindow:
         direct = max(start, sinks)
         if direct < first_kept:
             part = slice(direct - start, first_kept - start)
-            pool.append(k[part], v[part], block_table, direct)
+            look = 0 if watch is None else watch(k[part], v[part], direct - start)
+            pool.append(k[part], v[part], block_table, direct, look)
         positions = np.arange(start, length)
         slots = self._slots(layer, positions, sinks)
         slots[(positions >= sinks) & (positions < first_kept)] = -1
         if np.any(slots >= 0):
-            self._pool.scatter(k, v, self._pool.target.index(slots, np.int64))
+            there = self._pool.target.index(slots, np.int64)
+            self._pool.scatter(k, v, there)
+            if watch is not None and (look := watch(k, v, 0)):
+                sides = (pool.k_kind, self._pool.k), (pool.v_kind, self._pool.v)
+                of_k, of_v = (x if of.has_scales else None for of, x in sides)
+                self._pool.target.mend_rows(of_k, of_v, there, look)
         self._sinks[layer], self._end[layer] = sinks, first_kept
 
     def _runs(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -205,7 +219,15 @@ class FullPrecisionWindow:
 
     def staging(self, tokens: int) -> Pool:
         """A block of float rows for new tokens, which `append` then takes: see `staged`."""
-        return _float_pool(self._pool, 1, max(1, tokens))
+        target, shape = self._pool.target, (1, int(self._pool.k.shape[1]), max(1, tokens))
+        sides = []
+        for side in (
+            self._pool.k_buffer,
+            self._pool.v_buffer,
+        ):  # not zeros, for which CUDA waits: each row that is read is written
+            words = target.empty((*shape, side.dim), side.kind.word)
+            sides.append(Buffer(target, words, side.scales, side.kind))
+        return Pool(*sides)
 
     def staged(self, block: Pool, tokens: int) -> tuple[Array, Array]:
         """The first rows ``(tokens, num_kv_heads, head_dim)`` of K and of V in such a block."""

@@ -292,8 +292,11 @@ class KVCache(StoredRows):
         ------
         CacheFull, DimensionMismatch
             If `max_seq_len` leaves no room, or no memory can hold so many; nothing has changed.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity: truncate first.
         """
         n, rows = check_size("n", n), self._rows()
+        self._refuse_bad(self._longest())
         if len(rows):
             longest = int(rows.argmax())
             self._make_room(longest, int(rows[longest]), n)
@@ -465,7 +468,7 @@ class KVCache(StoredRows):
                 f"`n`: expected at most {most - len(self)}, the rows appended to layer "
                 f"{layer} since the last advance, got {n}; append to every layer first"
             )
-        self._refuse_bad(int(self._lengths.argmax()) if self.num_layers else None)
+        self._refuse_bad(self._longest())
         self._length[0] = length
 
     @drops

@@ -223,9 +223,12 @@ class Layer(SingleSequence):
         ------
         CacheFull
             If there is no room for all of them; nothing has changed.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity: truncate first.
         """
         n, start = check_size("n", n), self._stored(0)
         self._check_room(start, n)
+        self._refuse_bad()
         self._take_room(start + n)
 
     def _make_room(self, layer: int, start: int, tokens: int) -> None:

@@ -66,23 +66,31 @@ def write_here(layer: Any, p: Projection, pos_offset: int | None, check_finite: 
     first = start if pos_offset is None else pos_offset
     p.check_positions(first)
     check_finite = check_flag("check_finite", check_finite, True)
-    kept_apart = layer._full_precision is not None
-    first_look = check_finite and (kept_apart or pool.looks_first)
+    first_look = check_finite and pool.looks_first
     if first_look:
         p.check_finite(pool)
     layer._watch_nothing()
-    look = p.watch(pool, layer._marker(start)) if check_finite and not first_look else 0
+    marker = layer._marker(start) if check_finite and not first_look else None
     room = layer._room
     layer._take_room(start + tokens)
     try:
         if layer._full_precision is None:
             table = layer._ids if pool.target.values_on_host else layer._block_table(0)[0]
+            look = 0 if marker is None else p.watch(pool, marker)
             p.write(pool, table, number(start, 0), number(first, 2), look)
             layer._lengths[0] = start + tokens
         else:  # by way of unrounded floats, which then go the way of `append`
             staging = layer._full_precision.staging(tokens)
             p.write(staging, one_block_each(layer._target.device_key, 1)[0], 0, first)
-            layer._store(0, *layer._full_precision.staged(staging, tokens), start)
+
+            def watch(k: Array, v: Array, skipped: int) -> int:
+                return (
+                    0
+                    if marker is None
+                    else p.watch_rows(pool, k, v, marker._replace(skipped=skipped))
+                )
+
+            layer._store(0, *layer._full_precision.staged(staging, tokens), start, watch)
     except BaseException:
         layer._unmake_room(0, start, room)
         raise

@@ -17,7 +17,7 @@ from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
-from numkv.caches.full_precision import FullPrecisionWindow
+from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.watched import Watched
 from numkv.checks import check_flag
 from numkv.compaction.key_shift import RopeShift
@@ -81,7 +81,7 @@ class SingleSequence(Watched):
         "_tables",
         "_again",
         "_watch",
-        "_drops",
+        "_history",
     )
 
     #: Of each layer: the same buffers, and its own scales of heads.
@@ -216,6 +216,9 @@ class SingleSequence(Watched):
             raise NumkvError(self._bad_length(layer, length, most))
         return length
 
+    def _longest(self) -> int | None:
+        return int(self._lengths.argmax()) if len(self._lengths) else None
+
     def _quantised(self, layer: int) -> range:
         """Positions of a layer's tokens that are quantised."""
         length = self._stored(layer)
@@ -288,6 +291,7 @@ class SingleSequence(Watched):
         NumkvError
             If rows are moved or dropped meanwhile.
         """
+        self._target.collect_late(self._watch, wait=True)  # what is told of rows goes along
         new = object.__new__(type(self))
         new.__dict__.update(self._state())
         new._access = Access()
@@ -330,8 +334,7 @@ class SingleSequence(Watched):
             If something does not agree; the message says what. Scales that are not finite are those of rows that were
             stored with ``check_finite=False``.
         """
-        self._target.collect_late(self._watch, wait=True)
-        self._refuse_bad(int(self._lengths.argmax()) if len(self._lengths) else None)
+        self._refuse_told()
         for layer in range(len(self._lengths)):
             self._stored(layer)
         self._check_books()
@@ -415,14 +418,19 @@ class SingleSequence(Watched):
         self._target.refuse_capture(f"{type(self).__name__}.append")
         self._refuse_bad(layer)
         check_finite = check_flag("check_finite", check_finite, True)
-        first = check_finite and (pool.looks_first or self._full_precision is not None)
+        first = check_finite and pool.looks_first
         k, v = pool.check_rows(k, v, check_finite=first)
         tokens, start, room = int(k.shape[0]), self._stored(layer), self._room
         self._make_room(layer, start, tokens)
         self._watch_nothing()
-        look = pool.watch(k, v, self._marker(start)) if check_finite and not first else 0
+        marker = self._marker(start) if check_finite and not first else None
+
+        def watch(k: Array, v: Array, skipped: int) -> int:
+            of_part = None if marker is None else marker._replace(skipped=skipped)
+            return 0 if of_part is None else pool.watch(k, v, of_part)
+
         try:
-            self._store(layer, k, v, self._target.number(start, 0), look)
+            self._store(layer, k, v, self._target.number(start, 0), watch)
         except BaseException:
             self._unmake_room(layer, start, room)
             raise
@@ -432,15 +440,15 @@ class SingleSequence(Watched):
         if int(self._lengths[layer]) == start:
             self._give_back(room, self._shorter(room))
 
-    def _store(self, layer: int, k: Array, v: Array, start: int, look: int = 0) -> None:
-        """Write checked rows, for which there is room, and count them."""
+    def _store(self, layer: int, k: Array, v: Array, start: int, watch: Watching) -> None:
+        """Write checked rows, for which there is room, and count them; of `watch` see `FullPrecisionWindow.append`."""
         table = self._tables[layer]
         if not self._target.values_on_host:
             table = self._block_table(layer)[0]
         if self._full_precision is None:
-            self._pools[layer].append(k, v, table, start, look)
+            self._pools[layer].append(k, v, table, start, watch(k, v, 0))
         else:
-            self._full_precision.append(self._pools[layer], layer, k, v, table, start)
+            self._full_precision.append(self._pools[layer], layer, k, v, table, start, watch)
         self._lengths[layer] = start + int(k.shape[0])
 
     def _compact(self, kept: NDArray[np.int64], shift: RopeShift | None) -> None:
@@ -463,6 +471,7 @@ class SingleSequence(Watched):
             moves += self._full_precision.plan_moves(kept, shift)
         for move in moves:
             move()
+        self._mend(kept)
         self._cut(kept.shape[1])
 
     def _moves(

@@ -5,14 +5,70 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from numkv.errors import NonFiniteInput
 from numkv.targets.base import Target
 from numkv.targets.call import Marker
 
-__all__ = ["Watched"]
+__all__ = ["LONG_AGO", "History", "Watched", "first_kept"]
 
-# Calls after which one is certainly done.
-_LONG_AGO = 1 << 12
+#: Calls after which one is certainly done.
+LONG_AGO = 1 << 12
+
+
+class History:
+    """What has become of a sequence's tokens since calls of which something may still be told.
+
+    Of several tokens that were not finite sometimes only the first is told. So whatever comes after one counts as if it
+    were not finite either.
+    """
+
+    def __init__(self) -> None:
+        # Calls so far, and the tokens that were kept then: those below a length, or these, in each layer.
+        self._changes: list[tuple[int, int | NDArray[np.int64]]] = []
+
+    def add(self, calls: int, kept: int | NDArray[np.int64]) -> None:
+        """Note that tokens were dropped after so many calls.
+
+        Parameters
+        ----------
+        calls : int
+            Calls of the watch so far.
+        kept : int or int64 array (num_layers, n)
+            How many were kept, or which.
+        """
+        changes = [(n, of) for n, of in self._changes if calls - n < LONG_AGO]
+        if isinstance(kept, int):
+            while changes and isinstance(changes[-1][1], int) and changes[-1][1] >= kept:
+                changes.pop()
+        self._changes = [*changes, (calls, kept)]
+
+    def copy(self) -> History:
+        """The same so far."""
+        made = History()
+        made._changes = self._changes  # which is replaced, not changed
+        return made
+
+    def now(self, position: int, call: int) -> int | None:
+        """Where the first of the tokens is now that come with or after one that was told; None if all are gone."""
+        for calls, kept in self._changes:
+            if call <= calls:
+                found = first_kept(position, kept)
+                if found is None:
+                    return None
+                position = found
+        return position
+
+
+def first_kept(position: int, kept: int | NDArray[np.int64]) -> int | None:
+    """Where the first token from a position on is, once these have been kept; None if there is none."""
+    if isinstance(kept, int):
+        return position if position < kept else None
+    found = [int(np.searchsorted(of_layer, position)) for of_layer in kept]
+    least = min(found, default=0)
+    return least if least < kept.shape[1] else None
 
 
 class Watched:
@@ -23,17 +79,21 @@ class Watched:
     _watch: Any
     #: What makes calls that repeat the short way; None where there is none.
     _again: Any
-    #: Calls of the watch up to which tokens from a position on have been dropped.
-    _drops: list[tuple[int, int]]
+    #: What has become of tokens since they were written.
+    _history: History
     #: The first position with rows that were NaN or infinite, once that is known, and the error.
     _bad: tuple[int, NonFiniteInput] | None = None
 
     def _stored(self, layer: int) -> int:
         raise NotImplementedError
 
+    def _longest(self) -> int | None:
+        """The layer with most tokens; None if there are no layers."""
+        raise NotImplementedError
+
     def _begin_watching(self) -> None:
         self._watch = self._target.new_watch()
-        self._drops = []
+        self._history = History()
 
     def _look(self, layer: int, start: int, looked_at: Any) -> int:
         """A number for a call that is made again, once nothing is known to be wrong with the tokens so far."""
@@ -56,10 +116,9 @@ class Watched:
 
         def mark(position: int, error: NonFiniteInput, call: int) -> None:
             of = cache()
-            if of is None or (of._bad is not None and position >= of._bad[0]):
-                return
-            if not any(call <= last and position >= length for last, length in of._drops):
-                of._bad = position, error
+            now = None if of is None else of._history.now(position, call)
+            if of is not None and now is not None and (of._bad is None or now < of._bad[0]):
+                of._bad = now, error
 
         return Marker(self._watch, mark, start)
 
@@ -70,13 +129,15 @@ class Watched:
             position, error = self._bad
             raise NonFiniteInput(f"{error}; truncate to {position} tokens", error.index)
 
-    def _mend(self, length: int) -> None:
-        """Forget a bad token from position `length` on, as it is dropped."""
-        if self._bad is not None and length <= self._bad[0]:
-            self._bad = None
-        if (
-            self._watch is not None and self._watch.calls
-        ):  # what is reported of tokens that are gone is old
-            calls = self._watch.calls
-            kept = [(n, at) for n, at in self._drops if at < length and calls - n < 1 << 12]
-            self._drops = [*kept, (calls, length)]
+    def _refuse_told(self) -> None:
+        """Wait for what has been launched, and refuse to go on if a token was NaN or infinite."""
+        self._target.collect_late(self._watch, wait=True)
+        self._refuse_bad(self._longest())
+
+    def _mend(self, kept: int | NDArray[np.int64]) -> None:
+        """Forget a bad token, and those after it, that are not among those which are kept; see `History.add`."""
+        if self._bad is not None:
+            now = first_kept(self._bad[0], kept)
+            self._bad = None if now is None else (now, self._bad[1])
+        if self._watch is not None and self._watch.calls:
+            self._history.add(self._watch.calls, kept)

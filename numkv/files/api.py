@@ -37,7 +37,9 @@ class _Family:
 _FAMILIES = [_Family(module) for module in (single, paged, multi, compressed)]
 
 
-def save(path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None) -> None:
+def save(
+    path: str | os.PathLike[str], cache: Any, *, mark: Mark | None = None, stream: Any = None
+) -> None:
     """Save a cache, or sequences, to a file, which `load` brings back bit for bit.
 
     The file is safetensors with a checksum of each tensor: see ``docs/files.md``. Tokens are saved,
@@ -55,9 +57,13 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
     mark : str or mapping, optional
         What `load` can compare: the model, its revision, its RoPE, or whatever else makes these rows useless to
         others; a text, or texts, numbers and None by name.
+    stream : object, optional
+        See `numkv.paged_decode_attention`; what has been launched on it is in the file.
 
     Raises
     ------
+    NonFiniteInput
+        On CUDA, if rows that were quantised held NaN or infinity: truncate, or remove them, first.
     NumkvError
         If the cache is being changed, was changed meanwhile, has an open step, is closed, or holds NaN in its scales.
     OSError
@@ -86,6 +92,13 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
     (5, True)
     """
     path, checked = _check_path(path), check_mark("mark", mark)
+    place, own = cache._runs_on() if hasattr(cache, "_runs_on") else (targets.get("cpu"), None)
+    with place.on(stream, own):
+        _save(path, checked, cache)
+
+
+def _save(path: str, checked: Any, cache: Any) -> None:
+    """See `save`; on its stream."""
     if isinstance(cache, SwappedSequence):
         saved, name = sequences.describe(cache), _ONE
     elif isinstance(cache, Sequence):
@@ -97,6 +110,8 @@ EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence
             raise TypeError(
                 f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}"
             )
+        if hasattr(cache, "_refuse_told"):
+            cache._refuse_told()
         saved = family.describe(cache, "")
     header = {"class": name, "numkv": __version__, "mark": checked}
     with contextlib.ExitStack() as stack:
@@ -117,6 +132,7 @@ def load(
     shift: Any = None,
     pool: PagedPool | None = None,
     max_nbytes: int | None = None,
+    stream: Any = None,
 ) -> Any:
     """Load what `save` saved.
 
@@ -138,6 +154,8 @@ def load(
         Where a `PagedLayer` takes its blocks from; without it the layer owns one.
     max_nbytes : int, optional
         Memory that the cache may take, room for more tokens included; what the machine has, if None.
+    stream : object, optional
+        See `numkv.paged_decode_attention`; what is launched on it next finds the cache.
 
     Returns
     -------
@@ -164,13 +182,19 @@ def load(
     most = _check_bytes(max_nbytes)
     if pool is not None and not isinstance(pool, PagedPool):
         raise TypeError(f"`pool`: expected a PagedPool, got {type(pool).__name__}")
-    if target is not None:
-        targets.get(target)
+    place = targets.get("cpu" if target is None else target)
     if pool is not None and target not in (None, pool.target):
         raise NotSupported(
             f"`target`: expected the pool's, {pool.target}, got {target}; leave it out"
         )
     options = Options(pool.target if pool is not None else target, shift, pool)
+    with (place if pool is None else targets.get(pool.target)).on(stream):
+        return _load(path, checked, most, options, target)
+
+
+def _load(path: str, checked: Any, most: int, options: Options, target: str | None) -> Any:
+    """See `load`; on its stream."""
+    shift, pool = options.shift, options.pool
     with _reading(path) as file:
         name = _ONE if file.version < 3 else file.fields.text("class")
         _compare_marks(path, file, checked)

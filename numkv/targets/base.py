@@ -146,6 +146,23 @@ class Target(Protocol):
             Whom to tell; without it the error is raised by a later function.
         """
 
+    def mend_rows(
+        self, k: arrays.Array | None, v: arrays.Array | None, slots: arrays.Array, look: int
+    ) -> None:
+        """Have a kernel look for NaN and infinity in rows that pools of floats hold, and put zeros in place of such.
+
+        On the CPU nothing happens, as values are looked at before they are written.
+
+        Parameters
+        ----------
+        k, v : float32 array (num_blocks, num_kv_heads, block_size, head_dim) or None
+            The pools, one at least.
+        slots : int64 array (num_tokens,)
+            Where the rows are; -1 for tokens that have none there.
+        look : int
+            What `watch` gave.
+        """
+
     def new_watch(self) -> Any:
         """What an object that writes has, for kernels to report to; None on the CPU."""
 

@@ -25,11 +25,14 @@ class Marker(NamedTuple):
         Takes it.
     first : int
         Number of the call's first token.
+    skipped : int
+        Tokens of the arrays that the caller passed before those that are looked at, which come back in indices.
     """
 
     watch: Any
     mark: Mark
     first: int = 0
+    skipped: int = 0
 
 
 class Call:

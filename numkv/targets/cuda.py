@@ -214,6 +214,12 @@ class CudaTarget:
         """A number under which a kernel reports NaN and infinity in rows that it was to quantise."""
         return calls.watch(k, v, marker)
 
+    def mend_rows(self, k: Any, v: Any, slots: Array, look: int) -> None:
+        """Have a kernel look at rows that pools of floats hold, and put zeros in place of those that are not finite."""
+        from numkv.kernels.cuda.mend import mend_rows
+
+        mend_rows(k, v, slots, look)  # type: ignore[no-untyped-call]
+
     def new_watch(self) -> Any:
         """What an object that writes has, for kernels to report to."""
         return Watch()
@@ -275,7 +281,9 @@ class CudaTarget:
         return memory.empty(tuple(shape), np.dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new device array of zeros, for buffers."""
+        """A new device array of zeros, for buffers; it waits until they are there."""
+        if 0 not in shape:
+            self.refuse_capture("a new buffer of zeros")
         array: Any = memory.buffer(tuple(shape), np.dtype(dtype))
         if self._simulated:
             array[...] = 0

@@ -14,6 +14,7 @@ import numpy as np
 from numkv.arrays import Array
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.kernels.cuda import late, memory, streams
+from numkv.kernels.cuda.launches import Number
 from numkv.kernels.cuda.replays import Given, Made, Replay, replay_of
 from numkv.kinds import Kind
 from numkv.targets.call import Call, Marker
@@ -319,7 +320,10 @@ class Calls:
             raise_late(place)
         replay = self._replays.get(key)
         if replay is not None and streams.ready(place):
-            held = replay.run(place, pointers)
+            numbers: tuple[int, ...] = ()
+            if replay.note is not None:  # each call reports what it finds as its own
+                numbers = 0, late.of_functions(place.device).look(replay.note)
+            held = replay.run(place, pointers, numbers)
             if held is not None:
                 return self._returned(replay, held, call, arrays) if replay.results else None
         if call.validate is not None and options[call.validate] is True and place.capturing():
@@ -383,10 +387,23 @@ class Calls:
         if given is None:
             return
         replay = replay_of(recording, given, call.written, results, place)
-        if replay is not None:
+        number = _number_of_look(recording)
+        looked_at = None if number is None else number.watch.looked_at(number)
+        if replay is not None and (number is None or looked_at is not None):
+            replay.note = looked_at
             if len(self._replays) >= MOST_REPLAYS:
                 self._replays.clear()
             self._replays[key] = replay
+
+
+def _number_of_look(recording: streams.Recording) -> Number | None:
+    """The number under which a function's call reports what is not finite; None if it looks for nothing."""
+    for _, _, _, _, args in recording.launches:
+        for x in args:
+            for n in x if isinstance(x, tuple) else (x,):
+                if type(n) is Number and n.watch is not None:
+                    return n
+    return None
 
 
 def _named(call: Call, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
@@ -454,6 +471,9 @@ def _late_error(report: late.Report) -> NonFiniteInput:
         )
     name, shape, kind, axes = report.what[report.of_v]
     index = tuple(int(i) for i in np.unravel_index(report.index, shape)[:axes])
+    marker: Marker | None = report.what[2]
+    if marker is not None and marker.skipped:
+        index = (index[0] + marker.skipped, *index[1:])
     return NonFiniteInput(
         f"`{name}`: expected finite numbers for storage in {kind}, got NaN or infinity at {index} of an earlier "
         "call; the row was stored as zeros",

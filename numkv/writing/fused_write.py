@@ -215,15 +215,19 @@ class Projection:
         """Have the kernel look for NaN and infinity in what it quantises; see `Pool.watch`."""
         if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             return 0
-        shape, axes = tuple(self.qkv.shape), 2
-        shapes = shape, shape
-        if (
-            pool.rotate
-        ):  # it is the rotated rows of K and V that are looked at, and the token that is told
-            heads, axes = int(pool.k.shape[1]), 1
-            shapes = (shape[0], heads, pool.head_dim), (shape[0], heads, pool.head_dim_v)
-        of_k, of_v = (("qkv", s, k, axes) for s, k in zip(shapes, (pool.k_kind, pool.v_kind), strict=True))  # fmt: skip
+        if pool.rotate:
+            heads, tokens = int(pool.k.shape[1]), self.num_tokens
+            shapes = (tokens, heads, pool.head_dim), (tokens, heads, pool.head_dim_v)
+            return _watch_rows(pool, *shapes, marker)
+        shape = tuple(self.qkv.shape)
+        of_k, of_v = (("qkv", shape, kind, 2) for kind in (pool.k_kind, pool.v_kind))
         return pool.target.watch(of_k, of_v, marker)
+
+    def watch_rows(self, pool: Pool, k: Array, v: Array, marker: Marker) -> int:
+        """The same where rows of K and V are looked at that have been made of projections, some of these or all."""
+        if pool.target.values_on_host or not (pool.k_kind.has_scales or pool.v_kind.has_scales):
+            return 0
+        return _watch_rows(pool, tuple(k.shape), tuple(v.shape), marker)
 
     def scatter(self, pool: Pool, slot_mapping: Array, positions: Array, look: int = 0) -> None:
         """Write the new tokens of many sequences, and q to `q_out`.
@@ -274,6 +278,11 @@ class Projection:
             scales = target.empty(kind.scale_shape(shape, dim), kind.scale_word)
             sides.append(Buffer(target, words, scales, kind, None))
         return Pool(*sides)
+
+
+def _watch_rows(pool: Pool, k: tuple[int, ...], v: tuple[int, ...], marker: Marker | None) -> int:
+    """See `Projection.watch`; norm and rotation spread what is not finite, so that the token is told alone."""
+    return pool.target.watch(("qkv", k, pool.k_kind, 1), ("qkv", v, pool.v_kind, 1), marker)
 
 
 def _rows_of(block: Pool) -> tuple[Array, Array]:

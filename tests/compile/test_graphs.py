@@ -475,3 +475,12 @@ def test_captures_of_two_threads_do_not_meet(where):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_a_buffer_of_zeros_is_not_captured(where):
+    """It is refused by its name, before anything is asked of the driver."""
+    stream = new_stream()
+    with captured(stream), where.on(stream):
+        with pytest.raises(numkv.NotSupported, match=r"^a new buffer of zeros"):
+            where.zeros((2, 3), np.float32)
+        assert where.zeros((0, 3), np.float32).shape == (0, 3)

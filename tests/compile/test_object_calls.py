@@ -337,3 +337,126 @@ def test_rotated_rows_are_looked_at_as_they_are_written():
     with pytest.raises(numkv.NonFiniteInput, match=r"`qkv`.*truncate to 3 tokens") as caught:
         layer.check()
     assert caught.value.index == (0,)
+
+
+@pytest.mark.parametrize("make", [
+    lambda **more: numkv.ContiguousLayer(32, HEADS, DIM, kind="int8", target="cuda", **more),
+    lambda **more: numkv.PagedLayer(8, 4, HEADS, DIM, kind="int8", target="cuda", **more),
+], ids=["contiguous", "paged"])  # fmt: skip
+def test_rows_of_a_window_are_looked_at(make):
+    """Nobody waits; what leaves the window is zeros by then, and told with the index that it came with."""
+    layer, k, v = (
+        make(residual_window=3),
+        random(9, HEADS, DIM),
+        random(9, HEADS, DIM + 1)[..., :DIM],
+    )
+    layer.append(to(k[:2]), to(v[:2]))
+    k[4, 1, 6], v[7, 0, 2] = np.nan, np.inf
+    wait = ("blocking copies", "blocking waits")
+    with driver.calls() as log:
+        layer.append(to(k[2:5]), to(v[2:5]))
+    device.check()
+    assert not any(log.groups()[name] for name in wait)
+    with pytest.raises(numkv.NonFiniteInput, match=r"`k`.*truncate to 4 tokens") as caught:
+        layer.append(to(k[:1]), to(k[:1]))
+    assert caught.value.index == (2, 1, 6)
+    layer.truncate(4)
+    layer.append(to(random(1, HEADS, DIM)), to(v[4:5]))
+    with driver.calls() as log:
+        layer.append(to(k[5:]), to(v[5:]))
+    assert not any(log.groups()[name] for name in wait)
+    copied = layer.copy()
+    for told in (layer, copied):
+        with pytest.raises(numkv.NonFiniteInput, match=r"`v`.*truncate to 7 tokens") as caught:
+            told.check()
+        assert caught.value.index == (2, 0, 2)
+        told.truncate(7)
+        told.append(to(random(3, HEADS, DIM)), to(random(3, HEADS, DIM)))
+        told.check()
+
+
+def test_cells_are_told_of_by_calls_that_repeat():
+    """Two caches and three sequences; each put is one launch, the first layer's too."""
+    caches = [numkv.CausalCache() for _ in range(2)]
+    for cache in caches:
+        cache.init("int8", 3, 16, 8, "cuda")
+    good = to(random(3, HEADS, DIM))
+    for i in range(4):
+        for cache in caches:
+            cache.start_forward(numkv.Batch([i] * 3, [0, 1, 2]))
+            if i < 3:
+                cache.put(0, good, good)
+                cache.put(1, good, good)
+    rows = to(bad(3, HEADS, DIM, at=(1, 1, 5)))
+    with driver.calls() as log:
+        caches[0].put(0, good, good)
+        caches[0].put(1, good, rows)
+        caches[1].put(0, good, good)
+        caches[1].put(1, good, good)
+    device.check()
+    groups = log.groups()
+    assert groups["launches"] == 4
+    assert groups["async copies"] == 2  # the slots of each pass
+    assert not groups["blocking waits"] + groups["blocking copies"]
+    with pytest.raises(numkv.NonFiniteInput, match="remove sequence 1 from position 3") as caught:
+        caches[0].start_forward(numkv.Batch([4], [1]))
+    assert caught.value.index == (1, 1, 5)
+    caches[1].start_forward(numkv.Batch([4], [1]))
+    caches[1].check()
+    caches[0].start_forward(numkv.Batch([4], [2]))
+    caches[0].remove(1, 3)
+    caches[0].check()
+
+
+def test_each_repeated_call_of_a_function_is_told():
+    """Under its own number: what two of them found is said twice."""
+    made = numkv.kind("int8")
+    pools = [to(np.zeros((2, HEADS, 4, DIM), made.word)) for _ in "kv"]
+    scales = {f"{n}_scale": to(np.ones((2, HEADS, 4), F32)) for n in "kv"}
+    slots, good = to(np.arange(2)), to(random(2, HEADS, DIM))
+
+    def append(rows):
+        numkv.paged_append(rows, good, *pools, slots, **scales)
+
+    for _ in range(3):
+        append(good)
+    late = to(bad(2, HEADS, DIM, at=(1, 0, 4)))
+    early = to(bad(2, HEADS, DIM, at=(0, 1, 3)))
+    for rows in (early, late):
+        _, launches = only_launches(lambda rows=rows: append_unseen(append, rows))
+        assert launches == 1
+    for index in ((0, 1, 3), (1, 0, 4)):
+        with pytest.raises(numkv.NonFiniteInput) as caught:
+            append(good)
+        assert caught.value.index == index
+    append(good)
+
+
+def append_unseen(append, rows):
+    """Append before anything has been told."""
+    from numkv.kernels.cuda import late
+
+    watch = late.of_functions()
+    watch.arrived = lambda: False
+    try:
+        append(rows)
+    finally:
+        del watch.arrived
+
+
+def test_a_repeated_call_whose_launch_fails():
+    """Nothing has changed, and the next one is right."""
+    layer, rows = (
+        numkv.ContiguousLayer(16, HEADS, DIM, kind="int8", target="cuda"),
+        random(5, HEADS, DIM),
+    )
+    for i in range(3):
+        layer.append(to(rows[i : i + 1]), to(rows[i : i + 1]))
+    with driver.failing("cuLaunchKernelEx", 800), pytest.raises(RuntimeError, match=r"^a launch: "):
+        layer.append(to(rows[3:4]), to(rows[3:4]))
+    assert layer.seq_len == 3
+    layer.append(to(rows[4:5]), to(rows[4:5]))
+    layer.check()
+    q, x = random(1, HEADS * GROUP, DIM), stored(rows[[0, 1, 2, 4]], "int8")
+    found = host(layer.decode_attention(to(q)))
+    tolerances.assert_rows_close(found, reference(q, x, x), tolerances.attention("int8", "fp32"))

@@ -195,14 +195,12 @@ def test_the_linkers_log():
         "ptxas info : Used 96 registers, used 1 barriers, 36 bytes cumulative stack size, 4608 bytes smem\n"
         "    40 bytes stack frame, 36 bytes spill stores, 48 bytes spill loads\n"
     )
-    row = resources.of_log("case", "kernel", "sm_90", log)
-    assert row == ("case", "kernel", "sm_90", 96, 36, 48, 40, 4608, 1)
+    row = resources.of_log("kernel", "sm_90", log)
+    assert row == ("kernel", "sm_90", 96, 36, 48, 40, 4608, 1)
     other = row._replace(architecture="sm_80", spill_stores=0, spill_loads=0)
-    assert "| kernel | case | 96 | 36 / 48 | 40 | 96 | 0 | 40 | 4,608 |" in resources.table(
-        [row, other]
-    )
+    assert "| kernel | 96 | 36 / 48 | 40 | 96 | 0 | 40 | 4,608 |" in resources.table([row, other])
     with pytest.raises(ValueError, match="registers"):
-        resources.of_log("case", "kernel", "sm_90", "nothing")
+        resources.of_log("kernel", "sm_90", "nothing")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8_e4m3"])

@@ -1,27 +1,33 @@
 """Registers, spills, local and shared memory of the machine code that runs, for several architectures; no GPU needed.
 
-    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--cases REGEX] [--keep FILE.json] [--page FILE.md]
+    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.resources [--kernels REGEX] [--keep FILE.json] [--page FILE.md]
 
 What runs is not the PTX that Numba shows: it is linked from optimised IR by nvJitLink, which optimises again. So the
-kernels that the cases of ``tests/ptx_cases.py`` launch, with the signatures and options of the run, are
-linked for each architecture in the same way, and ptxas says what they take. Linking takes seconds a kernel: ``--keep``
-adds to what an earlier run found. A multiprocessor has 65,536 registers and 2,048 threads, so a block of 128 threads
-needs 32 registers or less to fill it; bytes of spills are read and written in the memory of the thread.
+kernels of `numkv.kernels.cuda.catalogue`, with the signatures and options of a run, are linked for each architecture in
+the same way, and ptxas says what they take. Not all combinations of kinds are in the catalogue; those that are have all
+branches of the code. A kernel takes seconds: with ``--keep`` each is written down as soon as it is known, and found
+there by later runs with the same sources, and ``--seconds`` ends a run in time. Repeat it until nothing is left.
+
+A multiprocessor has 65,536 registers and 2,048 threads, so a block of 128 threads needs 32 registers or less to fill
+it; bytes of spills are read and written in the memory of the thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.cuda import interpret, pages, ptx_device
+from tools.cuda import pages, stub_driver
 
-__all__ = ["Resources", "of_log", "table"]
+__all__ = ["Resources", "of_kernel", "of_log", "table"]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
 
@@ -29,8 +35,7 @@ ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
 class Resources(NamedTuple):
     """What a kernel takes."""
 
-    case: str
-    kernel: str
+    kernel: str  #: its name in the catalogue
     architecture: str
     registers: int
     spill_stores: int  #: bytes
@@ -40,7 +45,7 @@ class Resources(NamedTuple):
     barriers: int
 
 
-def of_log(case: str, kernel: str, architecture: str, log: str) -> Resources:
+def of_log(kernel: str, architecture: str, log: str) -> Resources:
     """What ``ptxas -v`` said.
 
     Raises
@@ -56,7 +61,7 @@ def of_log(case: str, kernel: str, architecture: str, log: str) -> Resources:
         return int(match[1]) if match else missing or 0
 
     return Resources(
-        case, kernel, architecture, number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"),
+        kernel, architecture, number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"),
         number(r"(\d+) bytes spill loads"), number(r"(\d+) bytes stack frame"), number(r"(\d+) bytes smem", 0),
         number(r"used (\d+) barriers", 0),
     )  # fmt: skip
@@ -82,32 +87,28 @@ def link(library: Any, cc: tuple[int, int]) -> str:
         nvjitlink.destroy(handle)
 
 
-def watch(found: Callable[[Any], None]) -> None:
-    """Call a function with every library of Numba that machine code is asked of, and go on with its PTX."""
-    from numba.cuda.codegen import CUDACodeLibrary
+def of_kernel(name: str, kernel: Any) -> list[Resources]:
+    """What a kernel takes on each architecture, compiled as `numkv.kernels.cuda.launches` does."""
+    from numba import cuda
 
-    get_cubin = CUDACodeLibrary.get_cubin
-
-    def watched(self: Any, cc: Any = None) -> Any:
-        found(self)
-        return get_cubin(self, cc=cc)
-
-    CUDACodeLibrary.get_cubin = watched
+    options = {} if kernel.launch_bounds is None else {"launch_bounds": kernel.launch_bounds}
+    library = cuda.jit(kernel.py_func, **options).compile(kernel.signature)._codelibrary
+    return [of_log(name, f"sm_{cc[0]}{cc[1]}", link(library, cc)) for cc in ARCHITECTURES]
 
 
 def table(rows: list[Resources]) -> str:
-    """A line for each kernel of a case, with a group of columns for each architecture."""
+    """A line for each kernel, with a group of columns for each architecture."""
     names = list(dict.fromkeys(row.architecture for row in rows))
-    by_kernel: dict[tuple[str, str], dict[str, Resources]] = {}
+    by_kernel: dict[str, dict[str, Resources]] = {}
     for row in rows:
-        by_kernel.setdefault((row.kernel, row.case), {})[row.architecture] = row
-    heads = ["kernel", "first launched by"]
+        by_kernel.setdefault(row.kernel, {})[row.architecture] = row
+    heads = ["kernel"]
     heads += [f"{name}: {what}" for name in names for what in ("registers", "spills", "local")] + [
         "shared"
     ]
     lines = []
-    for (kernel, case), found in by_kernel.items():
-        cells = [kernel, case]
+    for kernel, found in by_kernel.items():
+        cells = [kernel]
         for name in names:
             one = found.get(name)
             if one is None:
@@ -120,46 +121,61 @@ def table(rows: list[Resources]) -> str:
             )
             cells += [str(one.registers), spills, str(one.stack)]
         lines.append([*cells, f"{next(iter(found.values())).shared:,}"])
-    return pages.table(heads, lines, left={0, 1})
+    return pages.table(heads, lines, left={0})
+
+
+def digest() -> str:
+    """A number of all sources of kernels."""
+    files = sorted(
+        path for room in ("kernels", "rows") for path in (ROOT / "numkv" / room).rglob("*.py")
+    )
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what each kernel takes, and write the page if asked to."""
+    """Print what each kernel takes, and write the page if asked to; 1 if kernels are left."""
     parse = argparse.ArgumentParser(
         prog="python -m tools.cuda.resources", description=(__doc__ or "").partition("\n")[0]
     )
-    parse.add_argument("--cases", default="", help="a regular expression: kernels of those only")
+    parse.add_argument("--kernels", default="", help="a regular expression: these kernels only")
     parse.add_argument(
-        "--keep",
-        type=Path,
-        help="a file of what earlier runs found, which takes what this one finds",
+        "--keep", type=Path, help="a file of what earlier runs found, and of what this one finds"
     )
+    parse.add_argument("--seconds", type=float, default=1e9, help="begin no kernel after so long")
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
-    rows: list[Resources] = []
+    stub_driver.load()
+    from numkv.kernels.cuda import catalogue
+
+    sources, end = digest(), time.monotonic() + given.seconds
+    known: dict[str, list[Resources]] = {}
     if given.keep and given.keep.exists():
-        rows = [Resources(*row) for row in json.loads(given.keep.read_text())]
-    done = {row.case for row in rows}
-    device, libraries = ptx_device.start(), []
-    watch(libraries.append)
-    for case in interpret.all_cases().values():
-        if not re.search(given.cases, case.name) or case.name in done:
+        kept = json.loads(given.keep.read_text())
+        if kept["sources"] == sources:
+            known = {
+                name: [Resources(*row) for row in rows] for name, rows in kept["kernels"].items()
+            }
+    rows: list[Resources] = []
+    left = 0
+    for name, kernel, _ in catalogue():
+        if not re.search(given.kernels, name):
             continue
-        libraries.clear()
-        interpret.run_case(device, case)
-        for library in libraries:
-            kernel = ptx_device.short(library._entry_name)
-            for cc in ARCHITECTURES:
-                row = of_log(case.name, kernel, f"sm_{cc[0]}{cc[1]}", link(library, cc))
-                print(*row, flush=True)
-                rows.append(row)
-        if given.keep:
-            given.keep.write_text(json.dumps(rows))
-    spilling = {(row.kernel, row.case) for row in rows if row.spill_stores or row.spill_loads}
-    everything = {(row.kernel, row.case) for row in rows}
+        if name not in known:
+            if time.monotonic() > end:
+                left += 1
+                continue
+            known[name] = of_kernel(name, kernel)
+            print(name, *(row[2:] for row in known[name]), flush=True)
+            if given.keep:
+                given.keep.write_text(json.dumps({"sources": sources, "kernels": known}))
+        rows += known[name]
+    spilling = {row.kernel for row in rows if row.spill_stores or row.spill_loads}
+    everything = {row.kernel for row in rows}
     summary = (
         f"{len(everything)} kernels, of which {len(spilling)} spill on one of the architectures."
     )
+    if left:
+        summary += f" Of {left} others of the catalogue nothing is known yet."
     print(summary)
     if given.page:
         pages.write(
@@ -169,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             summary,
             table(rows),
         )
-    return 0
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ class MultiSequenceCache(CacheLife):
         ------
         CacheFull
             If there is no room for all tokens; nothing has changed, and nothing is evicted.
+        NonFiniteInput
+            On CUDA, if a sequence has tokens whose rows were to be quantised and held NaN or infinity: remove them.
         IndexError
             If a sequence is outside ``[0, 2**63)``, a position is outside ``[0, 2**31)``, or `multimodal` names no
             token.
@@ -268,7 +270,8 @@ class MultiSequenceCache(CacheLife):
         v : array (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity first.
+            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
+            written, as zeros: later calls with these sequences raise until the tokens are removed.
         stream : object, optional
             See `numkv.paged_decode_attention`.
 
@@ -277,7 +280,7 @@ class MultiSequenceCache(CacheLife):
         DimensionMismatch
             If there is not a row for each token of the batch, or a shape is not the layer's.
         NonFiniteInput
-            If rows to be quantised hold NaN or infinity; nothing is written.
+            See `check_finite`; on the CPU nothing is written.
         UnsupportedDType, NotSupported
             If an array has another dtype, layout or target.
         IndexError

@@ -34,6 +34,7 @@ from numkv.caches.multi.checks import (
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
+from numkv.caches.multi.told import ToldOfCells
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift
@@ -243,6 +244,7 @@ class CellCache(LayeredCache):
         )  # fmt: skip
         self._state = "ready"
         self._again = self._target.repeats()
+        self._told = ToldOfCells(self._target, self._cells)
 
     def _close(self) -> None:
         super()._close()
@@ -250,6 +252,7 @@ class CellCache(LayeredCache):
         self._cells = Cells(0)
 
     def _clear(self) -> None:
+        self._told.clear()
         self._cells.clear()
         self._pass = None
         self._changed()
@@ -264,6 +267,7 @@ class CellCache(LayeredCache):
         new = super()._copied(access)
         new._forget()
         new._cells = self._cells.copy()
+        new._told = self._told.over(new._cells)
         new._view = self._view._replace(cells=new._cells)
         new._pass = None if self._pass is None else self._pass.over(new._view)
         return new
@@ -271,6 +275,11 @@ class CellCache(LayeredCache):
     def _snapshot(self) -> dict[str, Any]:
         check_picklable("shift", self._shift)
         return super()._snapshot()
+
+    def _refuse_told(self) -> None:
+        if self._state == "ready":
+            self._told.collect(wait=True)
+            self._told.refuse(self._cells.sequences)
 
     def _check(self) -> None:
         self._cells.check()
@@ -290,12 +299,14 @@ class CellCache(LayeredCache):
         if reserve:
             no_cells = np.full(len(rows.positions), -1, np.int64)
             return None, ForwardPass(self._view, rows, no_cells, reserve=True)
+        self._told.refuse(rows.sequences)
         plan = self._cells.plan_forward(rows)
         return plan, ForwardPass(self._view, rows, plan.cells, reserve=False)
 
     def _commit_forward(self, plan: tuple[Forward | None, ForwardPass]) -> None:
         forward, self._pass = plan
         if forward is not None:
+            self._told.give(forward.cells)
             self._cells.commit_forward(forward)
         self._changed()
 
@@ -395,19 +406,22 @@ class CellCache(LayeredCache):
             self._put_here(now, layer, k, v, check_finite)
             return
         what, pool = ("put", layer, check_finite, len(now.slots)), self._layers[layer]
+        now.slots_on_target()  # here, so that what is written down below launches and nothing else
         call = again.find(what, None, (k, v), pool.k)
         puts = self._puts
-        if call.replay is not None and now.has_slots:
+        if call.replay is not None:
             own = (again.pointer(now.slots_on_target()),)
+            self._told.refuse(now.rows.sequences)
+            look = self._told.look_again(call.replay.note, self._told.mark(now.slots))
             try:  # nobody reads the layer meanwhile
                 puts[layer] = puts.get(layer, 0) | 1
-                if call.run(own) is None:
+                if call.run(own, (0, look)) is None:
                     return
             finally:
                 puts[layer] = (puts[layer] | 1) + 1
         call.long(
             lambda: self._put_here(now, layer, k, v, check_finite), lambda: (now.slots_on_target(),),
-            lambda: None,
+            lambda: self._told.latest,
         )  # fmt: skip
 
     def _put_here(
@@ -426,14 +440,16 @@ class CellCache(LayeredCache):
         pool = self._layers.get(layer)
         if pool is None:
             pool = self._make_layer(layer, k, v)
-        k, v = pool.check_rows(k, v, check_finite=check_finite)
+        k, v = pool.check_rows(k, v, check_finite=check_finite and pool.looks_first)
         self._layers.setdefault(layer, pool)
         if now.reserve:
             return
+        self._told.refuse(now.rows.sequences)
+        look = self._told.look(pool, k, v, self._told.mark(now.slots) if check_finite else None)
         slots, puts = now.slots_on_target(), self._puts
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1
-            pool.scatter(k, v, slots)
+            pool.scatter(k, v, slots, look)
         finally:
             puts[layer] = (puts[layer] | 1) + 1
 

@@ -6,17 +6,18 @@ the token which stands for the item, so that `remove` can tell whether it remove
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.access import reads, writes
+from numkv.access import Access, reads, writes
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.options import AttentionOptions
 from numkv.caches.multi.checks import check_layer, check_sequence
 from numkv.caches.multi.config import Setup
 from numkv.caches.multi.layered import LayeredCache
+from numkv.caches.multi.told import ToldOfLayers
 from numkv.cells.cells import Rows
 from numkv.checks import check_array, check_flag
 from numkv.errors import NotSupported, NumkvError
@@ -120,15 +121,28 @@ class EncoderCache(LayeredCache):
         self._ready = plan
         self._k_kind, self._v_kind, self._target = plan.k_kind, plan.v_kind, plan.target
         self._rotate = plan.rotate
+        self._told = ToldOfLayers(plan.target)
         self._state = "ready"
 
     def _close(self) -> None:
         super()._close()
         self._cached = False
 
+    def _copied(self, access: Access) -> Self:
+        new = super()._copied(access)
+        if self._state == "ready":
+            new._told = self._told.copy()
+        return new
+
     def _clear(self) -> None:
+        self._told.clear()
         self._position = self._stored = 0
         self._cached, self._reserve = False, None
+
+    def _refuse_told(self) -> None:
+        if self._state == "ready":
+            self._told.collect(wait=True)
+            self._told.refuse()
 
     def _check(self) -> None:
         for layer, pool in self._layers.items():
@@ -140,6 +154,8 @@ class EncoderCache(LayeredCache):
     # -- changes
 
     def _plan_forward(self, rows: Rows, items: tuple[int, ...], reserve: bool) -> tuple[int, bool]:
+        if self._cached:
+            self._told.refuse()
         return int(rows.positions[items[-1]]) if items else self._position, reserve
 
     def _commit_forward(self, plan: tuple[int, bool]) -> None:
@@ -150,7 +166,7 @@ class EncoderCache(LayeredCache):
 
     def _commit_remove(self, plan: bool) -> None:
         if plan:
-            self._cached = False
+            self._drop()
 
     def _plan_compact(self, seq: int, keep: NDArray[np.int64]) -> int | None:
         at = np.flatnonzero(keep == self._stored)
@@ -158,9 +174,14 @@ class EncoderCache(LayeredCache):
 
     def _commit_compact(self, plan: int | None) -> None:
         if plan is None:
-            self._cached = False
+            self._drop()
         else:
             self._stored = plan
+
+    def _drop(self) -> None:
+        """Let the rows be no item's any more."""
+        self._cached = False
+        self._told.clear()
 
     def _plan_copy(self, src: int, dst: int, length: int) -> None:
         raise NotSupported(
@@ -205,7 +226,8 @@ class EncoderCache(LayeredCache):
         v : array (num_rows, num_kv_heads, head_dim_v), or of one row (num_kv_heads, head_dim_v)
             Values.
         check_finite : bool
-            Whether rows to be quantised are checked for NaN and infinity first.
+            Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
+            written, as zeros: later calls raise until the layer has been put anew, or the item removed.
         stream : object, optional
             See `numkv.paged_decode_attention`.
 
@@ -214,7 +236,7 @@ class EncoderCache(LayeredCache):
         DimensionMismatch
             If K and V differ in rows or heads.
         NonFiniteInput
-            If rows to be quantised hold NaN or infinity; nothing is written.
+            See `check_finite`; on the CPU nothing is written.
         UnsupportedDType, NotSupported
             If an array has another dtype, layout or target.
         IndexError
@@ -237,19 +259,22 @@ class EncoderCache(LayeredCache):
         rows, heads, dim = (int(n) for n in k.shape)
         v = check_array(target, "v", v, QUERY_DTYPES, (rows, heads, "head_dim_v"))
         made = self._room_for(layer, (1, heads, rows), (dim, int(v.shape[2])))
-        if check_finite:
+        if check_finite and made.looks_first:
             made.k_buffer.check_finite("k", k)
             made.v_buffer.check_finite("v", v)
         if reserve:
             if layer not in self._layers:
                 self._layers[layer] = made
             return
+        self._told.refuse(but=layer)
         slots = target.index(np.arange(rows), np.int64)
         puts = self._puts
+        self._told.put(layer)
         try:  # nobody reads the layer meanwhile
             puts[layer] = puts.get(layer, 0) | 1
             if rows:
-                made.scatter(k, v, slots)
+                mark = self._told.mark(layer) if check_finite else None
+                made.scatter(k, v, slots, self._told.look(made, k, v, mark))
             if self._layers.get(layer) is not made:
                 self._layers[layer] = made
                 self._changed()

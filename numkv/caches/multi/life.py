@@ -231,9 +231,16 @@ class CacheLife(ABC):
         ------
         NumkvError
             If there is one; it says which.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity, and are still stored.
         """
         self._check_ready()
+        self._refuse_told()
         self._check()
+
+    @abstractmethod
+    def _refuse_told(self) -> None:
+        """Wait for what has been launched, and refuse to go on if rows were NaN or infinite."""
 
     @abstractmethod
     def _check(self) -> None: ...

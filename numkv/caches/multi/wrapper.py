@@ -283,6 +283,10 @@ class WrapperCache(MultiSequenceCache):
         self._children = tuple(made)
         self._share(self._access)
 
+    def _refuse_told(self) -> None:
+        for child in self._children:
+            child._refuse_told()
+
     def _check(self) -> None:
         for child in self._children:
             child._check()

@@ -149,7 +149,7 @@ class StepBuffers:
     def _forget_finite(self) -> None:
         """Forget the steps of which no row can still turn out to be NaN or infinite, as the device is past them."""
         arrived = self._fixed.arrived()
-        self._store.target.collect_late(self._store.watch)  # what they had is told by now
+        self._store.collect()  # what they had is told by now
         while self._before and self._before[0].update < arrived:
             self._before.popleft()
 
@@ -161,7 +161,6 @@ class StepBuffers:
             of = buffers()
             if of is None:
                 return
-            bad = of._store.bad
             for step in tuple(of._before):
                 if token >= len(step.positions):
                     continue
@@ -169,8 +168,7 @@ class StepBuffers:
                 first = int(step.ends[i - 1]) if i else 0
                 if step.kept and token - first >= step.kept[i]:
                     continue  # rolled back
-                seq, found = step.sequences[i], (int(step.positions[token]), error)
-                bad[seq] = min(found, bad.get(seq, found), key=lambda x: x[0])
+                of._store.bad.tell(step.sequences[i], int(step.positions[token]), error, call)
 
         return Marker(self._store.watch, mark)
 

@@ -176,7 +176,9 @@ class PagedKVCache(WholeCache):
             The new sequence.
         """
         state = self._idle(seq)._replace(cached=0, pins=())
-        return self._insert(state, shared=state.blocks())
+        made = self._insert(state, shared=state.blocks())
+        self._store.bad.fork(self._number(seq), made, state.length, self._store.calls)
+        return made
 
     @writes
     def remove(self, seq: int) -> None:
@@ -189,8 +191,9 @@ class PagedKVCache(WholeCache):
         """
         state = self._idle(seq)
         number = self._number(seq)
+        self._spread_bad()
         self._exchange({number: None}, state.blocks())
-        self._store.bad.pop(number, None)
+        self._store.bad.remove(number)
 
     @writes
     def truncate(self, seq: int, length: int) -> None:
@@ -231,9 +234,10 @@ class PagedKVCache(WholeCache):
             starts=[min(start, length) for start in state.starts],
             dropped=state.rows_dropped() if length < state.length else state.dropped,
         )
+        self._spread_bad()
         self._exchange({self._number(seq): after}, held(dropped))
-        if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
-            del self._store.bad[self._number(seq)]
+        if length < state.length:
+            self._store.bad.keep(self._number(seq), length, self._store.calls)
 
     @on_stream
     @writes
@@ -302,6 +306,7 @@ class PagedKVCache(WholeCache):
             self._exchange({number: None}, np.append(state.blocks(), plan.taken))
             raise
         self._exchange({number: plan.state}, plan.released)
+        self._store.bad.keep(number, kept[None], self._store.calls)
 
     @writes
     def pin(self, seq: int) -> NDArray[np.int32]:
@@ -409,10 +414,10 @@ class PagedKVCache(WholeCache):
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
-        self._store.target.collect_late(self._store.watch)
+        self._spread_bad()
         states = {seq: self._idle(seq) for seq in seqs}
         for seq, state in states.items():
-            self._store.refuse_bad(seq, state.length)
+            self._store.bad.refuse(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if into is not None:
             ends = np.array([state.length for state in states.values()], np.int64) + lens
@@ -421,7 +426,7 @@ class PagedKVCache(WholeCache):
         try:
             self._exchange(room.states, room.released)
         except BaseException:
-            self.blocks.release(room.taken)
+            self.blocks._undo_allocation(room.taken, room.peak)
             raise
         if into is not None:
             into._take(room.step, np.cumsum(lens))
@@ -473,9 +478,9 @@ class PagedKVCache(WholeCache):
             )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
-            self._store.target.collect_late(self._store.watch)
+            self._spread_bad()
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
-                self._store.refuse_bad(seq, state.length + n)
+                self._store.bad.refuse(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
         register(self._store, ending.names)
         step._end(keep)
@@ -582,11 +587,12 @@ class PagedKVCache(WholeCache):
                 f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
             )
         check_swapped(self._store, swapped)
+        peak = self.blocks._peak()
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
             seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say
-            self.blocks.release(ids)
+            self.blocks._undo_allocation(ids, peak)
             raise
         return seq

@@ -211,11 +211,15 @@ class ReadableSequences(StoredSequences):
             If there is no such sequence.
         NumkvError
             If it has an open step, or was truncated, compacted or removed meanwhile.
+        NonFiniteInput
+            On CUDA, if rows that were quantised held NaN or infinity: truncate the sequence first.
         """
         number, generation = self._number(seq), self._generation
         self._idle(number)
         state = self._settled(number)
         swapped = copy_out(self._store, state)
+        self._store.collect(wait=True)
+        self._store.bad.refuse(number, state.length)
         self._refuse_overtaken("swap_out", generation, (number,), (state,))
         return swapped
 

@@ -28,6 +28,8 @@ class Reservation(NamedTuple):
     """Blocks that were allocated."""
     released: NDArray[np.int32]
     """Blocks that the sequences have copies of now."""
+    peak: int
+    """The most blocks that had been in use at once, before."""
 
 
 def reserve_room(
@@ -48,6 +50,7 @@ def reserve_room(
     """
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
+    peak = store.blocks._peak()
     taken = store.blocks.allocate(sum(wanted))
     try:
         copy_from: list[int] = []
@@ -68,9 +71,9 @@ def reserve_room(
         step = Step(store, new_states, new_lens, into)
         if copy_from:
             store.copy_blocks(copy_from, copy_to)
-        return Reservation(step, new_states, taken, np.array(copy_from, np.int32))
+        return Reservation(step, new_states, taken, np.array(copy_from, np.int32), peak)
     except BaseException:  # memory, say
-        store.blocks.release(taken)
+        store.blocks._undo_allocation(taken, peak)
         raise
 
 

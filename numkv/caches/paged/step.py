@@ -539,20 +539,17 @@ class Step:
                 i = int(np.searchsorted(ends, token, "right"))
                 if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
                     return  # rolled back
-                found = int(positions[token]), error
-                of.bad[sequences[i]] = min(
-                    found, of.bad.get(sequences[i], found), key=lambda x: x[0]
-                )
+                of.bad.tell(sequences[i], int(positions[token]), error, call)
 
             self._noting = Marker(self._store.watch, mark)
         return self._noting
 
     def _refuse_bad(self) -> None:
         """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
-        self._store.target.collect_late(self._store.watch)
+        self._store.collect()
         if self._store.bad:
             for seq, length in zip(self.sequences, self._ends, strict=True):
-                self._store.refuse_bad(seq, length)
+                self._store.bad.refuse(seq, length)
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
+from numkv.caches.paged.bad_rows import BadRows
 from numkv.caches.paged.groups import LayerGroup
-from numkv.errors import NonFiniteInput
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
@@ -114,8 +114,8 @@ class BlockStore:
         The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
     tiers : Tiers or None
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
-    bad : dict of int to tuple
-        On CUDA, of sequences that have rows which were NaN or infinite, the first such position, and the error.
+    bad : BadRows
+        On CUDA, which sequences have rows that were NaN or infinite.
     """
 
     target: Target
@@ -125,7 +125,7 @@ class BlockStore:
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
     tiers: Any = None
-    bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
+    bad: BadRows = field(default_factory=BadRows)
 
     @functools.cached_property
     def again(self) -> Any:
@@ -137,17 +137,15 @@ class BlockStore:
         """What kernels report to; see `numkv.targets.base.Target.new_watch`."""
         return self.target.new_watch()
 
-    def refuse_bad(self, seq: int, length: int) -> None:
-        """Refuse to go on with a sequence of `length` tokens of which a kernel has found one NaN or infinite."""
-        if not self.bad:
-            return
-        position, error = self.bad.get(seq, (length, None))
-        if error is not None and position < length:
-            raise NonFiniteInput(
-                f"{error}; truncate sequence {seq} to {position} tokens, or roll its step back",
-                error.index,
-            )
-        self.bad.pop(seq, None)
+    @property
+    def calls(self) -> int:
+        """How many calls there have been of which something may be told; 0 on the CPU."""
+        return 0 if self.watch is None else int(self.watch.calls)
+
+    def collect(self, wait: bool = False) -> None:
+        """Take what kernels have told so far; with `wait` when all that was launched is done."""
+        if self.watch is not None and (wait or self.watch.arrived()):
+            self.target.collect_late(self.watch, wait)
 
     @property
     def num_layers(self) -> int:
@@ -236,4 +234,7 @@ class BlockStore:
             layer_pools[layer] = (
                 pools[slot] if old is self.pools[slot] else pools[slot].with_own_scales(old)
             )
-        return BlockStore(self.target, self.groups, pools, blocks, self.places, layer_pools)
+        self.collect(wait=True)  # what is told of rows goes along
+        return BlockStore(
+            self.target, self.groups, pools, blocks, self.places, layer_pools, bad=self.bad.copy()
+        )

@@ -342,17 +342,26 @@ class StoredSequences:
         NumkvError
             If something is wrong, or the cache is being changed by another thread.
         """
-        self._store.target.collect_late(self._store.watch, wait=True)
         before = self._generation
         self._refuse_changing(before)
         states = dict(self._sequences)
-        for seq, state in states.items():
-            if state.reserved is None:
-                self._store.refuse_bad(seq, state.length)
+        self._refuse_told()
         problem = check_books(self._store, states) or check_scales(self._store, states.values())
         self._refuse_changing(before)
         if problem:
             raise NumkvError(problem)
+
+    def _refuse_told(self) -> None:
+        """Wait for what has been launched, and refuse to go on if a token was NaN or infinite, of open steps too."""
+        self._spread_bad(wait=True)
+        for seq, state in list(self._sequences.items()):
+            self._store.bad.refuse(seq, state.length + (state.reserved or 0))
+
+    def _spread_bad(self, wait: bool = False) -> None:
+        """Take what kernels have told, and tell it to sequences that share blocks."""
+        self._store.collect(wait)
+        if self._store.bad:
+            self._store.bad.spread(dict(self._sequences), self.blocks)
 
     def _refuse_changing(self, generation: int) -> None:
         if self._access.writer or self._generation != generation:

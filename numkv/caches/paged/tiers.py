@@ -112,7 +112,9 @@ class Tiers:
             self._engine.add(self._section, self, blocks)
         elif blocks and not self.store.closed:
             copies = self._bytes.copies([of.block for of in blocks])
-            self._engine.add_data(self._section, zip(blocks, copies, strict=True))
+            self._of.collect()  # by now all that was written before the copies has been told of
+            if not self._of.bad:
+                self._engine.add_data(self._section, zip(blocks, copies, strict=True))
 
     def copy_block(self, block: int, out: NDArray[np.uint8]) -> None:
         """Copy the content of a block of the pool."""

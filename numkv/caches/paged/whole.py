@@ -131,6 +131,7 @@ class WholeCache(ReadableSequences):
         self._publish(dict.fromkeys(before))
         try:
             self.blocks.clear()
+            self._store.bad.clear()
         except Exception:  # memory, say
             self._publish(before)
             raise

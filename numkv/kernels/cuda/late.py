@@ -188,6 +188,11 @@ class Watch:
                     del self._written[old]
             return Number.of(self.calls * CALL, 1, self)
 
+    def looked_at(self, number: int) -> Any:
+        """What was handed to `look` for a number that it gave; None if that was too long ago."""
+        with self._lock:
+            return self._written.get(number // CALL)
+
     def arrived(self) -> bool:
         """Whether a kernel has reported; does not wait."""
         return self._host[0] != 0
@@ -213,9 +218,9 @@ class Watch:
 _functions: dict[int, Watch] = {}
 
 
-def of_functions() -> Watch:
-    """The watch of functions, which have no object to tell, on this thread's device."""
-    device = current().device
+def of_functions(device: int | None = None) -> Watch:
+    """The watch of functions, which have no object to tell, on a device; on this thread's if that is None."""
+    device = current().device if device is None else device
     return _functions.get(device) or _functions.setdefault(device, Watch())
 
 

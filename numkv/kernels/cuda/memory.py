@@ -150,11 +150,11 @@ else:
     ) -> Any:
         x = DeviceArray.__new__(DeviceArray)
         x.ndim, x.shape, x.strides, x.dtype = len(shape), shape, strides, dtype
-        x.size = math.prod(shape)
-        x.alloc_size = 0
-        if x.size:
-            steps = zip(shape, strides, strict=True)
-            x.alloc_size = dtype.itemsize + sum((n - 1) * abs(step) for n, step in steps)
+        size, extent = 1, dtype.itemsize
+        for n, step in zip(shape, strides):  # noqa: B905, as each array of a short call comes here
+            size *= n
+            extent += (n - 1) * abs(step)
+        x.size, x.alloc_size = size, extent if size else 0
         x.gpu_data, x.stream = gpu_data, stream
         return x
 

@@ -111,7 +111,7 @@ def replay_of(
     written: frozenset[int],
     results: Sequence[Any],
     place: Place,
-    foreign: int = 0,
+    foreign: int | None = None,
 ) -> Replay | None:
     """What makes a recorded call again, or None where launches alone do not.
 
@@ -127,9 +127,9 @@ def replay_of(
         What it returned.
     place : Place
         Where it ran.
-    foreign : int
-        So many of the arrays, the first ones, must lie apart from what the call uses beside its arrays: an object's
-        buffers.
+    foreign : int, optional
+        Of an object's call, so many of the arrays, the first ones, must lie apart from what the call uses beside its
+        arrays: the object's buffers.
     """
     if recording.spoiled or not recording.launches:
         return None
@@ -152,8 +152,9 @@ def replay_of(
                 held.append(x)  # the same in every call
         config = kernel.config(blocks, threads, shared_bytes)
         code = kernel.loaded(place.device)
-        numbers = kernel.numbers(args) if foreign else []  # a function's own stay
-        launches.append(_Again(code, config, kernel.flat(args), pointers, own, numbers))
+        launches.append(
+            _Again(code, config, kernel.flat(args), pointers, own, kernel.numbers(args))
+        )
     apart = []
     for i, x in enumerate(given):
         for j, y in enumerate(given):
@@ -165,7 +166,7 @@ def replay_of(
                 apart.append((i, j, x.nbytes, y.nbytes, y.pointer - x.pointer))
     clear = []
     for begin, nbytes in {memory.pointer_of(x): x.alloc_size for x in held if x.size}.items():
-        for i, x in enumerate(given[:foreign]):
+        for i, x in enumerate(given[: foreign or 0]):
             if x is not None and x.nbytes:
                 if begin - x.nbytes < x.pointer < begin + nbytes:
                     return None
