@@ -32,12 +32,17 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.access import writes
 from numkv.blocks.prefix import plain_extra
-from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
-from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
-from numkv.caches.paged.prefix_match import block_names, register, register_blocks
+from numkv.caches.paged.prefix_match import (
+    PartOfBlock,
+    block_names,
+    find_part,
+    last_name,
+    register,
+    register_blocks,
+)
 from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
@@ -48,7 +53,6 @@ from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind
 from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "StepBuffers", "SwappedSequence"]
@@ -113,11 +117,13 @@ class PagedKVCache(WholeCache):
 
     # -- sequences
 
+    @on_stream
     @writes
-    def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
+    def add(self, tokens: Any = None, *, extra: Extra | None = None, stream: Any = None) -> int:
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
-        At least the last token is left to compute, as its logits are needed to go on.
+        At least the last token is left to compute, as its logits are needed to go on. Full blocks are shared. Where
+        the common prefix ends inside a block, that block is copied, if there are free ones for it.
 
         Parameters
         ----------
@@ -125,6 +131,8 @@ class PagedKVCache(WholeCache):
             Ids of the prompt, which are looked up. `reserve` and `commit` the rest of them.
         extra : mapping, optional
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -141,13 +149,44 @@ class PagedKVCache(WholeCache):
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
         names = block_names(self._store, full, extra)
-        with longest_found(self._store, full, names) as match:
+        with longest_found(self._store, full, names, extra) as match:
             blocks, length = match.blocks, match.blocks * size
+            digests = [of_group[:blocks] for of_group in names]
             state = SequenceState(
-                length, match.tables, extra, ids[:length].copy(), [of_group[:blocks] for of_group in names],
-                blocks, [0] * self.num_groups, cached=length,
+                length, match.tables, extra, ids[:length].copy(), digests, blocks, [0] * self.num_groups,
+                cached=length,
             )  # fmt: skip
-            return self._insert(state, shared=state.blocks())
+            before = last_name(self._store, digests, extra)
+            others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
+            part = find_part(self._store, ids[length : len(ids) - 1], before, others)
+            if part is None:
+                return self._insert(state, shared=state.by_depth())
+            return self._insert_with_part(state, part, ids)
+
+    def _insert_with_part(
+        self, state: SequenceState, part: PartOfBlock, ids: NDArray[np.int32]
+    ) -> int:
+        """Give a sequence its number, and a copy of the block that begins as its tokens go on, if there is room."""
+        length, shared = state.length + part.tokens, state.by_depth()
+        taken = np.append(shared, part.blocks)
+        self.blocks.acquire(taken)  # so that nobody gets them
+        try:
+            if self.num_free < self.num_groups:
+                return self._insert(state, shared)
+            own = self.blocks.allocate(self.num_groups)
+            try:
+                groups = range(self.num_groups)
+                self._store.copy_blocks(part.blocks.tolist(), own.tolist(), groups)
+                tables = [np.append(t, own[i : i + 1]) for i, t in enumerate(state.tables)]
+                longer = state._replace(
+                    length=length, tables=tables, tokens=ids[:length].copy(), cached=length
+                )
+                return self._insert(longer, shared)
+            except BaseException:
+                self.blocks.release(own)
+                raise
+        finally:
+            self.blocks.release(taken)
 
     def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
         """Give a sequence its number, and references to blocks that others have or have had."""
@@ -189,7 +228,7 @@ class PagedKVCache(WholeCache):
         """
         state = self._idle(seq)
         number = self._number(seq)
-        self._exchange({number: None}, state.blocks())
+        self._exchange({number: None}, state.by_depth())
         self._store.bad.pop(number, None)
 
     @writes
@@ -302,54 +341,6 @@ class PagedKVCache(WholeCache):
             self._exchange({number: None}, np.append(state.blocks(), plan.taken))
             raise
         self._exchange({number: plan.state}, plan.released)
-
-    @writes
-    def pin(self, seq: int) -> NDArray[np.int32]:
-        """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-
-        Returns
-        -------
-        int32 array (n,)
-            The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
-        """
-        state = self._sequence(seq)
-        ids = state.blocks()
-        ids = ids[self.blocks.is_cached(ids)]
-        pinned: NDArray[np.int32] = ids.copy()  # the caller's own
-        after = state._replace(pins=(*state.pins, ids))
-        self.blocks.pin(ids)
-        try:
-            self._publish({self._number(seq): after})
-        except BaseException:
-            self.blocks.unpin(ids)
-            raise
-        return pinned
-
-    @writes
-    def unpin(self, seq: int) -> None:
-        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-
-        Raises
-        ------
-        NumkvError
-            If it is not pinned.
-        """
-        state = self._sequence(seq)
-        if not state.pins:
-            raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
-        after = state._replace(pins=state.pins[:-1])
-        self.blocks.unpin(state.pins[-1])
-        self._publish({self._number(seq): after})
 
     # -- steps
 
@@ -513,37 +504,6 @@ class PagedKVCache(WholeCache):
     def _check_open(self, step: Step) -> None:
         if not step.open:
             raise NumkvError("`step`: expected an open step of this cache, got an ended one")
-
-    def bind(
-        self,
-        num_q_heads: int,
-        kind: str | Kind = "fp32",
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = 0.0,
-        sinks: Any = None,
-        check_finite: bool | None = True,
-    ) -> BoundAttention:
-        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
-
-        Parameters
-        ----------
-        num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-            See `numkv.KVCache.bind`; windows are the cache's own.
-
-        Returns
-        -------
-        BoundAttention
-            ``begin(step)`` takes a step that `reserve` made.
-
-        Raises
-        ------
-        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
-            If an argument does not fit the cache.
-        """
-        return bind_paged(
-            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-        )
 
     # -- from the host
 

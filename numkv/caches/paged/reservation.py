@@ -52,22 +52,25 @@ def reserve_room(
     try:
         copy_from: list[int] = []
         copy_to: list[int] = []
+        copy_group: list[int] = []
         new_states = {}
         part = end = 0
         for (seq, state), n in zip(states.items(), lens, strict=True):
             tables, dropped = [], state.dropped
-            for table in state.tables:
+            for group, table in enumerate(state.tables):
                 begin, end = end, end + wanted[part]
                 if copied[part]:
                     copy_from.append(int(table[-1]))
                     copy_to.append(int(taken[begin]))
+                    copy_group.append(group)
                     table, dropped = table[:-1], state.rows_dropped()
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
         step = Step(store, new_states, new_lens, into)
+        store.clear(taken)
         if copy_from:
-            store.copy_blocks(copy_from, copy_to)
+            store.copy_blocks(copy_from, copy_to, copy_group)
         return Reservation(step, new_states, taken, np.array(copy_from, np.int32))
     except BaseException:  # memory, say
         store.blocks.release(taken)

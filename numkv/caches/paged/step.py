@@ -77,8 +77,9 @@ class Step:
         self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
-        self._written = np.zeros(store.num_layers, np.bool_)
+        self._written = store.reading_only.copy()
         self._copies: dict[int, tuple[Any, ...]] = {}
+        self._ranges: dict[int, Array] = {}  # by chunk
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -109,7 +110,7 @@ class Step:
 
     @property
     def unwritten_layers(self) -> list[int]:
-        """Layers without rows of the new tokens so far; none if there are no new tokens."""
+        """Layers of their own rows that lack those of the new tokens so far; none if there are no new tokens."""
         missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
         return missing
 
@@ -228,6 +229,8 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
+        if self._store.layers.rows[layer] is None:
+            self._store.refuse_sharing("append", int(layer))
         again = self._again
         if again is None:
             with self._on(stream, k, v):
@@ -323,6 +326,8 @@ class Step:
             See `numkv.ContiguousLayer.write`; nothing is written.
         """
         pool, group = self._layer(layer)
+        if self._store.layers.rows[layer] is None:
+            self._store.refuse_sharing("write", int(layer))
         slots = self._slots[group]
         if stream is None and self._buffers is None:
             tokens, q = fast_path.pool_write(
@@ -407,7 +412,7 @@ class Step:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
+        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window or chunk.
 
         Parameters
         ----------
@@ -432,7 +437,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        if self._again is None:
+        if self._again is None or self._store.groups[group].chunk:
             with self._on(stream, q):
                 return self._attend_here(pool, group, q, *asked)
         return self._attend_again(layer, pool, group, q, asked, stream)
@@ -462,9 +467,20 @@ class Step:
         self._captured("attention")
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
-        window = self._store.groups[group].window
-        options = check_options(sm_scale, cap, window, sinks, return_lse, out)
-        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        of = self._store.groups[group]
+        options = check_options(sm_scale, cap, of.window, sinks, return_lse, out)
+        ranges = self._chunk_ranges(of.chunk) if of.chunk else None
+        return attend(
+            pool, self._tables[group], q, self._lens, self._starts, options, ranges=ranges
+        )
+
+    def _chunk_ranges(self, chunk: int) -> Array:
+        """What each new token sees of its sequence: its chunk up to itself."""
+        found = self._ranges.get(chunk)
+        if found is None:
+            host = np.stack([self.positions // chunk * chunk, self.positions + 1], 1)
+            found = self._ranges[chunk] = self._store.target.index(host, np.int64)
+        return found
 
     @writes
     def attention_weights(
@@ -507,6 +523,7 @@ class Step:
             self._captured("attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
+            self._store.refuse_chunks("attention_weights", layer)
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
             found = attention_mass(
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
