@@ -57,9 +57,7 @@ def row(number, layer, text):
     """K and V of the last token of a text in a layer."""
     seed = zlib.crc32(repr((number, list(map(int, text)))).encode())
     rng = np.random.default_rng(seed)
-    return [
-        rng.standard_normal((layer.heads, dim), np.float32) for dim in (layer.dim, layer.dim_v)
-    ]
+    return [rng.standard_normal((layer.heads, dim), np.float32) for dim in (layer.dim, layer.dim_v)]
 
 
 class Plain:

@@ -17,6 +17,7 @@ from numkv.blocks.prefix import block_digests
 from numkv.caches.paged.cache import PagedKVCache
 from numkv.caches.paged.memory import block_nbytes
 from numkv.caches.paged.prefix_match import register_blocks
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState, held
 from numkv.caches.paged.swap import Geometry, check_table
 from numkv.errors import NotSupported
@@ -24,7 +25,15 @@ from numkv.files.container import Container, Spec, Tensor
 from numkv.files.fields import Fields, claims, expect
 from numkv.files.plan import Options, Plan, Saved
 from numkv.files.rows import check_scales
-from numkv.files.sequences import block_pieces, packed, read_geometry, unpacked
+from numkv.files.sequences import (
+    block_pieces,
+    packed,
+    read_geometry,
+    read_states,
+    state_tensors,
+    take_states,
+    unpacked,
+)
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
@@ -35,7 +44,7 @@ CLASSES = {"PagedKVCache": PagedKVCache}
 
 _SIDES = ("k", "v")
 _NONE = np.empty(0, np.int32)
-_KEPT = ("length", "tables", "extra", "tokens", "digests", "registered", "starts", "cached")
+_KEPT = ("length", "tables", "extra", "tokens", "digests", "registered", "starts", "cached", "slot")
 
 
 # -- saving
@@ -55,6 +64,8 @@ def describe(cache: Any, prefix: str) -> Saved:
             len(_own_blocks(states.values(), groups, ids)) for _, groups in store.parts
         ],
         "next": cache._next,
+        "num_states": 0 if cache.states is None else cache.states.num_blocks,
+        "checkpoint_every": 0 if store.states is None else store.states.every,
         "sequences": [
             {
                 "sequence": seq,
@@ -63,6 +74,7 @@ def describe(cache: Any, prefix: str) -> Saved:
                 "tokens": len(state.tokens),
                 "extra": packed(state.extra),
                 "starts": list(state.starts),
+                "slot": max(0, state.slot),
             }
             for seq, state in states.items()
         ],
@@ -70,6 +82,8 @@ def describe(cache: Any, prefix: str) -> Saved:
     tensors: list[Tensor] = []
     for i, state in enumerate(states.values()):
         tensors.append(Tensor.of(f"{i}.tokens", np.asarray(state.tokens, np.int32)))
+        if store.states is not None and state.slot >= 0:
+            tensors += state_tensors(f"{i}.", store.states.out(state.slot))
         for group, table in enumerate(state.tables):
             in_file = np.where(table >= 0, np.searchsorted(ids, table), -1)
             tensors.append(Tensor.of(f"{i}.table.{group}", in_file.astype(np.int32)))
@@ -156,7 +170,8 @@ class _Sequence:
     """What the header says of a sequence."""
 
     def __init__(self, i: int, fields: Fields, geometry: Geometry, file: Container) -> None:
-        self.prefix = f"{i}."
+        self.prefix, self.geometry = f"{i}.", geometry
+        self.slot = fields.integer("slot") if geometry.layers.with_states else -1
         self.number = fields.integer("sequence", most=2**62)
         self.length = fields.integer("length")
         self.cached = fields.integer("cached", most=self.length)
@@ -167,8 +182,24 @@ class _Sequence:
         self.starts = fields.integers("starts", len(geometry.groups))
         blocks = -(-self.length // geometry.block_size)
         file.take(f"{i}.tokens", Spec(np.dtype(np.int32), (tokens,)))
+        take_states(f"{i}.", geometry, self.length, file)
         for group in range(len(geometry.groups)):
             file.take(f"{i}.table.{group}", Spec(np.dtype(np.int32), (blocks,)))
+
+    def with_slot(
+        self, state: SequenceState, cache: Any, file: Container, seen: dict[int, int]
+    ) -> SequenceState:
+        """The sequence with its states in a slot of the cache, which other sequences may have too."""
+        slots = cache._store.states
+        if slots is None or not self.length:
+            return state
+        states = read_states(self.prefix, self.geometry, self.length, file)
+        if self.slot in seen:
+            slots.books.acquire([seen[self.slot]])
+        else:
+            seen[self.slot] = int(slots.books.allocate(1)[0])
+            slots.put(seen[self.slot], states)
+        return state._replace(slot=seen[self.slot])
 
     def read(self, geometry: Geometry, blocks: int, file: Container) -> SequenceState:
         """Its state, with tables of the blocks as the file counts them."""
@@ -205,6 +236,14 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
     numbers = [part.number for part in parts]
     expect(len(set(numbers)) == len(numbers), "a sequence comes twice")
     expect(all(n < following for n in numbers), f"a sequence from {following} on")
+    shapes_of_states = geometry.layers.with_states
+    more: dict[str, Any] = {}
+    if shapes_of_states:
+        names = ("num_states", "checkpoint_every")
+        more = {name: fields.integer(name, most=2**31 - 4) for name in names}
+        expect(more["checkpoint_every"] % geometry.block_size == 0, "checkpoints between blocks")
+        slots = {part.slot for part in parts if part.length}
+        expect(len(slots) <= more["num_states"], "states in more slots than there are")
     counts = [blocks] * len(geometry.parts)
     if fields.has("blocks_of_parts"):
         counts = fields.integers("blocks_of_parts", len(counts))
@@ -222,7 +261,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         states = [part.read(geometry, blocks, file) for part in parts]
         cache: Any = PagedKVCache(
             num_blocks=num_blocks, block_size=geometry.block_size, target=options.place.name,
-            rotate=seed is not None, **geometry.layers.arguments(),
+            rotate=seed is not None, **geometry.layers.arguments(), **more,
         )  # fmt: skip
         expect(cache._store.geometry[4] == seed, f"rows are rotated by seed {seed}")
         ids = cache.blocks.allocate(blocks)
@@ -233,6 +272,10 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
             _read_blocks(file, slot, pool, ids[own])
         for layer in geometry.layers.storing:
             _read_head_scales(file, layer, cache._store.place(layer)[0])
+        seen: dict[int, int] = {}
+        states = [
+            part.with_slot(x, cache, file, seen) for part, x in zip(parts, states, strict=True)
+        ]
         file.verify()  # before anything can be found by its tokens
         with claims("the sequences"):
             _add(cache, dict(zip(numbers, states, strict=True)), ids)
@@ -242,7 +285,8 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
 
     # Books of a block: its digest, its tokens, references and lists.
     of_block = block_nbytes(geometry.layers, geometry.groups, geometry.block_size)
-    return Plan(num_blocks * (of_block + 4 * geometry.block_size + 128), build)
+    of_states = more.get("num_states", 0) * StateSlots.slot_nbytes(shapes_of_states)
+    return Plan(of_states + num_blocks * (of_block + 4 * geometry.block_size + 128), build)
 
 
 def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32]) -> None:

@@ -19,7 +19,10 @@ from numkv.files.container import Container, Spec, Tensor
 from numkv.files.fields import MOST, Fields, claims, expect
 from numkv.files.plan import Saved
 
-__all__ = ["block_pieces", "describe", "packed", "read", "read_geometry", "unpacked"]
+__all__ = [
+    "block_pieces", "describe", "packed", "read", "read_geometry", "read_states", "state_tensors",
+    "take_states", "unpacked",
+]  # fmt: skip
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
@@ -98,7 +101,36 @@ def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
     for layer, scales in enumerate(sequence.head_scales):
         for name, x in zip(_HEAD_SCALES, scales, strict=True):
             found.append(Tensor.of(f"{prefix}{name}.{layer}", x))
-    return found
+    return found + state_tensors(prefix, sequence.states)
+
+
+def state_tensors(prefix: str, states: Sequence[Sequence[NDArray[Any]]]) -> list[Tensor]:
+    """The states of one sequence, as bytes."""
+    return [
+        Tensor.of(f"{prefix}state.{i}.{j}", np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+        for i, of_layer in enumerate(states)
+        for j, x in enumerate(of_layer)
+    ]
+
+
+def take_states(prefix: str, geometry: Geometry, length: int, file: Container) -> None:
+    """Expect the states of a sequence."""
+    for i, of_layer in enumerate(geometry.layers.with_states.values() if length else ()):
+        for j, shape in enumerate(of_layer):
+            file.take(f"{prefix}state.{i}.{j}", Spec(np.dtype(np.uint8), (shape.nbytes,)))
+
+
+def read_states(
+    prefix: str, geometry: Geometry, length: int, file: Container
+) -> tuple[tuple[NDArray[Any], ...], ...]:
+    """What `state_tensors` was given."""
+    return tuple(
+        tuple(
+            file.array(f"{prefix}state.{i}.{j}").view(shape.dtype).reshape(shape.shape)
+            for j, shape in enumerate(of_layer)
+        )
+        for i, of_layer in enumerate(geometry.layers.with_states.values() if length else ())
+    )
 
 
 def block_pieces(
@@ -128,7 +160,9 @@ def block_pieces(
                 continue
             first, last = int(ids[run[0]]), int(ids[run[-1]])
             if whole[run[0]]:
-                yield np.ascontiguousarray(x[first : last + 1])  # in pages blocks do not lie together
+                yield np.ascontiguousarray(
+                    x[first : last + 1]
+                )  # in pages blocks do not lie together
             else:
                 block = x[first : first + 1].copy()
                 block[:, :, int(fills[run[0]]) :] = 0
@@ -201,6 +235,7 @@ def _take(prefix: str, fields: Fields, geometry: Geometry, file: Container) -> l
             fields.integer("tokens") == tokens[0],
             "another number of token ids than the header says",
         )
+    take_states(prefix, geometry, fields.integer("length"), file)
     head_scales = geometry.head_scale_shapes()
     for layer, (rows, groups) in enumerate(geometry.parts):
         with claims("the sizes"):
@@ -248,6 +283,7 @@ def _sequence(
         buffers,
         tuple(starts),
         tuple(scales),
+        read_states(prefix, geometry, fields.integer("length"), file),
     )
 
 

@@ -158,7 +158,9 @@ def test_one_budget_in_bytes():
     assert make(num_blocks=cache.num_blocks + 1).nbytes > 100_000
     alike = numkv.PagedKVCache(2, 2, 8, max_nbytes=100_000, kind="int8")
     assert alike.nbytes <= 100_000
-    assert numkv.PagedKVCache(2, 2, 8, num_blocks=alike.num_blocks + 1, kind="int8").nbytes > 100_000
+    assert (
+        numkv.PagedKVCache(2, 2, 8, num_blocks=alike.num_blocks + 1, kind="int8").nbytes > 100_000
+    )
 
 
 def test_blocks_of_several_shapes_waste_little():

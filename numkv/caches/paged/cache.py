@@ -42,6 +42,7 @@ from numkv.caches.paged.prefix_match import (
     last_name,
     register,
     register_blocks,
+    with_checkpoint,
 )
 from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
@@ -158,7 +159,11 @@ class PagedKVCache(WholeCache):
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
             others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
-            part = find_part(self._store, ids[length : len(ids) - 1], before, others)
+            part = None
+            if self._store.states is None:  # between checkpoints there are none to begin with
+                part = find_part(self._store, ids[length : len(ids) - 1], before, others)
+            elif blocks:
+                state = with_checkpoint(self._store.states, state, size)
             if part is None:
                 return self._insert(state, shared=state.by_depth())
             return self._insert_with_part(state, part, ids)
@@ -190,9 +195,11 @@ class PagedKVCache(WholeCache):
 
     def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
         """Give a sequence its number, and references to blocks that others have or have had."""
-        seq = self._next
+        seq, books = self._next, self.states
         self.blocks.acquire(shared)
         try:
+            if books is not None and state.slot >= 0:
+                books.acquire([state.slot])
             self._publish({seq: state})
         except BaseException:
             self.blocks.release(shared)
@@ -229,6 +236,7 @@ class PagedKVCache(WholeCache):
         state = self._idle(seq)
         number = self._number(seq)
         self._exchange({number: None}, state.by_depth())
+        self._release_slots([state.slot])
         self._store.bad.pop(number, None)
 
     @writes
@@ -247,7 +255,9 @@ class PagedKVCache(WholeCache):
         IndexError
             If `length` is negative or above the sequence's.
         NotSupported
-            If a sliding layer's window has moved past tokens that would be visible again.
+            If a sliding layer's window has moved past tokens that would be visible again, or layers keep states and
+            there is no checkpoint of them at this length: the error says where the nearest ones are. Checkpoints are
+            at multiples of `checkpoint_every` at which a step has ended, until they are evicted.
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
@@ -258,6 +268,10 @@ class PagedKVCache(WholeCache):
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
                     f"got {length} of {state.length}; its blocks are gone"
                 )
+        slots, slot, marks = self._store.states, state.slot, state.marks
+        if slots is not None and length < state.length:
+            slot = slots.restore(marks, length, state.length) if length else -1
+            marks = tuple(mark for mark in marks if mark[0] <= length)
         full = length // self.block_size
         tables, dropped = self._store.cut_tables(state.tables, length)
         after = state._replace(
@@ -269,8 +283,13 @@ class PagedKVCache(WholeCache):
             registered=min(state.registered, full),
             starts=[min(start, length) for start in state.starts],
             dropped=state.rows_dropped() if length < state.length else state.dropped,
+            slot=slot,
+            marks=marks,
         )
+        if slots is not None and slot >= 0:
+            slots.books.acquire([slot])
         self._exchange({self._number(seq): after}, held(dropped))
+        self._release_slots([state.slot])
         if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]
 
@@ -308,8 +327,8 @@ class PagedKVCache(WholeCache):
         NumkvError
             If the sequence has an open step.
         NotSupported
-            If layers have a sliding window and no longer store the rows of the newest ``window_left + 1`` tokens of
-            those to keep. They always store those of the newest ``window_left + 1`` tokens of the sequence.
+            If layers keep states, or have a sliding window and no longer store the rows of the newest
+            ``window_left + 1`` tokens of those to keep. They always store those of the sequence's newest ones.
         IndexError
             If there is no such sequence or token, or the shift's tables are too short.
         ValueError
@@ -324,6 +343,10 @@ class PagedKVCache(WholeCache):
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
+        if self._store.states is not None:
+            raise NotSupported(
+                "compact: expected layers without states, as states are of all tokens, got some that keep them"
+            )
         kept = check_kept("keep", keep, state.length)
         number = self._number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
@@ -406,6 +429,10 @@ class PagedKVCache(WholeCache):
             self._store.refuse_bad(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if into is not None:
+            if self._store.states is not None:
+                raise NotSupported(
+                    "`into`: expected None where layers keep states, got StepBuffers"
+                )
             ends = np.array([state.length for state in states.values()], np.int64) + lens
             into._check(self._store, ends, int(lens.sum()))
         room = reserve_room(self._store, states, lens, into)
@@ -413,6 +440,7 @@ class PagedKVCache(WholeCache):
             self._exchange(room.states, room.released)
         except BaseException:
             self.blocks.release(room.taken)
+            self._release_slots([] if room.slots is None else room.slots.tolist())
             raise
         if into is not None:
             into._take(room.step, np.cumsum(lens))
@@ -439,6 +467,8 @@ class PagedKVCache(WholeCache):
             If more tokens are accepted than there are.
         DimensionMismatch
             If the number of ids is not that of the step's tokens.
+        NotSupported
+            If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
         self._check_step(step)
         step._alone(lambda: self._end(step, accepted, token_ids))
@@ -462,6 +492,11 @@ class PagedKVCache(WholeCache):
                 f"`step`: expected rows of the new tokens in all {self.num_layers} layers, got none in layer "
                 f"{missing[0]}{' and others' if len(missing) > 1 else ''}; append them, or roll the step back"
             )
+        if self._store.states is not None and ((keep > 0) & (keep < step.new_lens)).any():
+            raise NotSupported(
+                f"`accepted`: expected all tokens of a sequence or none, as layers keep states of the last one only, "
+                f"got {keep.tolist()} of {step.new_lens.tolist()}; roll the step back, and run those to keep again"
+            )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
             self._store.target.collect_late(self._store.watch)
@@ -476,6 +511,10 @@ class PagedKVCache(WholeCache):
             step._kept.clear()
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
+        if self._store.states is not None:
+            for slot, name, length in ending.checkpoints:
+                self._store.states.register(slot, name, length)
+            self._release_slots(ending.slots)
 
     @writes
     def rollback(self, step: Step) -> None:
@@ -545,7 +584,15 @@ class PagedKVCache(WholeCache):
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
-            seq = self._insert(state, shared=ids[:0])
+            if self._store.states is not None and swapped.states:
+                (slot,) = self._store.states.books.allocate(1).tolist()
+                try:
+                    self._store.states.put(slot, swapped.states)
+                    seq = self._insert(state._replace(slot=slot), shared=ids[:0])
+                finally:
+                    self._release_slots([slot])  # the sequence has a reference of its own
+            else:
+                seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say
             self.blocks.release(ids)
             raise

@@ -37,7 +37,8 @@ def group_layers(windows: Sequence[int]) -> list[LayerGroup]:
     """Split layers that are alike into groups of equal size, each with one window; see `groups_of`."""
     n = len(windows)
     rows: tuple[LayerRows | None, ...] = (None,) * n
-    return _equal_groups(Layers(rows, tuple(windows), (0,) * n, tuple(range(n))), list(range(n)))
+    layers = Layers(rows, tuple(windows), (0,) * n, tuple(range(n)), ((),) * n)
+    return _equal_groups(layers, list(range(n)))
 
 
 def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
+from numkv.caches.paged.states import StateShape, check_states
 from numkv.checks import check_size
 from numkv.errors import DimensionMismatch
 from numkv.kinds import Kind, kind, kinds_of
@@ -28,6 +29,9 @@ class LayerOptions(TypedDict, total=False):
 
     chunks: Sequence[int | None] | None
     shares: Mapping[int, int] | Sequence[int | None] | None
+    states: Mapping[int, Sequence[tuple[Sequence[int], Any]]] | None
+    num_states: int | None
+    checkpoint_every: int | None
     max_nbytes: int | None
 
 
@@ -87,19 +91,27 @@ class Layers(NamedTuple):
     Attributes
     ----------
     rows : tuple of LayerRows or None
-        None for layers that read another's.
+        None for layers that read another's, or none at all.
     windows : tuple of int
         Earlier tokens that a query of a layer attends to, -1 for all.
     chunks : tuple of int
         Tokens of a chunk, within which a query attends; 0 for none.
     sources : tuple of int
         The layer whose rows each one reads: itself, or another.
+    states : tuple of tuple of StateShape
+        The states that each keeps.
     """
 
     rows: tuple[LayerRows | None, ...]
     windows: tuple[int, ...]
     chunks: tuple[int, ...]
     sources: tuple[int, ...]
+    states: tuple[tuple[StateShape, ...], ...] = ()
+
+    @property
+    def with_states(self) -> dict[int, tuple[StateShape, ...]]:
+        """Layers that keep states, and which."""
+        return {layer: of_layer for layer, of_layer in enumerate(self.states) if of_layer}
 
     @property
     def storing(self) -> list[int]:
@@ -114,7 +126,8 @@ class Layers(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether sizes, kinds and windows say all there is to say."""
-        return self.alike and not any(self.chunks) and len(self.storing) == len(self.rows)
+        every = len(self.storing) == len(self.rows)
+        return self.alike and every and not any(self.chunks) and not any(self.states)
 
     @property
     def first(self) -> LayerRows:
@@ -124,16 +137,23 @@ class Layers(NamedTuple):
     def arguments(self) -> dict[str, Any]:
         """What a `PagedKVCache` is given for such layers, by name."""
         rows = [self.rows[source] for source in self.sources]
-        names = ("num_kv_heads", "head_dim", "head_dim_v", "k_kind", "v_kind")
-        found: dict[str, Any] = {name: [getattr(x, name) for x in rows] for name in names}
+        names = ("head_dim", "head_dim_v", "k_kind", "v_kind")
+        found: dict[str, Any] = {
+            name: [getattr(self.first if x is None else x, name) for x in rows] for name in names
+        }
         shares = {layer: source for layer, source in enumerate(self.sources) if layer != source}
-        own = {"chunks": list(self.chunks), "shares": shares, "windows": list(self.windows)}
+        own = {
+            "num_kv_heads": [None if x is None else x.num_kv_heads for x in rows],
+            "chunks": list(self.chunks), "shares": shares, "windows": list(self.windows),
+            "states": self.with_states or None,
+        }  # fmt: skip
         return {"num_layers": len(rows), **found, **own}
 
     def more(self) -> tuple[Any, ...]:
         """What a geometry has of layers that are not plain, in numbers and names."""
         rows = tuple(None if x is None else x.plain() for x in self.rows)
-        return (rows, self.chunks, self.sources)
+        states = tuple(tuple(map(tuple, of_layer)) for of_layer in self.states)
+        return (rows, self.chunks, self.sources, states)
 
     @classmethod
     def check(
@@ -185,6 +205,9 @@ class Layers(NamedTuple):
                     )
                 rows.append(None)
                 continue
+            if entries[0] is None and _is_list(sizes[0]):
+                rows.append(None)
+                continue
             key = tuple(map(_key, entries))
             if key not in made:
                 heads, dim, dim_v, both, k_kind, v_kind = entries
@@ -194,7 +217,19 @@ class Layers(NamedTuple):
                     dim if dim_v is None else check_size("head_dim_v", dim_v, 1), *kinds_of(both, k_kind, v_kind),
                 )  # fmt: skip
             rows.append(made[key])
-        return cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources))
+        if not any(rows):
+            raise ValueError(
+                "`num_kv_heads`: expected a layer with rows or more, got None for all of them; a model that keeps "
+                "states alone needs no blocks"
+            )
+        for layer, source in enumerate(sources):
+            if rows[source] is None and source != layer:
+                raise ValueError(
+                    f"`shares`: expected rows in layer {source}, got a layer without any"
+                )
+        states = check_states(more.get("states"), layers)
+        of_each = tuple(states.get(layer, ()) for layer in range(layers))
+        return cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources), of_each)
 
     @classmethod
     def read(cls, first: Any, windows: tuple[int, ...], more: Any) -> Layers:
@@ -202,18 +237,22 @@ class Layers(NamedTuple):
         n = len(windows)
         if more is None:
             of_all = LayerRows.read(first)
-            return cls((of_all,) * n, windows, (0,) * n, tuple(range(n)))
-        rows, chunks, sources = more
-        for name, x in (("rows", rows), ("chunks", chunks), ("sources", sources)):
+            return cls((of_all,) * n, windows, (0,) * n, tuple(range(n)), ((),) * n)
+        rows, chunks, sources, states = more
+        named = (("rows", rows), ("chunks", chunks), ("sources", sources), ("states", states))
+        for name, x in named:
             if not isinstance(x, tuple) or len(x) != n:
                 raise ValueError(f"`geometry`: expected {name} of {n} layers, got {x!r}")
         found = cls(
             tuple(None if x is None else LayerRows.read(x) for x in rows), windows,
             tuple(_reach("chunks", x, 0) for x in chunks),
             tuple(check_size("shares", x, 0, n - 1) for x in sources),
+            tuple(check_states({0: x}, 1)[0] if x else () for x in states),
         )  # fmt: skip
+        if not found.storing:
+            raise ValueError("`geometry`: expected a layer with rows, got none")
         for layer, source in enumerate(found.sources):
-            if (found.rows[layer] is None) != (source != layer) or found.rows[source] is None:
+            if source != layer and (found.rows[layer] is not None or found.rows[source] is None):
                 raise ValueError(f"`geometry`: expected rows to read for layer {layer}, got none")
         return found
 

@@ -15,6 +15,7 @@ from numkv import targets
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup, page_bytes
 from numkv.caches.paged.layers import LayerRows, Layers
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, Part
 from numkv.checks import check_bytes
 from numkv.storage.buffer import Buffer
@@ -36,8 +37,9 @@ def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> i
 
 
 def new_store(
-    target: Target, layers: Layers, groups: list[LayerGroup], blocks: BlockPool, rotate: bool
-) -> BlockStore:
+    target: Target, layers: Layers, groups: list[LayerGroup], blocks: BlockPool, rotate: bool,
+    states: StateSlots | None = None,
+) -> BlockStore:  # fmt: skip
     """Make buffers of zeros for the blocks of a pool.
 
     Parameters
@@ -52,6 +54,8 @@ def new_store(
         The books.
     rotate : bool
         Whether rows are rotated before they are stored.
+    states : StateSlots, optional
+        Slots for states, where layers keep some.
 
     Raises
     ------
@@ -95,8 +99,9 @@ def new_store(
                 parts.append(Part(layer_pools[layer], (number,)))
                 begin += of.offsets(blocks.block_size)[1]
     for layer, source in enumerate(layers.sources):
-        places[layer], layer_pools[layer] = places[source], layer_pools[source]
-    return BlockStore(target, layers, groups, parts, blocks, places, layer_pools, pages)
+        if source != layer:
+            places[layer], layer_pools[layer] = places[source], layer_pools[source]
+    return BlockStore(target, layers, groups, parts, blocks, places, layer_pools, pages, states)
 
 
 def copied(store: BlockStore) -> BlockStore:
@@ -112,7 +117,8 @@ def _filled(
 ) -> BlockStore:
     """A store like another, with the content of some blocks."""
     rotate = store.parts[0].pool.rotate
-    made = new_store(target, store.layers, store.groups, blocks, rotate)
+    states = None if store.states is None else store.states.copy()
+    made = new_store(target, store.layers, store.groups, blocks, rotate, states)
     ids = target.index(in_use, np.int32)
     for old, new in zip(store.parts, made.parts, strict=True):
         # Blocks of other groups are copied too: pages are bytes.
@@ -144,13 +150,19 @@ def state_of(store: BlockStore) -> dict[str, Any]:
     return {
         "target": own.target.name, "layers": own.layers, "groups": own.groups, "blocks": own.blocks,
         "rotate": own.parts[0].pool.rotate, "words": words, "by_head": by_head, "followers": own.followers,
+        "states": None if own.states is None else
+            (own.layers.with_states, own.states.every, own.states.books, own.states.content()),
     }  # fmt: skip
 
 
 def store_of(state: dict[str, Any]) -> BlockStore:
     """What `state_of` was given, in buffers that lie where kernels like them."""
     layers, target = state["layers"], targets.get(state["target"])
-    made = new_store(target, layers, state["groups"], state["blocks"], state["rotate"])
+    slots = None
+    if state["states"] is not None:
+        shapes, every, books, content = state["states"]
+        slots = StateSlots(target, shapes, 0, every).with_content(content, books)
+    made = new_store(target, layers, state["groups"], state["blocks"], state["rotate"], slots)
     if made.pages is not None:
         made.pages[...] = state["words"][0]
     else:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.blocks.arrays import ABSENT
 from numkv.blocks.prefix import block_digests, root_digest
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "register",
     "register_blocks",
     "split_at_window",
+    "with_checkpoint",
 ]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
@@ -81,7 +84,9 @@ class Match(NamedTuple):
     """Each block that was looked for, in each group: its number, or the negative of the reason why there is none."""
 
 
-def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> int:
+def longest_prefix(
+    store: BlockStore, present: Sequence[NDArray[np.bool_]], with_states: NDArray[np.bool_] | None = None
+) -> int:  # fmt: skip
     """Blocks of the longest prefix with all blocks in full groups, and those in the window in sliding groups.
 
     Parameters
@@ -90,6 +95,8 @@ def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> i
         Whose groups.
     present : sequence of bool array (num_blocks,)
         Which blocks of a prompt there are in each group.
+    with_states : bool array (num_blocks + 1,), optional
+        After which blocks there are the states of layers that keep some.
     """
     blocks = len(present[0])
     for group, there in zip(store.groups, present, strict=True):
@@ -97,7 +104,9 @@ def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> i
             missing = np.flatnonzero(~there[:blocks])
             blocks = int(missing[0]) if len(missing) else blocks
     # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
-    fits = np.ones(blocks + 1, np.bool_)
+    fits = (
+        np.ones(blocks + 1, np.bool_) if with_states is None else with_states[: blocks + 1].copy()
+    )
     for group, there in zip(store.groups, present, strict=True):
         if group.window >= 0:
             numbers = np.arange(1, blocks + 1)
@@ -125,18 +134,29 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     """
     found = [store.blocks.find_each(of_group, ids) for of_group in names]
     wanted = len(ids) // store.block_size
-    blocks = longest_prefix(store, [in_group >= 0 for in_group in found])
+    states = None if store.states is None else store.states.present(names[0], store.block_size)
+    blocks = longest_prefix(store, [in_group >= 0 for in_group in found], states)
     reason = 0
     if blocks < wanted:
-        # The first block not taken, or one before it that only windows need.
+        # The first block not taken, or one before it that only windows need; else a checkpoint of states.
         holes = [*(in_group[blocks : blocks + 1] for in_group in found), *found]
-        reason = -int(np.concatenate([x[x < 0] for x in holes])[0])
+        reasons = np.concatenate([x[x < 0] for x in holes])
+        reason = -int(reasons[0]) if len(reasons) else ABSENT
     tables = []
     for number, in_group in enumerate(found):
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
         table[: store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
     return Match(blocks, tables, wanted, reason, found)
+
+
+def with_checkpoint(slots: StateSlots, state: SequenceState, block_size: int) -> SequenceState:
+    """A sequence that begins with a cached prefix, with the states after it and marks of those before."""
+    names = [name.tobytes() for name in state.digests[0]]
+    lengths = range(slots.every, state.length + 1, slots.every)
+    marks = tuple((n, names[n // block_size - 1]) for n in lengths)
+    slot = int(slots.find([marks[-1][1]], [state.length])[0])
+    return state._replace(slot=slot, marks=marks)
 
 
 class PartOfBlock(NamedTuple):

@@ -14,11 +14,12 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.followers import Followers
 from numkv.caches.paged.groups import LayerGroup
 from numkv.caches.paged.layers import Layers
+from numkv.caches.paged.states import StateSlots
 from numkv.errors import NonFiniteInput, NotSupported
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "Part", "SequenceState", "held"]
+__all__ = ["BlockStore", "Extra", "Ints", "Part", "SequenceState", "held", "widened"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
@@ -51,6 +52,10 @@ class SequenceState(NamedTuple):
         Blocks of each `PagedKVCache.pin`.
     dropped : int
         Another number whenever rows that it had may be gone, or have moved; odd while they move.
+    slot : int
+        Where its states lie, where layers keep some; -1 without tokens.
+    marks : tuple of (int, bytes)
+        Lengths at which there were checkpoints of its states, and their names.
     """
 
     length: int
@@ -64,6 +69,8 @@ class SequenceState(NamedTuple):
     cached: int = 0
     pins: tuple[NDArray[np.int32], ...] = ()
     dropped: int = 0
+    slot: int = -1
+    marks: tuple[tuple[int, bytes], ...] = ()
 
     def blocks(self) -> NDArray[np.int32]:
         """Its blocks, of one group after another."""
@@ -82,7 +89,7 @@ class SequenceState(NamedTuple):
         """The sequence as a step begins or ends: `_replace`, in a third of its time."""
         return SequenceState(
             length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
-            self.cached, self.pins, dropped,
+            self.cached, self.pins, dropped, self.slot, self.marks,
         )  # fmt: skip
 
     def rows_dropped(self) -> int:
@@ -100,6 +107,13 @@ def held(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 _NONE = np.empty(0, np.int32)
+
+
+def widened(table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
+    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
+    made[:, : table.shape[1]] = table
+    return made
 
 
 class Part(NamedTuple):
@@ -132,6 +146,8 @@ class BlockStore:
         The pool of each layer: that of a part, or where heads have scales its words with scales of the layer's own.
     pages : array or None
         Where layers are not alike the bytes of all blocks, uint8 ``(num_blocks, n)``; see `numkv.caches.paged.memory`.
+    states : StateSlots or None
+        Where states lie, where layers keep some.
     tiers : Tiers or None
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
     bad : dict of int to tuple
@@ -146,6 +162,7 @@ class BlockStore:
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
     pages: Any = None
+    states: StateSlots | None = None
     tiers: Any = None
     bad: dict[int, tuple[int, NonFiniteInput]] = field(default_factory=dict)
 
@@ -184,7 +201,7 @@ class BlockStore:
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return len(self.places)
+        return len(self.layers.rows)
 
     @property
     def block_size(self) -> int:
@@ -197,11 +214,13 @@ class BlockStore:
         sides = [
             side for pool in self.layer_pools.values() for side in (pool.k_buffer, pool.v_buffer)
         ]
+        of_states = 0 if self.states is None else self.states.nbytes
         if self.pages is not None:  # which the words lie in, and scales of rows
             of_heads = {id(x.scales): x.scales for x in sides if x.kind.scales_per == "head"}
-            return int(self.pages.nbytes) + sum(int(x.nbytes) for x in of_heads.values())
+            of_pages = int(self.pages.nbytes)
+            return of_states + of_pages + sum(int(x.nbytes) for x in of_heads.values())
         arrays = {id(x): x for side in sides for x in (side.words, side.scales)}
-        return sum(int(x.nbytes) for x in arrays.values())
+        return of_states + sum(int(x.nbytes) for x in arrays.values())
 
     @property
     def geometry(self) -> tuple[Any, ...]:
@@ -217,7 +236,12 @@ class BlockStore:
 
     def place(self, layer: int) -> tuple[Pool, int]:
         """The pool of a layer, and the number of its group."""
-        return self.layer_pools[layer], self.places[layer][1]
+        pool = self.layer_pools.get(layer)
+        if pool is None:
+            raise NotSupported(
+                f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
+            )
+        return pool, self.places[layer][1]
 
     def window_of(self, layer: int) -> int:
         """Earlier tokens that a query of a layer attends to, -1 for all."""
@@ -225,9 +249,8 @@ class BlockStore:
 
     @functools.cached_property
     def reading_only(self) -> NDArray[np.bool_]:
-        """Which layers read another's rows."""
-        found: NDArray[np.bool_] = np.array(self.layers.sources) != np.arange(self.num_layers)
-        return found
+        """Which layers have no rows of their own."""
+        return np.array([rows is None for rows in self.layers.rows])
 
     def refuse_sharing(self, name: str, layer: int) -> None:
         """Refuse to write to a layer that reads another's rows."""
@@ -292,7 +315,7 @@ class BlockStore:
         return self.target.zeros((1, int(self.pages.shape[1])), np.uint8)
 
     def clear(self, ids: NDArray[np.int32]) -> None:
-        """Clear blocks that have just been allocated, where bytes of other layers' rows would be no scales of theirs."""
+        """Clear blocks that have just been allocated, where bytes of other layers' rows might be no scales."""
         if self._clear_page is None or not len(ids):
             return
         if self.target.values_on_host:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -15,9 +15,10 @@ from numkv import targets
 from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
-from numkv.caches.paged.groups import LayerGroup, groups_of
+from numkv.caches.paged.groups import groups_of
 from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers
 from numkv.caches.paged.memory import block_nbytes, new_store
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
@@ -90,9 +91,14 @@ class StoredSequences:
                 "PrefixStore; share prefixes within the cache"
             )
         groups = groups_of(layers, size)
-        count = _num_blocks(num_blocks, more.get("max_nbytes"), layers, groups, size)
+        num_states, every = _state_sizes(layers, more, size)
+        of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
+        count = _num_blocks(
+            num_blocks, more.get("max_nbytes"), of_states, block_nbytes(layers, groups, size)
+        )
         blocks = BlockPool(count, size)  # which bounds both numbers
-        made = new_store(place, layers, groups, blocks, rotated)
+        slots = StateSlots(place, layers.with_states, num_states, every) if every else None
+        made = new_store(place, layers, groups, blocks, rotated, slots)
         self._adopt(with_tiers(made, store), {}, 0)
 
     def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
@@ -225,8 +231,16 @@ class StoredSequences:
         """
         number = check_index("layer", layer, self.num_layers)
         rows = self._store.layers.rows[self._store.layers.sources[number]]
-        assert rows is not None
+        if rows is None:
+            raise NotSupported(
+                f"`layer`: expected one with rows, got layer {number}, which has none"
+            )
         return rows
+
+    @property
+    def states(self) -> BlockPool | None:
+        """The bookkeeping of slots for states, a `BlockPool` whose blocks are slots; None where no layer keeps any."""
+        return None if self._store.states is None else self._store.states.books
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence that are committed.
@@ -403,6 +417,11 @@ class StoredSequences:
             self._generation += 1
             raise
 
+    def _release_slots(self, slots: Iterable[int]) -> None:
+        """Release slots of states, of sequences that have some."""
+        if self.states is not None:
+            self.states.release([slot for slot in slots if slot >= 0])
+
 
 def _check_store(store: Any) -> None:
     if store is None:
@@ -414,13 +433,33 @@ def _check_store(store: Any) -> None:
     store._check_open()
 
 
-def _num_blocks(
-    num_blocks: Any, max_nbytes: Any, layers: Layers, groups: list[LayerGroup], block_size: int
-) -> int:
+def _state_sizes(layers: Layers, more: LayerOptions, block_size: int) -> tuple[int, int]:
+    """Slots for states, and tokens from one checkpoint to the next; 0 without states."""
+    num_states, every = more.get("num_states"), more.get("checkpoint_every")
+    if not layers.with_states:
+        if num_states is not None or every is not None:
+            raise TypeError(
+                "PagedKVCache: expected `num_states` and `checkpoint_every` with `states` only, got them without"
+            )
+        return 0, 0
+    if num_states is None:
+        raise TypeError(
+            "PagedKVCache: expected `num_states` with `states`: two for each sequence, and one for each "
+            "checkpoint to keep"
+        )
+    tokens = block_size if every is None else check_size("checkpoint_every", every, 1)
+    if tokens % block_size:
+        raise ValueError(
+            f"`checkpoint_every`: expected a multiple of the block size, {block_size}, got {tokens}"
+        )
+    return check_size("num_states", num_states), tokens
+
+
+def _num_blocks(num_blocks: Any, max_nbytes: Any, of_states: int, of_block: int) -> int:
     """The number of blocks that a caller asks for, or that fit into the bytes that it gives."""
     if (num_blocks is None) == (max_nbytes is None):
         both = "neither" if num_blocks is None else "both"
         raise TypeError(f"PagedKVCache: expected one of `num_blocks` and `max_nbytes`, got {both}")
     if num_blocks is not None:
         return check_size("num_blocks", num_blocks)
-    return check_size("max_nbytes", max_nbytes) // block_nbytes(layers, groups, block_size)
+    return max(0, check_size("max_nbytes", max_nbytes) - of_states) // of_block

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from numkv.blocks.prefix import block_digests, token_ids
 from numkv.caches.paged.groups import LayerGroup, groups_of
 from numkv.caches.paged.layers import LayerRows, Layers
+from numkv.caches.paged.states import check_content
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
@@ -47,6 +48,8 @@ class SwappedSequence:
         First token of each group that has rows, where a compaction moved it into a block; empty for 0.
     head_scales : tuple of tuple of array
         Scales of the kv heads of K and of V in each layer, for kinds that have such; else empty.
+    states : tuple of tuple of array
+        The states of each layer that keeps some, as they were after the last token; empty without tokens.
     """
 
     length: int
@@ -57,11 +60,13 @@ class SwappedSequence:
     buffers: list[tuple[NDArray[Any], ...]] = field(repr=False)
     starts: tuple[int, ...] = ()
     head_scales: tuple[tuple[NDArray[Any], NDArray[Any]], ...] = field(default=(), repr=False)
+    states: tuple[tuple[NDArray[Any], ...], ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K, V and scales."""
-        return sum(x.nbytes for layer in (*self.buffers, *self.head_scales) for x in layer)
+        """Bytes of K, V, scales and states."""
+        parts = (*self.buffers, *self.head_scales, *self.states)
+        return sum(x.nbytes for part in parts for x in part)
 
 
 def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
@@ -80,9 +85,10 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
             _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
         ]
         buffers.append((*words, *scales))
+    states = () if store.states is None or state.slot < 0 else store.states.out(state.slot)
     return SwappedSequence(
         state.length, state.tokens, state.extra, store.geometry, logical, buffers,
-        tuple(state.starts), head_scales_of(store),
+        tuple(state.starts), head_scales_of(store), states,
     )  # fmt: skip
 
 
@@ -96,15 +102,18 @@ def _by_head(side: Buffer) -> bool:
 
 def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
     """Scales of heads of K and of V, by layer; empty if neither kind has any."""
-    pools = [store.place(layer)[0] for layer in range(store.num_layers)]
-    if not any(_by_head(side) for pool in pools for side in (pool.k_buffer, pool.v_buffer)):
+    pools = [store.layer_pools.get(layer) for layer in range(store.num_layers)]
+    if not any(_by_head(s) for x in pools if x is not None for s in (x.k_buffer, x.v_buffer)):
         return ()
 
     def on_host(side: Buffer) -> NDArray[Any]:
         found: NDArray[Any] = np.array(store.target.to_host(side.scales))
         return found if _by_head(side) else _NO_HEAD_SCALES
 
-    return tuple((on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools)
+    none = _NO_HEAD_SCALES, _NO_HEAD_SCALES
+    return tuple(
+        none if pool is None else (on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools
+    )
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
@@ -164,7 +173,7 @@ class Geometry(NamedTuple):
         )
         extras = more[0] if more else None
         _expect(
-            not more or (isinstance(extras, tuple) and len(extras) == 3), "rows of layers", extras
+            not more or (isinstance(extras, tuple) and len(extras) == 4), "rows of layers", extras
         )
         try:
             layers = Layers.read((heads, dim, dim_v, k_kind, v_kind), windows, extras)
@@ -208,15 +217,16 @@ class Geometry(NamedTuple):
         found = []
         for source in self.layers.sources:
             rows = self.layers.rows[source]
-            assert rows is not None
+            if rows is None:
+                found.append([0, 0])
+                continue
             kinds = rows.k_kind, rows.v_kind
             found.append([rows.num_kv_heads * (of.scales_per == "head") for of in kinds])
         return found if any(map(any, found)) else []
 
     def kinds_of(self, layer: int) -> tuple[Kind, Kind]:
         """Kinds of the rows that a layer reads."""
-        rows = self.layers.rows[self.layers.sources[layer]]
-        assert rows is not None
+        rows = self.layers.rows[self.layers.sources[layer]] or self.layers.first
         return rows.k_kind, rows.v_kind
 
 
@@ -258,6 +268,11 @@ def check_sequence(swapped: SwappedSequence) -> None:
     _expect_count(starts, num_groups, "starts")
     for group, logical, start in zip(geometry.groups, swapped.logical, starts, strict=True):
         check_table(geometry, group, length, logical, start)
+    shapes_of_states = geometry.layers.with_states
+    if shapes_of_states and length:
+        check_content(shapes_of_states, swapped.states)
+    else:
+        _expect_count(swapped.states, 0, "states")
     parts = geometry.parts
     _expect_count(swapped.buffers, len(parts), "layers of buffers")
     for (rows, groups), buffers in zip(parts, swapped.buffers, strict=True):

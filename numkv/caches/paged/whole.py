@@ -224,6 +224,8 @@ class WholeCache(ReadableSequences):
         except Exception:  # memory, say
             self._publish(before)
             raise
+        if self.states is not None:
+            self.states.clear()
 
     @on_stream
     @writes
