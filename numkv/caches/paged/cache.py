@@ -3,7 +3,8 @@
 A *block* holds the K and V of `block_size` tokens in a *layer group*. Layers that attend to everything make one
 group; layers with a sliding window make groups of their own, whose blocks are released as the window moves past them.
 All groups have as many layers (the greatest common divisor of what there is), so that their blocks have one size and
-come from one free list.
+come from one free list. Layers that are not alike (of several shapes and kinds, with chunks, states, or another layer's
+rows) are what docs/mixed_layers.md is about.
 
 Work goes in steps, because all layers write the same tokens::
 
@@ -27,7 +28,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import writes
@@ -36,7 +36,6 @@ from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, pro
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
 from numkv.caches.paged.prefix_match import (
-    PartOfBlock,
     block_names,
     find_part,
     last_name,
@@ -64,19 +63,21 @@ class PagedKVCache(WholeCache):
 
     Parameters
     ----------
-    num_layers, num_kv_heads, head_dim : int
+    num_layers : int
         The model's.
-    num_blocks : int
-        Blocks in the pool; a block serves `layers_per_block` layers.
+    num_kv_heads, head_dim : int or sequence of int
+        The model's, or each layer's; None as a layer's `num_kv_heads` for one that has no rows.
+    num_blocks : int, optional
+        Blocks in the pool; a block serves `layers_per_block` layers. Either this or `max_nbytes`.
     block_size : int
         Tokens in a block.
-    kind : str or Kind
-        Storage kind.
+    kind : str, Kind or sequence of them
+        Storage kind, or each layer's.
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
-    head_dim_v : int, optional
+    head_dim_v : int or sequence of int, optional
         Elements of a V row.
-    k_kind, v_kind : str or Kind, optional
+    k_kind, v_kind : str, Kind or sequence of them, optional
         Storage kinds of K and of V where they differ from `kind`.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
@@ -84,6 +85,18 @@ class PagedKVCache(WholeCache):
         Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`.
     store : PrefixStore, optional
         Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
+    chunks : sequence of int, optional
+        Tokens of a chunk of each layer, within which queries attend; None or 0 for none.
+    shares : mapping of int to int, or sequence of int, optional
+        The layer whose rows a layer reads, having none of its own; None in a sequence for layers that have.
+    states : mapping of int to sequence of (shape, dtype), optional
+        Arrays that a layer keeps for each sequence, beside rows or instead of them; see `Step.state`.
+    num_states : int, optional
+        Slots for the states of a sequence: two for each that steps take at once, and one for each checkpoint to keep.
+    checkpoint_every : int, optional
+        Tokens from one checkpoint of states to the next; a multiple of `block_size`, which it is if None.
+    max_nbytes : int, optional
+        Bytes of all blocks and states, instead of `num_blocks`.
 
     Attributes
     ----------
@@ -168,45 +181,6 @@ class PagedKVCache(WholeCache):
                 return self._insert(state, shared=state.by_depth())
             return self._insert_with_part(state, part, ids)
 
-    def _insert_with_part(
-        self, state: SequenceState, part: PartOfBlock, ids: NDArray[np.int32]
-    ) -> int:
-        """Give a sequence its number, and a copy of the block that begins as its tokens go on, if there is room."""
-        length, shared = state.length + part.tokens, state.by_depth()
-        taken = np.append(shared, part.blocks)
-        self.blocks.acquire(taken)  # so that nobody gets them
-        try:
-            if self.num_free < self.num_groups:
-                return self._insert(state, shared)
-            own = self.blocks.allocate(self.num_groups)
-            try:
-                groups = range(self.num_groups)
-                self._store.copy_blocks(part.blocks.tolist(), own.tolist(), groups)
-                tables = [np.append(t, own[i : i + 1]) for i, t in enumerate(state.tables)]
-                longer = state._replace(
-                    length=length, tables=tables, tokens=ids[:length].copy(), cached=length
-                )
-                return self._insert(longer, shared)
-            except BaseException:
-                self.blocks.release(own)
-                raise
-        finally:
-            self.blocks.release(taken)
-
-    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
-        """Give a sequence its number, and references to blocks that others have or have had."""
-        seq, books = self._next, self.states
-        self.blocks.acquire(shared)
-        try:
-            if books is not None and state.slot >= 0:
-                books.acquire([state.slot])
-            self._publish({seq: state})
-        except BaseException:
-            self.blocks.release(shared)
-            raise
-        self._next = seq + 1
-        return seq
-
     @writes
     def fork(self, seq: int) -> int:
         """Make a second sequence with the same tokens; blocks are shared until one of the two writes to them.
@@ -288,7 +262,11 @@ class PagedKVCache(WholeCache):
         )
         if slots is not None and slot >= 0:
             slots.books.acquire([slot])
-        self._exchange({self._number(seq): after}, held(dropped))
+        try:
+            self._exchange({self._number(seq): after}, held(dropped))
+        except BaseException:
+            self._release_slots([slot])
+            raise
         self._release_slots([state.slot])
         if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]

@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from numkv.caches.paged.layers import LayerRows, Layers
 
 __all__ = ["LayerGroup", "group_layers", "groups_of", "page_bytes"]
@@ -27,6 +30,10 @@ class LayerGroup(NamedTuple):
         if self.chunk:
             return max(0, length - 1) // self.chunk * self.chunk
         return 0 if self.window < 0 else max(0, length - 1 - self.window)
+
+    def ranges(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What queries at some positions see of their sequences: each its chunk up to itself."""
+        return np.stack([positions // self.chunk * self.chunk, positions + 1], 1)
 
     def reach(self, length: int) -> int:
         """Earlier tokens that the newest of `length` tokens attends to, -1 for all."""

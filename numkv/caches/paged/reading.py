@@ -115,8 +115,10 @@ class ReadableSequences(StoredSequences):
         options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
         ranges = None
         if self._groups[group].chunk:
-            first = [self._groups[group].first_visible(n) for n in lens.tolist()]
-            ranges = place.index(np.stack([np.array(first, np.int64), lens], 1), np.int64)
+            last = np.maximum(lens - 1, 0)
+            ranges = place.index(
+                np.minimum(self._groups[group].ranges(last), lens[:, None]), np.int64
+            )
         result = attend(
             pool, place.index(self._store.block_table(states, group), np.int32), q,
             place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,

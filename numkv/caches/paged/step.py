@@ -85,7 +85,7 @@ class Step(StateStep):
         self._written = store.reading_only.copy()
         self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
-        self._ranges: dict[int, Array] = {}  # by chunk
+        self._ranges: dict[int, Array] = {}  # of groups with chunks
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -475,18 +475,10 @@ class Step(StateStep):
         self._check_tokens("q", int(q.shape[0]))
         of = self._store.groups[group]
         options = check_options(sm_scale, cap, of.window, sinks, return_lse, out)
-        ranges = self._chunk_ranges(of.chunk) if of.chunk else None
-        return attend(
-            pool, self._tables[group], q, self._lens, self._starts, options, ranges=ranges
-        )
-
-    def _chunk_ranges(self, chunk: int) -> Array:
-        """What each new token sees of its sequence: its chunk up to itself."""
-        found = self._ranges.get(chunk)
-        if found is None:
-            host = np.stack([self.positions // chunk * chunk, self.positions + 1], 1)
-            found = self._ranges[chunk] = self._store.target.index(host, np.int64)
-        return found
+        tables = self._tables[group], q, self._lens, self._starts
+        if of.chunk and group not in self._ranges:
+            self._ranges[group] = pool.target.index(of.ranges(self.positions), np.int64)
+        return attend(pool, *tables, options, ranges=self._ranges.get(group))
 
     @writes
     def attention_weights(

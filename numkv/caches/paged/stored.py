@@ -123,28 +123,28 @@ class StoredSequences:
 
     @property
     def num_kv_heads(self) -> int:
-        """Kv heads of each layer; where layers are not alike, of the first one: `layer_rows` has each."""
-        return int(self._pools[0].k.shape[1])
+        """Kv heads of each layer; where layers are not alike, of the first one with rows: `layer_rows` has each."""
+        return self._store.layers.first.num_kv_heads
 
     @property
     def head_dim(self) -> int:
         """Elements of a K row."""
-        return self._pools[0].head_dim
+        return self._store.layers.first.head_dim
 
     @property
     def head_dim_v(self) -> int:
         """Elements of a V row."""
-        return self._pools[0].head_dim_v
+        return self._store.layers.first.head_dim_v
 
     @property
     def kind(self) -> Kind:
         """Storage kind of K."""
-        return self._pools[0].k_kind
+        return self._store.layers.first.k_kind
 
     @property
     def v_kind(self) -> Kind:
         """Storage kind of V."""
-        return self._pools[0].v_kind
+        return self._store.layers.first.v_kind
 
     @property
     def target(self) -> str:
@@ -274,9 +274,9 @@ class StoredSequences:
         return len(self._sequences)
 
     def __repr__(self) -> str:
-        pool = self._pools[0]
-        kinds = str(pool.k_kind) + ("" if pool.k_kind is pool.v_kind else f"/{pool.v_kind}")
-        kinds += ", rotate=True" if pool.rotate else ""
+        rows = self._store.layers.first
+        kinds = str(rows.k_kind) + ("" if rows.k_kind is rows.v_kind else f"/{rows.v_kind}")
+        kinds += ", rotate=True" if self.rotate else ""
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "

@@ -12,7 +12,9 @@ from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.memory import copied, state_of, store_of
+from numkv.caches.paged.prefix_match import PartOfBlock
 from numkv.caches.paged.reading import ReadableSequences
+from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
@@ -24,6 +26,47 @@ __all__ = ["WholeCache"]
 
 class WholeCache(ReadableSequences):
     """The part of `PagedKVCache` that is not about steps."""
+
+    # -- new sequences
+
+    def _insert_with_part(
+        self, state: SequenceState, part: PartOfBlock, ids: NDArray[np.int32]
+    ) -> int:
+        """Give a sequence its number, and a copy of the block that begins as its tokens go on, if there is room."""
+        length, shared = state.length + part.tokens, state.by_depth()
+        taken = np.append(shared, part.blocks)
+        self.blocks.acquire(taken)  # so that nobody gets them
+        try:
+            if self.num_free < self.num_groups:
+                return self._insert(state, shared)
+            own = self.blocks.allocate(self.num_groups)
+            try:
+                groups = range(self.num_groups)
+                self._store.copy_blocks(part.blocks.tolist(), own.tolist(), groups)
+                tables = [np.append(t, own[i : i + 1]) for i, t in enumerate(state.tables)]
+                longer = state._replace(
+                    length=length, tables=tables, tokens=ids[:length].copy(), cached=length
+                )
+                return self._insert(longer, shared)
+            except BaseException:
+                self.blocks.release(own)
+                raise
+        finally:
+            self.blocks.release(taken)
+
+    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
+        """Give a sequence its number, and references to blocks that others have or have had."""
+        seq, books = self._next, self.states
+        self.blocks.acquire(shared)
+        try:
+            if books is not None and state.slot >= 0:
+                books.acquire([state.slot])
+            self._publish({seq: state})
+        except BaseException:
+            self.blocks.release(shared)
+            raise
+        self._next = seq + 1
+        return seq
 
     # -- scales
 
