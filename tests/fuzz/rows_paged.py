@@ -219,7 +219,7 @@ PAGED_OPTIONS = {
     n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
 }
 CACHE_SIZES = {
-    "num_layers": integer(0, 3, "size"),
+    "num_layers": integer(2, 3, "size"),  # of one layer lists of one entry are no mistake
     **SIZES,
     "num_blocks": integer(0, 4, "size"),
     "block_size": integer(1, 4, "size"),
@@ -307,7 +307,17 @@ Paged.rows = [
             **PAGED_OPTIONS,
             "windows": WINDOWS,
             "store": Arg("object", lambda d: OMIT),
-            "more": Arg("object", lambda d: OMIT),
+            **{
+                name: Arg("object", lambda d: OMIT)
+                for name in (
+                    "chunks",
+                    "shares",
+                    "states",
+                    "num_states",
+                    "checkpoint_every",
+                    "max_nbytes",
+                )
+            },
         },
         call=constructed,
         weight=0.3,

@@ -208,9 +208,9 @@ class PagedKVCache(WholeCache):
             The sequence.
         """
         state = self._idle(seq)
-        number = self._number(seq)
+        number, slots = self._number(seq), state.slots()
         self._exchange({number: None}, state.by_depth())
-        self._release_slots([state.slot])
+        self._release_slots(slots)
         self._store.bad.pop(number, None)
 
     @writes
@@ -260,14 +260,15 @@ class PagedKVCache(WholeCache):
             slot=slot,
             marks=marks,
         )
-        if slots is not None and slot >= 0:
-            slots.books.acquire([slot])
+        before, taken, released = state.slots(), after.slots(), held(dropped)
+        if slots is not None:
+            slots.books.acquire(taken)
         try:
-            self._exchange({self._number(seq): after}, held(dropped))
+            self._exchange({self._number(seq): after}, released)
         except BaseException:
-            self._release_slots([slot])
+            self._release_slots(taken)
             raise
-        self._release_slots([state.slot])
+        self._release_slots(before)
         if self._store.bad and length <= self._store.bad.get(self._number(seq), (-1,))[0]:
             del self._store.bad[self._number(seq)]
 
@@ -418,7 +419,8 @@ class PagedKVCache(WholeCache):
             self._exchange(room.states, room.released)
         except BaseException:
             self.blocks.release(room.taken)
-            self._release_slots([] if room.slots is None else room.slots.tolist())
+            if room.slots is not None:
+                self._release_slots(room.slots)
             raise
         if into is not None:
             into._take(room.step, np.cumsum(lens))
@@ -481,7 +483,15 @@ class PagedKVCache(WholeCache):
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
                 self._store.refuse_bad(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
-        register(self._store, ending.names)
+        slots = self._store.states
+        if slots is not None:
+            slots.register(ending.checkpoints)
+        try:
+            register(self._store, ending.names)
+        except BaseException:
+            if slots is not None:
+                slots.forget(ending.checkpoints)
+            raise
         step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
@@ -489,10 +499,7 @@ class PagedKVCache(WholeCache):
             step._kept.clear()
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
-        if self._store.states is not None:
-            for slot, name, length in ending.checkpoints:
-                self._store.states.register(slot, name, length)
-            self._release_slots(ending.slots)
+        self._release_slots(ending.slots)
 
     @writes
     def rollback(self, step: Step) -> None:
@@ -563,12 +570,13 @@ class PagedKVCache(WholeCache):
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
             if self._store.states is not None and swapped.states:
-                (slot,) = self._store.states.books.allocate(1).tolist()
+                taken = self._store.states.books.allocate(1)
+                slot = int(taken[0])
                 try:
                     self._store.states.put(slot, swapped.states)
                     seq = self._insert(state._replace(slot=slot), shared=ids[:0])
                 finally:
-                    self._release_slots([slot])  # the sequence has a reference of its own
+                    self._release_slots(taken)  # the sequence has a reference of its own
             else:
                 seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from numkv.caches.paged.states import StateShape, check_states
 from numkv.checks import check_size
 from numkv.errors import DimensionMismatch
 from numkv.kinds import Kind, kind, kinds_of
 
-__all__ = ["LayerOptions", "LayerRows", "Layers"]
+__all__ = ["LayerOptions", "LayerRows", "Layers", "shows_options"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Layers that a cache can have; each takes some objects of Python's.
 _MOST_LAYERS = 2**16
@@ -33,6 +36,18 @@ class LayerOptions(TypedDict, total=False):
     num_states: int | None
     checkpoint_every: int | None
     max_nbytes: int | None
+
+
+def shows_options(function: _F) -> _F:
+    """Have a function that takes `LayerOptions` show them in its signature, None each."""
+    found = inspect.signature(function)
+    named = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=of)
+        for name, of in LayerOptions.__annotations__.items()
+    ]
+    function.__signature__ = found.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    return function
 
 
 class LayerRows(NamedTuple):

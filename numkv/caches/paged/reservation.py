@@ -119,7 +119,7 @@ class Ending(NamedTuple):
     """Blocks that are full now, and can be found once they are registered."""
     released: NDArray[np.int32]
     """Blocks of tokens that were not accepted, and blocks behind windows."""
-    slots: list[int]
+    slots: NDArray[np.int32]
     """Slots of states that nobody needs any more."""
     checkpoints: list[tuple[int, bytes, int]]
     """Slots of states that are to be registered, their names, and the lengths."""
@@ -173,8 +173,8 @@ def end_step(
         new_states[seq] = after
         names += parts
         released += rejected + behind
-    slots = [slot for slot in slots if slot >= 0]
-    return Ending(new_states, names, held(released), slots, checkpoints)
+    given_up = np.array([slot for slot in slots if slot >= 0], np.int32)
+    return Ending(new_states, names, held(released), given_up, checkpoints)
 
 
 def _with_states(

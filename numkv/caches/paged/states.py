@@ -232,9 +232,22 @@ class StateSlots:
             b"state" + str(next(self._unnamed)).encode() + repr(id(self)).encode()
         ).digest()
 
-    def register(self, slot: int, name: bytes, length: int) -> None:
-        """Have a slot found by a name; nothing changes if another one has it."""
-        self.books.register([slot], _names([name]), [[length]])
+    def register(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
+        """Have slots found by names, but for names that other slots have.
+
+        Parameters
+        ----------
+        checkpoints : sequence of (int, bytes, int)
+            Slots, names and lengths.
+        """
+        if checkpoints:
+            slots, names, lengths = zip(*checkpoints, strict=True)
+            self.books.register(slots, _names(names), np.array(lengths).reshape(-1, 1))
+
+    def forget(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
+        """Undo `register`."""
+        if checkpoints:
+            self.books.forget([slot for slot, _, _ in checkpoints])
 
     def find(self, names: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.int32]:
         """The slots of checkpoints, negative numbers where they are gone."""

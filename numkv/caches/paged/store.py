@@ -82,6 +82,10 @@ class SequenceState(NamedTuple):
             return self.blocks()
         return held([np.stack(self.tables, 1).reshape(-1)])
 
+    def slots(self) -> NDArray[np.int32]:
+        """Its slot of states, if it has one."""
+        return np.array([self.slot] * (self.slot >= 0), np.int32)
+
     def in_step(
         self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
         dropped: int,

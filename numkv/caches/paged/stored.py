@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -16,7 +16,7 @@ from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
-from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers
+from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers, shows_options
 from numkv.caches.paged.memory import block_nbytes, new_store
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
@@ -56,6 +56,7 @@ class PagedStats:
 class StoredSequences:
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
+    @shows_options
     def __init__(
         self,
         num_layers: int,
@@ -417,10 +418,10 @@ class StoredSequences:
             self._generation += 1
             raise
 
-    def _release_slots(self, slots: Iterable[int]) -> None:
-        """Release slots of states, of sequences that have some."""
-        if self.states is not None:
-            self.states.release([slot for slot in slots if slot >= 0])
+    def _release_slots(self, slots: NDArray[np.int32]) -> None:
+        """Release slots of states."""
+        if self._store.states is not None:
+            self._store.states.books.release(slots)
 
 
 def _check_store(store: Any) -> None:

@@ -59,8 +59,8 @@ class WholeCache(ReadableSequences):
         seq, books = self._next, self.states
         self.blocks.acquire(shared)
         try:
-            if books is not None and state.slot >= 0:
-                books.acquire([state.slot])
+            if books is not None:
+                books.acquire(state.slots())
             self._publish({seq: state})
         except BaseException:
             self.blocks.release(shared)
@@ -260,15 +260,19 @@ class WholeCache(ReadableSequences):
         Blocks that were allocated by `blocks` itself are free afterwards too. Numbers of sequences are not used again.
         """
         self._refuse_open_steps("clear")
-        before = dict(self._sequences)
+        before, states = dict(self._sequences), self.states
+        slots = None if states is None else states.copy()
         self._publish(dict.fromkeys(before))
         try:
+            if states is not None:
+                states.clear()
             self.blocks.clear()
         except Exception:  # memory, say
+            if states is not None and slots is not None:
+                for own, old in zip(states._arrays(), slots._arrays(), strict=True):
+                    own[:] = old
             self._publish(before)
             raise
-        if self.states is not None:
-            self.states.clear()
 
     @on_stream
     @writes
