@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import fault_bound
+import fault_states
 import numpy as np
 from fault_base import (
     BLOCK,
@@ -567,6 +568,7 @@ def _subjects():
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
         calls = _STEP | fault_bound.OF_STEP
         add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
+    add("states", numkv.PagedKVCache, fault_states.cache, fault_states.see, fault_states.CALLS)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
     for name, of, options, kind in (
         ("", numkv.CausalCache, (), "fp32"), ("int8", numkv.CausalCache, (), "int8"),

@@ -7,6 +7,7 @@ Private names of the cache that are used here: ``_store``, ``_sequences``, ``_ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,25 @@ from numpy.typing import NDArray
 
 from numkv.blocks.prefix import block_digests
 from numkv.caches.paged.cache import PagedKVCache
+from numkv.caches.paged.memory import block_nbytes
 from numkv.caches.paged.prefix_match import register_blocks
-from numkv.caches.paged.store import BlockStore, SequenceState
+from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.store import BlockStore, SequenceState, held
 from numkv.caches.paged.swap import Geometry, check_table
 from numkv.errors import NotSupported
 from numkv.files.container import Container, Spec, Tensor
 from numkv.files.fields import Fields, claims, expect
 from numkv.files.plan import Options, Plan, Saved
 from numkv.files.rows import check_scales
-from numkv.files.sequences import block_pieces, packed, unpacked
+from numkv.files.sequences import (
+    block_pieces,
+    packed,
+    read_geometry,
+    read_states,
+    state_tensors,
+    take_states,
+    unpacked,
+)
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 from numkv.storage.pool import Pool
@@ -33,7 +44,7 @@ CLASSES = {"PagedKVCache": PagedKVCache}
 
 _SIDES = ("k", "v")
 _NONE = np.empty(0, np.int32)
-_KEPT = ("length", "tables", "extra", "tokens", "digests", "registered", "starts", "cached")
+_KEPT = ("length", "tables", "extra", "tokens", "digests", "registered", "starts", "cached", "slot")
 
 
 # -- saving
@@ -49,7 +60,12 @@ def describe(cache: Any, prefix: str) -> Saved:
         "geometry": store.geometry,
         "num_blocks": cache.num_blocks,
         "blocks": len(ids),
+        "blocks_of_parts": [
+            len(_own_blocks(states.values(), groups, ids)) for _, groups in store.parts
+        ],
         "next": cache._next,
+        "num_states": 0 if cache.states is None else cache.states.num_blocks,
+        "checkpoint_every": 0 if store.states is None else store.states.every,
         "sequences": [
             {
                 "sequence": seq,
@@ -58,6 +74,7 @@ def describe(cache: Any, prefix: str) -> Saved:
                 "tokens": len(state.tokens),
                 "extra": packed(state.extra),
                 "starts": list(state.starts),
+                "slot": max(0, state.slot),
             }
             for seq, state in states.items()
         ],
@@ -65,20 +82,30 @@ def describe(cache: Any, prefix: str) -> Saved:
     tensors: list[Tensor] = []
     for i, state in enumerate(states.values()):
         tensors.append(Tensor.of(f"{i}.tokens", np.asarray(state.tokens, np.int32)))
+        if store.states is not None and state.slot >= 0:
+            tensors += state_tensors(f"{i}.", store.states.out(state.slot))
         for group, table in enumerate(state.tables):
             in_file = np.where(table >= 0, np.searchsorted(ids, table), -1)
             tensors.append(Tensor.of(f"{i}.table.{group}", in_file.astype(np.int32)))
     fills = _fills(store, states.values(), ids)
-    for slot, pool in enumerate(store.pools):
+    for slot, (pool, groups) in enumerate(store.parts):
+        own = _own_blocks(states.values(), groups, ids)
         for side in _SIDES:
-            tensors += _block_tensors(pool, side, slot, ids, fills)
-    for layer in range(store.num_layers):
+            tensors += _block_tensors(pool, side, slot, ids[own], fills[own])
+    for layer in store.layers.storing:
         pool, _ = store.place(layer)
         for side in _SIDES:
             if pool.buffer(side).kind.scales_per == "head":
                 scales = np.array(store.target.to_host(pool.buffer(side).scales))
                 tensors.append(Tensor.of(f"{side}_head_scale.{layer}", scales))
     return Saved(fields, tensors, [(cache, True)])
+
+
+def _own_blocks(states: Any, groups: Sequence[int], ids: NDArray[Any]) -> NDArray[np.int64]:
+    """Which of some blocks belong to groups that have rows in a part."""
+    of_groups = [state.tables[group] for state in states for group in groups]
+    found: NDArray[np.int64] = np.searchsorted(ids, np.unique(held(of_groups)))
+    return found
 
 
 def _fills(store: BlockStore, states: Any, ids: NDArray[Any]) -> NDArray[np.int64]:
@@ -143,7 +170,8 @@ class _Sequence:
     """What the header says of a sequence."""
 
     def __init__(self, i: int, fields: Fields, geometry: Geometry, file: Container) -> None:
-        self.prefix = f"{i}."
+        self.prefix, self.geometry = f"{i}.", geometry
+        self.slot = fields.integer("slot") if geometry.layers.with_states else -1
         self.number = fields.integer("sequence", most=2**62)
         self.length = fields.integer("length")
         self.cached = fields.integer("cached", most=self.length)
@@ -154,8 +182,24 @@ class _Sequence:
         self.starts = fields.integers("starts", len(geometry.groups))
         blocks = -(-self.length // geometry.block_size)
         file.take(f"{i}.tokens", Spec(np.dtype(np.int32), (tokens,)))
+        take_states(f"{i}.", geometry, self.length, file)
         for group in range(len(geometry.groups)):
             file.take(f"{i}.table.{group}", Spec(np.dtype(np.int32), (blocks,)))
+
+    def with_slot(
+        self, state: SequenceState, cache: Any, file: Container, seen: dict[int, int]
+    ) -> SequenceState:
+        """The sequence with its states in a slot of the cache, which other sequences may have too."""
+        slots = cache._store.states
+        if slots is None or not self.length:
+            return state
+        states = read_states(self.prefix, self.geometry, self.length, file)
+        if self.slot in seen:
+            slots.books.acquire([seen[self.slot]])
+        else:
+            seen[self.slot] = int(slots.books.allocate(1)[0])
+            slots.put(seen[self.slot], states)
+        return state._replace(slot=seen[self.slot])
 
     def read(self, geometry: Geometry, blocks: int, file: Container) -> SequenceState:
         """Its state, with tables of the blocks as the file counts them."""
@@ -181,10 +225,8 @@ class _Sequence:
 def plan(name: str, fields: Fields, prefix: str, file: Container, options: Options) -> Plan:
     """Check what the header says of a cache, and how to make it."""
     fields.text("layout", ["paged"])
-    sizes, k_kind, v_kind, windows, seed = fields.entries("geometry", 5)
-    expect(isinstance(sizes, list) and isinstance(windows, list), "expected lists in the geometry")
-    with claims("the geometry"):
-        geometry = Geometry.read((tuple(sizes), k_kind, v_kind, tuple(windows), seed))
+    given, geometry = read_geometry(fields)
+    seed = given[4]
     num_blocks = fields.integer("num_blocks")
     blocks, following = (
         fields.integer("blocks", most=num_blocks),
@@ -194,32 +236,46 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
     numbers = [part.number for part in parts]
     expect(len(set(numbers)) == len(numbers), "a sequence comes twice")
     expect(all(n < following for n in numbers), f"a sequence from {following} on")
-    shapes = geometry.buffer_shapes(blocks)
-    for slot in range(geometry.layers_per_block):
+    shapes_of_states = geometry.layers.with_states
+    more: dict[str, Any] = {}
+    if shapes_of_states:
+        names = ("num_states", "checkpoint_every")
+        more = {name: fields.integer(name, most=2**31 - 4) for name in names}
+        expect(more["checkpoint_every"] % geometry.block_size == 0, "checkpoints between blocks")
+        slots = {part.slot for part in parts if part.length}
+        expect(len(slots) <= more["num_states"], "states in more slots than there are")
+    counts = [blocks] * len(geometry.parts)
+    if fields.has("blocks_of_parts"):
+        counts = fields.integers("blocks_of_parts", len(counts))
+    for slot, ((rows, _), count) in enumerate(zip(geometry.parts, counts, strict=True)):
+        shapes = geometry.buffer_shapes(rows, count)
         for tensor, (dtype, shape) in zip(("k", "v", "k_scale", "v_scale"), shapes, strict=True):
             if shape is not None:
                 file.take(f"{tensor}.{slot}", Spec(dtype, shape))
-    by_head = geometry.head_scale_shapes() or [0, 0]
-    for layer in range(geometry.num_layers):
+    for layer, by_head in enumerate(geometry.head_scale_shapes()):
         for side, count in zip(_SIDES, by_head, strict=True):
-            if count:
+            if count and geometry.layers.rows[layer] is not None:
                 file.take(f"{side}_head_scale.{layer}", Spec(np.dtype(np.float32), (count,)))
 
     def build(file: Container) -> Any:
         states = [part.read(geometry, blocks, file) for part in parts]
-        of_k, of_v = geometry.kinds
-        dim, dim_v = geometry.dims
         cache: Any = PagedKVCache(
-            geometry.num_layers, geometry.num_kv_heads, dim, num_blocks=num_blocks,
-            block_size=geometry.block_size, target=options.place.name, head_dim_v=dim_v,
-            k_kind=of_k, v_kind=of_v, windows=list(windows), rotate=seed is not None,
+            num_blocks=num_blocks, block_size=geometry.block_size, target=options.place.name,
+            rotate=seed is not None, **geometry.layers.arguments(), **more,
         )  # fmt: skip
-        expect(cache._store.geometry[-1] == seed, f"rows are rotated by seed {seed}")
+        expect(cache._store.geometry[4] == seed, f"rows are rotated by seed {seed}")
         ids = cache.blocks.allocate(blocks)
-        for slot, pool in enumerate(cache._store.pools):
-            _read_blocks(file, slot, pool, ids)
-        for layer in range(geometry.num_layers):
+        every = np.arange(blocks)
+        for slot, (pool, groups) in enumerate(cache._store.parts):
+            own = every if len(groups) == cache.num_groups else _own_blocks(states, groups, every)
+            expect(len(own) == counts[slot], f"{counts[slot]} blocks of part {slot}")
+            _read_blocks(file, slot, pool, ids[own])
+        for layer in geometry.layers.storing:
             _read_head_scales(file, layer, cache._store.place(layer)[0])
+        seen: dict[int, int] = {}
+        states = [
+            part.with_slot(x, cache, file, seen) for part, x in zip(parts, states, strict=True)
+        ]
         file.verify()  # before anything can be found by its tokens
         with claims("the sequences"):
             _add(cache, dict(zip(numbers, states, strict=True)), ids)
@@ -228,18 +284,17 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         return cache
 
     # Books of a block: its digest, its tokens, references and lists.
-    rows = sum(
-        np.prod(shape[1:], dtype=object) * dtype.itemsize for dtype, shape in shapes if shape
-    )
-    of_block = geometry.layers_per_block * rows + 4 * geometry.block_size + 128
-    return Plan(int(num_blocks * of_block), build)
+    of_block = block_nbytes(geometry.layers, geometry.groups, geometry.block_size)
+    of_states = more.get("num_states", 0) * StateSlots.slot_nbytes(shapes_of_states)
+    return Plan(of_states + num_blocks * (of_block + 4 * geometry.block_size + 128), build)
 
 
 def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32]) -> None:
     """Read the blocks of a layer: straight to where they belong, or by way of host memory."""
     target, n = pool.target, len(ids)
     first = int(ids[0]) if n else 0
-    direct = target.values_on_host and np.array_equal(ids, np.arange(first, first + n))
+    in_a_row = np.array_equal(ids, np.arange(first, first + n))
+    direct = target.values_on_host and in_a_row and pool.k.flags.c_contiguous
     arrays = []
     for side in _SIDES:
         buffer = pool.buffer(side)

@@ -19,7 +19,10 @@ from numkv.files.container import Container, Spec, Tensor
 from numkv.files.fields import MOST, Fields, claims, expect
 from numkv.files.plan import Saved
 
-__all__ = ["block_pieces", "describe", "packed", "read", "unpacked"]
+__all__ = [
+    "block_pieces", "describe", "packed", "read", "read_geometry", "read_states", "state_tensors",
+    "take_states", "unpacked",
+]  # fmt: skip
 
 _BUFFERS = ("k", "v", "k_scale", "v_scale")
 _HEAD_SCALES = ("k_head_scale", "v_head_scale")  # of kinds whose heads have scales, by layer
@@ -79,14 +82,16 @@ def describe(sequences: Any) -> Saved:
 
 def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
     geometry = Geometry.read(sequence.geometry)
+    size = geometry.block_size
     found = [Tensor.of(f"{prefix}tokens", np.asarray(sequence.tokens, np.int32))]
     for group, logical in enumerate(sequence.logical):
         found.append(Tensor.of(f"{prefix}logical.{group}", np.asarray(logical, np.int64)))
-    logical = np.concatenate([np.empty(0, np.int64), *sequence.logical])
-    size = geometry.block_size
-    fills = np.clip(int(sequence.length) - logical * size, 0, size)
-    ids = np.arange(len(logical))
     for layer, buffers in enumerate(sequence.buffers):
+        groups = geometry.parts[layer][1]
+        of_groups = [sequence.logical[group] for group in groups]
+        logical = np.concatenate([np.empty(0, np.int64), *of_groups])
+        fills = np.clip(int(sequence.length) - logical * size, 0, size)
+        ids = np.arange(len(logical))
         for name, x in zip(_BUFFERS, buffers, strict=True):
             if x.ndim > 1 and len(x) == len(ids):
                 pieces = block_pieces(functools.partial(np.asarray, x), ids, fills, size)
@@ -96,7 +101,36 @@ def _tensors(prefix: str, sequence: SwappedSequence) -> list[Tensor]:
     for layer, scales in enumerate(sequence.head_scales):
         for name, x in zip(_HEAD_SCALES, scales, strict=True):
             found.append(Tensor.of(f"{prefix}{name}.{layer}", x))
-    return found
+    return found + state_tensors(prefix, sequence.states)
+
+
+def state_tensors(prefix: str, states: Sequence[Sequence[NDArray[Any]]]) -> list[Tensor]:
+    """The states of one sequence, as bytes."""
+    return [
+        Tensor.of(f"{prefix}state.{i}.{j}", np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+        for i, of_layer in enumerate(states)
+        for j, x in enumerate(of_layer)
+    ]
+
+
+def take_states(prefix: str, geometry: Geometry, length: int, file: Container) -> None:
+    """Expect the states of a sequence."""
+    for i, of_layer in enumerate(geometry.layers.with_states.values() if length else ()):
+        for j, shape in enumerate(of_layer):
+            file.take(f"{prefix}state.{i}.{j}", Spec(np.dtype(np.uint8), (shape.nbytes,)))
+
+
+def read_states(
+    prefix: str, geometry: Geometry, length: int, file: Container
+) -> tuple[tuple[NDArray[Any], ...], ...]:
+    """What `state_tensors` was given."""
+    return tuple(
+        tuple(
+            file.array(f"{prefix}state.{i}.{j}").view(shape.dtype).reshape(shape.shape)
+            for j, shape in enumerate(of_layer)
+        )
+        for i, of_layer in enumerate(geometry.layers.with_states.values() if length else ())
+    )
 
 
 def block_pieces(
@@ -126,7 +160,9 @@ def block_pieces(
                 continue
             first, last = int(ids[run[0]]), int(ids[run[-1]])
             if whole[run[0]]:
-                yield x[first : last + 1]
+                yield np.ascontiguousarray(
+                    x[first : last + 1]
+                )  # in pages blocks do not lie together
             else:
                 block = x[first : first + 1].copy()
                 block[:, :, int(fills[run[0]]) :] = 0
@@ -146,15 +182,7 @@ def read(fields: Fields, file: Container) -> list[SwappedSequence]:
     Damaged
         If one is not as it was written, or contradicts itself.
     """
-    # Version 1 has no rotation.
-    sizes, k_kind, v_kind, windows, *rotation = fields.entries(
-        "geometry", 4 if file.version == 1 else 5
-    )
-    expect(isinstance(sizes, list) and isinstance(windows, list), "expected lists in the geometry")
-    seed = rotation[0] if rotation else None
-    given = (tuple(sizes), k_kind, v_kind, tuple(windows), seed)
-    with claims("the geometry"):
-        geometry = Geometry.read(given)
+    given, geometry = read_geometry(fields, file.version)
     parts = fields.parts("sequences")
     expect(bool(parts), "there are no sequences")
     counts = [_take(f"{i}.", part, geometry, file) for i, part in enumerate(parts)]
@@ -168,6 +196,24 @@ def read(fields: Fields, file: Container) -> list[SwappedSequence]:
         with claims(f"sequence {i}"):
             check_sequence(sequence)
     return found
+
+
+def read_geometry(fields: Fields, version: int = 3) -> tuple[tuple[Any, ...], Geometry]:
+    """The geometry in a header, as it was given and checked."""
+    # Version 1 has no rotation; where layers are not alike there is one entry more.
+    counts = (4,) if version == 1 else (5, 6)
+    found = fields.get("geometry")
+    number = len(found) if isinstance(found, list) and len(found) in counts else counts[0]
+    sizes, k_kind, v_kind, windows, *others = fields.entries("geometry", number)
+    expect(isinstance(sizes, list) and isinstance(windows, list), "expected lists in the geometry")
+    given = (*map(_tuples, (sizes, k_kind, v_kind, windows)), *map(_tuples, others or (None,)))
+    with claims("the geometry"):
+        return given, Geometry.read(given)
+
+
+def _tuples(x: Any) -> Any:
+    """Lists of JSON as the tuples that they were."""
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def _take(prefix: str, fields: Fields, geometry: Geometry, file: Container) -> list[int]:
@@ -189,18 +235,19 @@ def _take(prefix: str, fields: Fields, geometry: Geometry, file: Container) -> l
             fields.integer("tokens") == tokens[0],
             "another number of token ids than the header says",
         )
-    with claims("the sizes"):
-        shapes = geometry.buffer_shapes(sum(counts))
-        head_scales = geometry.head_scale_shapes()
-    for layer in range(geometry.layers_per_block):
+    take_states(prefix, geometry, fields.integer("length"), file)
+    head_scales = geometry.head_scale_shapes()
+    for layer, (rows, groups) in enumerate(geometry.parts):
+        with claims("the sizes"):
+            shapes = geometry.buffer_shapes(rows, sum(counts[group] for group in groups))
         for name, (dtype, of_blocks) in zip(_BUFFERS, shapes, strict=True):
             full = f"{prefix}{name}.{layer}"
             found = file.spec(full).shape
             if of_blocks is None:
                 expect(0 in found, f"tensor {full!r} should be empty")
             file.take(full, Spec(dtype, found if of_blocks is None else of_blocks))
-    for layer in range(geometry.num_layers if head_scales else 0):
-        for name, count in zip(_HEAD_SCALES, head_scales or (), strict=True):
+    for layer, of_layer in enumerate(head_scales):
+        for name, count in zip(_HEAD_SCALES, of_layer, strict=True):
             file.take(f"{prefix}{name}.{layer}", Spec(np.dtype(np.float32), (count,)))
     return counts
 
@@ -217,14 +264,14 @@ def _sequence(
 
     buffers: list[tuple[NDArray[Any], ...]] = [
         tuple(large(f"{prefix}{name}.{layer}") for name in _BUFFERS)
-        for layer in range(geometry.layers_per_block)
+        for layer in range(len(geometry.parts))
     ]
     scales = [
         (
             file.array(f"{prefix}{_HEAD_SCALES[0]}.{layer}"),
             file.array(f"{prefix}{_HEAD_SCALES[1]}.{layer}"),
         )
-        for layer in range(geometry.num_layers if geometry.head_scale_shapes() else 0)
+        for layer in range(len(geometry.head_scale_shapes()))
     ]
     starts = fields.integers("starts") if fields.has("starts") else []
     return SwappedSequence(
@@ -236,6 +283,7 @@ def _sequence(
         buffers,
         tuple(starts),
         tuple(scales),
+        read_states(prefix, geometry, fields.integer("length"), file),
     )
 
 

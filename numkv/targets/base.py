@@ -210,6 +210,11 @@ class Target(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> arrays.Array:
         """A new array of zeros."""
 
+    def column(
+        self, pages: arrays.Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> arrays.Array:
+        """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
+
     def to_host(self, x: arrays.Array) -> np.ndarray[Any, Any]:
         """`x` as a NumPy array; a copy on CUDA."""
 

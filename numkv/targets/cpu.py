@@ -17,6 +17,7 @@ from numkv.kernels.operations import Operations
 from numkv.kinds import Kind
 from numkv.targets.base import TORCH_DTYPES, WORD_OF, check_real, masked, no_array
 from numkv.targets.fixed import HostFixed, Layout
+from numkv.targets.memory import column_of
 
 __all__ = ["CpuTarget"]
 
@@ -190,6 +191,10 @@ class CpuTarget:
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of zeros, for buffers; the system gives its memory when it is first touched."""
         return aligned(np.zeros, shape, dtype)
+
+    def column(self, pages: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
+        return column_of(pages, start, shape, dtype)
 
     def to_host(self, x: Any) -> HostArray:
         """`x` itself."""

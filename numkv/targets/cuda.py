@@ -25,7 +25,7 @@ from numkv.targets.cpu import CpuTarget
 from numkv.targets.cuda_loading import load_cuda
 from numkv.targets.cuda_repeats import Repeats
 from numkv.targets.fixed import Fixed, Layout
-from numkv.targets.memory import Memory, may_overlap
+from numkv.targets.memory import Memory, column_of, column_strides, may_overlap
 from numkv.targets.streamed import has_streams
 
 __all__ = ["CudaTarget"]
@@ -292,6 +292,14 @@ class CudaTarget:
             streams.ask("cuMemsetD8Async", array.gpu_data.device_pointer, 0, size, handle)
             streams.current().synchronize()  # buffers are used on any stream
         return array
+
+    def column(self, pages: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A view of shape ``(rows, *shape)`` on rows of bytes ``(rows, n)``: of each what comes after byte `start`."""
+        if self._simulated:
+            return type(pages)(column_of(pages._ary, start, shape, dtype))
+        strides = column_strides(int(pages.strides[0]), shape, dtype)
+        pointer = memory.pointer_of(pages) + start
+        return memory.foreign(pointer, (int(pages.shape[0]), *shape), strides, dtype, pages)
 
     def to_host(self, x: Any) -> HostArray:
         """A copy of `x` as a NumPy array; waits for the device."""

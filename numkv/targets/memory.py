@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
-__all__ = ["Memory", "may_overlap"]
+import numpy as np
+
+__all__ = ["Memory", "column_of", "column_strides", "may_overlap"]
 
 
 class Memory(NamedTuple):
@@ -67,3 +70,17 @@ def may_overlap(a: Memory, b: Memory) -> bool:
             if of_a and of_b and of_a <= first <= period - of_b:
                 return False
     return True
+
+
+def column_of(
+    pages: np.ndarray[Any, Any], start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """A view of shape ``(rows, *shape)`` on rows of bytes; see `numkv.targets.base.Target.column`."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return pages[:, start : start + nbytes].view(dtype).reshape((len(pages), *shape))
+
+
+def column_strides(step: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Strides of such a view on rows that are `step` bytes apart."""
+    inner = [math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))]
+    return (step, *inner)

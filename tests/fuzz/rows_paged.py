@@ -49,6 +49,8 @@ class Paged(Single):
         }
         if d.randrange(3) == 0:
             options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
+        elif d.randrange(3) == 0:
+            options |= _unlike(d, self.layers, options["block_size"])
         made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.cache = made[0]
         self.objects["PagedKVCache"] = Pair(*made)
@@ -148,6 +150,28 @@ def _swapped(d: Draw) -> object:
     return d.choice(d.scene.swapped) if d.scene.swapped else None
 
 
+def _unlike(d: Draw, layers: int, block_size: int) -> dict[str, object]:
+    """Chunks, a layer that reads another's rows, states beside rows."""
+    found: dict[str, object] = {}
+    if d.randrange(2):
+        found["chunks"] = [d.choice([None, 3])] * layers
+    if layers > 1 and d.randrange(2):
+        found["shares"] = {layers - 1: 0}
+    if d.randrange(2):
+        found["states"] = {0: [((2,), "float32")]}
+        found["num_states"] = d.choice([2, 6, 12])
+        found["checkpoint_every"] = d.choice([1, 2]) * block_size
+    return found
+
+
+def _states(d: Draw) -> object:
+    return [np.full((len(d.scene.step().sequences), 2), d.randrange(9), np.float32)]
+
+
+def _write_state(function, given):
+    return function(given["layer"], *given["states"])
+
+
 def _begun(scene, d, ours, theirs) -> None:
     scene.steps.append(Pair(ours, theirs))
     scene.choose_step()
@@ -195,7 +219,7 @@ PAGED_OPTIONS = {
     n: a for n, a in LAYER_OPTIONS.items() if n not in ("residual_window", "num_sink_tokens")
 }
 CACHE_SIZES = {
-    "num_layers": integer(0, 3, "size"),
+    "num_layers": integer(2, 3, "size"),  # of one layer lists of one entry are no mistake
     **SIZES,
     "num_blocks": integer(0, 4, "size"),
     "block_size": integer(1, 4, "size"),
@@ -251,6 +275,7 @@ Paged.rows = [
     _row("length", {"seq": SEQ}, 0.4),
     _row("cached_len", {"seq": SEQ}, 0.4),
     _row("window_of", {"layer": LAYER}, 0.3),
+    _row("layer_rows", {"layer": LAYER}, 0.3),
     _row("bind", BIND, 0.3)._replace(call=constructed),
     _row("swap_out", {"seq": SEQ}, 0.5, _swapped_out),
     _row("swap_in", {"swapped": Arg("object", _swapped)}, 0.5),
@@ -265,6 +290,16 @@ Paged.rows = [
     Row("Step.attention", {"layer": LAYER, "q": Q, **OPTIONS}, "Step", _chosen, 3),
     Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
+    Row("Step.state", {"layer": LAYER}, "Step", weight=0.3),
+    Row("Step.read_state", {"layer": LAYER}, "Step", weight=0.5),
+    Row(
+        "Step.write_state",
+        {"layer": LAYER, "states": Arg("object", _states)},
+        "Step",
+        _chosen,
+        1.5,
+        _write_state,
+    ),
     Row(
         "PagedKVCache",
         {
@@ -272,6 +307,17 @@ Paged.rows = [
             **PAGED_OPTIONS,
             "windows": WINDOWS,
             "store": Arg("object", lambda d: OMIT),
+            **{
+                name: Arg("object", lambda d: OMIT)
+                for name in (
+                    "chunks",
+                    "shares",
+                    "states",
+                    "num_states",
+                    "checkpoint_every",
+                    "max_nbytes",
+                )
+            },
         },
         call=constructed,
         weight=0.3,

@@ -29,7 +29,7 @@ def cpu():
 )
 def test_layers_are_grouped_by_window(windows, groups):
     cache = make(4, windows=windows)
-    assert cache._groups == groups
+    assert [group[:2] for group in cache._groups] == groups
     assert cache.num_groups == len(groups)
     assert cache.layers_per_block == len(groups[0][1])
     assert [cache.window_of(n) for n in range(4)] == (windows or [-1] * 4)
@@ -231,7 +231,7 @@ def test_accepted_tokens_stay_and_others_go(target, to, host):
     assert cache.stats().pool.used == 2
     cache.check()
     check_attention(cache, to, host, seqs[0], [1, 2, 3])
-    assert cache.cached_len(cache.add([1, 2, 3, 4, 5])) == 2
+    assert cache.cached_len(cache.add([1, 2, 3, 4, 5])) == 3
 
 
 def test_rollback_leaves_no_trace(target, to, host):

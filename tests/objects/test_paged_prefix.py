@@ -34,10 +34,10 @@ def test_a_second_prompt_shares_the_first_ones_blocks(target, to, host, kind):
 
 
 @pytest.mark.parametrize(
-    ("length", "cached"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)]
+    ("length", "cached"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (8, 7), (9, 8)]
 )
 def test_the_last_token_is_left_to_compute(cpu, length, cached):
-    """And partial blocks are never shared."""
+    """And of a block that is not needed whole, a part is copied."""
     cache = make()
     started(cache, cpu[0], PROMPT)
     assert cache.cached_len(cache.add(PROMPT[:length])) == cached
@@ -179,3 +179,73 @@ def test_the_longest_prefix_that_every_group_has(cpu, monkeypatch, window):
         cache.check()
         if want:
             check_attention(cache, to, host, seq, text[: want * size])
+
+
+def test_the_end_of_a_prefix_is_evicted_first(cpu):
+    """In all groups alike: what one has more of than another is of no use."""
+    to, host = cpu
+    cache = make(2, windows=[-1, 50], num_blocks=24)
+    cache.remove(
+        started(cache, to, PROMPT)
+    )  # 4 blocks in each group, and a part of one that is no more
+    other = cache.add()
+    fill(cache, [other], 18)  # 18 blocks, of which two were cached
+    assert cache.stats().pool.evictions == 2
+    cache.remove(other)
+    again = cache.add(PROMPT)
+    assert cache.cached_len(again) == 6
+    grow(cache, to, again, PROMPT)
+    check_attention(cache, to, host, again, PROMPT)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int8"])
+@pytest.mark.parametrize("windows", [None, [-1, 3]])
+def test_prefixes_are_taken_over_to_the_token(target, to, host, kind, windows):
+    """Of live sequences and of cached blocks, from the beginning and later; the others stay as they are."""
+    cache = make(2, block_size=4, windows=windows, kind=kind, target=target)
+    texts = {started(cache, to, PROMPT): PROMPT}
+    for common, rest in ((9, [8]), (6, [7, 7, 7]), (3, [0]), (7, [7, 7])):
+        text = PROMPT[:common] + rest
+        seq = cache.add(text)
+        assert cache.cached_len(seq) == cache.length(seq) == common
+        grow(cache, to, seq, text)
+        texts[seq] = text
+    for seq, text in texts.items():
+        check_attention(cache, to, host, seq, text, kind=kind)
+    cache.check()
+
+
+def test_parts_of_blocks_that_are_only_cached(cpu):
+    to, host = cpu
+    cache = make(block_size=4)
+    for salt, text in enumerate([PROMPT[:8], [*PROMPT[:4], 5, 9, 7, 7], [*PROMPT[:4], 5, 1, 1, 1]]):
+        cache.remove(started(cache, to, text))
+        assert salt < 3
+    seq = cache.add([*PROMPT[:4], 5, 9, 7, 1, 1])
+    assert cache.cached_len(seq) == 7
+    cache.remove(seq)
+    assert cache.cached_len(cache.add([*PROMPT[:4], 5, 3, 3])) == 5
+    assert cache.cached_len(cache.add([*PROMPT[:4], 8, 9, 7])) == 4
+    assert cache.cached_len(cache.add([*PROMPT[:4], 5, 9, 7], extra={"adapter": 1})) == 0
+
+
+def test_a_full_pool_takes_over_full_blocks_only(cpu):
+    to, _ = cpu
+    cache = make(block_size=4, num_blocks=3)
+    first = started(cache, to, PROMPT)
+    second = cache.add(PROMPT)
+    assert cache.cached_len(second) == 8
+    cache.check()
+    cache.remove(second)
+    cache.remove(first)
+    assert cache.stats().pool.used == 0
+
+
+def test_what_follows_is_forgotten_with_what_is_evicted(cpu):
+    """However many prompts there were: what is noted of blocks is bounded by the blocks that there are."""
+    to, _ = cpu
+    cache = make(1, block_size=2, num_blocks=4)
+    for n in range(400):
+        cache.remove(started(cache, to, [n, n, n + 1, n]))
+    assert cache._store.followers._count <= 2 * 4 + 256
+    assert cache.cached_len(cache.add([399, 399, 400, 1, 1])) == 3

@@ -42,10 +42,36 @@ def check_books(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
             f"block {wrong[0]}: expected {wanted[wrong[0]]} references, one for each table entry, got "
             f"{counts[wrong[0]]}"
         )
+    problem = _check_states(store, states)
+    if problem:
+        return problem
     for seq, state in states.items():
         problem = _check_sequence(store, state) or _check_names(store, state)
         if problem:
             return f"sequence {seq}: {problem}"
+    return ""
+
+
+def _check_states(store: BlockStore, states: Mapping[int, SequenceState]) -> str:
+    """Check that sequences with tokens have states, and that slots have as many references."""
+    if store.states is None:
+        return ""
+    books = store.states.books
+    books.check()
+    for seq, state in states.items():
+        if (state.slot < 0) != (state.length == 0) or state.slot >= books.num_blocks:
+            return f"sequence {seq}: expected a slot with states of {state.length} tokens, got {state.slot}"
+    slots = np.array([x.slot for x in states.values() if x.slot >= 0], np.int64)
+    wanted = np.bincount(slots, minlength=books.num_blocks)
+    counts = books.ref_count(np.arange(books.num_blocks))
+    # Open steps have a slot for each of their sequences, with one reference.
+    extra = counts - wanted
+    open_ones = sum(state.reserved is not None for state in states.values())
+    if (extra < 0).any() or (extra > 1).any() or extra.sum() != open_ones:
+        return (
+            f"expected {int(wanted.sum())} references to slots of states, and {open_ones} of open steps, got "
+            f"{int(counts.sum())}"
+        )
     return ""
 
 
@@ -107,7 +133,7 @@ def check_scales(store: BlockStore, states: Iterable[SequenceState]) -> str:
     """
     states = list(states)
     tokens = [_places(store, states, group) for group in range(len(store.groups))]
-    for layer in range(store.num_layers):
+    for layer in store.layers.storing:
         pool, group = store.place(layer)
         for name, side in (("k", pool.k_buffer), ("v", pool.v_buffer)):
             if side.kind.scales_per != "none" and not _finite(side, *tokens[group]):

@@ -24,6 +24,11 @@ def bind_paged(
     check_finite: Any,
 ) -> BoundAttention:  # fmt: skip
     """Bind a `PagedKVCache`; see its `bind`."""
+    if not store.layers.plain:
+        raise NotSupported(
+            "bind: expected layers of one shape and kind, with rows of their own and without chunks; call `append` and "
+            "`attention` of the step"
+        )
     pools = [store.place(layer)[0] for layer in range(store.num_layers)]
     rows = Rows.check(store.pools[0], num_q_heads, kind, check_finite)
     windows = [store.window_of(layer) for layer in range(store.num_layers)]

@@ -74,6 +74,8 @@ class StepBuffers:
                 expected=most,
                 actual=self.max_length,
             )
+        for layer in range(store.num_layers):
+            store.refuse_chunks("step_buffers", layer)
         blocks = store.blocks_for(self.max_length)
         check_bytes({"num_tokens": self.num_tokens}, 8 * (1 + len(store.groups)))
         check_bytes({"num_seqs": self.num_seqs + 2, "max_length": blocks}, 16 * len(store.groups))

@@ -3,7 +3,8 @@
 A *block* holds the K and V of `block_size` tokens in a *layer group*. Layers that attend to everything make one
 group; layers with a sliding window make groups of their own, whose blocks are released as the window moves past them.
 All groups have as many layers (the greatest common divisor of what there is), so that their blocks have one size and
-come from one free list.
+come from one free list. Layers that are not alike (of several shapes and kinds, with chunks, states, or another layer's
+rows) are what docs/mixed_layers.md is about.
 
 Work goes in steps, because all layers write the same tokens::
 
@@ -27,17 +28,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.access import writes
 from numkv.blocks.prefix import plain_extra
-from numkv.caches.bound import BoundAttention
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
-from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
-from numkv.caches.paged.prefix_match import block_names, register, register_blocks
+from numkv.caches.paged.prefix_match import (
+    block_names,
+    find_part,
+    last_name,
+    register,
+    register_blocks,
+    with_checkpoint,
+)
 from numkv.caches.paged.reservation import end_step, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
@@ -48,7 +53,6 @@ from numkv.caches.paged.whole import WholeCache
 from numkv.checks import check_index, check_integers, check_kept, host_array
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported, NumkvError
-from numkv.kinds import Kind
 from numkv.targets.streamed import on_stream
 
 __all__ = ["PagedKVCache", "PagedStats", "Step", "StepBuffers", "SwappedSequence"]
@@ -59,19 +63,21 @@ class PagedKVCache(WholeCache):
 
     Parameters
     ----------
-    num_layers, num_kv_heads, head_dim : int
+    num_layers : int
         The model's.
-    num_blocks : int
-        Blocks in the pool; a block serves `layers_per_block` layers.
+    num_kv_heads, head_dim : int or sequence of int
+        The model's, or each layer's; None as a layer's `num_kv_heads` for one that has no rows.
+    num_blocks : int, optional
+        Blocks in the pool; a block serves `layers_per_block` layers. Either this or `max_nbytes`.
     block_size : int
         Tokens in a block.
-    kind : str or Kind
-        Storage kind.
+    kind : str, Kind or sequence of them
+        Storage kind, or each layer's.
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
-    head_dim_v : int, optional
+    head_dim_v : int or sequence of int, optional
         Elements of a V row.
-    k_kind, v_kind : str or Kind, optional
+    k_kind, v_kind : str, Kind or sequence of them, optional
         Storage kinds of K and of V where they differ from `kind`.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
@@ -79,6 +85,18 @@ class PagedKVCache(WholeCache):
         Whether a Hadamard rotation is applied to rows before they are stored; see `numkv.ContiguousLayer`.
     store : PrefixStore, optional
         Where `add` looks for blocks that the pool has not, and where `commit` has full ones written; see `numkv.store`.
+    chunks : sequence of int, optional
+        Tokens of a chunk of each layer, within which queries attend; None or 0 for none.
+    shares : mapping of int to int, or sequence of int, optional
+        The layer whose rows a layer reads, having none of its own; None in a sequence for layers that have.
+    states : mapping of int to sequence of (shape, dtype), optional
+        Arrays that a layer keeps for each sequence, beside rows or instead of them; see `Step.state`.
+    num_states : int, optional
+        Slots for the states of a sequence: two for each that steps take at once, and one for each checkpoint to keep.
+    checkpoint_every : int, optional
+        Tokens from one checkpoint of states to the next; a multiple of `block_size`, which it is if None.
+    max_nbytes : int, optional
+        Bytes of all blocks and states, instead of `num_blocks`.
 
     Attributes
     ----------
@@ -113,11 +131,13 @@ class PagedKVCache(WholeCache):
 
     # -- sequences
 
+    @on_stream
     @writes
-    def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
+    def add(self, tokens: Any = None, *, extra: Extra | None = None, stream: Any = None) -> int:
         """Add a sequence; with its token ids, begin with what the prefix cache has of them.
 
-        At least the last token is left to compute, as its logits are needed to go on.
+        At least the last token is left to compute, as its logits are needed to go on. Full blocks are shared. Where
+        the common prefix ends inside a block, that block is copied, if there are free ones for it.
 
         Parameters
         ----------
@@ -125,6 +145,8 @@ class PagedKVCache(WholeCache):
             Ids of the prompt, which are looked up. `reserve` and `commit` the rest of them.
         extra : mapping, optional
             What else the content depends on, such as ``{"adapter": 7}``; see `numkv.blocks.prefix.block_digests`.
+        stream : object, optional
+            See `numkv.paged_decode_attention`.
 
         Returns
         -------
@@ -141,25 +163,23 @@ class PagedKVCache(WholeCache):
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
         names = block_names(self._store, full, extra)
-        with longest_found(self._store, full, names) as match:
+        with longest_found(self._store, full, names, extra) as match:
             blocks, length = match.blocks, match.blocks * size
+            digests = [of_group[:blocks] for of_group in names]
             state = SequenceState(
-                length, match.tables, extra, ids[:length].copy(), [of_group[:blocks] for of_group in names],
-                blocks, [0] * self.num_groups, cached=length,
+                length, match.tables, extra, ids[:length].copy(), digests, blocks, [0] * self.num_groups,
+                cached=length,
             )  # fmt: skip
-            return self._insert(state, shared=state.blocks())
-
-    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
-        """Give a sequence its number, and references to blocks that others have or have had."""
-        seq = self._next
-        self.blocks.acquire(shared)
-        try:
-            self._publish({seq: state})
-        except BaseException:
-            self.blocks.release(shared)
-            raise
-        self._next = seq + 1
-        return seq
+            before = last_name(self._store, digests, extra)
+            others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
+            part = None
+            if self._store.states is None:  # between checkpoints there are none to begin with
+                part = find_part(self._store, ids[length : len(ids) - 1], before, others)
+            elif blocks:
+                state = with_checkpoint(self._store.states, state, size)
+            if part is None:
+                return self._insert(state, shared=state.by_depth())
+            return self._insert_with_part(state, part, ids)
 
     @writes
     def fork(self, seq: int) -> int:
@@ -190,9 +210,10 @@ class PagedKVCache(WholeCache):
             The sequence.
         """
         state = self._idle(seq)
-        number = self._number(seq)
+        number, slots = self._number(seq), state.slots()
         self._spread_bad()
-        self._exchange({number: None}, state.blocks())
+        self._exchange({number: None}, state.by_depth())
+        self._release_slots(slots)
         self._store.bad.remove(number)
 
     @writes
@@ -211,7 +232,9 @@ class PagedKVCache(WholeCache):
         IndexError
             If `length` is negative or above the sequence's.
         NotSupported
-            If a sliding layer's window has moved past tokens that would be visible again.
+            If a sliding layer's window has moved past tokens that would be visible again, or layers keep states and
+            there is no checkpoint of them at this length: the error says where the nearest ones are. Checkpoints are
+            at multiples of `checkpoint_every` at which a step has ended, until they are evicted.
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
@@ -222,6 +245,10 @@ class PagedKVCache(WholeCache):
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
                     f"got {length} of {state.length}; its blocks are gone"
                 )
+        slots, slot, marks = self._store.states, state.slot, state.marks
+        if slots is not None and length < state.length:
+            slot = slots.restore(marks, length, state.length) if length else -1
+            marks = tuple(mark for mark in marks if mark[0] <= length)
         full = length // self.block_size
         tables, dropped = self._store.cut_tables(state.tables, length)
         after = state._replace(
@@ -233,9 +260,19 @@ class PagedKVCache(WholeCache):
             registered=min(state.registered, full),
             starts=[min(start, length) for start in state.starts],
             dropped=state.rows_dropped() if length < state.length else state.dropped,
+            slot=slot,
+            marks=marks,
         )
+        before, taken, released = state.slots(), after.slots(), held(dropped)
         self._spread_bad()
-        self._exchange({self._number(seq): after}, held(dropped))
+        if slots is not None:
+            slots.books.acquire(taken)
+        try:
+            self._exchange({self._number(seq): after}, released)
+        except BaseException:
+            self._release_slots(taken)
+            raise
+        self._release_slots(before)
         if length < state.length:
             self._store.bad.keep(self._number(seq), length, self._store.calls)
 
@@ -273,8 +310,8 @@ class PagedKVCache(WholeCache):
         NumkvError
             If the sequence has an open step.
         NotSupported
-            If layers have a sliding window and no longer store the rows of the newest ``window_left + 1`` tokens of
-            those to keep. They always store those of the newest ``window_left + 1`` tokens of the sequence.
+            If layers keep states, or have a sliding window and no longer store the rows of the newest
+            ``window_left + 1`` tokens of those to keep. They always store those of the sequence's newest ones.
         IndexError
             If there is no such sequence or token, or the shift's tables are too short.
         ValueError
@@ -289,6 +326,10 @@ class PagedKVCache(WholeCache):
         length, which is right for shifted keys; without a shift, write ready rows with `Step.append`.
         """
         state = self._idle(seq)
+        if self._store.states is not None:
+            raise NotSupported(
+                "compact: expected layers without states, as states are of all tokens, got some that keep them"
+            )
         kept = check_kept("keep", keep, state.length)
         number = self._number(seq)
         plan = plan_compaction(self._store, state, kept, shift)
@@ -307,54 +348,6 @@ class PagedKVCache(WholeCache):
             raise
         self._exchange({number: plan.state}, plan.released)
         self._store.bad.keep(number, kept[None], self._store.calls)
-
-    @writes
-    def pin(self, seq: int) -> NDArray[np.int32]:
-        """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-
-        Returns
-        -------
-        int32 array (n,)
-            The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
-        """
-        state = self._sequence(seq)
-        ids = state.blocks()
-        ids = ids[self.blocks.is_cached(ids)]
-        pinned: NDArray[np.int32] = ids.copy()  # the caller's own
-        after = state._replace(pins=(*state.pins, ids))
-        self.blocks.pin(ids)
-        try:
-            self._publish({self._number(seq): after})
-        except BaseException:
-            self.blocks.unpin(ids)
-            raise
-        return pinned
-
-    @writes
-    def unpin(self, seq: int) -> None:
-        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
-
-        Parameters
-        ----------
-        seq : int
-            The sequence.
-
-        Raises
-        ------
-        NumkvError
-            If it is not pinned.
-        """
-        state = self._sequence(seq)
-        if not state.pins:
-            raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
-        after = state._replace(pins=state.pins[:-1])
-        self.blocks.unpin(state.pins[-1])
-        self._publish({self._number(seq): after})
 
     # -- steps
 
@@ -420,6 +413,10 @@ class PagedKVCache(WholeCache):
             self._store.bad.refuse(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
         if into is not None:
+            if self._store.states is not None:
+                raise NotSupported(
+                    "`into`: expected None where layers keep states, got StepBuffers"
+                )
             ends = np.array([state.length for state in states.values()], np.int64) + lens
             into._check(self._store, ends, int(lens.sum()))
         room = reserve_room(self._store, states, lens, into)
@@ -427,6 +424,8 @@ class PagedKVCache(WholeCache):
             self._exchange(room.states, room.released)
         except BaseException:
             self.blocks._undo_allocation(room.taken, room.peak)
+            if room.slots is not None:
+                self._release_slots(room.slots)
             raise
         if into is not None:
             into._take(room.step, np.cumsum(lens))
@@ -453,6 +452,8 @@ class PagedKVCache(WholeCache):
             If more tokens are accepted than there are.
         DimensionMismatch
             If the number of ids is not that of the step's tokens.
+        NotSupported
+            If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
         self._check_step(step)
         step._alone(lambda: self._end(step, accepted, token_ids))
@@ -476,13 +477,26 @@ class PagedKVCache(WholeCache):
                 f"`step`: expected rows of the new tokens in all {self.num_layers} layers, got none in layer "
                 f"{missing[0]}{' and others' if len(missing) > 1 else ''}; append them, or roll the step back"
             )
+        if self._store.states is not None and ((keep > 0) & (keep < step.new_lens)).any():
+            raise NotSupported(
+                f"`accepted`: expected all tokens of a sequence or none, as layers keep states of the last one only, "
+                f"got {keep.tolist()} of {step.new_lens.tolist()}; roll the step back, and run those to keep again"
+            )
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
             self._spread_bad()
             for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
                 self._store.bad.refuse(seq, state.length + n)
         ending = end_step(self._store, states, step, keep, ids)
-        register(self._store, ending.names)
+        slots = self._store.states
+        if slots is not None:
+            slots.register(ending.checkpoints)
+        try:
+            register(self._store, ending.names)
+        except BaseException:
+            if slots is not None:
+                slots.forget(ending.checkpoints)
+            raise
         step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
@@ -490,6 +504,7 @@ class PagedKVCache(WholeCache):
             step._kept.clear()
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
+        self._release_slots(ending.slots)
 
     @writes
     def rollback(self, step: Step) -> None:
@@ -518,37 +533,6 @@ class PagedKVCache(WholeCache):
     def _check_open(self, step: Step) -> None:
         if not step.open:
             raise NumkvError("`step`: expected an open step of this cache, got an ended one")
-
-    def bind(
-        self,
-        num_q_heads: int,
-        kind: str | Kind = "fp32",
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float | None = 0.0,
-        sinks: Any = None,
-        check_finite: bool | None = True,
-    ) -> BoundAttention:
-        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
-
-        Parameters
-        ----------
-        num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-            See `numkv.KVCache.bind`; windows are the cache's own.
-
-        Returns
-        -------
-        BoundAttention
-            ``begin(step)`` takes a step that `reserve` made.
-
-        Raises
-        ------
-        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
-            If an argument does not fit the cache.
-        """
-        return bind_paged(
-            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-        )
 
     # -- from the host
 
@@ -591,7 +575,16 @@ class PagedKVCache(WholeCache):
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
-            seq = self._insert(state, shared=ids[:0])
+            if self._store.states is not None and swapped.states:
+                taken = self._store.states.books.allocate(1)
+                slot = int(taken[0])
+                try:
+                    self._store.states.put(slot, swapped.states)
+                    seq = self._insert(state._replace(slot=slot), shared=ids[:0])
+                finally:
+                    self._release_slots(taken)  # the sequence has a reference of its own
+            else:
+                seq = self._insert(state, shared=ids[:0])
         except BaseException:  # a device without room, say
             self.blocks._undo_allocation(ids, peak)
             raise

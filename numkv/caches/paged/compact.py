@@ -64,15 +64,16 @@ def plan_compaction(
         What moves their keys to their new positions.
     """
     plans = [
-        relocate(table, kept, store.first_stored(state, number), group.window, store.block_size)
+        relocate(
+            table, kept, store.first_stored(state, number), group.reach(len(kept)), store.block_size
+        )
         for number, (group, table) in enumerate(zip(store.groups, state.tables, strict=True))
     ]
     source = np.concatenate([plan.source for plan in plans])
     moved = np.concatenate([plan.moved for plan in plans])
     offsets = moved - kept[moved]
-    plan_moves(
-        store.pools[0], shift, source, source, offsets
-    )  # all pools are alike: this only checks
+    for part in store.parts if not store.layers.alike else store.parts[:1]:
+        plan_moves(part.pool, shift, source, source, offsets)  # this only checks
     old, fresh, given_up, reusable = _choose_blocks(store, plans)
     need = int(fresh.sum())
     # Where there are too few free blocks the sequence writes over its own, and its rows wait in staging buffers first.
@@ -81,6 +82,7 @@ def plan_compaction(
     staged = len(reused) > 0 or (shift is not None and store.pools[0].rotate)
     taken = store.blocks.allocate(need - len(reused))
     try:
+        store.clear(taken)
         forgotten = np.concatenate([old[~fresh], reused])
         old[fresh] = np.concatenate([reused, taken])
         ends = np.cumsum([len(plan.changed) for plan in plans])
@@ -113,8 +115,10 @@ def _moves_in_place(
     moves: list[Callable[[], object]] = []
     changed = source != to
     if changed.any():
-        here, there = (store.target.index(x[changed], np.int64) for x in (source, to))
-        moves += [_copy(pool, here, pool, there) for pool in store.pools]
+        for slots_of_part, pool in _moved_in(store, plans):
+            own = slots_of_part[changed[slots_of_part]]
+            here, there = (store.target.index(x[own], np.int64) for x in (source, to))
+            moves.append(_copy(pool, here, pool, there))
     if shift is not None:
         for layer, part in _parts(store, plans):
             pool = store.place(layer)[0]
@@ -134,18 +138,27 @@ def _staged_moves(
 ) -> list[Callable[[], object]]:
     """Rows are copied to staging buffers at once and shifted there; moves bring them to their places."""
     index = store.target.index
-    staged = np.arange(len(source))
-    here, there = index(staged, np.int64), index(to, np.int64)
-    staging = [pool.like(store.blocks_for(len(source))) for pool in store.pools]
-    for pool, aside in zip(store.pools, staging, strict=True):
-        pool.copy_tokens(source, aside, staged)
+    staged, parts = np.arange(len(source)), _moved_in(store, plans)
+    staging = [pool.like(store.blocks_for(len(source))) for _, pool in parts]
+    for (own, pool), aside in zip(parts, staging, strict=True):
+        pool.copy_tokens(source[own], aside, staged[own])
     if shift is not None:
         for layer, part in _parts(store, plans):
             aside = _with_scales_of(staging[store.places[layer][0]], store.place(layer)[0])
             for move in plan_moves(aside, shift, staged[part], staged[part], offsets[part]):
                 move()
     return [
-        _copy(aside, here, pool, there) for pool, aside in zip(store.pools, staging, strict=True)
+        _copy(aside, index(staged[own], np.int64), pool, index(to[own], np.int64))
+        for (own, pool), aside in zip(parts, staging, strict=True)
+    ]
+
+
+def _moved_in(store: BlockStore, plans: list[Relocation]) -> list[tuple[Ints, Pool]]:
+    """Which of the moved tokens have rows in each part, and its pool."""
+    ends = np.cumsum([0, *(len(plan.moved) for plan in plans)])
+    return [
+        (np.concatenate([np.arange(ends[g], ends[g + 1]) for g in part.groups]), part.pool)
+        for part in store.parts
     ]
 
 

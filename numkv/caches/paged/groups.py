@@ -1,12 +1,18 @@
-"""Layer groups: layers with the same window share a block table."""
+"""Layer groups: layers with the same window, or chunk, share a block table."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LayerGroup", "group_layers"]
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.caches.paged.layers import LayerRows, Layers
+
+__all__ = ["LayerGroup", "group_layers", "groups_of", "page_bytes"]
 
 
 class LayerGroup(NamedTuple):
@@ -15,35 +21,98 @@ class LayerGroup(NamedTuple):
     window: int
     """Earlier tokens that a query of these layers attends to, -1 for all."""
     layers: list[int]
-    """The layers. The i-th of each group lies in the i-th pool."""
+    """The layers. Where all layers are alike the i-th of each group lies in the i-th pool."""
+    chunk: int = 0
+    """Tokens of a chunk, within which queries attend; 0 for none."""
 
     def first_visible(self, length: int) -> int:
         """First token that the newest of `length` tokens attends to; later tokens need no earlier one."""
+        if self.chunk:
+            return max(0, length - 1) // self.chunk * self.chunk
         return 0 if self.window < 0 else max(0, length - 1 - self.window)
+
+    def ranges(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What queries at some positions see of their sequences: each its chunk up to itself."""
+        return np.stack([positions // self.chunk * self.chunk, positions + 1], 1)
+
+    def reach(self, length: int) -> int:
+        """Earlier tokens that the newest of `length` tokens attends to, -1 for all."""
+        return length - 1 - self.first_visible(length) if self.chunk and length else self.window
 
 
 def group_layers(windows: Sequence[int]) -> list[LayerGroup]:
-    """Split layers into groups of equal size, each with one window.
+    """Split layers that are alike into groups of equal size, each with one window; see `groups_of`."""
+    n = len(windows)
+    rows: tuple[LayerRows | None, ...] = (None,) * n
+    layers = Layers(rows, tuple(windows), (0,) * n, tuple(range(n)), ((),) * n)
+    return _equal_groups(layers, list(range(n)))
 
-    Equal sizes give blocks of one size, so that all groups draw on one free list. The size is the greatest common
-    divisor of the numbers of layers that share a window.
+
+def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
+    """Split layers into groups, each with one window or chunk, whose blocks have the same bytes.
+
+    So all groups draw on one free list. Where layers are alike, groups have equal sizes: the greatest common divisor of
+    the numbers of layers that share a window. Where they are not, a group takes as many layers of one shape as fit into
+    a block's bytes, and these are chosen so that least is left over.
 
     Parameters
     ----------
-    windows : sequence of int
-        Window of each layer, -1 for all tokens.
+    layers : Layers
+        What they store.
+    block_size : int
+        Tokens in a block.
 
     Returns
     -------
     list of LayerGroup
         Full attention first: its table is the longest, and prefixes are looked up by it.
     """
-    by_window: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window, []).append(layer)
-    size = math.gcd(*(len(layers) for layers in by_window.values()))
+    if layers.alike:
+        return _equal_groups(layers, layers.storing)
+    by_shape: dict[tuple[int, int, LayerRows], list[int]] = {}
+    for layer in layers.storing:
+        rows = layers.rows[layer]
+        assert rows is not None
+        by_shape.setdefault((layers.chunks[layer], layers.windows[layer], rows), []).append(layer)
+    sizes = {shape: shape[2].offsets(block_size)[1] for shape in by_shape}
+
+    def parts(nbytes: int) -> dict[tuple[int, int, LayerRows], int]:
+        """How many groups layers of each shape make."""
+        return {x: -(-len(of) // min(len(of), nbytes // sizes[x])) for x, of in by_shape.items()}
+
+    largest = max(sizes.values())
+    choices = {
+        count * sizes[x]
+        for x, of in by_shape.items()
+        for count in range(1, len(of) + 1)
+        if count * sizes[x] >= largest
+    }
+    # What a token costs in full layers and in those with windows alike; of equals the fewest groups.
+    best = min(choices, key=lambda n: (n * sum(parts(n).values()), -n))
+    found = []
+    for shape in sorted(by_shape, key=lambda x: (x[0], x[1], by_shape[x][0])):
+        of, count = by_shape[shape], parts(best)[shape]
+        ends = [len(of) * i // count for i in range(count + 1)]
+        found += [LayerGroup(shape[1], of[a:b], shape[0]) for a, b in itertools.pairwise(ends)]
+    return found
+
+
+def page_bytes(layers: Layers, groups: Sequence[LayerGroup], block_size: int) -> int:
+    """Bytes of a block where layers are not alike: those of the largest group."""
+    found = []
+    for group in groups:
+        of_group = [layers.rows[layer] for layer in group.layers]
+        found.append(sum(rows.offsets(block_size)[1] for rows in of_group if rows is not None))
+    return max(found)
+
+
+def _equal_groups(layers: Layers, storing: Sequence[int]) -> list[LayerGroup]:
+    by_reach: dict[tuple[int, int], list[int]] = {}
+    for layer in storing:
+        by_reach.setdefault((layers.chunks[layer], layers.windows[layer]), []).append(layer)
+    size = math.gcd(*(len(of) for of in by_reach.values()))
     return [
-        LayerGroup(window, by_window[window][i : i + size])
-        for window in sorted(by_window)
-        for i in range(0, len(by_window[window]), size)
+        LayerGroup(window, by_reach[chunk, window][i : i + size], chunk)
+        for chunk, window in sorted(by_reach)
+        for i in range(0, len(by_reach[chunk, window]), size)
     ]

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.blocks.prefix import block_digests
+from numkv.blocks.arrays import ABSENT
+from numkv.blocks.prefix import block_digests, root_digest
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
 __all__ = [
     "Match",
     "NewNames",
+    "PartOfBlock",
     "block_names",
+    "find_part",
     "find_prefix",
+    "last_name",
     "longest_prefix",
     "name_blocks",
     "register",
     "register_blocks",
     "split_at_window",
+    "with_checkpoint",
 ]
 
 _SPREAD = 0x9E3779B97F4A7C15  # odd, so no two groups get the same; its bits look random
@@ -50,6 +56,11 @@ def block_names(
     list of uint8 array (num_tokens // block_size, 32)
     """
     chain = block_digests(ids, store.block_size, extra if parent is None else None, parent=parent)
+    return _of_groups(store, chain)
+
+
+def _of_groups(store: BlockStore, chain: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    """The names of blocks in each group, by those in group 0."""
     names = [chain]
     for group in range(1, len(store.groups)):
         other = chain.copy()
@@ -73,7 +84,9 @@ class Match(NamedTuple):
     """Each block that was looked for, in each group: its number, or the negative of the reason why there is none."""
 
 
-def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> int:
+def longest_prefix(
+    store: BlockStore, present: Sequence[NDArray[np.bool_]], with_states: NDArray[np.bool_] | None = None
+) -> int:  # fmt: skip
     """Blocks of the longest prefix with all blocks in full groups, and those in the window in sliding groups.
 
     Parameters
@@ -82,6 +95,8 @@ def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> i
         Whose groups.
     present : sequence of bool array (num_blocks,)
         Which blocks of a prompt there are in each group.
+    with_states : bool array (num_blocks + 1,), optional
+        After which blocks there are the states of layers that keep some.
     """
     blocks = len(present[0])
     for group, there in zip(store.groups, present, strict=True):
@@ -89,7 +104,9 @@ def longest_prefix(store: BlockStore, present: Sequence[NDArray[np.bool_]]) -> i
             missing = np.flatnonzero(~there[:blocks])
             blocks = int(missing[0]) if len(missing) else blocks
     # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
-    fits = np.ones(blocks + 1, np.bool_)
+    fits = (
+        np.ones(blocks + 1, np.bool_) if with_states is None else with_states[: blocks + 1].copy()
+    )
     for group, there in zip(store.groups, present, strict=True):
         if group.window >= 0:
             numbers = np.arange(1, blocks + 1)
@@ -117,18 +134,98 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     """
     found = [store.blocks.find_each(of_group, ids) for of_group in names]
     wanted = len(ids) // store.block_size
-    blocks = longest_prefix(store, [in_group >= 0 for in_group in found])
+    states = None if store.states is None else store.states.present(names[0], store.block_size)
+    blocks = longest_prefix(store, [in_group >= 0 for in_group in found], states)
     reason = 0
     if blocks < wanted:
-        # The first block not taken, or one before it that only windows need.
+        # The first block not taken, or one before it that only windows need; else a checkpoint of states.
         holes = [*(in_group[blocks : blocks + 1] for in_group in found), *found]
-        reason = -int(np.concatenate([x[x < 0] for x in holes])[0])
+        reasons = np.concatenate([x[x < 0] for x in holes])
+        reason = -int(reasons[0]) if len(reasons) else ABSENT
     tables = []
     for number, in_group in enumerate(found):
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
         table[: store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
     return Match(blocks, tables, wanted, reason, found)
+
+
+def with_checkpoint(slots: StateSlots, state: SequenceState, block_size: int) -> SequenceState:
+    """A sequence that begins with a cached prefix, with the states after it and marks of those before."""
+    names = [name.tobytes() for name in state.digests[0]]
+    lengths = range(slots.every, state.length + 1, slots.every)
+    marks = tuple((n, names[n // block_size - 1]) for n in lengths)
+    slot = int(slots.find([marks[-1][1]], [state.length])[0])
+    return state._replace(slot=slot, marks=marks)
+
+
+class PartOfBlock(NamedTuple):
+    """Tokens after a prefix of full blocks that are there too; made by `find_part`."""
+
+    tokens: int
+    """How many: fewer than a block has."""
+    blocks: NDArray[np.int32]
+    """The block that begins with them, in each group. It is not acquired yet."""
+
+
+def find_part(
+    store: BlockStore, following: NDArray[np.int32], parent: bytes, others: Iterable[SequenceState]
+) -> PartOfBlock | None:
+    """Find the block that begins as a prompt goes on, among cached blocks and the last ones of sequences.
+
+    Parameters
+    ----------
+    store : BlockStore
+        Where.
+    following : int32 array (n,)
+        Ids of tokens that come after the prompt's cached full blocks.
+    parent : bytes
+        Name of the last of these, from `last_name`.
+    others : iterable of SequenceState
+        Sequences.
+
+    Returns
+    -------
+    PartOfBlock or None
+        The longest that all groups have; None if there is none.
+    """
+    size, best = store.block_size, PartOfBlock(0, np.empty(0, np.int32))
+    following = following[: size - 1]
+    if not len(following):
+        return None
+    first = following[0]
+    for state in others:
+        begin, tokens = state.registered * size, state.tokens
+        if (
+            len(tokens) > begin and tokens[begin] == first
+            and last_name(store, state.digests, state.extra) == parent
+        ):  # fmt: skip
+            blocks = np.array([table[state.registered] for table in state.tables], np.int32)
+            part = PartOfBlock(_in_common(tokens[begin:], following), blocks)
+            begins = (blocks >= 0).all() and max(state.starts) <= begin
+            if part.tokens > best.tokens and begins:
+                best = part
+    for name, tokens in store.followers.newest(parent):
+        same = _in_common(tokens, following)
+        if same > best.tokens:
+            names = _of_groups(store, np.frombuffer(bytearray(name), np.uint8).reshape(1, -1))
+            found = np.concatenate([store.blocks.find_each(x, tokens) for x in names])
+            if (found >= 0).all():
+                best = PartOfBlock(same, found)
+    return best if best.tokens else None
+
+
+def last_name(store: BlockStore, names: Sequence[NDArray[np.uint8]], extra: Extra | None) -> bytes:
+    """Name in group 0 of the last of some blocks, or where there are none of what comes before the first."""
+    found: bytes = names[0][-1].tobytes() if len(names[0]) else root_digest(store.block_size, extra)
+    return found
+
+
+def _in_common(tokens: NDArray[np.int32], following: NDArray[np.int32]) -> int:
+    """How many tokens two texts have in common before they differ."""
+    n = min(len(tokens), len(following))
+    other = np.flatnonzero(tokens[:n] != following[:n])
+    return int(other[0]) if len(other) else n
 
 
 class NewNames(NamedTuple):
@@ -139,6 +236,8 @@ class NewNames(NamedTuple):
     tokens: NDArray[np.int32]
     depths: NDArray[np.int64]
     """Blocks before each in its sequence."""
+    parent: bytes | None = None
+    """Of group 0, where none is missing, the name before the first."""
 
 
 def name_blocks(
@@ -175,8 +274,11 @@ def name_blocks(
         stored = ids >= 0  # a window may have moved past some already
         if stored.any():
             depths = first + np.flatnonzero(stored)
+            before = None
+            if group == 0 and stored.all():
+                before = last_name(store, state.digests, state.extra)
             parts.append(
-                NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored], depths)
+                NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored], depths, before)
             )
     return state._replace(digests=digests, registered=full), parts
 
@@ -184,8 +286,12 @@ def name_blocks(
 def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
     """Register blocks in the prefix cache, all or none, and have those written that are new there."""
     if parts:
-        ids, names, tokens, depths = (np.concatenate(column) for column in zip(*parts, strict=True))
+        columns = zip(*(part[:4] for part in parts), strict=True)
+        ids, names, tokens, depths = (np.concatenate(column) for column in columns)
         holders = store.blocks.register(ids, names, tokens)
+        for part in parts:
+            if part.parent is not None:
+                store.followers.note(part.parent, part.names, part.tokens)
         if store.tiers is not None:
             store.tiers.stored(NewNames(ids, names, tokens, depths), holders)
 

@@ -113,9 +113,16 @@ class ReadableSequences(StoredSequences):
         lens = np.array([state.length for state in states], np.int64)
         window = self._groups[group].window
         options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+        ranges = None
+        if self._groups[group].chunk:
+            last = np.maximum(lens - 1, 0)
+            ranges = place.index(
+                np.minimum(self._groups[group].ranges(last), lens[:, None]), np.int64
+            )
         result = attend(
             pool, place.index(self._store.block_table(states, group), np.int32), q,
             place.index(lens, np.int64), place.index(np.arange(len(states) + 1), np.int64), options,
+            ranges=ranges,
         )  # fmt: skip
         self._refuse_overtaken("decode_attention", generation, seqs, states)
         return result
@@ -165,6 +172,7 @@ class ReadableSequences(StoredSequences):
             See `numkv.decode_attention`.
         """
         pool, group = self._store.place(check_index("layer", layer, self.num_layers))
+        self._store.refuse_chunks("attention_weights", layer)
         number, place, generation = self._number(seq), self._target, self._generation
         state = self._settled(number)
         q = check_queries(place, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")

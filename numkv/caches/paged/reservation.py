@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 
@@ -30,6 +31,8 @@ class Reservation(NamedTuple):
     """Blocks that the sequences have copies of now."""
     peak: int
     """The most blocks that had been in use at once, before."""
+    slots: NDArray[np.int32] | None = None
+    """Slots for states that were allocated."""
 
 
 def reserve_room(
@@ -52,28 +55,38 @@ def reserve_room(
     wanted, copied = _plan_tables(store, states, lens)
     peak = store.blocks._peak()
     taken = store.blocks.allocate(sum(wanted))
+    slots = None
     try:
+        if store.states is not None:
+            slots = store.states.books.allocate(len(states))
+            fresh = np.array([state.slot < 0 for state in states.values()], np.bool_)
+            store.states.clear(slots[fresh])
         copy_from: list[int] = []
         copy_to: list[int] = []
+        copy_group: list[int] = []
         new_states = {}
         part = end = 0
         for (seq, state), n in zip(states.items(), lens, strict=True):
             tables, dropped = [], state.dropped
-            for table in state.tables:
+            for group, table in enumerate(state.tables):
                 begin, end = end, end + wanted[part]
                 if copied[part]:
                     copy_from.append(int(table[-1]))
                     copy_to.append(int(taken[begin]))
+                    copy_group.append(group)
                     table, dropped = table[:-1], state.rows_dropped()
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        step = Step(store, new_states, new_lens, into)
+        step = Step(store, new_states, new_lens, into, slots)
+        store.clear(taken)
         if copy_from:
-            store.copy_blocks(copy_from, copy_to)
-        return Reservation(step, new_states, taken, np.array(copy_from, np.int32), peak)
+            store.copy_blocks(copy_from, copy_to, copy_group)
+        return Reservation(step, new_states, taken, np.array(copy_from, np.int32), peak, slots)
     except BaseException:  # memory, say
         store.blocks._undo_allocation(taken, peak)
+        if store.states is not None and slots is not None:
+            store.states.books.release(slots)
         raise
 
 
@@ -109,6 +122,10 @@ class Ending(NamedTuple):
     """Blocks that are full now, and can be found once they are registered."""
     released: NDArray[np.int32]
     """Blocks of tokens that were not accepted, and blocks behind windows."""
+    slots: NDArray[np.int32]
+    """Slots of states that nobody needs any more."""
+    checkpoints: list[tuple[int, bytes, int]]
+    """Slots of states that are to be registered, their names, and the lengths."""
 
 
 def end_step(
@@ -137,7 +154,11 @@ def end_step(
     new_states: dict[int, SequenceState] = {}
     names: list[NewNames] = []
     released: list[NDArray[np.int32]] = []
-    for (seq, state), first, n in zip(states.items(), starts, keep.tolist(), strict=False):
+    slots: list[int] = []
+    checkpoints: list[tuple[int, bytes, int]] = []
+    working = step._state_slots[1].tolist() if store.states is not None else [-1] * len(keep)
+    each = zip(states.items(), starts, keep.tolist(), working, strict=False)
+    for (seq, state), first, n, slot in each:
         length, tokens = state.length + n, state.tokens
         if ids is not None and n and len(tokens) == state.length:
             tokens = np.concatenate([tokens, ids[first : first + n]])
@@ -146,7 +167,26 @@ def end_step(
         dropped = state.rows_dropped() if behind else state.dropped
         after = state.in_step(length, ahead, tokens, None, dropped)
         after, parts = name_blocks(store, after, tables)
+        if store.states is not None:
+            slots.append(state.slot if n else slot)
+            if n:
+                after = _with_states(store, store.states, after, slot)
+                if after.marks is not state.marks:
+                    checkpoints.append((slot, after.marks[-1][1], length))
         new_states[seq] = after
         names += parts
         released += rejected + behind
-    return Ending(new_states, names, held(released))
+    given_up = np.array([slot for slot in slots if slot >= 0], np.int32)
+    return Ending(new_states, names, held(released), given_up, checkpoints)
+
+
+def _with_states(
+    store: BlockStore, states: StateSlots, state: SequenceState, slot: int
+) -> SequenceState:
+    """A sequence with the states that a step has ended with, and a mark where they are a checkpoint."""
+    marks, length = state.marks, state.length
+    if states.is_checkpoint(length):
+        chain, number = state.digests[0], length // store.block_size
+        name = chain[number - 1].tobytes() if len(chain) >= number else states.new_name()
+        marks = (*marks, (length, name))
+    return state._replace(slot=slot, marks=marks)

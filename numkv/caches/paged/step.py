@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numkv.access import Access, writes
 from numkv.arrays import CacheArrays
@@ -14,7 +15,8 @@ from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.caches.paged.buffers import Filled, StepBuffers
-from numkv.caches.paged.store import BlockStore, Ints, SequenceState
+from numkv.caches.paged.step_states import StateStep
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
@@ -28,7 +30,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step:
+class Step(StateStep):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -41,6 +43,8 @@ class Step:
         How many tokens each of them gets.
     into : StepBuffers, optional
         Where its tables lie; else in memory of their own.
+    state_slots : int32 array (num_seqs,), optional
+        What takes the states of the sequences.
 
     Attributes
     ----------
@@ -64,6 +68,7 @@ class Step:
         sequences: dict[int, SequenceState],
         new_lens: Ints,
         into: StepBuffers | None = None,
+        state_slots: NDArray[np.int32] | None = None,
     ) -> None:
         self._store, self._buffers = store, into
         self.sequences = tuple(sequences)
@@ -77,8 +82,10 @@ class Step:
         self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
-        self._written = np.zeros(store.num_layers, np.bool_)
+        self._written = store.reading_only.copy()
+        self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
+        self._ranges: dict[int, Array] = {}  # of groups with chunks
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -87,7 +94,7 @@ class Step:
         if into is None:
             self._rows, self._widths = len(self.positions), [table.shape[1] for table in tables]
             if store.again is not None:  # of few widths, so that calls repeat
-                tables = [_widened(table) for table in tables]
+                tables = [widened(table) for table in tables]
             host = [self.positions, lens, starts, *slots]
             wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
             self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
@@ -109,8 +116,9 @@ class Step:
 
     @property
     def unwritten_layers(self) -> list[int]:
-        """Layers without rows of the new tokens so far; none if there are no new tokens."""
-        missing: list[int] = np.flatnonzero(~self._written).tolist() if self.num_tokens else []
+        """Layers without rows or states of the new tokens so far; none if there are no new tokens."""
+        done = self._written & self._slots_written
+        missing: list[int] = np.flatnonzero(~done).tolist() if self.num_tokens else []
         return missing
 
     @property
@@ -161,7 +169,7 @@ class Step:
 
     @writes
     def mark_written(self, layer: int | None = None) -> None:
-        """Say that the rows of all new tokens have been written: by a kernel of your own, or by a CUDA graph.
+        """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
 
         Parameters
         ----------
@@ -175,12 +183,11 @@ class Step:
         IndexError
             If there is no such layer.
         """
-        number = 0 if layer is None else check_index("layer", layer, self._store.num_layers)
-        self._layer(number)
-        if layer is None:
-            self._written[:] = True
-        else:
-            self._written[number] = True
+        every = slice(None)
+        number = every if layer is None else check_index("layer", layer, self._store.num_layers)
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._written[number] = self._slots_written[number] = True
 
     @writes
     def _alone(self, action: Callable[[], None]) -> None:
@@ -228,6 +235,8 @@ class Step:
             See `numkv.ContiguousLayer.append`; nothing is written.
         """
         pool, group = self._layer(layer)
+        if self._store.layers.rows[layer] is None:
+            self._store.refuse_sharing("append", int(layer))
         again = self._again
         if again is None:
             with self._on(stream, k, v):
@@ -323,6 +332,8 @@ class Step:
             See `numkv.ContiguousLayer.write`; nothing is written.
         """
         pool, group = self._layer(layer)
+        if self._store.layers.rows[layer] is None:
+            self._store.refuse_sharing("write", int(layer))
         slots = self._slots[group]
         if stream is None and self._buffers is None:
             tokens, q = fast_path.pool_write(
@@ -407,7 +418,7 @@ class Step:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
+        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window or chunk.
 
         Parameters
         ----------
@@ -432,7 +443,7 @@ class Step:
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        if self._again is None:
+        if self._again is None or self._store.groups[group].chunk:
             with self._on(stream, q):
                 return self._attend_here(pool, group, q, *asked)
         return self._attend_again(layer, pool, group, q, asked, stream)
@@ -462,9 +473,12 @@ class Step:
         self._captured("attention")
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
-        window = self._store.groups[group].window
-        options = check_options(sm_scale, cap, window, sinks, return_lse, out)
-        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        of = self._store.groups[group]
+        options = check_options(sm_scale, cap, of.window, sinks, return_lse, out)
+        tables = self._tables[group], q, self._lens, self._starts
+        if of.chunk and group not in self._ranges:
+            self._ranges[group] = pool.target.index(of.ranges(self.positions), np.int64)
+        return attend(pool, *tables, options, ranges=self._ranges.get(group))
 
     @writes
     def attention_weights(
@@ -507,6 +521,7 @@ class Step:
             self._captured("attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
+            self._store.refuse_chunks("attention_weights", layer)
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
             found = attention_mass(
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
@@ -574,10 +589,3 @@ class Step:
                 expected=self._rows,
                 actual=tokens,
             )
-
-
-def _widened(table: Any) -> Any:
-    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
-    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
-    made[:, : table.shape[1]] = table
-    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.bad_rows import BadRows
+from numkv.caches.paged.followers import Followers
 from numkv.caches.paged.groups import LayerGroup
+from numkv.caches.paged.layers import Layers
+from numkv.caches.paged.states import StateSlots
+from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held"]
+__all__ = ["BlockStore", "Extra", "Ints", "Part", "SequenceState", "held", "widened"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
@@ -49,6 +53,10 @@ class SequenceState(NamedTuple):
         Blocks of each `PagedKVCache.pin`.
     dropped : int
         Another number whenever rows that it had may be gone, or have moved; odd while they move.
+    slot : int
+        Where its states lie, where layers keep some; -1 without tokens.
+    marks : tuple of (int, bytes)
+        Lengths at which there were checkpoints of its states, and their names.
     """
 
     length: int
@@ -62,10 +70,22 @@ class SequenceState(NamedTuple):
     cached: int = 0
     pins: tuple[NDArray[np.int32], ...] = ()
     dropped: int = 0
+    slot: int = -1
+    marks: tuple[tuple[int, bytes], ...] = ()
 
     def blocks(self) -> NDArray[np.int32]:
         """Its blocks, of one group after another."""
         return held(self.tables)
+
+    def by_depth(self) -> NDArray[np.int32]:
+        """Its blocks in the order of its tokens: of those that are released, the last ones are evicted first."""
+        if len(self.tables) == 1:
+            return self.blocks()
+        return held([np.stack(self.tables, 1).reshape(-1)])
+
+    def slots(self) -> NDArray[np.int32]:
+        """Its slot of states, if it has one."""
+        return np.array([self.slot] * (self.slot >= 0), np.int32)
 
     def in_step(
         self, length: int, tables: list[NDArray[np.int32]], tokens: NDArray[np.int32], reserved: int | None,
@@ -74,7 +94,7 @@ class SequenceState(NamedTuple):
         """The sequence as a step begins or ends: `_replace`, in a third of its time."""
         return SequenceState(
             length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
-            self.cached, self.pins, dropped,
+            self.cached, self.pins, dropped, self.slot, self.marks,
         )  # fmt: skip
 
     def rows_dropped(self) -> int:
@@ -94,6 +114,20 @@ def held(tables: Iterable[NDArray[np.int32]]) -> NDArray[np.int32]:
 _NONE = np.empty(0, np.int32)
 
 
+def widened(table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
+    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
+    made[:, : table.shape[1]] = table
+    return made
+
+
+class Part(NamedTuple):
+    """Buffers, and the groups whose blocks have rows there."""
+
+    pool: Pool
+    groups: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class BlockStore:
     """Buffers, the books of their blocks, and the layers that use them.
@@ -102,16 +136,23 @@ class BlockStore:
     ----------
     target : Target
         Where the buffers are.
+    layers : Layers
+        What each layer stores.
     groups : list of LayerGroup
-        Layers by window; see `group_layers`.
-    pools : list of Pool
-        A pool for each layer of a group: a block has the same number in all of them.
+        Layers by window or chunk; see `groups_of`.
+    parts : list of Part
+        Buffers: where layers are alike those of the i-th layers of all groups, else those of each layer. A block has
+        the same number in all of them.
     blocks : BlockPool
         Which blocks are free, owned or cached.
     places : dict of int to tuple of int
-        Pool and group of each layer, by their numbers.
+        Part and group of each layer, by their numbers; a layer that reads another's rows has that one's.
     layer_pools : dict of int to Pool
-        The pool of each layer: one of `pools`, or where heads have scales its words with scales of the layer's own.
+        The pool of each layer: that of a part, or where heads have scales its words with scales of the layer's own.
+    pages : array or None
+        Where layers are not alike the bytes of all blocks, uint8 ``(num_blocks, n)``; see `numkv.caches.paged.memory`.
+    states : StateSlots or None
+        Where states lie, where layers keep some.
     tiers : Tiers or None
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
     bad : BadRows
@@ -119,13 +160,26 @@ class BlockStore:
     """
 
     target: Target
+    layers: Layers
     groups: list[LayerGroup]
-    pools: list[Pool]
+    parts: list[Part]
     blocks: BlockPool
     places: dict[int, tuple[int, int]]
     layer_pools: dict[int, Pool]
+    pages: Any = None
+    states: StateSlots | None = None
     tiers: Any = None
     bad: BadRows = field(default_factory=BadRows)
+
+    @functools.cached_property
+    def followers(self) -> Followers:
+        """Which cached blocks come after which."""
+        return Followers(self.blocks)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The buffers of all parts."""
+        return [part.pool for part in self.parts]
 
     @functools.cached_property
     def again(self) -> Any:
@@ -150,7 +204,7 @@ class BlockStore:
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return len(self.places)
+        return len(self.layers.rows)
 
     @property
     def block_size(self) -> int:
@@ -163,25 +217,60 @@ class BlockStore:
         sides = [
             side for pool in self.layer_pools.values() for side in (pool.k_buffer, pool.v_buffer)
         ]
+        of_states = 0 if self.states is None else self.states.nbytes
+        if self.pages is not None:  # which the words lie in, and scales of rows
+            of_heads = {id(x.scales): x.scales for x in sides if x.kind.scales_per == "head"}
+            of_pages = int(self.pages.nbytes)
+            return of_states + of_pages + sum(int(x.nbytes) for x in of_heads.values())
         arrays = {id(x): x for side in sides for x in (side.words, side.scales)}
-        return sum(int(x.nbytes) for x in arrays.values())
+        return of_states + sum(int(x.nbytes) for x in arrays.values())
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What a swapped sequence must agree with: sizes, kinds, windows, and the seed of the rotation or None."""
-        pool = self.pools[0]
-        sizes = (int(pool.k.shape[1]), self.block_size, pool.head_dim, pool.head_dim_v)
-        windows = tuple(self.window_of(layer) for layer in range(self.num_layers))
-        seed = None if pool.k_rotation is None else pool.k_rotation.seed
-        return (sizes, pool.k_kind.name, pool.v_kind.name, windows, seed)
+        """What a swapped sequence must agree with: sizes, kinds, windows, and the seed of the rotation or None.
+
+        Where layers are not alike, sizes and kinds are those of the first one with rows, and those of all come last.
+        """
+        heads, dim, dim_v, k_kind, v_kind = self.layers.first.plain()
+        rotation = self.parts[0].pool.k_rotation
+        seed = None if rotation is None else rotation.seed
+        found = ((heads, self.block_size, dim, dim_v), k_kind, v_kind, self.layers.windows, seed)
+        return found if self.layers.plain else (*found, self.layers.more())
 
     def place(self, layer: int) -> tuple[Pool, int]:
         """The pool of a layer, and the number of its group."""
-        return self.layer_pools[layer], self.places[layer][1]
+        pool = self.layer_pools.get(layer)
+        if pool is None:
+            raise NotSupported(
+                f"`layer`: expected one with rows, got layer {layer}, which has none: see `Step.state`"
+            )
+        return pool, self.places[layer][1]
 
     def window_of(self, layer: int) -> int:
         """Earlier tokens that a query of a layer attends to, -1 for all."""
-        return self.groups[self.places[layer][1]].window
+        return self.layers.windows[layer]
+
+    @functools.cached_property
+    def reading_only(self) -> NDArray[np.bool_]:
+        """Which layers have no rows of their own."""
+        return np.array([rows is None for rows in self.layers.rows])
+
+    def refuse_sharing(self, name: str, layer: int) -> None:
+        """Refuse to write to a layer that reads another's rows."""
+        source = self.layers.sources[layer]
+        if source != layer:
+            raise NotSupported(
+                f"{name}: expected a layer with rows of its own, got layer {layer}, which reads those of layer "
+                f"{source}: write there, and only attend here"
+            )
+
+    def refuse_chunks(self, name: str, layer: int) -> None:
+        """Refuse what goes by windows only."""
+        if self.layers.chunks[layer]:
+            raise NotSupported(
+                f"{name}: expected a layer with a window or without, got layer {layer}, whose queries attend within "
+                f"chunks of {self.layers.chunks[layer]} tokens"
+            )
 
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens take in one group."""
@@ -205,11 +294,39 @@ class BlockStore:
             row[: len(table)] = table
         return padded
 
-    def copy_blocks(self, source: list[int], to: list[int]) -> None:
-        """Copy blocks within every pool."""
-        source_ids, to_ids = (self.target.index(np.array(x), np.int32) for x in (source, to))
-        for pool in self.pools:
-            pool.copy_blocks(source_ids, pool, to_ids)
+    def copy_blocks(self, source: Sequence[int], to: Sequence[int], groups: Sequence[int]) -> None:
+        """Copy blocks, each of one group, within the buffers that have rows of it."""
+        if self.layers.alike:
+            here, there = (self.target.index(np.array(x), np.int32) for x in (source, to))
+            for part in self.parts:
+                part.pool.copy_blocks(here, part.pool, there)
+            return
+        for number in set(groups):
+            own = np.flatnonzero(np.array(groups) == number)
+            here, there = (self.target.index(np.array(x)[own], np.int32) for x in (source, to))
+            for part in self.parts:
+                if number in part.groups:
+                    part.pool.copy_blocks(here, part.pool, there)
+
+    @functools.cached_property
+    def _clear_page(self) -> Any:
+        """A page of zeros; None where nobody needs pages to be such."""
+        rows = (self.layers.rows[layer] for layer in self.layers.storing)
+        scaled = any(x.k_kind.has_scales or x.v_kind.has_scales for x in rows if x is not None)
+        if self.pages is None or not scaled:
+            return None
+        return self.target.zeros((1, int(self.pages.shape[1])), np.uint8)
+
+    def clear(self, ids: NDArray[np.int32]) -> None:
+        """Clear blocks that have just been allocated, where bytes of other layers' rows might be no scales."""
+        if self._clear_page is None or not len(ids):
+            return
+        if self.target.values_on_host:
+            self.pages[ids] = 0
+            return
+        source = self.target.index(np.zeros(len(ids)), np.int32)
+        to = self.target.index(ids, np.int32)
+        self.target.ops.copy_blocks(self._clear_page, source, self.pages, to)
 
     def cut_tables(
         self, tables: list[NDArray[np.int32]], length: int
@@ -219,22 +336,3 @@ class BlockStore:
         if max(map(len, tables)) <= keep:
             return tables, []
         return [table[:keep].copy() for table in tables], [table[keep:] for table in tables]
-
-    def copy(self) -> BlockStore:
-        """The same once more, in memory of its own."""
-        blocks = self.blocks.copy()
-        every = np.arange(blocks.num_blocks)
-        ids = self.target.index(
-            every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)], np.int32
-        )
-        pools = [pool.copy(ids) for pool in self.pools]
-        layer_pools = {}
-        for layer, (slot, _) in self.places.items():
-            old = self.layer_pools[layer]
-            layer_pools[layer] = (
-                pools[slot] if old is self.pools[slot] else pools[slot].with_own_scales(old)
-            )
-        self.collect(wait=True)  # what is told of rows goes along
-        return BlockStore(
-            self.target, self.groups, pools, blocks, self.places, layer_pools, bad=self.bad.copy()
-        )

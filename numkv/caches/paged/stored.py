@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,15 @@ from numkv import targets
 from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
-from numkv.caches.paged.groups import group_layers
+from numkv.caches.paged.groups import groups_of
+from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers, shows_options
+from numkv.caches.paged.memory import block_nbytes, new_store
+from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
-from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kinds_of
-from numkv.storage.pool import Pool
+from numkv.errors import NotSupported, NumkvError
+from numkv.kinds import Kind
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
@@ -51,62 +53,53 @@ class PagedStats:
     pool: PoolStats
 
 
-#: Layers that a cache can have; each takes some objects of Python's.
-_MOST_LAYERS = 2**16
-
-#: Windows from here on reach further than any sequence.
-_LONGEST_WINDOW = 2**62
-
-
 class StoredSequences:
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
+    @shows_options
     def __init__(
         self,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         *,
-        num_blocks: int,
+        num_blocks: int | None = None,
         block_size: int = 16,
-        kind: str | Kind = "fp16",
+        kind: str | Kind | Sequence[str | Kind] = "fp16",
         target: str = "cpu",
-        head_dim_v: int | None = None,
-        k_kind: str | Kind | None = None,
-        v_kind: str | Kind | None = None,
+        head_dim_v: int | Sequence[int | None] | None = None,
+        k_kind: str | Kind | Sequence[str | Kind | None] | None = None,
+        v_kind: str | Kind | Sequence[str | Kind | None] | None = None,
         windows: Sequence[int] | None = None,
         rotate: bool = False,
         store: PrefixStore | None = None,
+        **more: Unpack[LayerOptions],
     ) -> None:
-        layers = check_size("num_layers", num_layers, 1, _MOST_LAYERS)
-        windows_of = _windows(windows, layers)
+        if unknown := more.keys() - LayerOptions.__annotations__.keys():
+            raise TypeError(
+                f"PagedKVCache: expected {', '.join(LayerOptions.__annotations__)} beside the arguments before them, "
+                f"got {min(unknown)!r}"
+            )
+        sizes, kinds = (num_kv_heads, head_dim, head_dim_v), (kind, k_kind, v_kind)
+        layers = Layers.check(num_layers, sizes, kinds, windows, more)
         place = targets.get(target)
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
-        heads = check_size("num_kv_heads", num_kv_heads, 1)
-        dim = check_size("head_dim", head_dim, 1)
-        dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
-        shape = (
-            check_size("num_blocks", num_blocks),
-            heads,
-            check_size("block_size", block_size, 1),
-        )
+        size = check_size("block_size", block_size, 1)
         rotated = check_flag("rotate", rotate)
         _check_store(store)
-        groups = group_layers(windows_of)
-        blocks = BlockPool(shape[0], shape[2])  # which bounds both numbers
-        pools = [
-            Pool.allocate(place, shape, dim, dim_v, of_k, of_v, rotated) for _ in groups[0].layers
-        ]
-        places = {
-            layer: (slot, group)
-            for group, (_, members) in enumerate(groups)
-            for slot, layer in enumerate(members)
-        }
-        layer_pools = {
-            layer: pools[slot] if group == 0 else pools[slot].with_own_scales()
-            for layer, (slot, group) in places.items()
-        }
-        made = BlockStore(place, groups, pools, blocks, places, layer_pools)
+        if store is not None and not layers.plain:
+            raise NotSupported(
+                "`store`: expected None where layers have rows of several shapes, chunks or none of their own, got a "
+                "PrefixStore; share prefixes within the cache"
+            )
+        groups = groups_of(layers, size)
+        num_states, every = _state_sizes(layers, more, size)
+        of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
+        count = _num_blocks(
+            num_blocks, more.get("max_nbytes"), of_states, block_nbytes(layers, groups, size)
+        )
+        blocks = BlockPool(count, size)  # which bounds both numbers
+        slots = StateSlots(place, layers.with_states, num_states, every) if every else None
+        made = new_store(place, layers, groups, blocks, rotated, slots)
         self._adopt(with_tiers(made, store), {}, 0)
 
     def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
@@ -131,28 +124,28 @@ class StoredSequences:
 
     @property
     def num_kv_heads(self) -> int:
-        """Kv heads of each layer."""
-        return int(self._pools[0].k.shape[1])
+        """Kv heads of each layer; where layers are not alike, of the first one with rows: `layer_rows` has each."""
+        return self._store.layers.first.num_kv_heads
 
     @property
     def head_dim(self) -> int:
         """Elements of a K row."""
-        return self._pools[0].head_dim
+        return self._store.layers.first.head_dim
 
     @property
     def head_dim_v(self) -> int:
         """Elements of a V row."""
-        return self._pools[0].head_dim_v
+        return self._store.layers.first.head_dim_v
 
     @property
     def kind(self) -> Kind:
         """Storage kind of K."""
-        return self._pools[0].k_kind
+        return self._store.layers.first.k_kind
 
     @property
     def v_kind(self) -> Kind:
         """Storage kind of V."""
-        return self._pools[0].v_kind
+        return self._store.layers.first.v_kind
 
     @property
     def target(self) -> str:
@@ -166,8 +159,8 @@ class StoredSequences:
 
     @property
     def layers_per_block(self) -> int:
-        """Layers whose K and V a block holds."""
-        return len(self._pools)
+        """Layers whose K and V a block holds, the most that there are in a group."""
+        return max(len(group.layers) for group in self._groups)
 
     @property
     def block_size(self) -> int:
@@ -224,6 +217,32 @@ class StoredSequences:
         """
         return self._store.window_of(check_index("layer", layer, self.num_layers))
 
+    def layer_rows(self, layer: int) -> LayerRows:
+        """The rows of a layer: how many kv heads, how wide, of which kinds.
+
+        Parameters
+        ----------
+        layer : int
+            Which layer; one that reads another's rows has that one's.
+
+        Returns
+        -------
+        LayerRows
+            A tuple of `num_kv_heads`, `head_dim`, `head_dim_v`, `k_kind` and `v_kind`.
+        """
+        number = check_index("layer", layer, self.num_layers)
+        rows = self._store.layers.rows[self._store.layers.sources[number]]
+        if rows is None:
+            raise NotSupported(
+                f"`layer`: expected one with rows, got layer {number}, which has none"
+            )
+        return rows
+
+    @property
+    def states(self) -> BlockPool | None:
+        """The bookkeeping of slots for states, a `BlockPool` whose blocks are slots; None where no layer keeps any."""
+        return None if self._store.states is None else self._store.states.books
+
     def length(self, seq: int) -> int:
         """Tokens of a sequence that are committed.
 
@@ -256,9 +275,9 @@ class StoredSequences:
         return len(self._sequences)
 
     def __repr__(self) -> str:
-        pool = self._pools[0]
-        kinds = str(pool.k_kind) + ("" if pool.k_kind is pool.v_kind else f"/{pool.v_kind}")
-        kinds += ", rotate=True" if pool.rotate else ""
+        rows = self._store.layers.first
+        kinds = str(rows.k_kind) + ("" if rows.k_kind is rows.v_kind else f"/{rows.v_kind}")
+        kinds += ", rotate=True" if self.rotate else ""
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "
@@ -408,6 +427,11 @@ class StoredSequences:
             self._generation += 1
             raise
 
+    def _release_slots(self, slots: NDArray[np.int32]) -> None:
+        """Release slots of states."""
+        if self._store.states is not None:
+            self._store.states.books.release(slots)
+
 
 def _check_store(store: Any) -> None:
     if store is None:
@@ -419,29 +443,33 @@ def _check_store(store: Any) -> None:
     store._check_open()
 
 
-def _windows(windows: Any, layers: int) -> list[int]:
-    """The window of each layer."""
-    if windows is None:
-        return [-1] * layers
-    try:
-        given = list(itertools.islice(iter(windows), layers + 1))
-    except TypeError:
-        raise TypeError(
-            f"`windows`: expected a number for each layer or None, got {type(windows).__name__}"
-        ) from None
-    found = [check_size("windows", w, -1) for w in given]
-    if len(found) != layers:
-        got = f"{len(found)} at least" if len(found) > layers else len(found)
-        raise DimensionMismatch(
-            f"`windows`: expected {layers} numbers, one for each layer, got {got}",
-            expected=layers,
-            actual=len(found),
-        )
-    for window in found:
-        if window > _LONGEST_WINDOW:
-            raise DimensionMismatch(
-                f"`windows`: expected at most 2**62 tokens, got {window}; -1 stands for all",
-                expected=_LONGEST_WINDOW,
-                actual=window,
+def _state_sizes(layers: Layers, more: LayerOptions, block_size: int) -> tuple[int, int]:
+    """Slots for states, and tokens from one checkpoint to the next; 0 without states."""
+    num_states, every = more.get("num_states"), more.get("checkpoint_every")
+    if not layers.with_states:
+        if num_states is not None or every is not None:
+            raise TypeError(
+                "PagedKVCache: expected `num_states` and `checkpoint_every` with `states` only, got them without"
             )
-    return found
+        return 0, 0
+    if num_states is None:
+        raise TypeError(
+            "PagedKVCache: expected `num_states` with `states`: two for each sequence, and one for each "
+            "checkpoint to keep"
+        )
+    tokens = block_size if every is None else check_size("checkpoint_every", every, 1)
+    if tokens % block_size:
+        raise ValueError(
+            f"`checkpoint_every`: expected a multiple of the block size, {block_size}, got {tokens}"
+        )
+    return check_size("num_states", num_states), tokens
+
+
+def _num_blocks(num_blocks: Any, max_nbytes: Any, of_states: int, of_block: int) -> int:
+    """The number of blocks that a caller asks for, or that fit into the bytes that it gives."""
+    if (num_blocks is None) == (max_nbytes is None):
+        both = "neither" if num_blocks is None else "both"
+        raise TypeError(f"PagedKVCache: expected one of `num_blocks` and `max_nbytes`, got {both}")
+    if num_blocks is not None:
+        return check_size("num_blocks", num_blocks)
+    return max(0, check_size("max_nbytes", max_nbytes) - of_states) // of_block

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.blocks.prefix import block_digests, token_ids
-from numkv.caches.paged.groups import LayerGroup, group_layers
-from numkv.caches.paged.store import BlockStore, Extra, SequenceState
+from numkv.caches.paged.groups import LayerGroup, groups_of
+from numkv.caches.paged.layers import LayerRows, Layers
+from numkv.caches.paged.states import check_content
+from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kind
+from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
 
 __all__ = [
@@ -36,15 +38,18 @@ class SwappedSequence:
     extra : mapping or None
         What else the content depends on.
     geometry : tuple
-        What a cache must agree with to take it: sizes, kinds, windows, and the seed of its rotation or None.
+        What a cache must agree with to take it: sizes, kinds, windows, and the seed of its rotation or None; where
+        layers are not alike, the rows, chunk and source of each come last.
     logical : list of int64 array
         Which blocks of each group's table are stored.
     buffers : list of tuple of array
-        K, V and their scales, of each layer of a group.
+        K, V and their scales, of each layer of a group; where layers are not alike, of each layer with rows.
     starts : tuple of int
         First token of each group that has rows, where a compaction moved it into a block; empty for 0.
     head_scales : tuple of tuple of array
         Scales of the kv heads of K and of V in each layer, for kinds that have such; else empty.
+    states : tuple of tuple of array
+        The states of each layer that keeps some, as they were after the last token; empty without tokens.
     """
 
     length: int
@@ -55,21 +60,23 @@ class SwappedSequence:
     buffers: list[tuple[NDArray[Any], ...]] = field(repr=False)
     starts: tuple[int, ...] = ()
     head_scales: tuple[tuple[NDArray[Any], NDArray[Any]], ...] = field(default=(), repr=False)
+    states: tuple[tuple[NDArray[Any], ...], ...] = field(default=(), repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K, V and scales."""
-        return sum(x.nbytes for layer in (*self.buffers, *self.head_scales) for x in layer)
+        """Bytes of K, V, scales and states."""
+        parts = (*self.buffers, *self.head_scales, *self.states)
+        return sum(x.nbytes for part in parts for x in part)
 
 
 def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     """Copy a sequence to host memory, in one copy per buffer."""
     logical = [np.flatnonzero(table >= 0) for table in state.tables]
-    ids = state.blocks()
-    source = store.target.index(ids, np.int32)
-    to = store.target.index(np.arange(len(ids)), np.int32)
     buffers = []
-    for pool in store.pools:
+    for pool, groups in store.parts:
+        ids = held([state.tables[group] for group in groups])
+        source = store.target.index(ids, np.int32)
+        to = store.target.index(np.arange(len(ids)), np.int32)
         staging = pool.like(len(ids))
         pool.copy_blocks(source, staging, to)
         sides = (staging.k_buffer, staging.v_buffer)
@@ -78,9 +85,10 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
             _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
         ]
         buffers.append((*words, *scales))
+    states = () if store.states is None or state.slot < 0 else store.states.out(state.slot)
     return SwappedSequence(
         state.length, state.tokens, state.extra, store.geometry, logical, buffers,
-        tuple(state.starts), head_scales_of(store),
+        tuple(state.starts), head_scales_of(store), states,
     )  # fmt: skip
 
 
@@ -94,15 +102,18 @@ def _by_head(side: Buffer) -> bool:
 
 def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
     """Scales of heads of K and of V, by layer; empty if neither kind has any."""
-    if not any(_by_head(side) for side in (store.pools[0].k_buffer, store.pools[0].v_buffer)):
+    pools = [store.layer_pools.get(layer) for layer in range(store.num_layers)]
+    if not any(_by_head(s) for x in pools if x is not None for s in (x.k_buffer, x.v_buffer)):
         return ()
 
     def on_host(side: Buffer) -> NDArray[Any]:
         found: NDArray[Any] = np.array(store.target.to_host(side.scales))
         return found if _by_head(side) else _NO_HEAD_SCALES
 
-    pools = [store.place(layer)[0] for layer in range(store.num_layers)]
-    return tuple((on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools)
+    none = _NO_HEAD_SCALES, _NO_HEAD_SCALES
+    return tuple(
+        none if pool is None else (on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools
+    )
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
@@ -122,13 +133,14 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
     SequenceState
         Nothing of it is registered in the prefix cache.
     """
-    source = store.target.index(np.arange(len(ids)), np.int32)
-    to = store.target.index(ids, np.int32)
-    for pool, buffers in zip(store.pools, swapped.buffers, strict=True):
-        pool.from_host(buffers).copy_blocks(source, pool, to)
-    tables = []
     ends = np.cumsum([len(logical) for logical in swapped.logical])
-    for part, logical in zip(np.split(ids, ends[:-1]), swapped.logical, strict=True):
+    by_group = np.split(ids, ends[:-1])
+    for (pool, groups), buffers in zip(store.parts, swapped.buffers, strict=True):
+        own = np.concatenate([by_group[group] for group in groups])
+        source = store.target.index(np.arange(len(own)), np.int32)
+        pool.from_host(buffers).copy_blocks(source, pool, store.target.index(own, np.int32))
+    tables = []
+    for part, logical in zip(by_group, swapped.logical, strict=True):
         table = np.full(store.blocks_for(swapped.length), -1, np.int32)
         table[logical] = part
         tables.append(table)
@@ -142,18 +154,16 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
 class Geometry(NamedTuple):
     """What a swapped sequence says of the cache that it is from, checked: see `BlockStore.geometry`."""
 
-    num_kv_heads: int
     block_size: int
-    dims: tuple[int, int]
-    kinds: tuple[Kind, Kind]
+    layers: Layers
     groups: list[LayerGroup]
 
     @classmethod
     def read(cls, given: Any) -> Geometry:
         """Check a geometry, of whatever type it is."""
-        plain = isinstance(given, tuple) and len(given) == 5
-        _expect(plain, "a geometry of sizes, two kinds, windows and a seed", given)
-        sizes, k_kind, v_kind, windows, seed = given
+        whole = isinstance(given, tuple) and len(given) in (5, 6)
+        _expect(whole, "a geometry of sizes, two kinds, windows and a seed", given)
+        sizes, k_kind, v_kind, windows, seed, *more = given
         _expect(_are_integers(sizes, 1) and len(sizes) == 4, "four sizes from 1 up", sizes)
         _expect(_are_integers(windows, -1) and bool(windows), "a window for each layer", windows)
         _expect(seed is None or _are_integers((seed,), 0), "a seed or None", seed)
@@ -161,36 +171,63 @@ class Geometry(NamedTuple):
         _expect(
             isinstance(k_kind, str) and isinstance(v_kind, str), "names of kinds", (k_kind, v_kind)
         )
-        kinds = kind(k_kind), kind(v_kind)
-        for of, elements in zip(kinds, (dim, dim_v), strict=True):
-            of.words_per_row(elements)
-        return cls(heads, block_size, (dim, dim_v), kinds, group_layers(windows))
+        extras = more[0] if more else None
+        _expect(
+            not more or (isinstance(extras, tuple) and len(extras) == 4), "rows of layers", extras
+        )
+        try:
+            layers = Layers.read((heads, dim, dim_v, k_kind, v_kind), windows, extras)
+        except (TypeError, ValueError, IndexError) as error:
+            raise NumkvError(f"`swapped`: {error}; it is damaged, make it anew") from None
+        return cls(block_size, layers, groups_of(layers, block_size))
 
     @property
     def num_layers(self) -> int:
         """Layers."""
-        return sum(len(group.layers) for group in self.groups)
+        return len(self.layers.rows)
 
     @property
-    def layers_per_block(self) -> int:
-        """Layers whose rows a block holds: as many buffers there are."""
-        return len(self.groups[0].layers)
-
-    def buffer_shapes(self, count: int) -> list[tuple[np.dtype[Any], tuple[int, ...] | None]]:
-        """Dtypes and shapes of K, V and their scales in `count` blocks; None for scales that blocks do not have."""
-        rows = (count, self.num_kv_heads, self.block_size)
-        found: list[tuple[np.dtype[Any], tuple[int, ...] | None]] = [
-            (of.word, (*rows, of.words_per_row(dim)))
-            for of, dim in zip(self.kinds, self.dims, strict=True)
+    def parts(self) -> list[tuple[LayerRows, list[int]]]:
+        """Rows in each buffer, and the groups that have some there; see `numkv.caches.paged.store.Part`."""
+        if self.layers.alike:
+            every = list(range(len(self.groups)))
+            return [(self.layers.first, every) for _ in self.groups[0].layers]
+        return [
+            (rows, [number])
+            for number, group in enumerate(self.groups)
+            for rows in (self.layers.rows[layer] for layer in group.layers)
+            if rows is not None
         ]
-        for of, dim in zip(self.kinds, self.dims, strict=True):
-            found.append((of.scale_word, of.scale_shape(rows, dim) if of.has_scales else None))
+
+    def buffer_shapes(
+        self, rows: LayerRows, count: int
+    ) -> list[tuple[np.dtype[Any], tuple[int, ...] | None]]:
+        """Dtypes and shapes of K, V and their scales in `count` blocks; None for scales that blocks do not have."""
+        sides = (rows.k_kind, rows.head_dim), (rows.v_kind, rows.head_dim_v)
+        shape = (count, rows.num_kv_heads, self.block_size)
+        found: list[tuple[np.dtype[Any], tuple[int, ...] | None]] = [
+            (of.word, (*shape, of.words_per_row(dim))) for of, dim in sides
+        ]
+        for of, dim in sides:
+            found.append((of.scale_word, of.scale_shape(shape, dim) if of.has_scales else None))
         return found
 
-    def head_scale_shapes(self) -> list[int] | None:
-        """How many scales of heads K and V have in each layer; None if neither kind has any."""
-        by_head = [of.scales_per == "head" for of in self.kinds]
-        return [self.num_kv_heads * has for has in by_head] if any(by_head) else None
+    def head_scale_shapes(self) -> list[list[int]]:
+        """How many scales of heads K and V have in each layer; an empty list if no kind has any."""
+        found = []
+        for source in self.layers.sources:
+            rows = self.layers.rows[source]
+            if rows is None:
+                found.append([0, 0])
+                continue
+            kinds = rows.k_kind, rows.v_kind
+            found.append([rows.num_kv_heads * (of.scales_per == "head") for of in kinds])
+        return found if any(map(any, found)) else []
+
+    def kinds_of(self, layer: int) -> tuple[Kind, Kind]:
+        """Kinds of the rows that a layer reads."""
+        rows = self.layers.rows[self.layers.sources[layer]] or self.layers.first
+        return rows.k_kind, rows.v_kind
 
 
 def _are_integers(x: Any, least: int) -> bool:
@@ -231,27 +268,30 @@ def check_sequence(swapped: SwappedSequence) -> None:
     _expect_count(starts, num_groups, "starts")
     for group, logical, start in zip(geometry.groups, swapped.logical, starts, strict=True):
         check_table(geometry, group, length, logical, start)
-    count = sum(len(logical) for logical in swapped.logical)
-    _expect_count(swapped.buffers, geometry.layers_per_block, "layers of buffers")
-    for buffers in swapped.buffers:
-        _check_buffers(geometry, count, buffers)
+    shapes_of_states = geometry.layers.with_states
+    if shapes_of_states and length:
+        check_content(shapes_of_states, swapped.states)
+    else:
+        _expect_count(swapped.states, 0, "states")
+    parts = geometry.parts
+    _expect_count(swapped.buffers, len(parts), "layers of buffers")
+    for (rows, groups), buffers in zip(parts, swapped.buffers, strict=True):
+        count = sum(len(swapped.logical[group]) for group in groups)
+        _check_buffers(geometry, rows, count, buffers)
     shapes = geometry.head_scale_shapes()
-    layers = geometry.num_layers if shapes else 0
     given = swapped.head_scales
-    _expect_count(given, layers, "layers of scales of heads")
-    for layer in given:
+    _expect_count(given, len(shapes), "layers of scales of heads")
+    for number, (layer, counts) in enumerate(zip(given, shapes, strict=True)):
         _expect_count(layer, 2, "scales of heads, K's and V's")
-        _expect(
-            [np.shape(x) for x in layer] == [(n,) for n in shapes or ()], f"{shapes} scales", layer
-        )
-        for of, x in zip(geometry.kinds, layer, strict=True):
+        _expect([np.shape(x) for x in layer] == [(n,) for n in counts], f"{counts} scales", layer)
+        for of, x in zip(geometry.kinds_of(number), layer, strict=True):
             plain = isinstance(x, np.ndarray) and (not x.size or x.dtype == of.scale_word)
             _expect(plain and (not x.size or are_scales(of, x)), "finite scales above 0", x)
 
 
-def _check_buffers(geometry: Geometry, count: int, buffers: Any) -> None:
+def _check_buffers(geometry: Geometry, rows: LayerRows, count: int, buffers: Any) -> None:
     """Check the K, V and scales of one layer."""
-    wanted = geometry.buffer_shapes(count)
+    wanted = geometry.buffer_shapes(rows, count)
     _expect_count(buffers, len(wanted), "arrays, K, V and their scales")
     arrays = all(isinstance(x, np.ndarray) for x in buffers)
     _expect(arrays, "arrays", [type(x).__name__ for x in buffers])
@@ -261,15 +301,15 @@ def _check_buffers(geometry: Geometry, count: int, buffers: Any) -> None:
         _expect(
             x.flags.c_contiguous and x.flags.aligned, "contiguous arrays", f"strides {x.strides}"
         )
-    for of, scales in zip(geometry.kinds, buffers[2:], strict=True):
+    for of, scales in zip((rows.k_kind, rows.v_kind), buffers[2:], strict=True):
         if of.has_scales and not are_scales(of, scales):
             _expect(False, "finite scales from 0 up", "NaN, infinity or negative ones")
 
 
 def _check_geometry(own: tuple[Any, ...], given: Any) -> None:
     if isinstance(given, tuple) and len(given) == len(own):
-        (*rest, theirs), (*own_rest, ours) = given, own
-        if rest == own_rest and theirs != ours:
+        theirs, ours = given[4], own[4]
+        if given[:4] == own[:4] and given[5:] == own[5:] and theirs != ours:
             raise DimensionMismatch(
                 f"`swapped`: expected a sequence of {_describe_rotation(ours)} rows, got one of "
                 f"{_describe_rotation(theirs)} rows; bring it into a cache with rotate={theirs is not None}",

@@ -17,8 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.caches.paged.block_bytes import BlockBytes, Room
-from numkv.caches.paged.prefix_match import Match, NewNames, find_prefix, longest_prefix
-from numkv.caches.paged.store import BlockStore
+from numkv.caches.paged.prefix_match import (
+    Match,
+    NewNames,
+    find_prefix,
+    last_name,
+    longest_prefix,
+)
+from numkv.caches.paged.store import BlockStore, Extra
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
 from numkv.store.engine import IN_HOST, IN_POOL, IN_STORE, NOWHERE, FullBlock, Section
@@ -43,14 +49,16 @@ def with_tiers(store: BlockStore, prefixes: PrefixStore | None) -> BlockStore:
 
 @contextlib.contextmanager
 def longest_found(
-    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]]
-) -> Iterator[Match]:
+    store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], extra: Extra | None = None
+) -> Iterator[Match]:  # fmt: skip
     """The longest prefix in any tier, all of it in the pool now; it stays there as long as the context lasts.
 
     Parameters
     ----------
     store, ids, names
         See `find_prefix`.
+    extra : mapping or None
+        What the content depends on beside the tokens.
     """
     match = found = find_prefix(store, ids, names)
     kept = _NONE
@@ -59,6 +67,9 @@ def longest_found(
             kept, where, nbytes = store.tiers.bring(ids, names, match)
             if len(kept):
                 found = find_prefix(store, ids, names)
+                chain = names[0][: found.blocks]
+                root = last_name(store, [chain[:0]], extra)
+                store.followers.note(root, chain, ids.reshape(-1, store.block_size)[: len(chain)])
             store.tiers.count(found, where, nbytes)
         yield found
     finally:

@@ -1,22 +1,72 @@
-"""A `PagedKVCache` as a whole: its scales, and how it is cleared, copied and pickled."""
+"""A `PagedKVCache` as a whole: its scales, pins and bound calls, and how it is cleared, copied and pickled."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from numkv.access import writes
+from numkv.caches.bound import BoundAttention
+from numkv.caches.paged.bound import bind_paged
 from numkv.caches.paged.buffers import StepBuffers
+from numkv.caches.paged.memory import copied, state_of, store_of
+from numkv.caches.paged.prefix_match import PartOfBlock
 from numkv.caches.paged.reading import ReadableSequences
+from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.kinds import Kind
 from numkv.targets.streamed import on_stream
 
 __all__ = ["WholeCache"]
 
 
 class WholeCache(ReadableSequences):
-    """The part of `PagedKVCache` that is not about one sequence."""
+    """The part of `PagedKVCache` that is not about steps."""
+
+    # -- new sequences
+
+    def _insert_with_part(
+        self, state: SequenceState, part: PartOfBlock, ids: NDArray[np.int32]
+    ) -> int:
+        """Give a sequence its number, and a copy of the block that begins as its tokens go on, if there is room."""
+        length, shared = state.length + part.tokens, state.by_depth()
+        taken = np.append(shared, part.blocks)
+        self.blocks.acquire(taken)  # so that nobody gets them
+        try:
+            if self.num_free < self.num_groups:
+                return self._insert(state, shared)
+            own = self.blocks.allocate(self.num_groups)
+            try:
+                groups = range(self.num_groups)
+                self._store.copy_blocks(part.blocks.tolist(), own.tolist(), groups)
+                tables = [np.append(t, own[i : i + 1]) for i, t in enumerate(state.tables)]
+                longer = state._replace(
+                    length=length, tables=tables, tokens=ids[:length].copy(), cached=length
+                )
+                return self._insert(longer, shared)
+            except BaseException:
+                self.blocks.release(own)
+                raise
+        finally:
+            self.blocks.release(taken)
+
+    def _insert(self, state: SequenceState, shared: NDArray[np.int32]) -> int:
+        """Give a sequence its number, and references to blocks that others have or have had."""
+        seq, books = self._next, self.states
+        self.blocks.acquire(shared)
+        try:
+            if books is not None:
+                books.acquire(state.slots())
+            self._publish({seq: state})
+        except BaseException:
+            self.blocks.release(shared)
+            raise
+        self._next = seq + 1
+        return seq
 
     # -- scales
 
@@ -39,7 +89,7 @@ class WholeCache(ReadableSequences):
         NumkvError
             If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
         NotSupported
-            If the kind has no scales of heads.
+            If the kind has no scales of heads, or the layer reads another one's rows.
         DimensionMismatch, UnsupportedDType, ValueError
             If they are no such scales.
         IndexError
@@ -49,7 +99,9 @@ class WholeCache(ReadableSequences):
         -----
         The prefix cache forgets what it has, as it is stored by the former scales. Nothing has changed after an error.
         """
-        pool, _ = self._store.place(check_index("layer", layer, self.num_layers))
+        number = check_index("layer", layer, self.num_layers)
+        self._store.refuse_sharing("set_scales", number)
+        pool, _ = self._store.place(number)
         if self._sequences:
             raise NumkvError(
                 f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "
@@ -63,7 +115,88 @@ class WholeCache(ReadableSequences):
         if self._store.tiers is not None:
             self._store.tiers.rename()
 
-    # -- for CUDA graphs
+    # -- pins
+
+    @writes
+    def pin(self, seq: int) -> NDArray[np.int32]:
+        """Keep those blocks of a sequence that are in the prefix cache now from eviction, also after it is removed.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        int32 array (n,)
+            The blocks. Once the sequence is removed, ``cache.blocks.unpin`` takes them.
+        """
+        state = self._sequence(seq)
+        ids = state.blocks()
+        ids = ids[self.blocks.is_cached(ids)]
+        pinned: NDArray[np.int32] = ids.copy()  # the caller's own
+        after = state._replace(pins=(*state.pins, ids))
+        self.blocks.pin(ids)
+        try:
+            self._publish({self._number(seq): after})
+        except BaseException:
+            self.blocks.unpin(ids)
+            raise
+        return pinned
+
+    @writes
+    def unpin(self, seq: int) -> None:
+        """Undo the last `pin` of a sequence, whatever has become of the sequence since.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Raises
+        ------
+        NumkvError
+            If it is not pinned.
+        """
+        state = self._sequence(seq)
+        if not state.pins:
+            raise NumkvError(f"`seq`: expected a pinned sequence, got {seq}; pin it first")
+        after = state._replace(pins=state.pins[:-1])
+        self.blocks.unpin(state.pins[-1])
+        self._publish({self._number(seq): after})
+
+    # -- bound calls, and what CUDA graphs need
+
+    def bind(
+        self,
+        num_q_heads: int,
+        kind: str | Kind = "fp32",
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = 0.0,
+        sinks: Any = None,
+        check_finite: bool | None = True,
+    ) -> BoundAttention:
+        """Bind the cache to a model's arrays and options: append and attention of a layer then are one call.
+
+        Parameters
+        ----------
+        num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
+            See `numkv.KVCache.bind`; windows are the cache's own.
+
+        Returns
+        -------
+        BoundAttention
+            ``begin(step)`` takes a step that `reserve` made.
+
+        Raises
+        ------
+        DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+            If an argument does not fit the cache.
+        """
+        return bind_paged(
+            self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
+        )
 
     def step_buffers(
         self, num_seqs: int, num_tokens: int | None = None, max_length: int | None = None, *, stream: Any = None
@@ -127,12 +260,18 @@ class WholeCache(ReadableSequences):
         Blocks that were allocated by `blocks` itself are free afterwards too. Numbers of sequences are not used again.
         """
         self._refuse_open_steps("clear")
-        before = dict(self._sequences)
+        before, states = dict(self._sequences), self.states
+        slots = None if states is None else states.copy()
         self._publish(dict.fromkeys(before))
         try:
+            if states is not None:
+                states.clear()
             self.blocks.clear()
             self._store.bad.clear()
         except Exception:  # memory, say
+            if states is not None and slots is not None:
+                for own, old in zip(states._arrays(), slots._arrays(), strict=True):
+                    own[:] = old
             self._publish(before)
             raise
 
@@ -160,7 +299,7 @@ class WholeCache(ReadableSequences):
     def _copied(self) -> Self:
         self._refuse_open_steps("copy")
         made = self.__class__.__new__(self.__class__)
-        store = with_tiers(self._store.copy(), self.store)
+        store = with_tiers(copied(self._store), self.store)
         made._adopt(store, dict(self._sequences), self._next)
         return made
 
@@ -179,11 +318,11 @@ class WholeCache(ReadableSequences):
                 "and pickle these"
             )
         self._refuse_open_steps("copy")
-        store = self._store.copy()
+        store = state_of(self._store)
         return {"store": store, "sequences": dict(self._sequences), "next": self._next}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._adopt(state["store"], state["sequences"], state["next"])
+        self._adopt(store_of(state["store"]), state["sequences"], state["next"])
 
     def _refuse_open_steps(self, name: str) -> None:
         for seq, state in self._sequences.items():

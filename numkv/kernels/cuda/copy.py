@@ -7,6 +7,7 @@ pool are skipped.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,16 +81,23 @@ def _copy_blocks(bytes_: int) -> Any:
     return jit(make_copy_blocks, (bytes_,), (words, INDICES, words, INDICES), 8)
 
 
+def _in_words(x: Any, axes: tuple[int, ...], word: int) -> Any:
+    """A view as words of so many bytes: axes that stay, and one of what comes after them, which lies together."""
+    count = math.prod(x.shape[len(axes) :]) * x.dtype.itemsize // word
+    shape, dtype = (*axes, count), np.dtype(f"u{word}")
+    if SIMULATED:
+        flat = x.reshape((*axes, math.prod(x.shape[len(axes) :])))
+        return flat.view(dtype)
+    return memory.viewed(x, shape, (*x.strides[: len(axes)], word), dtype)
+
+
 @implements(Operations.copy_blocks)
 def copy_blocks(source, source_ids, to, to_ids):
     if 0 in (source.size, to.size, source_ids.size):
         return
-    size = source.nbytes // source.shape[0]
+    size = math.prod(source.shape[1:]) * source.dtype.itemsize
     word = next(n for n in (8, 4, 2, 1) if size % n == 0)
-    flat = [
-        x.reshape((x.size,)).view(np.dtype(f"u{word}")).reshape((x.shape[0], size // word))
-        for x in (source, to)
-    ]
+    flat = [_in_words(x, (x.shape[0],), word) for x in (source, to)]
     blocks = source_ids.shape[0] * ceil_div(size // word, PIECE)
     if not SIMULATED and size % 16 == 0 and all(rows_aligned(x) for x in flat):
         word = 16
@@ -169,10 +177,7 @@ def copy_tokens(source, source_slots, to, to_slots):
     bytes_ = source.dtype.itemsize * (source.shape[3] if len(source.shape) == 4 else 1)
     word = next(n for n in (8, 4, 2, 1) if bytes_ % n == 0)
     one = source is to
-    source, to = (
-        x.reshape((x.size,)).view(np.dtype(f"u{word}")).reshape((*x.shape[:3], bytes_ // word))
-        for x in (source, to)
-    )
+    source, to = (_in_words(x, x.shape[:3], word) for x in (source, to))
     heads, n = source.shape[1], source_slots.shape[0]
     wide = not SIMULATED and bytes_ % 16 == 0 and rows_aligned(source) and rows_aligned(to)
     wide = wide and max(_slots(source), _slots(to), n * heads) < 1 << 31

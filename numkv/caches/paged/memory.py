@@ -1,0 +1,203 @@
+"""The memory of a `PagedKVCache`: a buffer for each layer of a group, or where layers are not alike one of pages.
+
+Layers that are alike share buffers: block b is entry b of each. Others have different rows in a block, so that a block
+is a *page*, a row of bytes; every layer of a group has views of its own part of all pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.blocks.pool import BlockPool
+from numkv.caches.paged.groups import LayerGroup, page_bytes
+from numkv.caches.paged.layers import LayerRows, Layers
+from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.store import BlockStore, Part
+from numkv.checks import check_bytes
+from numkv.storage.buffer import Buffer
+from numkv.storage.hadamard import Rotation
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+
+__all__ = ["block_nbytes", "copied", "new_store", "state_of", "store_of"]
+
+
+def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> int:
+    """Bytes of a block in all buffers, scales of rows included."""
+    if not layers.alike:
+        return page_bytes(layers, groups, block_size)
+    rows, found = layers.first, 0
+    for shape, dtype in rows.parts(block_size):
+        found += int(np.prod(shape)) * dtype.itemsize
+    return found * len(groups[0].layers)
+
+
+def new_store(
+    target: Target, layers: Layers, groups: list[LayerGroup], blocks: BlockPool, rotate: bool,
+    states: StateSlots | None = None,
+) -> BlockStore:  # fmt: skip
+    """Make buffers of zeros for the blocks of a pool.
+
+    Parameters
+    ----------
+    target : Target
+        Where.
+    layers : Layers
+        What they store.
+    groups : list of LayerGroup
+        From `groups_of`.
+    blocks : BlockPool
+        The books.
+    rotate : bool
+        Whether rows are rotated before they are stored.
+    states : StateSlots, optional
+        Slots for states, where layers keep some.
+
+    Raises
+    ------
+    DimensionMismatch
+        If a row cannot be stored in its kind, or no memory can hold so many.
+    MemoryError
+        If this machine's does not.
+    """
+    places = {
+        layer: (slot, number)
+        for number, group in enumerate(groups)
+        for slot, layer in enumerate(group.layers)
+    }
+    num_groups, pages = len(groups), None
+    if layers.alike:
+        rows = layers.first
+        shape = (blocks.num_blocks, rows.num_kv_heads, blocks.block_size)
+        pools = [
+            Pool.allocate(
+                target, shape, rows.head_dim, rows.head_dim_v, rows.k_kind, rows.v_kind, rotate
+            )
+            for _ in groups[0].layers
+        ]
+        parts = [Part(pool, tuple(range(num_groups))) for pool in pools]
+        layer_pools = {
+            layer: pools[slot] if number == 0 else pools[slot].with_own_scales()
+            for layer, (slot, number) in places.items()
+        }
+    else:
+        nbytes = page_bytes(layers, groups, blocks.block_size)
+        check_bytes({"num_blocks": blocks.num_blocks, "head_dim": nbytes}, 1)
+        pages = target.zeros((blocks.num_blocks, nbytes), np.uint8)
+        layer_pools, parts = {}, []
+        for number, group in enumerate(groups):
+            begin = 0
+            for layer in group.layers:
+                of = layers.rows[layer]
+                assert of is not None
+                places[layer] = len(parts), number
+                layer_pools[layer] = _on_pages(target, pages, begin, of, blocks.block_size, rotate)
+                parts.append(Part(layer_pools[layer], (number,)))
+                begin += of.offsets(blocks.block_size)[1]
+    for layer, source in enumerate(layers.sources):
+        if source != layer:
+            places[layer], layer_pools[layer] = places[source], layer_pools[source]
+    return BlockStore(target, layers, groups, parts, blocks, places, layer_pools, pages, states)
+
+
+def copied(store: BlockStore) -> BlockStore:
+    """The same buffers and books once more, in memory of their own."""
+    blocks = store.blocks.copy()
+    every = np.arange(blocks.num_blocks)
+    in_use = every[(blocks.ref_count(every) > 0) | blocks.is_cached(every)]
+    return _filled(store.target, store, blocks, in_use)
+
+
+def _filled(
+    target: Target, store: BlockStore, blocks: BlockPool, in_use: NDArray[np.int64]
+) -> BlockStore:
+    """A store like another, with the content of some blocks."""
+    rotate = store.parts[0].pool.rotate
+    states = None if store.states is None else store.states.copy()
+    made = new_store(target, store.layers, store.groups, blocks, rotate, states)
+    ids = target.index(in_use, np.int32)
+    for old, new in zip(store.parts, made.parts, strict=True):
+        # Blocks of other groups are copied too: pages are bytes.
+        old.pool.copy_blocks(ids, new.pool, ids)
+    for layer in store.layers.storing:
+        for old_side, side in zip(
+            *(
+                (x.k_buffer, x.v_buffer)
+                for x in (store.layer_pools[layer], made.layer_pools[layer])
+            ),
+            strict=True,
+        ):
+            if side.kind.scales_per == "head":
+                scales = np.array(store.target.to_host(old_side.scales))
+                side.scales[:] = target.asarray(scales)
+    made.__dict__["followers"] = store.followers.copy(blocks)
+    store.collect(wait=True)  # what is told of rows goes along
+    made.bad = store.bad.copy()
+    return made
+
+
+def state_of(store: BlockStore) -> dict[str, Any]:
+    """What a pickle holds of buffers and books on the CPU, in memory of its own."""
+    own = copied(store)
+    by_head = {
+        layer: [np.array(x) for x in (pool.k_scale, pool.v_scale)]
+        for layer, pool in own.layer_pools.items()
+        if "head" in (pool.k_kind.scales_per, pool.v_kind.scales_per)
+    }
+    words = [own.pages] if own.pages is not None else [part.pool.to_host() for part in own.parts]
+    return {
+        "target": own.target.name, "layers": own.layers, "groups": own.groups, "blocks": own.blocks,
+        "rotate": own.parts[0].pool.rotate, "words": words, "by_head": by_head, "followers": own.followers,
+        "states": None if own.states is None else
+            (own.layers.with_states, own.states.every, own.states.books, own.states.content()),
+    }  # fmt: skip
+
+
+def store_of(state: dict[str, Any]) -> BlockStore:
+    """What `state_of` was given, in buffers that lie where kernels like them."""
+    layers, target = state["layers"], targets.get(state["target"])
+    slots = None
+    if state["states"] is not None:
+        shapes, every, books, content = state["states"]
+        slots = StateSlots(target, shapes, 0, every).with_content(content, books)
+    made = new_store(target, layers, state["groups"], state["blocks"], state["rotate"], slots)
+    if made.pages is not None:
+        made.pages[...] = state["words"][0]
+    else:
+        for part, arrays in zip(made.parts, state["words"], strict=True):
+            for x, content in zip(part.pool.arrays(), arrays, strict=True):
+                x[...] = content
+    for layer, scales in state["by_head"].items():
+        pool = made.layer_pools[layer]
+        for side, content in zip((pool.k_buffer, pool.v_buffer), scales, strict=True):
+            if side.kind.scales_per == "head":
+                side.scales[...] = content
+    made.__dict__["followers"] = state["followers"]
+    return made
+
+
+def _on_pages(
+    target: Target, pages: Array, begin: int, rows: LayerRows, block_size: int, rotate: bool
+) -> Pool:
+    """The rows of one layer, in all pages from byte `begin` on."""
+    views = [
+        target.column(pages, begin + offset, shape, np.dtype(dtype))
+        for offset, (shape, dtype) in zip(
+            rows.offsets(block_size)[0], rows.parts(block_size), strict=True
+        )
+    ]
+    sides = []
+    for i, (kind, dim) in enumerate(((rows.k_kind, rows.head_dim), (rows.v_kind, rows.head_dim_v))):
+        scales = views[2 * i + 1]
+        if not kind.has_scales:
+            none = (0, 0, 0)
+            by_head = kind.scales_per == "head"
+            shape = (rows.num_kv_heads,) if by_head else none
+            scales = target.asarray(np.ones(shape, kind.scale_word))
+        rotation = Rotation(dim) if rotate else None
+        sides.append(Buffer(target, views[2 * i], scales, kind, rotation))
+    return Pool(*sides)

@@ -1,0 +1,309 @@
+"""States: blocks of numbers that some layers keep for each sequence instead of rows, or beside them.
+
+A state is what a recurrent layer (Mamba, a gated delta rule, a convolution) has made of all tokens so far. numkv does
+not look into it. All states of a sequence at one moment lie in a *slot*. A step reads one slot and writes another, so
+that to roll it back, to fork, or to keep a checkpoint copies nothing: a slot that a step has ended with is never
+written to again. Books of slots are a `BlockPool` of their own: checkpoints are registered under the names of prefixes,
+and stay until they are evicted, the least recently used ones first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.blocks.pool import BlockPool
+from numkv.checks import check_bytes, check_size
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
+from numkv.targets.base import Array, Target
+
+__all__ = ["StateShape", "StateSlots", "check_content", "check_states"]
+
+#: What a state may be made of; to numkv it is bytes.
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+
+Ints = NDArray[np.int64]
+
+
+class StateShape(NamedTuple):
+    """One array of a layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a sequence's."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def check_states(states: Any, num_layers: int) -> dict[int, tuple[StateShape, ...]]:
+    """Check which states layers keep.
+
+    Parameters
+    ----------
+    states : mapping of int to sequence of (shape, dtype), or None
+        The arrays of each layer that keeps some.
+    num_layers : int
+        Layers of the model.
+    """
+    if states is None:
+        return {}
+    if not isinstance(states, Mapping):
+        raise TypeError(
+            f"`states`: expected a mapping of layers to shapes and dtypes, got {type(states).__name__}"
+        )
+    found = {}
+    for layer, arrays in states.items():
+        number = check_size("states", layer, 0, num_layers - 1)
+        try:
+            given = [(tuple(shape), dtype) for shape, dtype in arrays]
+        except TypeError:
+            raise TypeError(
+                f"`states`: expected a list of (shape, dtype) for layer {number}, got {arrays!r}"
+            ) from None
+        if not given:
+            raise ValueError(f"`states`: expected one array or more for layer {number}, got none")
+        found[number] = tuple(
+            StateShape(tuple(check_size("states", n, 1) for n in shape), _dtype(dtype))
+            for shape, dtype in given
+        )
+    return dict(sorted(found.items()))
+
+
+def _dtype(given: Any) -> str:
+    try:
+        name: str = np.dtype(given).name
+    except TypeError:
+        name = repr(given)
+    if name not in _DTYPES:
+        raise UnsupportedDType(f"`states`: expected one of {', '.join(_DTYPES)}, got {name}")
+    return name
+
+
+class StateSlots:
+    """Slots for the states of all layers, and their books.
+
+    Parameters
+    ----------
+    target : Target
+        Where they lie.
+    shapes : mapping of int to tuple of StateShape
+        The arrays of each layer.
+    num_slots : int
+        Slots.
+    every : int
+        Tokens from one checkpoint to the next; a multiple of the block size.
+    books : BlockPool, optional
+        Of slots that there are already.
+
+    Attributes
+    ----------
+    books : BlockPool
+        References to slots, and the checkpoints in them.
+    arrays : dict of int to tuple of array
+        Of each layer the states in all slots, ``(num_slots, *shape)``.
+    """
+
+    def __init__(
+        self, target: Target, shapes: Mapping[int, tuple[StateShape, ...]], num_slots: int, every: int,
+        books: BlockPool | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.shapes, self.every = target, dict(shapes), every
+        self.books = BlockPool(num_slots, 1) if books is None else books
+        check_bytes({"num_states": num_slots, "states": self.slot_nbytes(shapes)}, 1)
+        self._bytes = [
+            target.zeros((num_slots, shape.nbytes), np.uint8) for _, shape in self._each()
+        ]
+        views = iter(
+            target.column(pages, 0, shape.shape, np.dtype(shape.dtype))
+            for pages, (_, shape) in zip(self._bytes, self._each(), strict=True)
+        )
+        self.arrays: dict[int, tuple[Array, ...]] = {
+            layer: tuple(itertools.islice(views, len(of_layer)))
+            for layer, of_layer in self.shapes.items()
+        }
+        self._unnamed = itertools.count()
+
+    @staticmethod
+    def slot_nbytes(shapes: Mapping[int, tuple[StateShape, ...]]) -> int:
+        """Bytes of the states of one sequence."""
+        return sum(shape.nbytes for of_layer in shapes.values() for shape in of_layer)
+
+    def _each(self) -> list[tuple[int, StateShape]]:
+        return [(layer, shape) for layer, of in self.shapes.items() for shape in of]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.books.num_blocks * self.slot_nbytes(self.shapes)
+
+    # -- slots
+
+    def clear(self, slots: NDArray[np.int32]) -> None:
+        """Make the states in some slots zeros: those of sequences without tokens."""
+        if not len(slots):
+            return
+        if self.target.values_on_host:
+            for x in self._bytes:
+                x[slots] = 0
+            return
+        to, source = (self.target.index(x, np.int32) for x in (slots, np.zeros(len(slots))))
+        for x, (_, shape) in zip(self._bytes, self._each(), strict=True):
+            nothing = self.target.zeros((1, shape.nbytes), np.uint8)
+            self.target.ops.copy_blocks(nothing, source, x, to)
+
+    def out(self, slot: int) -> tuple[tuple[np.ndarray[Any, Any], ...], ...]:
+        """Copies of the states in a slot in host memory, layer after layer."""
+        found = iter(self.gathered(self._bytes, np.array([slot], np.int32)))
+        return tuple(
+            tuple(
+                np.array(self.target.to_host(next(found)))[0].view(shape.dtype).reshape(shape.shape)
+                for shape in of_layer
+            )
+            for of_layer in self.shapes.values()
+        )
+
+    def put(self, slot: int, states: Sequence[Sequence[np.ndarray[Any, Any]]]) -> None:
+        """Fill a slot with what `out` gave."""
+        flat = [x for of_layer in states for x in of_layer]
+        for pages, x in zip(self._bytes, flat, strict=True):
+            row = np.ascontiguousarray(x).reshape(-1).view(np.uint8)[None]
+            self.scatter([self.target.asarray(row)], [pages], np.array([slot], np.int32))
+
+    def gathered(self, arrays: Sequence[Any], slots: NDArray[np.int32]) -> list[Any]:
+        """Copies of what slots have in some of the arrays, elsewhere on the target."""
+        if self.target.values_on_host:
+            return [x[slots] for x in arrays]
+        source = self.target.index(slots, np.int32)
+        to = self.target.index(np.arange(len(slots)), np.int32)
+        found = []
+        for x in arrays:
+            made = self.target.empty((len(slots), *x.shape[1:]), x.dtype)
+            self.target.ops.copy_blocks(x, source, made, to)
+            found.append(made)
+        return found
+
+    def scatter(
+        self, values: Sequence[Any], arrays: Sequence[Any], slots: NDArray[np.int32]
+    ) -> None:
+        """Copy values to slots in some of the arrays."""
+        if self.target.values_on_host:
+            for x, new in zip(arrays, values, strict=True):
+                x[slots] = new
+            return
+        source = self.target.index(np.arange(len(slots)), np.int32)
+        to = self.target.index(slots, np.int32)
+        for x, new in zip(arrays, values, strict=True):
+            self.target.ops.copy_blocks(new, source, x, to)
+
+    def copy(self) -> StateSlots:
+        """The same slots and books once more, in memory of their own."""
+        return self.with_content([self.target.to_host(x) for x in self._bytes], self.books.copy())
+
+    def content(self) -> list[np.ndarray[Any, Any]]:
+        """The bytes of all slots, in host memory."""
+        return [np.array(self.target.to_host(x)) for x in self._bytes]
+
+    def with_content(self, content: Iterable[Any], books: BlockPool) -> StateSlots:
+        """Slots like these with the content of others."""
+        made = StateSlots(self.target, self.shapes, books.num_blocks, self.every, books)
+        every = np.arange(books.num_blocks, dtype=np.int32)
+        for pages, x in zip(made._bytes, content, strict=True):
+            if len(every):
+                made.scatter([self.target.asarray(x)], [pages], every)
+        return made
+
+    # -- checkpoints
+
+    def is_checkpoint(self, length: int) -> bool:
+        """Whether the states after so many tokens are kept."""
+        return length > 0 and length % self.every == 0
+
+    def new_name(self) -> bytes:
+        """A name for a checkpoint of tokens whose ids are not known: no other has it."""
+        return sha256(
+            b"state" + str(next(self._unnamed)).encode() + repr(id(self)).encode()
+        ).digest()
+
+    def register(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
+        """Have slots found by names, but for names that other slots have.
+
+        Parameters
+        ----------
+        checkpoints : sequence of (int, bytes, int)
+            Slots, names and lengths.
+        """
+        if checkpoints:
+            slots, names, lengths = zip(*checkpoints, strict=True)
+            self.books.register(slots, _names(names), np.array(lengths).reshape(-1, 1))
+
+    def forget(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
+        """Undo `register`."""
+        if checkpoints:
+            self.books.forget([slot for slot, _, _ in checkpoints])
+
+    def find(self, names: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.int32]:
+        """The slots of checkpoints, negative numbers where they are gone."""
+        if not names:
+            return np.empty(0, np.int32)
+        return self.books.find_each(_names(names), np.array(lengths, np.int32).reshape(-1, 1))
+
+    def present(self, chain: NDArray[np.uint8], block_size: int) -> NDArray[np.bool_]:
+        """After which numbers of blocks of a prompt, from 0 on, there is a checkpoint; 0 needs none.
+
+        Parameters
+        ----------
+        chain : uint8 array (n, 32)
+            Names of the blocks.
+        block_size : int
+            Tokens in a block.
+        """
+        fits = np.zeros(len(chain) + 1, np.bool_)
+        fits[0] = True
+        step = self.every // block_size
+        numbers = np.arange(step, len(chain) + 1, step)
+        if len(numbers):
+            lengths = (numbers * block_size).astype(np.int32)
+            fits[numbers] = self.books.find_each(chain[numbers - 1], lengths.reshape(-1, 1)) >= 0
+        return fits
+
+    def restore(self, marks: Sequence[tuple[int, bytes]], length: int, present: int) -> int:
+        """The slot of the checkpoint at a length, or an error that says where there are others."""
+        slots = self.find([name for _, name in marks], [n for n, _ in marks])
+        there = {n: int(slot) for (n, _), slot in zip(marks, slots, strict=True) if slot >= 0}
+        if length in there:
+            return there[length]
+        below = max((n for n in there if n < length), default=0)
+        above = min((n for n in there if n > length), default=present)
+        raise NotSupported(
+            f"`length`: expected a length at which there is a checkpoint of the sequence's states, got {length} of "
+            f"{present}; the nearest ones are {below} and {above}"
+        )
+
+
+def _names(names: Sequence[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(bytearray().join(names), np.uint8).reshape(len(names), 32)
+
+
+def check_content(shapes: Mapping[int, tuple[StateShape, ...]], states: Any) -> None:
+    """Check states in host memory, as `StateSlots.out` gives them."""
+    wanted = [[(x.shape, x.dtype) for x in of_layer] for of_layer in shapes.values()]
+    try:
+        found = [
+            [(tuple(x.shape), np.dtype(x.dtype).name) for x in of_layer] for of_layer in states
+        ]
+    except (TypeError, AttributeError):
+        raise NumkvError(
+            "`swapped`: expected arrays as states; it is damaged, make it anew"
+        ) from None
+    if found != wanted:
+        raise DimensionMismatch(
+            f"`swapped`: expected states {wanted}, got {found}", expected=wanted, actual=found
+        )
