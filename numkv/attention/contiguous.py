@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible, is_free, with_sight
 from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
@@ -54,6 +55,7 @@ def decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with one query per sequence over a contiguous cache.
 
@@ -126,6 +128,9 @@ def decode_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
+            return target.run(decode_attention, call, stream, arrays, asked)
         return target.run(decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
@@ -141,7 +146,9 @@ def decode_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
+    )
     return attend(
         pool,
         one_block_each(target.device_key, num_seqs),
@@ -170,6 +177,7 @@ def prefill_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 
@@ -207,6 +215,9 @@ def prefill_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, v, seq_lens, cu_seqlens_q, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
+            return target.run(prefill_attention, call, stream, arrays, asked)
         return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
@@ -216,8 +227,13 @@ def prefill_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
-    check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
+    )
+    check_lengths(
+        target, lens, starts, q.shape[0], capacity, validate=validate, decode=False,
+        free=is_free(options),
+    )  # fmt: skip
     return attend(
         pool,
         one_block_each(target.device_key, num_seqs),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible, is_free, with_sight
 from numkv.checks import check_flag, check_integers
 from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
@@ -32,14 +33,16 @@ _PREFILL = Call(
 
 def _check_batch(
     target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
-    *, validate: bool, decode: bool,
+    *, validate: bool, decode: bool, free: bool = False,
 ) -> Array:  # fmt: skip
     """The lengths as kernels take them; their values and the table's are checked on the CPU, on CUDA if asked for."""
     num_seqs = int(table.shape[0])
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
     capacity = int(table.shape[1]) * block_size
-    check_lengths(target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode)
+    check_lengths(
+        target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode, free=free
+    )
     if target.values_on_host or validate:
         on_host, lens_on_host = target.to_host(table), target.to_host(lens).astype(np.int64)
         b = values.first_bad_blocks(on_host, lens_on_host, block_size, num_blocks)
@@ -69,6 +72,7 @@ def paged_decode_attention(
     v_scale: Any = None,
     validate: bool | None = False,
     stream: Any = None,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with one query per sequence over paged pools.
 
@@ -113,6 +117,9 @@ def paged_decode_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
+            return target.run(paged_decode_attention, call, stream, arrays, asked)
         return target.run(paged_decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
@@ -123,7 +130,9 @@ def paged_decode_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
+    )
     return attend(pool, table, q, lens, starts, options, validate=validate)
 
 
@@ -145,6 +154,7 @@ def paged_prefill_attention(
     v_scale: Any = None,
     validate: bool | None = False,
     stream: Any = None,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
 
@@ -190,6 +200,9 @@ def paged_prefill_attention(
             v_scale,
         )
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
+            return target.run(paged_prefill_attention, call, stream, arrays, asked)
         return target.run(paged_prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
@@ -197,8 +210,11 @@ def paged_prefill_attention(
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
-    lens = _check_batch(
-        target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
+    options = check_options(
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
     )
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    lens = _check_batch(
+        target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False,
+        free=is_free(options),
+    )  # fmt: skip
     return attend(pool, table, q, lens, starts, options, validate=validate)
