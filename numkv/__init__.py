@@ -11,6 +11,7 @@ from numkv.attention import (
     paged_decode_attention,
     paged_prefill_attention,
     prefill_attention,
+    tree_mask,
 )
 from numkv.caches import (
     Batch,
@@ -114,6 +115,7 @@ __all__ = [
     "rope_shift",
     "save",
     "set_num_threads",
+    "tree_mask",
     "warmup",
 ]
 

@@ -42,7 +42,7 @@ def test_the_list_is_sorted_and_complete():
 PACKAGES = {
     "attention": [
         "attention_weights", "decode_attention", "merge_states", "paged_decode_attention",
-        "paged_prefill_attention", "prefill_attention",
+        "paged_prefill_attention", "prefill_attention", "tree_mask",
     ],
     "blocks": [
         "BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats", "block_digests",

@@ -146,9 +146,7 @@ def decode_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
-    options = check_options(
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-    )
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     return attend(
         pool,
         one_block_each(target.device_key, num_seqs),
@@ -227,9 +225,7 @@ def prefill_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
-    options = check_options(
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-    )
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     check_lengths(
         target, lens, starts, q.shape[0], capacity, validate=validate, decode=False,
         free=is_free(options),

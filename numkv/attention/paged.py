@@ -130,9 +130,7 @@ def paged_decode_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
-    options = check_options(
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-    )
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     return attend(pool, table, q, lens, starts, options, validate=validate)
 
 
@@ -210,9 +208,7 @@ def paged_prefill_attention(
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
-    options = check_options(
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
-    )
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     lens = _check_batch(
         target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False,
         free=is_free(options),

@@ -16,7 +16,7 @@ from numkv.rows.mask import COLUMNS
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["Sight", "Visible", "check_sight", "is_free", "lay_out", "with_sight"]
+__all__ = ["Sight", "Visible", "check_sight", "is_free", "lay_out", "seen_by_queries", "with_sight"]
 
 _WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
 
@@ -143,7 +143,7 @@ def lay_out(
     if sight.ranges is not None:
         given = check_integers(target, "ranges", sight.ranges, (num_tokens, 2))
         check_apart(target, {"out": out}, {"ranges": given})
-        ranges = target.index(given, np.int64)
+        ranges = target.index(given, np.int64)  # on CUDA int32 stays what it is
     columns = 2
     if sight.mask is not None:
         given = check_array(target, "mask", sight.mask, _WORDS, (num_tokens, "words"))
@@ -161,6 +161,30 @@ def lay_out(
         rows, heads,
     )  # fmt: skip
     return rows, sinks if sight.alibi_slopes is None else heads
+
+
+def seen_by_queries(
+    target: Target, sight: Sight | None, tokens: int, length: int, window_left: int
+) -> NDArray[np.int64]:
+    """Tokens ``[low, high)`` of one sequence that each of its queries sees, on the host.
+
+    Masks and biases are refused: they count what a cache of two pools keeps apart.
+    """
+    if sight is None:
+        sight = Sight()
+    if sight.mask is not None or sight.alibi_slopes is not None:
+        name = "mask" if sight.mask is not None else "alibi_slopes"
+        raise NotSupported(
+            f"`{name}`: expected None for a cache with tokens in full precision, got one; use a cache without"
+        )
+    if sight.ranges is not None:
+        given = check_integers(target, "ranges", sight.ranges, (tokens, 2))
+        return target.to_host(given).astype(np.int64).clip(0, length)
+    position = length - tokens + np.arange(tokens)
+    high = position + 1 if sight.causal else np.full_like(position, length)
+    low = np.maximum(0, position - window_left) if window_left >= 0 else np.zeros_like(position)
+    seen: NDArray[np.int64] = np.stack([low, high], axis=1)
+    return seen
 
 
 def _check_words(target: Target, q_starts: Array, words: int, validate: bool) -> None:

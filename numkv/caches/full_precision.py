@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from numkv.attention.attend import attend
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
+from numkv.attention.sight import seen_by_queries
 from numkv.checks import check_apart, check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
@@ -371,13 +372,12 @@ class FullPrecisionWindow:
             check_writable("out", out)
             for of in (pool, self._pool):
                 check_apart(target, {"out": out}, of.written("k", "v"))
-        options = options._replace(window_left=-1)
+        sight = options.sight
+        options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
             return attend(pool, block_table, q, lens, starts, options)
         # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
-        high = length - tokens + 1 + np.arange(tokens)
-        low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
-        seen = np.stack([low, high], axis=1)
+        seen = seen_by_queries(target, sight, tokens, length, window_left)
         begin, end = self.quantised(layer, length)
         coded = seen.clip(begin, end)
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)

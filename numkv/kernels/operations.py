@@ -161,8 +161,8 @@ class Operations(OperationsOfCodes, SmallCalls):
         ranges : int64 array (num_tokens, 2) or (0, 2)
             Tokens ``[low, high)`` that each query sees, any numbers; cut to the sequence's length. Empty for none.
         bits : uint32 array (num_tokens, words) or (0, 0)
-            Which of its sequence's newest tokens, of which there are as many as queries, each query sees: token ``32 * w
-            + i`` of them by bit i of word w. Empty for none.
+            Which of its sequence's newest tokens, of which there are as many as queries, each query sees: token
+            ``32 * w + i`` of them by bit i of word w. Empty for none.
         causal : int
             Whether queries see no later tokens, where neither of these says what they see: 0 or 1.
         window_left : int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
-from numkv.caches.paged.store import BlockStore, Ints, SequenceState
+from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
+from numkv.caches.paged.trees import Tree
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
@@ -41,13 +43,15 @@ class Step:
         How many tokens each of them gets.
     into : StepBuffers, optional
         Where its tables lie; else in memory of their own.
+    tree : Tree, optional
+        What the new tokens are drafts of, if they are trees.
 
     Attributes
     ----------
     open : bool
         Whether it has neither been committed nor rolled back.
     positions : int64 array (num_tokens,)
-        Position of each new token in its sequence, on the host.
+        Position of each new token in its sequence, on the host; of a tree's tokens by their depth.
 
     Notes
     -----
@@ -59,13 +63,10 @@ class Step:
     """
 
     def __init__(
-        self,
-        store: BlockStore,
-        sequences: dict[int, SequenceState],
-        new_lens: Ints,
-        into: StepBuffers | None = None,
-    ) -> None:
-        self._store, self._buffers = store, into
+        self, store: BlockStore, sequences: dict[int, SequenceState], new_lens: Ints,
+        into: StepBuffers | None = None, tree: Tree | None = None,
+    ) -> None:  # fmt: skip
+        self._store, self._buffers, self._tree = store, into, tree
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
@@ -74,7 +75,8 @@ class Step:
         starts = np.zeros(len(lens) + 1, np.int64)  # of each sequence's tokens among all
         np.cumsum(new_lens, out=starts[1:])
         of_token = np.arange(len(lens)).repeat(new_lens)
-        self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        places = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        self.positions = places if tree is None else (lens - new_lens)[of_token] + tree.depths
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
         self._written = np.zeros(store.num_layers, np.bool_)
@@ -82,12 +84,15 @@ class Step:
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
-        block, offset = np.divmod(self.positions, store.block_size)
+        block, offset = np.divmod(places, store.block_size)
         slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
+        self._places = places
+        if tree is not None:
+            tree.put(store.target, slots)
         if into is None:
             self._rows, self._widths = len(self.positions), [table.shape[1] for table in tables]
             if store.again is not None:  # of few widths, so that calls repeat
-                tables = [_widened(table) for table in tables]
+                tables = [widened(table) for table in tables]
             host = [self.positions, lens, starts, *slots]
             wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
             self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
@@ -406,8 +411,9 @@ class Step:
         return_lse: bool = False,
         out: Any = None,
         stream: Any = None,
+        **visible: Unpack[Visible],
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
+        """Attend with the new tokens' queries, each to itself and earlier tokens (in a tree: its path), in the window.
 
         Parameters
         ----------
@@ -415,8 +421,8 @@ class Step:
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
-            See `numkv.decode_attention`.
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+            See `numkv.decode_attention`; the mask of a tree is the step's.
 
         Returns
         -------
@@ -432,9 +438,9 @@ class Step:
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        if self._again is None:
+        if self._again is None or visible or self._tree is not None:
             with self._on(stream, q):
-                return self._attend_here(pool, group, q, *asked)
+                return self._attend_here(pool, group, q, *asked, visible)
         return self._attend_again(layer, pool, group, q, asked, stream)
 
     def _attend_again(
@@ -456,14 +462,16 @@ class Step:
         )  # fmt: skip
 
     def _attend_here(
-        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any
+        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any,
+        visible: Any = None,
     ) -> Any:  # fmt: skip
         """Attend on the stream of the call."""
         self._captured("attention")
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         window = self._store.groups[group].window
-        options = check_options(sm_scale, cap, window, sinks, return_lse, out)
+        visible = visible if self._tree is None else self._tree.seen(visible)
+        options = check_options(sm_scale, cap, window, sinks, return_lse, out, visible)
         return attend(pool, self._tables[group], q, self._lens, self._starts, options)
 
     @writes
@@ -505,6 +513,7 @@ class Step:
         pool, group = self._layer(layer)
         with self._on(stream, q):
             self._captured("attention_weights")
+            Tree.refuse(self._tree, "attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
@@ -531,15 +540,17 @@ class Step:
             return self._buffers._marker()
         if self._noting is None:
             store = weakref.ref(self._store)
-            sequences, positions, new_lens = self.sequences, self.positions, self.new_lens
-            kept = self._kept
+            sequences, places, new_lens = self.sequences, self._places, self.new_lens
+            kept, tree = self._kept, self._tree
 
             def mark(token: int, error: NonFiniteInput, call: int) -> None:
                 of, ends = store(), np.cumsum(new_lens)
                 i = int(np.searchsorted(ends, token, "right"))
+                if tree is not None and kept:
+                    token = tree.moved.get(token, int(ends[i]))
                 if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
                     return  # rolled back
-                found = int(positions[token]), error
+                found = int(places[token]), error
                 of.bad[sequences[i]] = min(
                     found, of.bad.get(sequences[i], found), key=lambda x: x[0]
                 )
@@ -557,6 +568,13 @@ class Step:
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
         return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
+
+    def _move_kept(self, order: Ints) -> None:
+        """Give the tokens that come first in an order the first places."""
+        written = self._written.copy()
+        self._written[:] = False  # an interrupt leaves rows that nobody can tell apart
+        self._tree.move(self._store, order)  # type: ignore[union-attr]
+        self._written[:] = written
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""
@@ -577,10 +595,3 @@ class Step:
                 expected=self._rows,
                 actual=tokens,
             )
-
-
-def _widened(table: Any) -> Any:
-    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
-    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
-    made[:, : table.shape[1]] = table
-    return made

@@ -16,7 +16,7 @@ from numkv.errors import NonFiniteInput
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held"]
+__all__ = ["BlockStore", "Extra", "Ints", "SequenceState", "held", "widened"]
 
 Ints = NDArray[np.int64]
 Extra = Mapping[str, int | str | bytes]
@@ -237,3 +237,10 @@ class BlockStore:
                 pools[slot] if old is self.pools[slot] else pools[slot].with_own_scales(old)
             )
         return BlockStore(self.target, self.groups, pools, blocks, self.places, layer_pools)
+
+
+def widened(table: Any) -> Any:
+    """A block table with columns of -1, up to a multiple of eight: kernels read none past a sequence's length."""
+    made = np.full((table.shape[0], -(-table.shape[1] // 8) * 8), -1, np.int32)
+    made[:, : table.shape[1]] = table
+    return made

@@ -54,10 +54,11 @@ def make_fill_mask(COMPUTE):
 
 
 @functools.cache
-def _fill_mask(compute: str) -> Any:
+def _fill_mask(compute: str, of_ranges: str) -> Any:
     table, reals = array(types.int64, 2), array(getattr(types, compute), 1)
+    ranges = array(getattr(types, of_ranges), 2)
     signature = (
-        INDICES, INDICES, table, array(types.uint32, 2), types.UniTuple(types.int64, 3), reals, reals, table,
+        INDICES, INDICES, ranges, array(types.uint32, 2), types.UniTuple(types.int64, 3), reals, reals, table,
         reals,
     )  # fmt: skip
     return jit(make_fill_mask, (compute,), signature, 8)
@@ -70,7 +71,7 @@ def fill_mask(
     items = max(rows.shape[0], heads.shape[0] // 2)
     if items and seq_lens.shape[0]:
         launch(
-            _fill_mask(heads.dtype.name), ceil_div(items, THREADS), THREADS,
+            _fill_mask(heads.dtype.name, ranges.dtype.name), ceil_div(items, THREADS), THREADS,
             seq_lens, q_starts, ranges, bits, (int(causal), int(window_left), int(capacity)), sinks, slopes,
             rows, heads,
         )  # fmt: skip
@@ -78,5 +79,5 @@ def fill_mask(
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
-    for compute in ("float32", "float64"):
-        yield f"fill_mask[{compute}]", *_fill_mask(compute).described
+    for compute, ranges in (("float32", "int32"), ("float64", "int64")):
+        yield f"fill_mask[{compute}, ranges {ranges}]", *_fill_mask(compute, ranges).described
