@@ -4,8 +4,6 @@ It imports nothing of numkv (``test_layers.py`` checks that) and does no tricks:
 never touched, because only the visible range is sliced out.
 """
 
-import itertools
-
 import ml_dtypes
 import numpy as np
 
@@ -266,8 +264,8 @@ def attention_to_seen(
 def packed_bits(parents, cu_seqlens_q, words):
     """Rows of bits that say which of its sequence's newest tokens each one sees, itself and its ancestors."""
     bits = np.zeros((len(parents), 32 * words), bool)
-    for first, last in itertools.pairwise(cu_seqlens_q):
-        for i in range(first, last):
+    for s, first in enumerate(cu_seqlens_q[:-1]):
+        for i in range(first, cu_seqlens_q[s + 1]):
             if parents[i] >= 0:
                 bits[i] = bits[first + parents[i]]
             bits[i, i - first] = True

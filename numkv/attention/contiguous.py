@@ -94,6 +94,13 @@ def decode_attention(
         On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
         pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
         on the CPU.
+    **visible
+        What queries see, and biases, by name; see docs/visibility.md. `causal`: whether queries see no later tokens (by
+        default they do not; else they need not be cached tokens either). `ranges`, int32 or int64 array (num_tokens,
+        2): tokens ``[begin, end)`` that each query sees in place of that, cut to the sequence. `mask`, uint32 or int32
+        array (num_tokens, words): bits of the sequence's newest tokens, as many as it has queries, see
+        `numkv.tree_mask`. `alibi_slopes`, float32 array (num_q_heads,): a slope times the distance is taken from
+        scores, after the cap.
 
     Returns
     -------
@@ -192,7 +199,7 @@ def prefill_attention(
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream, **visible
         See `decode_attention`.
 
     Returns
@@ -205,7 +212,8 @@ def prefill_attention(
     Raises
     ------
     DimensionMismatch
-        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+        If a sequence has more queries than tokens, but for `causal=False` and `ranges`, `cu_seqlens_q` are not prefix
+        sums, or a shape does not fit.
     UnsupportedDType, NotSupported, IndexError
         See `decode_attention`.
     """

@@ -98,6 +98,8 @@ def paged_decode_attention(
         On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
         pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
         on the CPU.
+    **visible
+        See `numkv.decode_attention`.
 
     Returns
     -------
@@ -166,7 +168,7 @@ def paged_prefill_attention(
         Prefix sums of the numbers of queries.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, stream
+    k_scale, v_scale, validate, stream, **visible
         See `paged_decode_attention`.
 
     Returns
@@ -179,7 +181,8 @@ def paged_prefill_attention(
     Raises
     ------
     DimensionMismatch
-        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+        If a sequence has more queries than tokens, but for `causal=False` and `ranges`, `cu_seqlens_q` are not prefix
+        sums, or a shape does not fit.
     IndexError, UnsupportedDType, NotSupported, ValueError
         See `paged_decode_attention`.
     """

@@ -60,7 +60,7 @@ _NAMES = frozenset(Sight._fields)
 _ARRAYS = ("ranges", "mask", "alibi_slopes")
 
 
-def check_sight(given: dict[str, Any] | None, window_left: int) -> Sight | None:
+def check_sight(given: Visible | None, window_left: int) -> Sight | None:
     """Take the options that a call was given by name, or None where it was given none that matters."""
     if not given:
         return None
@@ -70,7 +70,8 @@ def check_sight(given: dict[str, Any] | None, window_left: int) -> Sight | None:
                 f"`{name}`: expected an argument of this call, got an unknown one; of what queries see there are "
                 f"{', '.join(sorted(_NAMES))}"
             )
-    made = Sight(**{**given, "causal": check_flag("causal", given.get("causal"), True)})
+    causal = check_flag("causal", given.get("causal"), True)
+    made = Sight(causal, given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
     if made.causal and made.ranges is None and made.mask is None and made.alibi_slopes is None:
         return None
     if made.ranges is not None and made.mask is not None:
@@ -91,11 +92,11 @@ def is_free(options: Any) -> bool:
 
 
 def with_sight(
-    call: Call, arrays: tuple[Any, ...], asked: tuple[Any, ...], given: dict[str, Any]
+    call: Call, arrays: tuple[Any, ...], asked: tuple[Any, ...], given: Visible
 ) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
     """A call with the options that it was given by name beside the others, as targets run it."""
     check_sight(given, -1)
-    own = tuple(given.get(name) for name in _ARRAYS)
+    own = (given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
     return _with_names(call), (*arrays, *own), (*asked, given.get("causal"))
 
 

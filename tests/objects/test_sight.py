@@ -70,21 +70,21 @@ def test_cross_attention_over_a_layer_of_few_tokens(target, to, host, rng):
 
 def test_full_precision_tokens_take_ranges_and_refuse_the_rest(target, to, host, rng, slopes):
     k, v, q = rows(rng, 12), rows(rng, 12), rows(rng, 3, HEADS)
-    layer = numkv.ContiguousLayer(
-        16, KV_HEADS, DIM, kind="int8", target=target, residual_window=4, num_sink_tokens=2
+    cache = numkv.KVCache(
+        1, KV_HEADS, DIM, kind="int8", target=target, residual_window=4, num_sink_tokens=2
     )
-    layer.append(to(k), to(v))
+    cache.append(0, to(k), to(v))
     spans = np.array([[0, 12], [1, 9], [8, 20]])
-    stored = [host(x) for x in (layer.k, layer.v)]
+    stored = [host(x) for x in (cache.k(0), cache.v(0))]
     bound = tolerances.attention("int8", "fp32")
     for given, oracle in (
         ({"ranges": to(spans)}, {"ranges": spans}), ({"causal": False}, {"causal": False}),
     ):  # fmt: skip
-        found = host(layer.decode_attention(to(q), **given))
+        found = host(cache.decode_attention(0, to(q), **given))
         tolerances.assert_rows_close(found, expect(q, *stored, 12, **oracle), bound)
     for refused in ({"mask": to(numkv.tree_mask([-1, 0, 0]))}, {"alibi_slopes": to(slopes)}):
         with pytest.raises(NotSupported, match=next(iter(refused))):
-            layer.decode_attention(to(q), **refused)
+            cache.decode_attention(0, to(q), **refused)
 
 
 # ---------------------------------------------------------------- trees of drafts
@@ -131,7 +131,7 @@ def test_a_tree_is_attended_to_and_its_path_kept(target, to, host, rng, slopes):
     paths = [[0, 1, 3, 5, 6], [1, 2]]
     seqs = [trees.prompt(n) for n in lens]
     new = [len(p) for p in parents]
-    step = trees.cache.reserve(seqs, new, parents=sum(parents, []))
+    step = trees.cache.reserve(seqs, new, parents=parents[0] + parents[1])
     np.testing.assert_array_equal(
         step.positions, [7, 8, 8, 9, 9, 10, 11, 10, 10, 11, 12, 11]
     )  # fmt: skip

@@ -156,11 +156,13 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
     return score_tile
 
 
-def make_mask(K_SCALED, COMPUTE, SIZES, mask_score):
+def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
     """The function that adds the parts of scores up, caps and masks them."""
     F, ROWS, TILE, TO_BASE_2 = _float(COMPUTE), SIZES.rows, SIZES.tile, LOG2_E
     PART_STEP, ROW_STEP, TOKENS_EACH = SIZES.part_step, SIZES.row_step, SIZES.tokens_each
     ROWS_EACH = ceil_div(ROWS, ROW_STEP)
+
+    has_gaps, mask_score = make_sight(MASKED, COMPUTE)
 
     @register_jitable
     def mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread):
@@ -184,7 +186,7 @@ def make_mask(K_SCALED, COMPUTE, SIZES, mask_score):
                             score = F(-np.inf)
                     p[j * ROWS + r] = score
 
-    return mask_scores
+    return mask_scores, has_gaps
 
 
 def make_softmax(V_SCALED, COMPUTE, SIZES):
@@ -449,18 +451,14 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
 
     Parameters
     ----------
-    Q_KIND, K_KIND, V_KIND : str
-        Kinds of q and the output, of K and of V.
-    COMPUTE : {"float32", "float64"}
-        What it computes in.
+    Q_KIND, K_KIND, V_KIND, COMPUTE : str
+        Kinds of q and the output, of K and of V, and the float type that it computes in.
     ROWS : int
         Query rows of an item.
     COLUMNS : int
         Chunks of an output row that a thread takes; 1 unless the head dim is huge.
-    WIDE : bool
-        Whether all rows of K and V can be read in chunks of 16 bytes.
-    MASKED : bool
-        Whether `ranges` are rows of `numkv.rows.mask`, and slopes may follow `sinks`.
+    WIDE, MASKED : bool
+        Whether all rows of K and V can be read in chunks of 16 bytes; whether `ranges` are rows of `numkv.rows.mask`.
     """
     F, REAL = _float(COMPUTE), getattr(types, COMPUTE)
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
@@ -477,8 +475,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
     load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
     read_factors = make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES)
     score_tile = make_scores(K_KIND, COMPUTE, SIZES, WIDE)
-    has_gaps, mask_score = make_sight(MASKED, COMPUTE)
-    mask_scores = make_mask(K_SCALED, COMPUTE, SIZES, mask_score)
+    mask_scores, has_gaps = make_mask(K_SCALED, COMPUTE, SIZES, MASKED)
     softmax = make_softmax(V_SCALED, COMPUTE, SIZES)
     accumulate = make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE)
     store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
@@ -564,9 +561,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=
                     k, k_scale, g, places, at, q_rows, q.shape[2], partial, scores, k_floats, own_rows, thread
                 )  # fmt: skip
                 cuda.syncthreads()
-                mask_scores(
-                    partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread
-                )  # fmt: skip
+                mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread)  # fmt: skip
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
                 locate_rows(places, block_table, paging, k, v, item, tile + TILE, thread)
                 cuda.syncthreads()
