@@ -6,6 +6,7 @@ from numkv import _moved
 from numkv._version import __version__
 from numkv.attention import (
     attention_weights,
+    cascade_attention,
     decode_attention,
     merge_states,
     paged_decode_attention,
@@ -101,6 +102,7 @@ __all__ = [
     "__version__",
     "append",
     "attention_weights",
+    "cascade_attention",
     "decode_attention",
     "get_num_threads",
     "kind",

@@ -13,7 +13,7 @@ __all__ = ["sight", "sight_cases"]
 
 def sight(rng, shape, kind, **given):
     """A call with what `given` says, True for arrays that are drawn here, against the oracle."""
-    problem = make(rng, shape, kind)
+    problem = make(rng, shape, "fp32" if kind in naive.CODES else kind)
     rows = [problem.k, problem.v]
     values, scales = [x.astype(np.float64) for x in rows], {}
     if kind in naive.CODES:

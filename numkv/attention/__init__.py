@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from numkv.attention.contiguous import decode_attention, merge_states, prefill_attention
 from numkv.attention.mass import attention_weights
-from numkv.attention.paged import paged_decode_attention, paged_prefill_attention
+from numkv.attention.paged import (
+    cascade_attention,
+    paged_decode_attention,
+    paged_prefill_attention,
+)
 from numkv.attention.tree import tree_mask
 
 __all__ = [
     "attention_weights",
+    "cascade_attention",
     "decode_attention",
     "merge_states",
     "paged_decode_attention",

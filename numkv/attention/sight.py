@@ -43,12 +43,15 @@ class Sight(NamedTuple):
         Bits of the newest tokens that each query sees.
     alibi_slopes : array (num_q_heads,) or None
         Slopes of biases.
+    first : int
+        The first token that any query sees, where queries are causal: what comes before is another call's.
     """
 
     causal: bool = True
     ranges: Any = None
     mask: Any = None
     alibi_slopes: Any = None
+    first: int = 0
 
     @property
     def counts_tokens(self) -> bool:
@@ -56,7 +59,7 @@ class Sight(NamedTuple):
         return self.mask is not None or (self.causal and self.ranges is None)
 
 
-_NAMES = frozenset(Sight._fields)
+_NAMES = frozenset(Visible.__annotations__)
 _ARRAYS = ("ranges", "mask", "alibi_slopes")
 
 
@@ -158,7 +161,7 @@ def lay_out(
         columns = max(columns, COLUMNS)
     rows = target.empty((num_tokens, columns), np.int64)
     target.ops.fill_mask(
-        seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), capacity, sinks, slopes,
+        seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
         rows, heads,
     )  # fmt: skip
     return rows, sinks if sight.alibi_slopes is None else heads

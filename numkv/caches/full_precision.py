@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend
+from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import seen_by_queries
@@ -33,7 +34,7 @@ from numkv.compaction.moves import groups_of
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Array
 
 __all__ = ["FullPrecisionWindow", "Residual"]
 
@@ -310,7 +311,7 @@ class FullPrecisionWindow:
         target = pool.target
         floats, own = (self._pool.k, pool.k_kind) if which == "k" else (self._pool.v, pool.v_kind)
         if not own.has_scales:
-            rows = _converted(target, rows, target.empty(tuple(rows.shape), own.compute))
+            rows = converted(target, rows, target.empty(tuple(rows.shape), own.compute))
         if not length:
             return rows
         begin, end = self.quantised(layer, length)
@@ -401,7 +402,7 @@ class FullPrecisionWindow:
         if out is None:
             out = target.empty(shape, q.dtype)
         exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
-        wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
+        wide = q if exact is q_kind else converted(target, q, target.empty(q.shape, exact.dtype))
         parts = options._replace(return_lse=True, out=None)
         o_a, lse_a = of_floats(wide, parts)
         o_b, lse_b = of_codes(wide, parts._replace(sinks=None))
@@ -412,7 +413,7 @@ class FullPrecisionWindow:
             words(o_a), lse_a, words(o_b), lse_b, exact.name, words(merged), lse
         )
         if merged is not out:
-            _converted(target, merged, out)
+            converted(target, merged, out)
         return (out, lse) if options.return_lse else out
 
     def attention_mass(
@@ -493,19 +494,6 @@ def _float_kind(of: Kind) -> Kind:
     found = kind_of_dtype(of.compute)
     assert found is not None
     return found
-
-
-def _converted(target: Target, x: Array, to: Array) -> Array:
-    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
-    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
-    assert source is not None
-    assert dest is not None
-    tokens, heads, dim = (int(n) for n in to.shape)
-    rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
-    table = target.index(np.arange(tokens), np.int32)
-    no_scale = target.empty((0, 0, 0), _FLOAT32)
-    target.ops.append_rows(target.words(x), source.name, rows, dest.name, no_scale, table, 0)
-    return to
 
 
 #: The name of 0.1.

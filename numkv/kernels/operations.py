@@ -144,6 +144,7 @@ class Operations(OperationsOfCodes, SmallCalls):
         bits: Array,
         causal: int,
         window_left: int,
+        first: int,
         capacity: int,
         sinks: Array,
         slopes: Array,
@@ -167,6 +168,8 @@ class Operations(OperationsOfCodes, SmallCalls):
             Whether queries see no later tokens, where neither of these says what they see: 0 or 1.
         window_left : int
             Earlier tokens that a query sees; -1 for all, and with `ranges`.
+        first : int
+            The first token that any query sees; 0 with `ranges` and `bits`.
         capacity : int
             Tokens for which a sequence has room.
         sinks, slopes : array (num_q_heads,) or (0,)

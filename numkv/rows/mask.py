@@ -73,7 +73,7 @@ def position_of(rows, row, token):
 
 
 @register_jitable
-def fill_row(rows, row, query, tokens, length, causal, window_left, ranges, bits):
+def fill_row(rows, row, query, tokens, length, causal, window_left, first, ranges, bits):
     """Write the row of a query, number `query` of its sequence's `tokens`.
 
     Parameters
@@ -88,13 +88,15 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, ranges, bits
         Whether a query sees no later tokens.
     window_left : int
         Earlier tokens that a query sees, -1 for all; not with ranges.
+    first : int
+        The first token that any query sees; 0 with bits.
     ranges : int64 array (num_tokens, 2) or (0, 2)
         What queries see in place of that: cut to ``[0, length)``.
     bits : uint32 array (num_tokens, words) or (0, 0)
         Which of the newest `tokens` tokens queries see.
     """
     position = np.int64(length - tokens + query)
-    begin, end = np.int64(0), np.int64(position + 1 if causal else length)
+    begin, end = np.int64(first), np.int64(position + 1 if causal else length)
     if window_left >= 0:
         begin = max(begin, np.int64(position - window_left))
     if ranges.shape[0] > 0:
@@ -112,7 +114,7 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, ranges, bits
                 max(np.int64(base + depth - window_left), np.int64(0)),
                 max(np.int64(depth - window_left), np.int64(0)),
             )
-        first, last, left = np.int64(-1), np.int64(-1), cut
+        lowest, last, left = np.int64(-1), np.int64(-1), cut
         for w in range(words):
             kept = np.int64(0)
             for i in range(min(_WORD, tokens - w * _WORD)):
@@ -122,11 +124,11 @@ def fill_row(rows, row, query, tokens, length, causal, window_left, ranges, bits
                     else:
                         kept |= np.int64(1) << i
                         last = w * _WORD + i
-                        first = last if first < 0 else first
+                        lowest = last if lowest < 0 else lowest
             rows[row, BITS + w] = kept
         end = base + last + 1
         if begin >= base:
-            begin = base + max(first, np.int64(0))
+            begin = base + max(lowest, np.int64(0))
         position = base + depth - cut
     rows[row, BEGIN], rows[row, END] = begin, end
     if rows.shape[1] >= COLUMNS:

@@ -30,7 +30,7 @@ def fill(
     made = where.asarray(np.full(2 * len(slopes), 5, np.float32))
     arrays = [where.asarray(np.asarray(x)) for x in (lens, starts, ranges, bits)]
     of_heads = where.asarray(sinks), where.asarray(slopes)
-    where.ops.fill_mask(*arrays, causal, window, capacity, *of_heads, rows, made)
+    where.ops.fill_mask(*arrays, causal, window, 0, capacity, *of_heads, rows, made)
     return where.to_host(rows), where.to_host(made)
 
 

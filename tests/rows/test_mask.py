@@ -38,7 +38,7 @@ def test_trees(rows_of, rng, tokens, length, window):
     bits[:, -1] = 0xFFFFFFFF  # past the newest tokens: not looked at
     made = np.empty((tokens, mask.COLUMNS + words), np.int64)
     for i in range(tokens):
-        rows_of.fill_row(made, i, i, tokens, length, 1, window, NOTHING["ranges"], bits)
+        rows_of.fill_row(made, i, i, tokens, length, 1, window, 0, NOTHING["ranges"], bits)
         want, far = naive.seen_tokens(i, tokens, length, window_left=window, parents=parents)
         begin, end = made[i, mask.BEGIN], made[i, mask.END]
         assert 0 <= begin <= end <= length
@@ -56,7 +56,7 @@ def test_without_bits(rows_of, causal, window, tokens, length):
     for columns in (2, mask.COLUMNS):
         made = np.empty((tokens, columns), np.int64)
         for i in range(tokens):
-            rows_of.fill_row(made, i, i, tokens, length, causal, window, *NOTHING.values())
+            rows_of.fill_row(made, i, i, tokens, length, causal, window, 0, *NOTHING.values())
             want, _ = naive.seen_tokens(i, tokens, length, causal=bool(causal), window_left=window)
             assert list(range(*made[i, :2])) == want.tolist()
             assert made[i, 1] <= length
@@ -69,7 +69,7 @@ def test_without_bits(rows_of, causal, window, tokens, length):
 )
 def test_ranges_end_where_the_sequence_does(rows_of, span):
     made = np.empty((1, 2), np.int64)
-    rows_of.fill_row(made, 0, 0, 1, 7, 1, -1, np.array([span], np.int64), NOTHING["bits"])
+    rows_of.fill_row(made, 0, 0, 1, 7, 1, -1, 0, np.array([span], np.int64), NOTHING["bits"])
     assert list(range(*made[0])) == list(range(max(0, span[0]), min(7, span[1])))
 
 

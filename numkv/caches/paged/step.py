@@ -15,6 +15,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
+from numkv.caches.paged.shared import attend_shared
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_flag, check_index
@@ -81,6 +82,7 @@ class Step:
         self._longest = max(self._ends, default=0)
         self._written = np.zeros(store.num_layers, np.bool_)
         self._copies: dict[int, tuple[Any, ...]] = {}
+        self._prefixes: dict[Any, Any] = {}  # of `attend_shared`
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -103,8 +105,7 @@ class Step:
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
         self._place = store.target.place()
-        # How much of each sequence is kept, once the step has ended.
-        self._kept: list[int] = []
+        self._kept: list[int] = []  # how much of each sequence, once the step has ended
         self._noting: Marker | None = None
 
     @property
@@ -422,7 +423,8 @@ class Step:
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
         sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
-            See `numkv.decode_attention`; the mask of a tree is the step's.
+            See `numkv.decode_attention`; a tree's mask is the step's. `shared_len`: so many first tokens are read once
+            for all sequences that begin with the same blocks; see `numkv.cascade_attention`.
 
         Returns
         -------
@@ -471,8 +473,10 @@ class Step:
         self._check_tokens("q", int(q.shape[0]))
         window = self._store.groups[group].window
         visible = visible if self._tree is None else self._tree.seen(visible)
+        shared = (visible or {}).pop("shared_len", None)
         options = check_options(sm_scale, cap, window, sinks, return_lse, out, visible)
-        return attend(pool, self._tables[group], q, self._lens, self._starts, options)
+        of = pool, self._tables[group], q, self._lens, self._starts, options
+        return attend_shared(self, group, shared, *of) if shared else attend(*of)
 
     @writes
     def attention_weights(

@@ -23,10 +23,10 @@ def make_fill_mask(COMPUTE):
     F = np.float32 if COMPUTE == "float32" else np.float64
 
     def kernel(seq_lens, q_starts, ranges, bits, options, sinks, slopes, rows, heads):
-        causal, window_left, capacity = options
-        first = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
+        causal, window_left, first, capacity = options
+        number = np.int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x
         step = np.int64(cuda.gridDim.x) * THREADS
-        for row in range(first, rows.shape[0], step):
+        for row in range(number, rows.shape[0], step):
             # The last sequence whose queries start there or before.
             low, high = np.int64(0), np.int64(seq_lens.shape[0])
             while low + 1 < high:
@@ -40,13 +40,13 @@ def make_fill_mask(COMPUTE):
             if start >= 0 and start <= row and row < end:
                 length = min(max(number_at(seq_lens, low), np.int64(0)), capacity)
                 fill_row(
-                    rows, row, row - start, tokens, length, causal, window_left, ranges, bits
+                    rows, row, row - start, tokens, length, causal, window_left, first, ranges, bits
                 )  # fmt: skip
             else:
                 for i in range(rows.shape[1]):
                     rows[row, i] = 0
         half = heads.shape[0] >> 1
-        for h in range(first, half, step):
+        for h in range(number, half, step):
             heads[h] = sinks[h] if sinks.shape[0] > 0 else F(-np.inf)
             heads[half + h] = slopes[h]
 
@@ -58,7 +58,7 @@ def _fill_mask(compute: str, of_ranges: str) -> Any:
     table, reals = array(types.int64, 2), array(getattr(types, compute), 1)
     ranges = array(getattr(types, of_ranges), 2)
     signature = (
-        INDICES, INDICES, ranges, array(types.uint32, 2), types.UniTuple(types.int64, 3), reals, reals, table,
+        INDICES, INDICES, ranges, array(types.uint32, 2), types.UniTuple(types.int64, 4), reals, reals, table,
         reals,
     )  # fmt: skip
     return jit(make_fill_mask, (compute,), signature, 8)
@@ -66,13 +66,13 @@ def _fill_mask(compute: str, of_ranges: str) -> Any:
 
 @implements(Operations.fill_mask)
 def fill_mask(
-    seq_lens, q_starts, ranges, bits, causal, window_left, capacity, sinks, slopes, rows, heads
+    seq_lens, q_starts, ranges, bits, causal, window_left, first, capacity, sinks, slopes, rows, heads
 ):  # fmt: skip
     items = max(rows.shape[0], heads.shape[0] // 2)
     if items and seq_lens.shape[0]:
         launch(
             _fill_mask(heads.dtype.name, ranges.dtype.name), ceil_div(items, THREADS), THREADS,
-            seq_lens, q_starts, ranges, bits, (int(causal), int(window_left), int(capacity)), sinks, slopes,
+            seq_lens, q_starts, ranges, bits, (int(causal), int(window_left), int(first), int(capacity)), sinks, slopes,
             rows, heads,
         )  # fmt: skip
 
