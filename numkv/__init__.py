@@ -6,11 +6,13 @@ from numkv import _moved
 from numkv._version import __version__
 from numkv.attention import (
     attention_weights,
+    cascade_attention,
     decode_attention,
     merge_states,
     paged_decode_attention,
     paged_prefill_attention,
     prefill_attention,
+    tree_mask,
 )
 from numkv.caches import (
     Batch,
@@ -100,6 +102,7 @@ __all__ = [
     "__version__",
     "append",
     "attention_weights",
+    "cascade_attention",
     "decode_attention",
     "get_num_threads",
     "kind",
@@ -114,6 +117,7 @@ __all__ = [
     "rope_shift",
     "save",
     "set_num_threads",
+    "tree_mask",
     "warmup",
 ]
 

@@ -1,7 +1,7 @@
 """What layers that are not alike cost: steps, attention to rows in pages, states, and parts of blocks of prefixes.
 
-The same model is kept once in a buffer for each layer of a group, and once in pages, which a layer of another kind beside
-it brings about; its rows then lie a page apart.
+The same model is kept once in a buffer for each layer of a group, and once in pages, which a layer of another kind
+beside it brings about; its rows then lie a page apart.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def test_attention(host_time, rng, pages):
 
 @pytest.mark.parametrize("states", [False, True], ids=["rows", "states"])
 def test_states(host_time, states):
-    """A step of 8 sequences of a model with 6 layers of states of 64 KiB each, beside 2 with rows; nothing is copied."""
+    """A step of 8 sequences, with 6 layers of states of 64 KiB each beside 2 with rows: nothing is copied."""
     shapes = {i: [((16, 32, 32), "float32")] for i in range(6)}
     more = {"states": shapes, "num_states": 64} if states else {}
     cache = numkv.PagedKVCache(

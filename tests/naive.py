@@ -147,13 +147,14 @@ def gather(pool, block_table, seq_lens):
 # ---------------------------------------------------------------- attention
 
 
-def attention_row(q, k, v, sm_scale, logits_soft_cap, sink):
+def attention_row(q, k, v, sm_scale, logits_soft_cap, sink, bias=0.0):
     """One query against the rows it sees: ``q (d,)``, ``k (n, d)``, ``v (n, dv)`` -> row, lse."""
     if len(k) == 0:
         return np.zeros(v.shape[1]), -np.inf if sink is None else float(sink)
     logits = (k @ q) * sm_scale
     if logits_soft_cap > 0:
         logits = logits_soft_cap * np.tanh(logits / logits_soft_cap)
+    logits = logits + bias
     top = logits.max() if sink is None else max(logits.max(), sink)
     weights = np.exp(logits - top)
     total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))
@@ -207,6 +208,68 @@ def attention(
                     None if sinks is None else float(sinks[h]),
                 )
     return out, lse
+
+
+def seen_tokens(query, tokens, length, *, causal=True, window_left=-1, span=None, parents=None):
+    """What query number `query` of a sequence's `tokens` sees: tokens, and how far each is from it.
+
+    `span` is a range in place of causality; `parents` are those of a tree of the newest tokens, or -1.
+    """
+    if parents is not None:
+        base, path = length - tokens, []
+        while query >= 0:
+            path.append(base + query)
+            query = parents[query]
+        seen = np.array([*range(base), *reversed(path)], int)
+        far = np.arange(len(seen))[::-1]
+        near = far <= window_left if window_left >= 0 else far >= 0
+        return seen[near], far[near]
+    position = length - tokens + query
+    begin = max(0, position - window_left) if window_left >= 0 else 0
+    end = position + 1 if causal else length
+    if span is not None:
+        begin, end = max(0, span[0]), span[1]
+    seen = np.arange(begin, max(begin, min(end, length)))
+    return seen, np.abs(position - seen)
+
+
+def attention_to_seen(
+    q, k, v, seq_lens, cu_seqlens_q, *, sm_scale=None, logits_soft_cap=0.0, window_left=-1, sinks=None, causal=True,
+    ranges=None, parents=None, slopes=None,
+):  # fmt: skip
+    """`attention` where causality does not say it all: of ranges of queries, parents of a tree, slopes of biases."""
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    num_tokens, num_q_heads, head_dim = q.shape
+    group = num_q_heads // k.shape[1]
+    scale = 1 / np.sqrt(head_dim) if sm_scale is None else sm_scale
+    out = np.zeros((num_tokens, num_q_heads, v.shape[3]))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for s in range(len(seq_lens)):
+        first, last = int(cu_seqlens_q[s]), int(cu_seqlens_q[s + 1])
+        for i in range(first, last):
+            seen, far = seen_tokens(
+                i - first, last - first, int(seq_lens[s]), causal=causal, window_left=window_left,
+                span=None if ranges is None else ranges[i],
+                parents=None if parents is None else parents[first:last],
+            )  # fmt: skip
+            for h in range(num_q_heads):
+                out[i, h], lse[i, h] = attention_row(
+                    q[i, h], k[s, h // group, seen], v[s, h // group, seen], scale, logits_soft_cap,
+                    None if sinks is None else float(sinks[h]),
+                    0.0 if slopes is None else -float(slopes[h]) * far,
+                )  # fmt: skip
+    return out, lse
+
+
+def packed_bits(parents, cu_seqlens_q, words):
+    """Rows of bits that say which of its sequence's newest tokens each one sees, itself and its ancestors."""
+    bits = np.zeros((len(parents), 32 * words), bool)
+    for s, first in enumerate(cu_seqlens_q[:-1]):
+        for i in range(first, cu_seqlens_q[s + 1]):
+            if parents[i] >= 0:
+                bits[i] = bits[first + parents[i]]
+            bits[i, i - first] = True
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
 
 
 def attention_weights(

@@ -16,6 +16,7 @@ import paged_problems
 import problems
 import ptx_choice
 import ptx_prefill
+import ptx_sight
 import tolerances
 from kernels import test_compress as codes
 from problems import Shape
@@ -439,6 +440,7 @@ def _attention(case):
     case(attention, Shape(4, 2, 64, (600,)), "fp32", "fp32", **{**options, "window_left": 500})
     case(attention_of_heads, Shape(3, 1, 7, (150,)), "fp8_e4m3", "fp32", "fp32", window_left=90)
     _decode(case)
+    ptx_sight.sight_cases(case)
     case(cells, "fp32")
     case(cells, "bf16")
     shape = Shape(4, 2, 64, (140, 3), spare=1)

@@ -41,8 +41,8 @@ def test_the_list_is_sorted_and_complete():
 # Packages with public names; whatever else can be imported is internal.
 PACKAGES = {
     "attention": [
-        "attention_weights", "decode_attention", "merge_states", "paged_decode_attention",
-        "paged_prefill_attention", "prefill_attention",
+        "attention_weights", "cascade_attention", "decode_attention", "merge_states", "paged_decode_attention",
+        "paged_prefill_attention", "prefill_attention", "tree_mask",
     ],
     "blocks": [
         "BlockPool", "BlocksRemoved", "BlocksStored", "MissReason", "PoolStats", "block_digests",

@@ -11,6 +11,7 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.options import AttentionOptions
+from numkv.attention.sight import lay_out
 from numkv.checks import check_apart, check_array, check_writable, is_plain
 from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kernels import validate as values
@@ -84,7 +85,7 @@ def attend(
     names = (q_kind.name, k_kind.name, v_kind.name)  # compared faster than dtypes are
     compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
     scale = options.scale(head_dim)
-    _, logits_soft_cap, window_left, sinks, return_lse, out = options
+    _, logits_soft_cap, window_left, sinks, return_lse, out, sight = options
     if ranges is None:
         ranges = no_ranges(target.key)
     if sinks is None:
@@ -125,6 +126,13 @@ def attend(
         lse = _no_lse(target.key)
     if not (num_tokens and num_q_heads):
         return (out, lse) if return_lse else out
+    if sight is not None:
+        capacity = int(block_table.shape[1]) * (1 if by_slot else int(k.words.shape[2]))
+        ranges, sinks = lay_out(
+            target, sight, seq_lens, q_starts, capacity, window_left, sinks, num_tokens, num_q_heads, out,
+            validate=validate,
+        )  # fmt: skip
+        window_left = -1
     target.ops.attend(
         target.words(q), q_kind.name, k.words, k_kind.name, k.scales, v.words,
         v_kind.name, v.scales, block_table, seq_lens, q_starts, ranges, int(by_slot),
@@ -209,9 +217,12 @@ def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows
 
 def check_lengths(
     target: Target, seq_lens: Array, q_starts: Array, num_tokens: int, capacity: int,
-    *, validate: bool, decode: bool,
+    *, validate: bool, decode: bool, free: bool = False,
 ) -> None:  # fmt: skip
-    """Check the values of lengths and query starts: on the CPU always, on CUDA if asked for."""
+    """Check the values of lengths and query starts: on the CPU always, on CUDA if asked for.
+
+    If `free`, queries need not be cached tokens, so there may be more of them.
+    """
     if not target.values_on_host:
         if not validate:
             return
@@ -220,6 +231,8 @@ def check_lengths(
     elif decode and len(seq_lens) == 1 and 0 <= seq_lens[0] <= capacity:
         return  # for one sequence this is faster than a call of compiled code
     found, b = values.check_lengths(seq_lens, q_starts, num_tokens, capacity, decode)
+    if found == values.TOO_MANY_QUERIES and free:
+        found, b = _check_free(seq_lens, q_starts, capacity)
     if found == values.FINE:
         return
     if found == values.BAD_LENGTH:
@@ -235,6 +248,17 @@ def check_lengths(
         )
     queries = int(q_starts[b + 1] - q_starts[b])
     raise too_many_queries(queries, int(seq_lens[b]), f" of sequence {b}")
+
+
+def _check_free(seq_lens: Any, q_starts: Any, capacity: int) -> tuple[int, int]:
+    """As `numkv.kernels.validate.check_lengths`, but that there may be more queries than tokens."""
+    for wrong, finding in (
+        (np.diff(q_starts) < 0, values.BAD_STARTS),
+        ((seq_lens < 0) | (seq_lens > capacity), values.BAD_LENGTH),
+    ):
+        if wrong.any():
+            return finding, int(wrong.argmax())
+    return values.FINE, -1
 
 
 def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMismatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible, is_free, with_sight
 from numkv.checks import check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
@@ -54,6 +55,7 @@ def decode_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with one query per sequence over a contiguous cache.
 
@@ -92,6 +94,13 @@ def decode_attention(
         On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
         pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
         on the CPU.
+    **visible
+        What queries see, and biases, by name; see docs/visibility.md. `causal`: whether queries see no later tokens (by
+        default they do not; else they need not be cached tokens either). `ranges`, int32 or int64 array (num_tokens,
+        2): tokens ``[begin, end)`` that each query sees in place of that, cut to the sequence. `mask`, uint32 or int32
+        array (num_tokens, words): bits of the sequence's newest tokens, as many as it has queries, see
+        `numkv.tree_mask`. `alibi_slopes`, float32 array (num_q_heads,): a slope times the distance is taken from
+        scores, after the cap.
 
     Returns
     -------
@@ -126,6 +135,9 @@ def decode_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, v, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
+            return target.run(decode_attention, call, stream, arrays, asked)
         return target.run(decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
@@ -141,7 +153,7 @@ def decode_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = one_query_each(target.device_key, num_seqs)
     check_lengths(target, lens, starts, num_seqs, capacity, validate=validate, decode=True)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     return attend(
         pool,
         one_block_each(target.device_key, num_seqs),
@@ -170,6 +182,7 @@ def prefill_attention(
     k_scale: Any = None,
     v_scale: Any = None,
     validate: bool | None = False,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with any number of queries per sequence over a contiguous cache; causal, bottom-right aligned.
 
@@ -186,7 +199,7 @@ def prefill_attention(
         Tokens in the cache, the queries' own included.
     cu_seqlens_q : int32 or int64 array (num_seqs + 1,)
         Prefix sums of the numbers of queries: sequence b has the queries ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])``.
-    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream
+    sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, k_scale, v_scale, validate, stream, **visible
         See `decode_attention`.
 
     Returns
@@ -199,7 +212,8 @@ def prefill_attention(
     Raises
     ------
     DimensionMismatch
-        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+        If a sequence has more queries than tokens, but for `causal=False` and `ranges`, `cu_seqlens_q` are not prefix
+        sums, or a shape does not fit.
     UnsupportedDType, NotSupported, IndexError
         See `decode_attention`.
     """
@@ -207,6 +221,9 @@ def prefill_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k, v, seq_lens, cu_seqlens_q, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
+            return target.run(prefill_attention, call, stream, arrays, asked)
         return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
@@ -216,8 +233,11 @@ def prefill_attention(
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)
-    check_lengths(target, lens, starts, q.shape[0], capacity, validate=validate, decode=False)
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
+    check_lengths(
+        target, lens, starts, q.shape[0], capacity, validate=validate, decode=False,
+        free=is_free(options),
+    )  # fmt: skip
     return attend(
         pool,
         one_block_each(target.device_key, num_seqs),

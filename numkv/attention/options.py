@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numkv.attention.sight import Sight, check_sight
 from numkv.checks import check_flag, check_number, check_size
 from numkv.errors import DimensionMismatch
 
@@ -30,6 +31,8 @@ class AttentionOptions(NamedTuple):  # made in a third of the time of a frozen d
         Whether the lse is returned too.
     out : array or None
         What takes the output, not checked.
+    sight : Sight or None
+        What queries see, where causality and the window do not say it all; arrays not checked.
     """
 
     sm_scale: float | None = None
@@ -38,6 +41,7 @@ class AttentionOptions(NamedTuple):  # made in a third of the time of a frozen d
     sinks: Any = None
     return_lse: bool = False
     out: Any = None
+    sight: Sight | None = None
 
     def scale(self, head_dim: int) -> float:
         """What scores of rows of `head_dim` elements are multiplied by."""
@@ -52,14 +56,15 @@ class AttentionOptions(NamedTuple):  # made in a third of the time of a frozen d
 
 def check_options(
     sm_scale: float | None = None, logits_soft_cap: float | None = 0.0, window_left: int | None = -1,
-    sinks: Any = None, return_lse: bool | None = False, out: Any = None,
+    sinks: Any = None, return_lse: bool | None = False, out: Any = None, visible: Any = None,
 ) -> AttentionOptions:  # fmt: skip
     """Take the options of an attention call as one object, the numbers among them checked; None is the default of each.
 
-    Arrays are checked by `numkv.attention.attend.attend`, which knows their shapes.
+    Arrays are checked by `numkv.attention.attend.attend`, which knows their shapes. `visible` has the names of
+    `numkv.attention.sight.Visible`.
     """
     if (
-        sm_scale is None and sinks is None and out is None and return_lse is False
+        sm_scale is None and sinks is None and out is None and return_lse is False and not visible
         and type(logits_soft_cap) is float and logits_soft_cap == 0
         and type(window_left) is int and window_left == -1
     ):  # fmt: skip
@@ -72,7 +77,8 @@ def check_options(
         window_left = _check_window(window_left)
     if return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
-    given = (sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    sight = check_sight(visible, window_left) if visible else None
+    given = (sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, sight)
     return tuple.__new__(AttentionOptions, given)  # in half the time of its own `__new__`
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import check_options
-from numkv.checks import check_flag, check_integers
+from numkv.attention.sight import Visible, is_free, with_sight
+from numkv.checks import check_flag, check_integers, check_size
 from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
@@ -18,13 +20,17 @@ from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["paged_decode_attention", "paged_prefill_attention"]
+__all__ = ["cascade_attention", "paged_decode_attention", "paged_prefill_attention"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
 _INT32 = (np.dtype(np.int32),)
 _OPTIONS = "sm_scale logits_soft_cap window_left return_lse validate"
 _DECODE = Call("q k_pool v_pool block_table seq_lens sinks out k_scale v_scale", _OPTIONS, "out")
+_CASCADE = Call(
+    "q k_pool v_pool block_table seq_lens cu_seqlens_q sinks k_scale v_scale",
+    "shared_len sm_scale logits_soft_cap return_lse",
+)
 _PREFILL = Call(
     "q k_pool v_pool block_table seq_lens cu_seqlens_q sinks out k_scale v_scale", _OPTIONS, "out"
 )
@@ -32,14 +38,16 @@ _PREFILL = Call(
 
 def _check_batch(
     target: Target, pool: Pool, table: Array, seq_lens: Any, q_starts: Array, num_tokens: int,
-    *, validate: bool, decode: bool,
+    *, validate: bool, decode: bool, free: bool = False,
 ) -> Array:  # fmt: skip
     """The lengths as kernels take them; their values and the table's are checked on the CPU, on CUDA if asked for."""
     num_seqs = int(table.shape[0])
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     num_blocks, block_size = int(pool.k.shape[0]), int(pool.k.shape[2])
     capacity = int(table.shape[1]) * block_size
-    check_lengths(target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode)
+    check_lengths(
+        target, lens, q_starts, num_tokens, capacity, validate=validate, decode=decode, free=free
+    )
     if target.values_on_host or validate:
         on_host, lens_on_host = target.to_host(table), target.to_host(lens).astype(np.int64)
         b = values.first_bad_blocks(on_host, lens_on_host, block_size, num_blocks)
@@ -69,6 +77,7 @@ def paged_decode_attention(
     v_scale: Any = None,
     validate: bool | None = False,
     stream: Any = None,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with one query per sequence over paged pools.
 
@@ -94,6 +103,8 @@ def paged_decode_attention(
         On CUDA the stream to run on: of numba.cuda, CuPy or torch, an object with ``__cuda_stream__``, or a stream's
         pointer. If None, the one that torch or CuPy has current for the arrays, else the legacy default stream. None
         on the CPU.
+    **visible
+        See `numkv.decode_attention`.
 
     Returns
     -------
@@ -113,6 +124,9 @@ def paged_decode_attention(
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (q, k_pool, v_pool, block_table, seq_lens, sinks, out, k_scale, v_scale)
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_DECODE, arrays, asked, visible)
+            return target.run(paged_decode_attention, call, stream, arrays, asked)
         return target.run(paged_decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
@@ -123,7 +137,7 @@ def paged_decode_attention(
     lens = _check_batch(
         target, pool, table, seq_lens, starts, num_seqs, validate=validate, decode=True
     )
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     return attend(pool, table, q, lens, starts, options, validate=validate)
 
 
@@ -145,6 +159,7 @@ def paged_prefill_attention(
     v_scale: Any = None,
     validate: bool | None = False,
     stream: Any = None,
+    **visible: Unpack[Visible],
 ) -> Any:
     """Attend with any number of queries per sequence over paged pools; causal, bottom-right aligned.
 
@@ -158,7 +173,7 @@ def paged_prefill_attention(
         Prefix sums of the numbers of queries.
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
-    k_scale, v_scale, validate, stream
+    k_scale, v_scale, validate, stream, **visible
         See `paged_decode_attention`.
 
     Returns
@@ -171,7 +186,8 @@ def paged_prefill_attention(
     Raises
     ------
     DimensionMismatch
-        If a sequence has more queries than tokens, `cu_seqlens_q` are not prefix sums, or a shape does not fit.
+        If a sequence has more queries than tokens, but for `causal=False` and `ranges`, `cu_seqlens_q` are not prefix
+        sums, or a shape does not fit.
     IndexError, UnsupportedDType, NotSupported, ValueError
         See `paged_decode_attention`.
     """
@@ -190,6 +206,9 @@ def paged_prefill_attention(
             v_scale,
         )
         asked = (sm_scale, logits_soft_cap, window_left, return_lse, validate)
+        if visible:
+            call, arrays, asked = with_sight(_PREFILL, arrays, asked, visible)
+            return target.run(paged_prefill_attention, call, stream, arrays, asked)
         return target.run(paged_prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
@@ -197,8 +216,112 @@ def paged_prefill_attention(
     table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (int(table.shape[0]) + 1,))
     starts = target.index(starts, np.int64)
+    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible)
     lens = _check_batch(
-        target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False
-    )
-    options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        target, pool, table, seq_lens, starts, int(q.shape[0]), validate=validate, decode=False,
+        free=is_free(options),
+    )  # fmt: skip
     return attend(pool, table, q, lens, starts, options, validate=validate)
+
+
+def cascade_attention(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_table: Any,
+    seq_lens: Any,
+    shared_len: int,
+    cu_seqlens_q: Any = None,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    stream: Any = None,
+    **options: Any,
+) -> Any:
+    """Attend over paged pools where all sequences begin with the same tokens, which are read once for all of them.
+
+    Parameters
+    ----------
+    q : array (num_tokens, num_q_heads, head_dim)
+        The queries of all sequences, one after another.
+    k_pool, v_pool, block_table, seq_lens
+        See `paged_decode_attention`. Rows of the table begin with the same blocks: of the shared tokens those of the
+        first row are looked at.
+    shared_len : int
+        How many tokens are shared. All queries are later ones.
+    cu_seqlens_q : int32 or int64 array (num_seqs + 1,), optional
+        Prefix sums of the numbers of queries; one each if None.
+    k_scale, v_scale, stream
+        See `paged_decode_attention`.
+    **options
+        `sm_scale`, `logits_soft_cap`, `sinks`, `return_lse`: see `decode_attention`. There are no windows.
+
+    Returns
+    -------
+    out : array (num_tokens, num_q_heads, head_dim_v)
+        In q's dtype.
+    lse : float32 array (num_tokens, num_q_heads)
+        Natural log of the sum of exponentials; only with `return_lse`.
+
+    Raises
+    ------
+    IndexError
+        If a query is one of the shared tokens, or blocks or lengths are out of range: on the CPU.
+    ValueError
+        If rows of the table begin with different blocks: on the CPU.
+    DimensionMismatch, UnsupportedDType, NotSupported, TypeError
+        See `paged_prefill_attention`.
+
+    Notes
+    -----
+    Attention to the shared tokens and to the others is merged in float32 (float64 where K, V or q are). So results
+    are those of `paged_prefill_attention` to rounding, and for a sequence always the same bits, whichever sequences
+    come with it. To share pays from about eight sequences on; see perf/test_cascade.py.
+    """
+    target = targets.of(k_pool)
+    unknown = options.keys() - {"sm_scale", "logits_soft_cap", "sinks", "return_lse"}
+    if unknown:
+        raise TypeError(f"`{min(unknown)}`: expected no such argument")
+    named = (options.get(name) for name in ("sm_scale", "logits_soft_cap"))
+    sm_scale, cap = named
+    sinks, return_lse = options.get("sinks"), options.get("return_lse", False)
+    if (stream is not None or target.has_streams) and stream is not target.here:
+        arrays = (q, k_pool, v_pool, block_table, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale)
+        asked = (shared_len, sm_scale, cap, return_lse)
+        return target.run(cascade_attention, _CASCADE, stream, arrays, asked)
+    shared = check_size("shared_len", shared_len, 0)
+    pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+    table = check_integers(target, "block_table", block_table, ("num_seqs", "max_blocks"), _INT32)
+    num_seqs, num_tokens = int(table.shape[0]), int(q.shape[0])
+    if cu_seqlens_q is None:
+        cu_seqlens_q = one_query_each(target.device_key, num_seqs)
+    starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    starts = target.index(starts, np.int64)
+    lens = _check_batch(
+        target, pool, table, seq_lens, starts, num_tokens, validate=False, decode=False
+    )
+    first = 0
+    if target.values_on_host and num_tokens:
+        _check_shared(table, lens, starts, shared, int(pool.k.shape[2]))
+        first = int(np.diff(np.asarray(starts)).argmax() if num_seqs else 0)  # one that has queries
+    checked = check_options(sm_scale, cap, -1, sinks, return_lse)
+    prefixes = [Prefix(first, np.arange(num_tokens))] if num_tokens else []
+    return attend_cascade(pool, table, q, lens, starts, checked, shared, prefixes)
+
+
+def _check_shared(table: Array, lens: Array, starts: Array, shared: int, block_size: int) -> None:
+    """Refuse queries among the shared tokens, and tables that do not begin alike."""
+    queries = np.diff(np.asarray(starts))
+    first = (lens - queries)[queries > 0]
+    if len(first) and first.min() < shared:
+        raise IndexError(
+            f"`shared_len`: expected at most the {first.min()} tokens before a sequence's queries, got {shared}"
+        )
+    blocks = -(-shared // block_size)
+    used = table[queries > 0, :blocks]
+    if len(used) and (used != used[0]).any():
+        raise ValueError(
+            f"`block_table`: expected the same {blocks} blocks at the beginning of all rows, which hold the "
+            f"{shared} shared tokens, got others"
+        )

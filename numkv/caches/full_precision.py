@@ -24,8 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.attention.attend import attend
+from numkv.attention.cascade import converted
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
+from numkv.attention.sight import seen_by_queries
 from numkv.checks import check_apart, check_array, check_size, check_writable
 from numkv.compaction.key_shift import RopeShift
 from numkv.compaction.moves import groups_of
@@ -33,7 +35,7 @@ from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind, kind, kind_of_dtype
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
-from numkv.targets.base import Array, Target
+from numkv.targets.base import Array
 
 __all__ = ["FullPrecisionWindow", "Residual"]
 
@@ -331,7 +333,7 @@ class FullPrecisionWindow:
         target = pool.target
         floats, own = (self._pool.k, pool.k_kind) if which == "k" else (self._pool.v, pool.v_kind)
         if not own.has_scales:
-            rows = _converted(target, rows, target.empty(tuple(rows.shape), own.compute))
+            rows = converted(target, rows, target.empty(tuple(rows.shape), own.compute))
         if not length:
             return rows
         begin, end = self.quantised(layer, length)
@@ -393,13 +395,12 @@ class FullPrecisionWindow:
             check_writable("out", out)
             for of in (pool, self._pool):
                 check_apart(target, {"out": out}, of.written("k", "v"))
-        options = options._replace(window_left=-1)
+        sight = options.sight
+        options = options._replace(window_left=-1, sight=None)
         if not tokens or not length:
             return attend(pool, block_table, q, lens, starts, options)
         # The visible range of each query, and its parts in the two pools. Full-precision tokens are counted in order.
-        high = length - tokens + 1 + np.arange(tokens)
-        low = np.zeros_like(high) if window_left < 0 else np.maximum(0, high - 1 - window_left)
-        seen = np.stack([low, high], axis=1)
+        seen = seen_by_queries(target, sight, tokens, length, window_left)
         begin, end = self.quantised(layer, length)
         coded = seen.clip(begin, end)
         plain = np.minimum(seen, begin) + np.maximum(seen - end, 0)
@@ -423,7 +424,7 @@ class FullPrecisionWindow:
         if out is None:
             out = target.empty(shape, q.dtype)
         exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
-        wide = q if exact is q_kind else _converted(target, q, target.empty(q.shape, exact.dtype))
+        wide = q if exact is q_kind else converted(target, q, target.empty(q.shape, exact.dtype))
         parts = options._replace(return_lse=True, out=None)
         o_a, lse_a = of_floats(wide, parts)
         o_b, lse_b = of_codes(wide, parts._replace(sinks=None))
@@ -434,7 +435,7 @@ class FullPrecisionWindow:
             words(o_a), lse_a, words(o_b), lse_b, exact.name, words(merged), lse
         )
         if merged is not out:
-            _converted(target, merged, out)
+            converted(target, merged, out)
         return (out, lse) if options.return_lse else out
 
     def attention_mass(
@@ -515,19 +516,6 @@ def _float_kind(of: Kind) -> Kind:
     found = kind_of_dtype(of.compute)
     assert found is not None
     return found
-
-
-def _converted(target: Target, x: Array, to: Array) -> Array:
-    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
-    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
-    assert source is not None
-    assert dest is not None
-    tokens, heads, dim = (int(n) for n in to.shape)
-    rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
-    table = target.index(np.arange(tokens), np.int32)
-    no_scale = target.empty((0, 0, 0), _FLOAT32)
-    target.ops.append_rows(target.words(x), source.name, rows, dest.name, no_scale, table, 0)
-    return to
 
 
 #: The name of 0.1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from numkv.access import busy, drops, reads, writes
 from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.caches.bound_single import BoundLayer, bind_layer
 from numkv.caches.layer_write import write_again, write_here
 from numkv.caches.single import SingleSequence
@@ -515,7 +516,7 @@ class Layer(SingleSequence):
     @reads
     def decode_attention(
         self, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0, window_left: int = -1,
-        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None,
+        sinks: Any = None, return_lse: bool = False, out: Any = None, stream: Any = None, **visible: Unpack[Visible],
     ) -> Any:  # fmt: skip
         """Attend with the newest tokens' queries: each sees itself and earlier positions.
 
@@ -523,7 +524,7 @@ class Layer(SingleSequence):
         ----------
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the last `num_tokens` cached positions.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream, **visible
             See `numkv.decode_attention`.
 
         Returns
@@ -540,7 +541,9 @@ class Layer(SingleSequence):
         UnsupportedDType, NotSupported, ValueError
             See `numkv.decode_attention`.
         """
-        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        options = check_options(
+            sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
+        )
         if self._again is not None:
             return self._attend_with(0, q, options, stream)
         return self._attend(0, q, options, stream)

@@ -17,6 +17,7 @@ from numkv.access import Access, drops, reads
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import AttentionOptions
+from numkv.attention.sight import is_free
 from numkv.caches.full_precision import FullPrecisionWindow, Watching
 from numkv.caches.watched import Watched
 from numkv.checks import check_flag
@@ -507,11 +508,11 @@ class SingleSequence(Watched):
 
     # -- attention
 
-    def _check_queries(self, layer: int, q: Any) -> tuple[Array, int]:
+    def _check_queries(self, layer: int, q: Any, free: bool = False) -> tuple[Array, int]:
         """The queries ``(num_tokens, num_q_heads, head_dim)`` of a layer's last tokens, and how many it has."""
         q = check_queries(self._target, q, self._heads, self._head_dim, "num_tokens")
         tokens, length = int(q.shape[0]), self._stored(layer)
-        if tokens > length and tokens != 1:
+        if tokens > length and tokens != 1 and not free:
             raise too_many_queries(tokens, length)
         return q, length
 
@@ -552,9 +553,9 @@ class SingleSequence(Watched):
         self, layer: int, q: Any, options: AttentionOptions, stream: Any = None
     ) -> Any:
         """Attend with options that are checked, as an earlier call did where there is one like it."""
-        if self._again is None:
+        if self._again is None or options.sight is not None:
             return self._attend(layer, q, options, stream)
-        scale, cap, window, sinks, return_lse, out = options
+        scale, cap, window, sinks, return_lse, out, _ = options
         asked = scale, cap, window, sinks, return_lse
         return self._attend_again(
             layer, q, asked, out, stream, lambda: self._attend(layer, q, options)
@@ -567,7 +568,7 @@ class SingleSequence(Watched):
             with there.on(stream, q, self._pool.k):
                 there.refuse_capture(f"{type(self).__name__}.decode_attention")
                 return self._attend(layer, q, options, there.here)
-        q, length = self._check_queries(layer, q)
+        q, length = self._check_queries(layer, q, is_free(options))
         pool, table, target = self._pools[layer], self._block_table(layer), self._target.key
         if self._full_precision is not None:
             return self._full_precision.attend(pool, table, layer, q, length, options)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from numkv.access import reads
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index
 from numkv.errors import NotSupported
@@ -197,6 +198,7 @@ class StoredRows(SingleSequence):
         sinks: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        **visible: Unpack[Visible],
     ) -> Any:
         """Attend over all rows appended to a layer; the queries are those of the last ones.
 
@@ -206,7 +208,7 @@ class StoredRows(SingleSequence):
             Which layer.
         q : array (num_q_heads, head_dim) or (num_tokens, num_q_heads, head_dim)
             Queries; each sees its own position and earlier ones.
-        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream
+        sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, stream, **visible
             See `numkv.decode_attention`; `out` has the rank of q.
 
         Returns
@@ -229,7 +231,7 @@ class StoredRows(SingleSequence):
         target = self._target
         if (stream is not None or target.has_streams) and stream is not target.here:
             asked = sm_scale, logits_soft_cap, window_left, sinks, return_lse
-            return self._attend_on(layer, q, asked, out, stream)
+            return self._attend_on(layer, q, asked, out, stream, visible)
         q = target.accept(q, "q")
         single = len(q.shape) == 2
         if single:
@@ -237,21 +239,25 @@ class StoredRows(SingleSequence):
             if out is not None:
                 out = target.accept(out, "out")
                 out = out.reshape((1, *out.shape))
-        options = check_options(sm_scale, logits_soft_cap, window_left, sinks, return_lse, out)
+        options = check_options(
+            sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, visible
+        )
         result = self._attend(layer, q, options)
         if not single:
             return result
         return (result[0][0], result[1][0]) if return_lse else result[0]
 
-    def _attend_on(self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any) -> Any:
+    def _attend_on(
+        self, layer: int, q: Any, asked: tuple[Any, ...], out: Any, stream: Any, visible: Visible
+    ) -> Any:
         """Attend on a stream, as an earlier call did where there is one like it."""
 
         def attend() -> Any:
             names = ("sm_scale", "logits_soft_cap", "window_left", "sinks", "return_lse")
-            options = dict(zip(names, asked, strict=True))
+            options = {**dict(zip(names, asked, strict=True)), **visible}
             return self.decode_attention(layer, q, **options, out=out, stream=self._target.here)
 
-        if self._again is not None:
+        if self._again is not None and not visible:
             return self._attend_again(layer, q, asked, out, stream, attend)
         with self._target.on(stream, q, self._pool.k):
             return attend()

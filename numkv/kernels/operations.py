@@ -138,6 +138,51 @@ class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
+    def fill_mask(
+        seq_lens: Array,
+        q_starts: Array,
+        ranges: Array,
+        bits: Array,
+        causal: int,
+        window_left: int,
+        first: int,
+        capacity: int,
+        sinks: Array,
+        slopes: Array,
+        rows: Array,
+        heads: Array,
+    ) -> None:
+        """Write what queries see, and numbers of q heads, as `attend` takes them.
+
+        Parameters
+        ----------
+        seq_lens : int64 array (num_seqs,)
+            Tokens in the cache; at most `capacity` of them count.
+        q_starts : int64 array (num_seqs + 1,)
+            Where each sequence's queries start.
+        ranges : int64 array (num_tokens, 2) or (0, 2)
+            Tokens ``[low, high)`` that each query sees, any numbers; cut to the sequence's length. Empty for none.
+        bits : uint32 array (num_tokens, words) or (0, 0)
+            Which of its sequence's newest tokens, of which there are as many as queries, each query sees: token
+            ``32 * w + i`` of them by bit i of word w. Empty for none.
+        causal : int
+            Whether queries see no later tokens, where neither of these says what they see: 0 or 1.
+        window_left : int
+            Earlier tokens that a query sees; -1 for all, and with `ranges`.
+        first : int
+            The first token that any query sees; 0 with `ranges` and `bits`.
+        capacity : int
+            Tokens for which a sequence has room.
+        sinks, slopes : array (num_q_heads,) or (0,)
+            Extra scores in the denominator, and slopes of biases, in the float type that attention computes in.
+        rows : int64 array (num_tokens, 2) or (num_tokens, 4 + words)
+            Takes ranges, or rows of `numkv.rows.mask`.
+        heads : array (2 * num_q_heads,) or (0,)
+            Takes sinks, or -inf where there are none, and slopes.
+        """
+        raise NotImplementedError
+
+    @staticmethod
     def attend(
         q: Array,
         q_kind: str,
@@ -185,7 +230,8 @@ class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
         ranges : int64 array (num_tokens, 2) or (0, 2)
             Tokens ``[low, high)`` of its sequence that each query sees, in place of causality and the window; they end
             where the row of `block_table` does, and an empty range gives 0 and -inf (with a sink: the sink). Empty for
-            none.
+            none. Or rows of `numkv.rows.mask`, of more numbers, from `fill_mask`: then kernels of their own know gaps
+            and biases.
         by_slot : int
             Whether `block_table` holds slots: 0 or 1.
         sm_scale, logits_soft_cap : float
@@ -193,7 +239,9 @@ class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
         window_left : int
             Earlier tokens that a query sees; -1 for all, and with `ranges`.
         sinks : array (num_q_heads,) or (0,)
-            Extra scores in the denominator: float64 if any of the kinds is fp64, else float32.
+            Extra scores in the denominator: float64 if any of the kinds is fp64, else float32. With rows of a mask
+            perhaps ``(2 * num_q_heads,)``: sinks, or -inf for none, and slopes of q heads. Then a slope times the
+            distance of token and query is taken from each score, after the cap.
         out : array (num_tokens, num_q_heads, head_dim_v)
             Result, in the words of `q_kind`.
         lse : float32 array (num_tokens, num_q_heads)

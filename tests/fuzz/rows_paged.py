@@ -132,7 +132,7 @@ def _of_step(d: Draw):
 
 def _accepted(d: Draw) -> object:
     step = _of_step(d)
-    if step is None:
+    if step is None or step._tree is not None:
         return OMIT
     return np.array([d.randrange(int(n) + 1) for n in step.new_lens], np.int64)
 
@@ -144,6 +144,23 @@ def _token_ids(d: Draw) -> object:
         if step is None
         else np.array([d.randrange(3) for _ in range(step.num_tokens)], np.int64)
     )
+
+
+def _parents(d: Draw) -> object:
+    """Chains and bushes, seldom: attention to trees is a kernel of its own."""
+    seqs = d.given["sequences"]
+    if d.scene.kind not in ("fp32", "int8") or d.randrange(5) or "into" in d.given:
+        return OMIT
+    n, lens = d.given["new_lens"], d.given["new_lens"]
+    lens = [n] * len(seqs) if isinstance(n, int) else lens.tolist()
+    return np.array([d.randrange(-1, i) for n in lens for i in range(n)], np.int64)
+
+
+def _paths(d: Draw) -> object:
+    step = _of_step(d)
+    if step is None or step._tree is None:
+        return OMIT
+    return [[0][: int(n)] if d.randrange(3) else [] for n in step.new_lens]
 
 
 def _swapped(d: Draw) -> object:
@@ -241,6 +258,7 @@ Paged.rows = [
             "sequences": SEQUENCES,
             "new_lens": Arg("integers", _new_lens),
             "into": Arg("object", _into),
+            "parents": Arg("integers", _parents, True),
         },
         3,
         _begun,
@@ -261,6 +279,7 @@ Paged.rows = [
             "step": STEP,
             "accepted": Arg("integers", _accepted),
             "token_ids": Arg("integers", _token_ids),
+            "paths": Arg("iterable", _paths),
         },
         3,
         _ended,

@@ -40,6 +40,10 @@ class BadRows:
         """Whether any sequence has such rows, as far as has been told."""
         return bool(self._first)
 
+    def __contains__(self, seq: int) -> bool:
+        """Whether a sequence has such rows, as far as has been told."""
+        return seq in self._first
+
     def tell(self, seq: int, position: int, error: NonFiniteInput, call: int) -> None:
         """Note what a kernel found in a token that had this position when call number `call` was made."""
         for fork in self._forks.get(seq, ()):

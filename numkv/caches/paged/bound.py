@@ -11,6 +11,7 @@ from numkv.attention.options import AttentionOptions
 from numkv.caches.bound import BoundAttention, BoundStep, Rows, options_of_layers
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore
+from numkv.caches.paged.trees import Tree
 from numkv.errors import NotSupported, NumkvError
 from numkv.targets.base import Array
 
@@ -84,6 +85,7 @@ class BoundPaged(BoundAttention):
             raise NotSupported(
                 "`new`: expected a step in memory of its own, got one that lies in StepBuffers; call its methods"
             )
+        Tree.refuse(step._tree, "begin")
         memory: list[Any] = []
         if self._fits_one_call(step.num_tokens):
             spare = self._spare()

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from numkv import targets
 from numkv.access import writes
 from numkv.blocks.prefix import plain_extra
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
@@ -43,14 +42,15 @@ from numkv.caches.paged.prefix_match import (
     register_blocks,
     with_checkpoint,
 )
-from numkv.caches.paged.reservation import end_step, reserve_room
+from numkv.caches.paged.reservation import end_step, kept_tokens, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import PagedStats
 from numkv.caches.paged.swap import SwappedSequence, check_swapped, copy_in
 from numkv.caches.paged.tiers import longest_found
+from numkv.caches.paged.trees import Tree
 from numkv.caches.paged.whole import WholeCache
-from numkv.checks import check_index, check_integers, check_kept, host_array
+from numkv.checks import check_index, check_kept
 from numkv.compaction.key_shift import RopeShift
 from numkv.errors import NotSupported, NumkvError
 from numkv.targets.streamed import on_stream
@@ -358,6 +358,7 @@ class PagedKVCache(WholeCache):
         new_lens: Any,
         *,
         into: StepBuffers | None = None,
+        parents: Any = None,
         stream: Any = None,
     ) -> Step:
         """Allocate room for new tokens of some sequences, all or nothing.
@@ -370,6 +371,8 @@ class PagedKVCache(WholeCache):
             How many tokens each of them gets.
         into : StepBuffers, optional
             From `step_buffers`: where the step's tables lie, for a CUDA graph that has captured such a step's calls.
+        parents : array-like of int (num_tokens,), optional
+            For drafts that branch: see `numkv.tree_mask`. `commit` then takes `paths`. Not with `into`.
         stream : object, optional
             On CUDA the stream that the tables are uploaded on: with `into` the one that the graph runs on, and without
             it the one that `into` was last filled on. See `numkv.paged_decode_attention`.
@@ -391,7 +394,7 @@ class PagedKVCache(WholeCache):
             If the step does not fit `into`.
         """
         with self._on(stream, into):
-            return self._reserve(sequences, new_lens, into)
+            return self._reserve(sequences, new_lens, into, parents)
 
     def _on(self, stream: Any, into: StepBuffers | None) -> Any:
         """A context for what a step begins with, which no graph can repeat."""
@@ -402,7 +405,9 @@ class PagedKVCache(WholeCache):
             stream = after.handle
         return self._target.on(stream, self._pools[0].k, after=after)
 
-    def _reserve(self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None) -> Step:
+    def _reserve(
+        self, sequences: Iterable[int], new_lens: Any, into: StepBuffers | None, parents: Any
+    ) -> Step:
         self._target.refuse_capture("reserve")
         seqs = self._numbers(sequences, len(self))
         if len(set(seqs)) != len(seqs):
@@ -412,6 +417,11 @@ class PagedKVCache(WholeCache):
         for seq, state in states.items():
             self._store.bad.refuse(seq, state.length)
         lens = numbers_of_new_tokens(new_lens, len(seqs))
+        tree = None if parents is None else Tree(parents, lens, into)
+        if tree is not None and self._store.states is not None:
+            raise NotSupported(
+                "`parents`: expected None where layers keep states, which follow one path, got a tree"
+            )
         if into is not None:
             if self._store.states is not None:
                 raise NotSupported(
@@ -419,7 +429,7 @@ class PagedKVCache(WholeCache):
                 )
             ends = np.array([state.length for state in states.values()], np.int64) + lens
             into._check(self._store, ends, int(lens.sum()))
-        room = reserve_room(self._store, states, lens, into)
+        room = reserve_room(self._store, states, lens, into, tree)
         try:
             self._exchange(room.states, room.released)
         except BaseException:
@@ -432,7 +442,9 @@ class PagedKVCache(WholeCache):
         return room.step
 
     @writes
-    def commit(self, step: Step, accepted: Any = None, *, token_ids: Any = None) -> None:
+    def commit(
+        self, step: Step, accepted: Any = None, *, token_ids: Any = None, paths: Any = None
+    ) -> None:
         """End a step: its tokens, or the first of them, become part of their sequences.
 
         Parameters
@@ -443,33 +455,28 @@ class PagedKVCache(WholeCache):
             How many of its tokens each sequence keeps; all if None. The others are rolled back.
         token_ids : array-like of int (num_tokens,), optional
             Ids of the step's tokens, accepted or not. Other sequences can then find full blocks of them.
+        paths : sequence of sequence of int (num_seqs,), optional
+            Of a step of trees, which of its tokens each sequence keeps, by their numbers in `parents`: from a token
+            without parent on, each the parent of the next; or none. Their rows become neighbours.
 
         Raises
         ------
         NumkvError
             If the step has ended already, or tokens are accepted and a layer has no rows of them.
         IndexError
-            If more tokens are accepted than there are.
+            If more tokens are accepted than there are, or a path is none.
         DimensionMismatch
             If the number of ids is not that of the step's tokens.
         NotSupported
             If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
         self._check_step(step)
-        step._alone(lambda: self._end(step, accepted, token_ids))
+        step._alone(lambda: self._end(step, accepted, token_ids, paths))
 
-    def _end(self, step: Step, accepted: Any, given_ids: Any) -> None:
+    def _end(self, step: Step, accepted: Any, given_ids: Any, paths: Any = None) -> None:
         """End a step that nobody else uses."""
         self._check_open(step)
-        keep = step.new_lens
-        if accepted is not None:
-            shape = (len(step.sequences),)
-            given = host_array("accepted", accepted)
-            keep = check_integers(targets.get("cpu"), "accepted", given, shape).astype(np.int64)
-        if ((keep < 0) | (keep > step.new_lens)).any():
-            raise IndexError(
-                f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
-            )
+        keep, order = kept_tokens(step, accepted, paths)
         ids = None if given_ids is None else ids_of_step(given_ids, step.num_tokens)
         missing = step.unwritten_layers
         if missing and keep.any():
@@ -485,9 +492,13 @@ class PagedKVCache(WholeCache):
         states = {seq: self._sequences[seq] for seq in step.sequences}
         if keep.any():
             self._spread_bad()
-            for (seq, state), n in zip(states.items(), keep.tolist(), strict=True):
+            looked_at = keep if order is None else step.new_lens
+            for (seq, state), n in zip(states.items(), looked_at.tolist(), strict=True):
                 self._store.bad.refuse(seq, state.length + n)
+        ids = ids if ids is None or order is None else ids[order]
         ending = end_step(self._store, states, step, keep, ids)
+        if order is not None:
+            step._move_kept(order)
         slots = self._store.states
         if slots is not None:
             slots.register(ending.checkpoints)
@@ -502,6 +513,7 @@ class PagedKVCache(WholeCache):
             self._exchange(ending.states, ending.released)
         except BaseException:
             step._kept.clear()
+            step._written &= order is None  # rows of a tree have moved
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
         self._release_slots(ending.slots)

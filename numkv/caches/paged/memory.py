@@ -136,7 +136,7 @@ def _filled(
                 side.scales[:] = target.asarray(scales)
     made.__dict__["followers"] = store.followers.copy(blocks)
     store.collect(wait=True)  # what is told of rows goes along
-    made.bad = store.bad.copy()
+    made.__dict__["bad"] = store.bad.copy()
     return made
 
 

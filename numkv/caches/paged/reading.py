@@ -6,7 +6,7 @@ A reader takes the states of its sequences once, computes, and looks whether row
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, copy_out
@@ -70,6 +71,7 @@ class ReadableSequences(StoredSequences):
         return_lse: bool = False,
         out: Any = None,
         stream: Any = None,
+        **visible: Unpack[Visible],
     ) -> Any:
         """Attend with the query of the newest committed token of any sequences.
 
@@ -81,8 +83,8 @@ class ReadableSequences(StoredSequences):
             Which sequences; one may come more than once.
         q : array (num_seqs, num_q_heads, head_dim)
             A query for each.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
-            See `numkv.decode_attention`.
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+            See `numkv.decode_attention`; the window is the layer's.
 
         Returns
         -------
@@ -112,9 +114,11 @@ class ReadableSequences(StoredSequences):
             )
         lens = np.array([state.length for state in states], np.int64)
         window = self._groups[group].window
-        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out)
+        options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out, visible)
         ranges = None
         if self._groups[group].chunk:
+            if options.sight is not None:
+                self._store.refuse_chunks("causal, ranges, mask and alibi_slopes", layer)
             last = np.maximum(lens - 1, 0)
             ranges = place.index(
                 np.minimum(self._groups[group].ranges(last), lens[:, None]), np.int64

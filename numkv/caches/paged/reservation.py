@@ -5,18 +5,22 @@ Both make everything that is new first, which may fail, and leave it to the cach
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv import targets
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
+from numkv.caches.paged.trees import Tree
+from numkv.checks import check_integers, host_array
+from numkv.errors import NotSupported
 
-__all__ = ["Ending", "Reservation", "end_step", "reserve_room"]
+__all__ = ["Ending", "Reservation", "end_step", "kept_tokens", "reserve_room"]
 
 
 class Reservation(NamedTuple):
@@ -36,7 +40,8 @@ class Reservation(NamedTuple):
 
 
 def reserve_room(
-    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepBuffers | None = None
+    store: BlockStore, states: dict[int, SequenceState], new_lens: Ints, into: StepBuffers | None = None,
+    tree: Tree | None = None,
 ) -> Reservation:  # fmt: skip
     """Allocate blocks for new tokens of some sequences, and copies of the last blocks that they share with others.
 
@@ -50,6 +55,8 @@ def reserve_room(
         How many tokens each of them gets.
     into : StepBuffers, optional
         Where the step's tables lie.
+    tree : Tree, optional
+        What the new tokens are drafts of, if they are trees.
     """
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
@@ -78,7 +85,7 @@ def reserve_room(
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
             new_states[seq] = state.in_step(state.length, tables, state.tokens, n, dropped)
-        step = Step(store, new_states, new_lens, into, slots)
+        step = Step(store, new_states, new_lens, into, slots, tree)
         store.clear(taken)
         if copy_from:
             store.copy_blocks(copy_from, copy_to, copy_group)
@@ -112,6 +119,37 @@ def _plan_tables(
         for need, table, copy in zip(needs, tables, copied, strict=True)
     ]
     return wanted, copied
+
+
+def kept_tokens(step: Step, accepted: Any, paths: Any) -> tuple[Ints, Ints | None]:
+    """How many of its tokens each sequence of a step keeps; of trees also all tokens, those that are kept first.
+
+    See `numkv.PagedKVCache.commit` for the arguments.
+    """
+    if step._tree is not None and not _is_zero(accepted):
+        if accepted is not None or paths is None:
+            raise NotSupported(
+                "`paths`: expected the accepted path of each sequence, for a step of trees, and no `accepted`; or roll "
+                "the step back"
+            )
+        return step._tree.order_of(paths, step.new_lens)
+    if paths is not None:
+        raise NotSupported("`paths`: expected None for a step that `reserve` made without parents")
+    if accepted is None:
+        return step.new_lens, None
+    given = host_array("accepted", accepted)
+    checked = check_integers(targets.get("cpu"), "accepted", given, (len(step.sequences),))
+    keep: Ints = checked.astype(np.int64)
+    if ((keep < 0) | (keep > step.new_lens)).any():
+        raise IndexError(
+            f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
+        )
+    return keep, None
+
+
+def _is_zero(accepted: Any) -> bool:
+    """Whether nothing is kept, as in a rollback."""
+    return isinstance(accepted, np.ndarray) and not accepted.any()
 
 
 class Ending(NamedTuple):

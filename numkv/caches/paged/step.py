@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from numkv.arrays import CacheArrays
 from numkv.attention.attend import attend, check_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
+from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
+from numkv.caches.paged.shared import attend_shared
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
+from numkv.caches.paged.trees import Tree
 from numkv.checks import check_flag, check_index
 from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
@@ -45,13 +48,15 @@ class Step(StateStep):
         Where its tables lie; else in memory of their own.
     state_slots : int32 array (num_seqs,), optional
         What takes the states of the sequences.
+    tree : Tree, optional
+        What the new tokens are drafts of, if they are trees.
 
     Attributes
     ----------
     open : bool
         Whether it has neither been committed nor rolled back.
     positions : int64 array (num_tokens,)
-        Position of each new token in its sequence, on the host.
+        Position of each new token in its sequence, on the host; of a tree's tokens by their depth.
 
     Notes
     -----
@@ -69,8 +74,9 @@ class Step(StateStep):
         new_lens: Ints,
         into: StepBuffers | None = None,
         state_slots: NDArray[np.int32] | None = None,
+        tree: Tree | None = None,
     ) -> None:
-        self._store, self._buffers = store, into
+        self._store, self._buffers, self._tree = store, into, tree
         self.sequences = tuple(sequences)
         self.new_lens = new_lens
         self.open = True
@@ -79,18 +85,23 @@ class Step(StateStep):
         starts = np.zeros(len(lens) + 1, np.int64)  # of each sequence's tokens among all
         np.cumsum(new_lens, out=starts[1:])
         of_token = np.arange(len(lens)).repeat(new_lens)
-        self.positions = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        places = (lens - starts[1:])[of_token] + np.arange(len(of_token))
+        self.positions = places if tree is None else (lens - new_lens)[of_token] + tree.depths
         self._ends = lens.tolist()
         self._longest = max(self._ends, default=0)
         self._written = store.reading_only.copy()
         self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
         self._ranges: dict[int, Array] = {}  # of groups with chunks
+        self._prefixes: dict[Any, Any] = {}  # of `attend_shared`
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
-        block, offset = np.divmod(self.positions, store.block_size)
+        block, offset = np.divmod(places, store.block_size)
         slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
+        self._places = places
+        if tree is not None:
+            tree.put(store.target, slots)
         if into is None:
             self._rows, self._widths = len(self.positions), [table.shape[1] for table in tables]
             if store.again is not None:  # of few widths, so that calls repeat
@@ -105,8 +116,7 @@ class Step(StateStep):
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
         self._place = store.target.place()
-        # How much of each sequence is kept, once the step has ended.
-        self._kept: list[int] = []
+        self._kept: list[int] = []  # how much of each sequence, once the step has ended
         self._noting: Marker | None = None
 
     @property
@@ -417,8 +427,9 @@ class Step(StateStep):
         return_lse: bool = False,
         out: Any = None,
         stream: Any = None,
+        **visible: Unpack[Visible],
     ) -> Any:
-        """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window or chunk.
+        """Attend with the new tokens' queries, each to itself and earlier ones (in a tree its path), as windows say.
 
         Parameters
         ----------
@@ -426,8 +437,9 @@ class Step(StateStep):
             Which layer.
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of all sequences, one after another.
-        sm_scale, logits_soft_cap, sinks, return_lse, out, stream
-            See `numkv.decode_attention`.
+        sm_scale, logits_soft_cap, sinks, return_lse, out, stream, **visible
+            See `numkv.decode_attention`; a tree's mask is the step's. `shared_len`: so many first tokens are read once
+            for all sequences that begin with the same blocks; see `numkv.cascade_attention`.
 
         Returns
         -------
@@ -443,9 +455,10 @@ class Step(StateStep):
         """
         pool, group = self._layer(layer)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
-        if self._again is None or self._store.groups[group].chunk:
+        chunk = self._store.groups[group].chunk
+        if self._again is None or visible or chunk or self._tree is not None:
             with self._on(stream, q):
-                return self._attend_here(pool, group, q, *asked)
+                return self._attend_here(pool, group, q, *asked, visible)
         return self._attend_again(layer, pool, group, q, asked, stream)
 
     def _attend_again(
@@ -467,18 +480,28 @@ class Step(StateStep):
         )  # fmt: skip
 
     def _attend_here(
-        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any
+        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any,
+        visible: Any = None,
     ) -> Any:  # fmt: skip
         """Attend on the stream of the call."""
         self._captured("attention")
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         of = self._store.groups[group]
-        options = check_options(sm_scale, cap, of.window, sinks, return_lse, out)
-        tables = self._tables[group], q, self._lens, self._starts
+        if of.chunk and (visible or self._tree is not None):
+            raise NotSupported(
+                f"attention: expected a layer with a window or without for trees and other sights, got one whose "
+                f"queries attend within chunks of {of.chunk} tokens"
+            )
+        visible = visible if self._tree is None else self._tree.seen(visible)
+        shared = (visible or {}).pop("shared_len", None)
+        options = check_options(sm_scale, cap, of.window, sinks, return_lse, out, visible)
+        args = pool, self._tables[group], q, self._lens, self._starts, options
+        if shared:
+            return attend_shared(self, group, shared, *args)
         if of.chunk and group not in self._ranges:
             self._ranges[group] = pool.target.index(of.ranges(self.positions), np.int64)
-        return attend(pool, *tables, options, ranges=self._ranges.get(group))
+        return attend(*args, ranges=self._ranges.get(group))
 
     @writes
     def attention_weights(
@@ -519,6 +542,7 @@ class Step(StateStep):
         pool, group = self._layer(layer)
         with self._on(stream, q):
             self._captured("attention_weights")
+            Tree.refuse(self._tree, "attention_weights")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
             self._store.refuse_chunks("attention_weights", layer)
@@ -546,15 +570,17 @@ class Step(StateStep):
             return self._buffers._marker()
         if self._noting is None:
             store = weakref.ref(self._store)
-            sequences, positions, new_lens = self.sequences, self.positions, self.new_lens
-            kept = self._kept
+            sequences, places, new_lens = self.sequences, self._places, self.new_lens
+            kept, tree = self._kept, self._tree
 
             def mark(token: int, error: NonFiniteInput, call: int) -> None:
                 of, ends = store(), np.cumsum(new_lens)
                 i = int(np.searchsorted(ends, token, "right"))
+                if tree is not None and kept:
+                    token = tree.moved.get(token, int(ends[i]))
                 if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
                     return  # rolled back
-                of.bad.tell(sequences[i], int(positions[token]), error, call)
+                of.bad.tell(sequences[i], int(places[token]), error, call)
 
             self._noting = Marker(self._store.watch, mark)
         return self._noting
@@ -569,6 +595,13 @@ class Step(StateStep):
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
         return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
+
+    def _move_kept(self, order: Ints) -> None:
+        """Give the tokens that come first in an order the first places."""
+        written = self._written.copy()
+        self._written[:] = False  # an interrupt leaves rows that nobody can tell apart
+        self._tree.move(self._store, order)  # type: ignore[union-attr]
+        self._written[:] = written
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""

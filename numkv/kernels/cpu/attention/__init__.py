@@ -23,6 +23,7 @@ Heads do not mix, and split boundaries depend on the sequence's own length and w
 `many_rows`    the engine of vector code for many query rows
 `amx`          the engine of Intel's matrix unit
 `amx_few`      its steps for few query rows
+`masked`       the engine for masks and biases, of a kernel of its own
 `llvm`         the engines' steps in LLVM
 `records`      sizes and records that these share
 =============  ==========================================================================================
@@ -84,6 +85,13 @@ def _kernel(k_kind: str, v_kind: str, compute: str) -> Any:
 
 
 @functools.cache
+def _masked_kernel(k_kind: str, v_kind: str, compute: str) -> Any:
+    signature = signature_of(k_kind, v_kind, compute)
+    label = f"masked attention, K {k_kind}, V {v_kind}, computing in {compute}"
+    return build(make_attention, signature, args=(k_kind, v_kind, compute, 0, True), label=label)
+
+
+@functools.cache
 def _merge_kernel(compute: str) -> Any:
     signature = signature_of_merge(compute)
     return build(
@@ -118,11 +126,13 @@ _query_rows = functools.cache(query_rows)
 
 
 @functools.lru_cache(maxsize=64)
-def _scratch_size(k_kind: str, v_kind: str, compute: str, dim: int, dim_v: int, group: int) -> int:
+def _scratch_size(
+    k_kind: str, v_kind: str, compute: str, dim: int, dim_v: int, group: int, masked: bool = False
+) -> int:
     """Floats of scratch memory that a worker needs."""
     layout = make_layout(
-        k_kind, v_kind, in_integers(k_kind, compute), _use_amx(k_kind, v_kind, compute),
-        by_panels(k_kind, v_kind, compute),
+        k_kind, v_kind, in_integers(k_kind, compute), 0 if masked else _use_amx(k_kind, v_kind, compute),
+        by_panels(k_kind, v_kind, compute, masked),
     )  # fmt: skip
     sizes_of, scratch_of = layout
     return sum(scratch_of(sizes_of(dim, dim_v, group)))
@@ -145,11 +155,12 @@ def attend(
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
-    kernel = _kernel(k_kind, v_kind, compute)
+    masked = ranges.shape[1] > 2
+    kernel = (_masked_kernel if masked else _kernel)(k_kind, v_kind, compute)
     group, (dim, dim_v) = q.shape[1] // k.shape[1], (q.shape[2], out.shape[2])
     unit = 1 if by_slot else k.shape[2]
     num_seqs, capacity = len(seq_lens), block_table.shape[1] * unit
-    scratch = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group)
+    scratch = _scratch_size(k_kind, v_kind, compute, dim, dim_v, group, masked)
     # As many as there can be: to ask how many there are would start them, and small calls do without.
     threads = numba.config.NUMBA_NUM_THREADS
     alone = num_seqs == 1 and len(ranges) == 0
@@ -169,7 +180,7 @@ def attend(
                 memory.take(compute, parts_at), ints, worker=-1,
             )  # fmt: skip
         else:
-            max_rows = _query_rows(k_kind, v_kind, compute)
+            max_rows = _query_rows(k_kind, v_kind, compute, masked)
             workers, parts = _plan_kernel()(
                 seq_lens, q_starts, ranges, window_left, capacity, unit, k.shape[1], group, max_rows,
                 dim + dim_v, threads, ints,

@@ -46,13 +46,16 @@ from numkv.rows.softmax import finish
 __all__ = ["make_attention"]
 
 
-def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
+def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
     """The attention kernel for a K kind, a V kind and the float type it computes in; with `USE_AMX` on a matrix unit.
 
+    If `MASKED`, its `ranges` are rows of `numkv.rows.mask`, and slopes of q heads may follow its `sinks`.
     With -1 for `worker` it makes the plan first, which else is there. What it takes comes as it is, not as records:
     Numba takes microseconds to unpack these when it is called.
     """
-    begin, load_queries, attend_tile, leave_rows, end = engine_for(K_KIND, V_KIND, COMPUTE, USE_AMX)
+    begin, load_queries, attend_tile, leave_rows, end = engine_for(
+        K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED
+    )
     sizes_of, scratch_of = (
         inlined(f)
         for f in make_layout(
@@ -60,7 +63,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
             V_KIND,
             in_integers(K_KIND, COMPUTE),
             USE_AMX,
-            by_panels(K_KIND, V_KIND, COMPUTE),
+            by_panels(K_KIND, V_KIND, COMPUTE, MASKED),
         )
     )
     gather_k = make_gather(K_KIND, COMPUTE, in_integers(K_KIND, COMPUTE))
@@ -69,7 +72,10 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
     k_scale_steps = strides_of if K_SCALED else _no_strides
     v_scale_steps = strides_of if V_SCALED else _no_strides
     store = _make_store(V_KIND, COMPUTE)
-    MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE))
+    MAX_ROWS = np.int64(query_rows(K_KIND, V_KIND, COMPUTE, MASKED))
+    see = _see
+    if MASKED:
+        from numkv.kernels.cpu.attention.masked import see_masked as see
     TO_BASE_2 = LOG2_E
     NOTHING = Item(*(np.int64(0),) * 10, False)
     NOT_YET = np.int64(0) if USE_AMX else False
@@ -90,9 +96,9 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX):
             np.int64(1) if by_slot else np.int64(k.shape[2]),
         )  # fmt: skip
         sizes = sizes_of(dim, dim_v, q.shape[1] // num_kv_heads)
-        seen = Visibility(without_refcount(ranges), window_left)
+        seen = see(ranges, window_left, sinks, q.shape[1], k_scale, v_scale)
         problem = Problem(
-            without_refcount(seq_lens), without_refcount(q_starts), seen.ranges, window_left,
+            without_refcount(seq_lens), without_refcount(q_starts), without_refcount(ranges), window_left,
             block_table.shape[1] * layout.unit, layout.unit, num_kv_heads, sizes.group, MAX_ROWS,
         )  # fmt: skip
         plan = plan_of(ints, len(seq_lens))
@@ -180,6 +186,12 @@ def _turn(offsets, here, ahead, tile, head, k, v, layout, sizes, at):
         Rows(k, offsets[ahead:], sizes.dim, at.key_scales, sizes.k_groups),
         layout.k_step[2],
     )
+
+
+@inlined
+def _see(ranges, window_left, sinks, num_q_heads, k_scale, v_scale):
+    """What queries see."""
+    return Visibility(without_refcount(ranges), window_left)
 
 
 @inlined

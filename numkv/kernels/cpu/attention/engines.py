@@ -53,17 +53,19 @@ def use_amx(k_kind: str, v_kind: str, compute: str) -> int:
     return ROWS_OF_ALL_SIZES if few and os.environ.get(AMX_DECODE) != "0" else MANY_ROWS
 
 
-def by_panels(k_kind: str, v_kind: str, compute: str) -> bool:
+def by_panels(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> bool:
     """Whether vector code takes many query rows by panels, with K and V widened once for all of them."""
     floats = kind_named(k_kind).is_float and kind_named(v_kind).is_float
-    return floats and compute == "float32" and not use_amx(k_kind, v_kind, compute)
+    if not (floats and compute == "float32"):
+        return False
+    return masked or not use_amx(k_kind, v_kind, compute)
 
 
-def query_rows(k_kind: str, v_kind: str, compute: str) -> int:
+def query_rows(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> int:
     """Query rows of an item at most."""
-    if use_amx(k_kind, v_kind, compute):
+    if not masked and use_amx(k_kind, v_kind, compute):
         return AMX_QUERY_ROWS
-    return MANY_QUERY_ROWS if by_panels(k_kind, v_kind, compute) else QUERY_ROWS
+    return MANY_QUERY_ROWS if by_panels(k_kind, v_kind, compute, masked) else QUERY_ROWS
 
 
 def in_integers(kind: str, compute: str) -> bool:
@@ -72,8 +74,17 @@ def in_integers(kind: str, compute: str) -> bool:
     return compute == "float32" and found.has_scales and (INT4_INTEGERS or not found.is_packed)
 
 
-def engine_for(k_kind: str, v_kind: str, compute: str, with_amx: int) -> Engine:
-    """The engine for storage kinds of K and of V and a float type; `with_amx` is what `use_amx` says."""
+def engine_for(
+    k_kind: str, v_kind: str, compute: str, with_amx: int, masked: bool = False
+) -> Engine:
+    """The engine for storage kinds of K and of V and a float type; `with_amx` is what `use_amx` says.
+
+    If `masked`, it is the one for masks and biases.
+    """
+    if masked:
+        from numkv.kernels.cpu.attention.masked import make_masked
+
+        return make_masked(k_kind, v_kind, compute)
     if with_amx:
         from numkv.kernels.cpu.attention.amx import make_amx
 

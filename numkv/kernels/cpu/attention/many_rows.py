@@ -8,6 +8,8 @@ infinity in which query rows see different tokens.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from numkv.kernels.cpu.inline import inlined
 from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
-__all__ = ["make_many_rows"]
+__all__ = ["make_many_rows", "make_many_rows_beside"]
 
 # Query rows of an item from which on they are many: most of a panel of 32. Of 32 rows (8 query tokens in groups of 4,
 # 8 sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other engine's time in bf16, as much in fp32.
@@ -39,14 +41,34 @@ def _nothing():
     pass
 
 
+@inlined
+def _no_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens):
+    """Leave scores as they are."""
+    return soft_cap
+
+
 @functools.cache
 def make_many_rows(k_kind: str, v_kind: str) -> Engine:
     """The engine for many query rows over storage kinds of K and of V; few rows are taken by `vector`."""
-    few = make_vector(k_kind, v_kind, "float32")
+    few = make_vector(k_kind, v_kind, "float32").attend_tile
+    return make_many_rows_beside(few, k_kind, v_kind, _no_biases)
+
+
+def make_many_rows_beside(
+    attend_few: Callable[..., Any], k_kind: str, v_kind: str, add_biases: Callable[..., Any]
+) -> Engine:
+    """The engine with an `attend_tile` for few rows, and what adds biases to the scores of panels.
+
+    ``add_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens)`` is for `count` rows from `r` on. It
+    returns the soft cap that is still to be applied.
+    """
     load_queries = _make_load_queries(k_kind, v_kind)
-    attend_panels = _make_attend_panels(k_kind, v_kind)
+    attend_panels = _make_attend_panels(k_kind, v_kind, add_biases)
     widen_keys, widen_values = make_widen_rows(k_kind), make_widen_rows(v_kind)
-    attend_few = few.attend_tile
+
+    @inlined
+    def finish(floats, at, sizes, item, transposed):
+        pass
 
     @inlined
     def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
@@ -65,7 +87,7 @@ def make_many_rows(k_kind: str, v_kind: str) -> Engine:
             attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
         return transposed
 
-    return Engine(_nothing, load_queries, attend_tile, few.finish, _nothing)
+    return Engine(_nothing, load_queries, attend_tile, finish, _nothing)
 
 
 def _make_load_queries(k_kind, v_kind):
@@ -94,7 +116,7 @@ def _panel_at(at, sizes, rows, head, row):
     return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
 
 
-def _make_attend_panels(k_kind, v_kind):
+def _make_attend_panels(k_kind, v_kind, add_biases):
     """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
     many_qk = make_many_qk(min(k_kind, v_kind, key=ON_LINE.__getitem__))
     F = np.float32
@@ -118,10 +140,13 @@ def _make_attend_panels(k_kind, v_kind):
                 partly = not alike or low > 0 or high < end
                 if partly:
                     _put_bounds(floats, at, item, seen, tile, sizes.group, r, count)
+                cap = add_biases(
+                    floats, at, sizes, item, seen, soft_cap, tile, np.int64(r), count, end
+                )
                 row = head * rows + r  # of scratch memory
                 state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
                 many_softmax(
-                    floats, at.many_scores, count, end, F(soft_cap), np.int64(partly), at.many_bounds,
+                    floats, at.many_scores, count, end, F(cap), np.int64(partly), at.many_bounds,
                     state,
                 )  # fmt: skip
                 outputs = Outputs(at.outputs + row * sizes.pad_v, sizes.pad_v, at.rescale)

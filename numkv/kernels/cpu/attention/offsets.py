@@ -38,8 +38,9 @@ EXTENTS = 2 * (KV_TILE + 1)
 K_EXTENTS, V_EXTENTS = 4 * TABLE, 4 * TABLE + EXTENTS
 #: Numbers of a turn, in whole cache lines.
 TURN = (V_EXTENTS + EXTENTS + RAMP - 1) // RAMP * RAMP
-#: Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take.
-WORKER_INTS = 2 * TURN + 8 + AMX_QUERY_ROWS
+#: Integers of a worker: tables for two turns, and for a matrix unit where K rows are and how many parts queries take,
+#: or the tables of the tokens that a row of a mask picks.
+WORKER_INTS = 2 * TURN + max(8 + AMX_QUERY_ROWS, 4 * TABLE)
 
 
 class Layout(NamedTuple):

@@ -23,7 +23,9 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.cpu.vectors.features import ROW_UNROLL, row_unroll
 from numkv.kinds import kind as kind_named
 
-__all__ = ["make_load_rows", "make_vector"]
+__all__ = [
+    "make_attend_tile", "make_load_rows", "make_step", "make_vector", "no_bias", "rows_at_once",
+]  # fmt: skip
 
 # Query rows that vector code takes at once, at most.
 _UNROLL = ROW_UNROLL[0]
@@ -80,15 +82,16 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
     return load_rows
 
 
+@inlined
+def no_bias(floats, at, sizes, item, seen, tile, r, count, taken, low, high):
+    """Leave scores as they are."""
+
+
 @functools.cache
 def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
     """The engine of vector code for storage kinds of K and of V."""
-    _, interleave, scores = keys_for(k_kind, v_kind, compute)
-    accumulate = values_for(k_kind, v_kind, compute)
     load_rows = make_load_rows(k_kind, v_kind, compute)
-    cap_scores, online_softmax_step = make_soft_cap(compute), make_online_softmax_step(compute)
-    most = row_unroll(compute)
-    F = np.float32 if compute == "float32" else np.float64
+    attend_tile = make_attend_tile(make_step(k_kind, v_kind, compute, no_bias), compute)
 
     @inlined
     def nothing():
@@ -100,6 +103,26 @@ def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
         return False
 
     @inlined
+    def finish(floats, at, sizes, item, transposed):
+        pass
+
+    return Engine(nothing, load_queries, attend_tile, finish, nothing)
+
+
+def make_step(
+    k_kind: str, v_kind: str, compute: str, add_bias: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high)``.
+
+    It takes scores, softmax and sums of tokens ``[low, high)`` of a tile for `count` query rows of a kv head, the first
+    of them row `r`, of which `taken` count. `add_bias` adds to their scores, in base 2.
+    """
+    _, interleave, scores = keys_for(k_kind, v_kind, compute)
+    accumulate = values_for(k_kind, v_kind, compute)
+    cap_scores, online_softmax_step = make_soft_cap(compute), make_online_softmax_step(compute)
+    F = np.float32 if compute == "float32" else np.float64
+
+    @inlined
     def interleave_once(floats, at, sizes, count, row, place):
         """Interleave rows once for an item, unless what they see makes other groups of them."""
         if floats[at.unrolls + place] != F(count):
@@ -109,12 +132,30 @@ def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
             interleave(floats, at, sizes, count, row, place)
 
     @inlined
+    def step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high):
+        head = tile.head - item.first_head
+        row, place = head * item.rows + r, head * _padded_rows(item.rows) + r  # of scratch memory
+        interleave_once(floats, at, sizes, count, row, place)
+        scores(floats, at, sizes, count, row, place, tile.keys, high, tile.v_extents)
+        if soft_cap > 0:
+            cap_scores(count, floats, at.scores, F(soft_cap))
+        add_bias(floats, at, sizes, item, seen, tile, r, count, taken, low, high)
+        state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
+        online_softmax_step(count, taken, floats, at.scores, low, high, state)
+        accumulate(floats, at, sizes, count, taken, tile.values, low, high, row, tile.k_extents)
+
+    return step
+
+
+def make_attend_tile(step: Callable[..., Any], compute: str) -> Callable[..., Any]:
+    """The `attend_tile` of an engine that takes rows in steps; see `make_step`."""
+    most = row_unroll(compute)
+
+    @inlined
     def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
         rows, group = item.rows, sizes.group
         r = np.int64(0)
         while r < rows:
-            row = (tile.head - item.first_head) * rows + r  # of scratch memory
-            place = (tile.head - item.first_head) * _padded_rows(rows) + r
             t = r // group if r >= group else np.int64(0)
             taken = min(rows - r, most)
             low, high = visible_in_tile(
@@ -130,22 +171,16 @@ def make_vector(k_kind: str, v_kind: str, compute: str) -> Engine:
                 if others[0] != low or others[1] != high:
                     taken = min((t + 1) * group - r, most)
                     break
-            count = 8 if taken > 4 else 4 if taken > 2 else taken
             if low < high:
-                interleave_once(floats, at, sizes, count, row, place)
-                scores(floats, at, sizes, count, row, place, tile.keys, high, tile.v_extents)
-                if soft_cap > 0:
-                    cap_scores(count, floats, at.scores, F(soft_cap))
-                state = SoftmaxState(at.maxima + row, at.sums + row, at.rescale)
-                online_softmax_step(count, taken, floats, at.scores, low, high, state)
-                accumulate(
-                    floats, at, sizes, count, taken, tile.values, low, high, row, tile.k_extents
-                )
+                count = rows_at_once(taken)
+                step(floats, at, sizes, item, seen, soft_cap, tile, r, count, taken, low, high)
             r += taken
         return transposed
 
-    @inlined
-    def finish(floats, at, sizes, item, transposed):
-        pass
+    return attend_tile
 
-    return Engine(nothing, load_queries, attend_tile, finish, nothing)
+
+@inlined
+def rows_at_once(taken):
+    """Query rows that vector code takes at once for so many."""
+    return 8 if taken > 4 else 4 if taken > 2 else taken

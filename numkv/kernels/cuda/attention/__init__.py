@@ -28,6 +28,9 @@ row. Tiles that some rows of an item do not see whole are added up token by toke
 Sequences with many query rows are another kernel's, on tensor cores, if it takes the call at all: see
 `numkv.kernels.cuda.attention.prefill`.
 
+Gaps in what queries see, and biases, are the general kernel's alone, compiled anew for them: see
+`numkv.kernels.cuda.attention.masked`.
+
 Splits depend on the sequence alone: on its length, number of queries and window, or on its ranges. Their parts are
 merged in order by a second kernel, as in Flash-Decoding (Dao et al., 2023). Every sum is taken in an order that depends
 on the sequence and the head dims alone, so results do not depend on the batch or the launch.
@@ -77,9 +80,11 @@ def _signature(q_kind: str, k_kind: str, v_kind: str, real: Any) -> tuple[Any, .
 
 @functools.cache
 def _attention(
-    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool
-) -> Any:
-    key = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    q_kind: str, k_kind: str, v_kind: str, compute: str, rows: int, columns: int, wide: bool, masked: bool = False,
+) -> Any:  # fmt: skip
+    key: tuple[Any, ...] = (q_kind, k_kind, v_kind, compute, rows, columns, wide)
+    if masked:
+        key += (True,)
     signature = _signature(q_kind, k_kind, v_kind, getattr(types, compute))
     return jit(make_attention, key, signature, row_choices(k_kind, v_kind, compute)[rows])
 
@@ -117,11 +122,11 @@ def _decode(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> Any:
 
 
 def _choose(
-    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+    q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute, masked
 ) -> tuple[Any, int, int]:
     """The kernel for a call with `wanted` query rows for a kv head, an item's rows, and its shared memory."""
     dim = q.shape[2]
-    if fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
+    if not masked and fits(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v):
         sizes = sizes_for(q_kind, k_kind, v_kind, dim, dim_v)
         return _decode(q_kind, k_kind, v_kind, dim, dim_v), DECODE_ROWS, sizes.shared_bytes
     choices = row_choices(k_kind, v_kind, compute.name)
@@ -130,7 +135,7 @@ def _choose(
     rows = next((n for n in fitting if n >= wanted), fitting[-1])
     columns = ceil_div(ceil_div(dim_v, V_WIDTHS[v_kind]), THREADS)
     wide = aligned(k, k_kind, WIDTH[k_kind]) and aligned(v, v_kind, V_WIDTHS[v_kind])
-    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide)
+    kernel = _attention(q_kind, k_kind, v_kind, compute.name, rows, columns, wide, masked)
     return kernel, rows, bytes_of[rows]
 
 
@@ -150,9 +155,10 @@ def attend(
     group = num_q_heads // num_kv_heads
     most_tokens = num_tokens
     # With no more queries than sequences, as in decode, there is nothing for prefill: one query is never its.
-    if num_seqs < num_tokens > MOST_ROWS // group and fits_prefill(
+    masked = ranges.shape[1] > 2  # the kernel of multiply-adds alone knows gaps and biases
+    if not masked and num_seqs < num_tokens > MOST_ROWS // group and fits_prefill(
         q, q_kind, k, k_kind, v, v_kind, out, sm_scale
-    ):
+    ):  # fmt: skip
         most_tokens = max(1, MOST_ROWS // group) if num_seqs > 1 else 0
         _launch_prefill(
             (q_kind, k_kind, v_kind), q, k, v, (block_table, seq_lens, q_starts, ranges),
@@ -162,7 +168,7 @@ def attend(
             return
     wanted = group * ceil_div(num_tokens, num_seqs)
     kernel, rows, shared_bytes = _choose(
-        q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute
+        q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, dim_v, wanted, compute, masked
     )
 
     # -- how much there can be to do
@@ -217,6 +223,9 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         name += "]" if wide else ", strided]"
         kernel = _attention(q_kind, k_kind, v_kind, compute, rows, columns, wide)
         yield name, *kernel.described
+    for q_kind, k_kind, v_kind in (("fp32", "fp32", "fp32"), ("bf16", "int8", "int8")):
+        kernel = _attention(q_kind, k_kind, v_kind, "float32", 8, 1, True, True)
+        yield f"attention[q {q_kind}, K {k_kind}, V {v_kind}, 8 rows, masked]", *kernel.described
     for kinds in (("fp32", "fp16", "bf16"),):
         kernel = _prefill(*kinds, 40, 64, True)
         yield f"prefill[q {kinds[0]}, K {kinds[1]}, V {kinds[2]}, capped]", *kernel.described

@@ -21,6 +21,7 @@ from numkv.kernels.cuda.attention.items import (
     make_items,
     make_locate,
 )  # fmt: skip
+from numkv.kernels.cuda.attention.masked import Mask, make_sight
 from numkv.kernels.cuda.attention.sizes import TEAM, sizes_of
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
 from numkv.kernels.cuda.instructions.addressed import load_chunk_at, row_address
@@ -155,14 +156,16 @@ def make_scores(K_KIND, COMPUTE, SIZES, WIDE):
     return score_tile
 
 
-def make_mask(K_SCALED, COMPUTE, SIZES):
+def make_mask(K_SCALED, COMPUTE, SIZES, MASKED):
     """The function that adds the parts of scores up, caps and masks them."""
     F, ROWS, TILE, TO_BASE_2 = _float(COMPUTE), SIZES.rows, SIZES.tile, LOG2_E
     PART_STEP, ROW_STEP, TOKENS_EACH = SIZES.part_step, SIZES.row_step, SIZES.tokens_each
     ROWS_EACH = ceil_div(ROWS, ROW_STEP)
 
+    has_gaps, mask_score = make_sight(MASKED, COMPUTE)
+
     @register_jitable
-    def mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, thread):
+    def mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread):
         for m in range(TOKENS_EACH):
             j = thread % TILE + m * THREADS
             for n in range(ROWS_EACH):
@@ -176,13 +179,14 @@ def make_mask(K_SCALED, COMPUTE, SIZES):
                     if soft_cap > F(0):
                         score = soft_cap * F(math.tanh(score / soft_cap))
                         score *= F(TO_BASE_2)
+                    score = mask_score(mask, rows, r, tile + j, score)
                     if ragged:
                         seen = rows.begin[r] <= tile + j and tile + j < rows.end[r]
                         if places.blocks[at + j] < 0 or not seen:
                             score = F(-np.inf)
                     p[j * ROWS + r] = score
 
-    return mask_scores
+    return mask_scores, has_gaps
 
 
 def make_softmax(V_SCALED, COMPUTE, SIZES):
@@ -442,21 +446,19 @@ def v_team(thread, dim_v, V_WIDTH, TILE):
     return VTeam(natural(thread % lanes), natural(thread // lanes), lanes, teams, chunks)
 
 
-def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
+def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE, MASKED=False):
     """The attention kernel.
 
     Parameters
     ----------
-    Q_KIND, K_KIND, V_KIND : str
-        Kinds of q and the output, of K and of V.
-    COMPUTE : {"float32", "float64"}
-        What it computes in.
+    Q_KIND, K_KIND, V_KIND, COMPUTE : str
+        Kinds of q and the output, of K and of V, and the float type that it computes in.
     ROWS : int
         Query rows of an item.
     COLUMNS : int
         Chunks of an output row that a thread takes; 1 unless the head dim is huge.
-    WIDE : bool
-        Whether all rows of K and V can be read in chunks of 16 bytes.
+    WIDE, MASKED : bool
+        Whether all rows of K and V can be read in chunks of 16 bytes; whether `ranges` are rows of `numkv.rows.mask`.
     """
     F, REAL = _float(COMPUTE), getattr(types, COMPUTE)
     SIZES = sizes_of(K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS)
@@ -473,7 +475,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
     load_queries = make_load_queries(Q_KIND, K_KIND, COMPUTE, SIZES)
     read_factors = make_read_factors(K_SCALED, V_SCALED, COMPUTE, SIZES)
     score_tile = make_scores(K_KIND, COMPUTE, SIZES, WIDE)
-    mask_scores = make_mask(K_SCALED, COMPUTE, SIZES)
+    mask_scores, has_gaps = make_mask(K_SCALED, COMPUTE, SIZES, MASKED)
     softmax = make_softmax(V_SCALED, COMPUTE, SIZES)
     accumulate = make_accumulate(V_KIND, V_SCALED, COMPUTE, SIZES, WIDE)
     store_totals, store_rows = make_store(Q_KIND, V_KIND, COMPUTE, SIZES)
@@ -487,6 +489,7 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
         batch = batch_of(q, k, block_table, seq_lens, q_starts, ranges, options)
         thread = natural(cuda.threadIdx.x)
         own = v_team(thread, out.shape[2], V_WIDTH, TILE)
+        mask = Mask(ranges, sinks, q.shape[1])
 
         q_rows = cuda.shared.array(0, REAL)  # [chunk, row, element of the chunk]
         partial = cuda.shared.array(PARTS, F)
@@ -551,13 +554,14 @@ def make_attention(Q_KIND, K_KIND, V_KIND, COMPUTE, ROWS, COLUMNS, WIDE):
             while tile < item.end:
                 at = tile & TILE
                 ragged = tile < item.all_begin or tile + TILE > item.all_end or lost[0] != 0
+                ragged = ragged or has_gaps(mask, rows, tile + TILE)
                 # On their way while K is read.
                 read_factors(k_scale, v_scale, g, places, at, k_factors, v_factors, thread)
                 score_tile(
                     k, k_scale, g, places, at, q_rows, q.shape[2], partial, scores, k_floats, own_rows, thread
                 )  # fmt: skip
                 cuda.syncthreads()
-                mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, thread)
+                mask_scores(partial, k_factors, soft_cap, ragged, rows, places, at, tile, p, mask, thread)  # fmt: skip
                 # Where the next tile's tokens lie; everyone is done with the tile before this one.
                 locate_rows(places, block_table, paging, k, v, item, tile + TILE, thread)
                 cuda.syncthreads()

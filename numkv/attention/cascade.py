@@ -1,0 +1,166 @@
+"""Attention of sequences that begin with the same rows: these are read once for all, and both parts are merged.
+
+A sequence's result is the same, bit for bit, whoever shares its prefix: queries meet the prefix in chunks of so many
+rows that all of them take the same way through the kernels, however many queries there are. What is missing of a chunk
+is filled up with queries that are there already. Source: Ye et al., "Cascade Inference" (FlashInfer, 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.arrays import Array
+from numkv.attention.attend import attend
+from numkv.attention.options import AttentionOptions
+from numkv.attention.sight import Sight
+from numkv.checks import check_array, check_writable
+from numkv.errors import NotSupported
+from numkv.kinds import kind, kind_of_dtype
+from numkv.storage.pool import Pool
+from numkv.targets.base import Target
+
+__all__ = ["Prefix", "attend_cascade", "converted"]
+
+_FLOAT32 = np.dtype(np.float32)
+# Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
+# are rows of one item then, in whole groups of rows.
+_LEAST, _UNIT, _MOST = 32, 8, 64
+
+
+class Prefix(NamedTuple):
+    """What some sequences begin with.
+
+    Attributes
+    ----------
+    seq : int
+        A sequence that begins with it: its row of the block table is looked at.
+    tokens : int64 array
+        Queries that see it, by their numbers in the call.
+    """
+
+    seq: int
+    tokens: NDArray[np.int64]
+
+
+def chunk_tokens(group: int) -> int:
+    """Query tokens of a chunk, for q heads that share a kv head; 0 where no chunk is one item."""
+    rows = math.lcm(group, _UNIT)
+    rows *= -(-_LEAST // rows)
+    return rows // group if rows <= _MOST else 0
+
+
+def attend_cascade(
+    pool: Pool, block_table: Array, q: Array, seq_lens: Array, q_starts: Array, options: AttentionOptions,
+    shared_len: int, prefixes: list[Prefix],
+) -> Any:  # fmt: skip
+    """Attend with checked queries over a pool, to the first `shared_len` tokens apart from the rest.
+
+    Parameters
+    ----------
+    pool, block_table, q, seq_lens, q_starts
+        See `numkv.attention.attend.attend`.
+    options : AttentionOptions
+        From `check_options`; without a window and `sight`.
+    shared_len : int
+        Tokens that prefixes have; all queries are later ones.
+    prefixes : list of Prefix
+        Of which each query sees one.
+
+    Returns
+    -------
+    array or tuple of array
+        The output, and the lse if asked for.
+    """
+    target = pool.target
+    if shared_len and (options.window_left >= 0 or options.sight is not None):
+        raise NotSupported(
+            "`shared_len`: expected 0 beside a window, a mask, ranges or slopes, got another number"
+        )
+    tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
+    each = chunk_tokens(num_q_heads // int(pool.k.shape[1]))
+    if not tokens or not shared_len or not num_q_heads or not each:
+        return attend(pool, block_table, q, seq_lens, q_starts, options)
+    shape = (tokens, num_q_heads, pool.head_dim_v)
+    out = options.out
+    if out is None:
+        out = target.empty(shape, q.dtype)
+    else:
+        out = check_array(target, "out", out, (q.dtype,), shape)
+        check_writable("out", out)
+    q_kind = kind_of_dtype(q.dtype)
+    assert q_kind is not None
+    exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")
+    wide = q if exact is q_kind else converted(target, q, target.empty(q.shape, exact.dtype))
+    parts = options._replace(return_lse=True, out=None)
+    own = attend(
+        pool, block_table, wide, seq_lens, q_starts, parts._replace(sight=Sight(first=shared_len))
+    )
+    shared = _of_prefixes(
+        pool, block_table, wide, parts._replace(sinks=None), shared_len, prefixes, each
+    )
+    merged = out if exact is q_kind else target.empty(shape, exact.dtype)
+    lse = target.empty(shape[:2], _FLOAT32)
+    words = target.words
+    target.ops.merge_states(
+        words(shared[0]), shared[1], words(own[0]), own[1], exact.name, words(merged), lse
+    )
+    if merged is not out:
+        converted(target, merged, out)
+    return (out, lse) if options.return_lse else out
+
+
+def _of_prefixes(
+    pool: Pool, block_table: Array, q: Array, options: AttentionOptions, shared_len: int,
+    prefixes: list[Prefix], each: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Attention of every query to its prefix alone, and the lse."""
+    target = pool.target
+    source: list[NDArray[np.int64]] = []
+    tables: list[int] = []
+    back = np.empty(int(q.shape[0]), np.int64)
+    for prefix in prefixes:
+        chunks = -(-len(prefix.tokens) // each)
+        back[prefix.tokens] = len(tables) * each + np.arange(len(prefix.tokens))
+        source.append(np.resize(prefix.tokens, chunks * each))
+        tables += [prefix.seq] * chunks
+    number, columns = len(tables), int(block_table.shape[1])
+    words = block_table.view(_FLOAT32).reshape((int(block_table.shape[0]), 1, columns))
+    table = _gathered(target, words, np.array(tables)).reshape((number, columns)).view(np.int32)
+    queries = _gathered(target, q, np.concatenate(source))
+    lens = target.index(np.full(number, shared_len), np.int64)
+    starts = target.index(np.arange(number + 1) * each, np.int64)
+    o, lse = attend(
+        pool, table, queries, lens, starts, options._replace(sight=Sight(causal=False))
+    )  # fmt: skip
+    of_heads = lse.reshape((*lse.shape, 1))
+    lse = _gathered(target, of_heads, back)
+    return _gathered(target, o, back), lse.reshape(tuple(lse.shape[:2]))
+
+
+def _gathered(target: Target, x: Array, numbers: NDArray[np.int64]) -> Array:
+    """Rows ``(num_tokens, num_heads, dim)`` of an array by their numbers."""
+    made = target.empty((len(numbers), *x.shape[1:]), x.dtype)
+    here, there = (
+        target.words(y).reshape((int(y.shape[0]), int(y.shape[1]), 1, int(y.shape[2])))
+        for y in (x, made)
+    )
+    places = target.index(np.arange(len(numbers)), np.int64)
+    target.ops.copy_tokens(here, target.index(numbers, np.int64), there, places)
+    return made
+
+
+def converted(target: Target, x: Array, to: Array) -> Array:
+    """Convert floats ``(num_tokens, num_heads, head_dim)`` into an array of another dtype."""
+    source, dest = kind_of_dtype(x.dtype), kind_of_dtype(to.dtype)
+    assert source is not None
+    assert dest is not None
+    tokens, heads, dim = (int(n) for n in to.shape)
+    rows = target.words(to).reshape((tokens, heads, 1, dim))  # blocks of one token
+    table = target.index(np.arange(tokens), np.int32)
+    no_scale = target.empty((0, 0, 0), _FLOAT32)
+    target.ops.append_rows(target.words(x), source.name, rows, dest.name, no_scale, table, 0)
+    return to

@@ -1,0 +1,228 @@
+"""Who sees what, beside causality and a window: options of attention, checked, and written as kernels take them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.arrays import Array
+from numkv.checks import check_apart, check_array, check_flag, check_integers
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.rows.mask import COLUMNS
+from numkv.targets.base import Target
+from numkv.targets.call import Call
+
+__all__ = ["Sight", "Visible", "check_sight", "is_free", "lay_out", "seen_by_queries", "with_sight"]
+
+_WORDS = (np.dtype(np.uint32), np.dtype(np.int32))
+
+
+class Visible(TypedDict, total=False):
+    """What calls of attention take by name beside the options of `numkv.decode_attention`."""
+
+    causal: bool | None
+    ranges: Any
+    mask: Any
+    alibi_slopes: Any
+
+
+class Sight(NamedTuple):
+    """These options of a call that has any, numbers checked, arrays not.
+
+    Attributes
+    ----------
+    causal : bool
+        Whether queries see no later tokens.
+    ranges : int array (num_tokens, 2) or None
+        Tokens that each query sees, in place of causality.
+    mask : uint32 array (num_tokens, words) or None
+        Bits of the newest tokens that each query sees.
+    alibi_slopes : array (num_q_heads,) or None
+        Slopes of biases.
+    first : int
+        The first token that any query sees, where queries are causal: what comes before is another call's.
+    """
+
+    causal: bool = True
+    ranges: Any = None
+    mask: Any = None
+    alibi_slopes: Any = None
+    first: int = 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether each query is one of the cached tokens, as it is where tokens before it are what it sees."""
+        return self.mask is not None or (self.causal and self.ranges is None)
+
+
+_NAMES = frozenset(Visible.__annotations__)
+_ARRAYS = ("ranges", "mask", "alibi_slopes")
+
+
+def check_sight(given: Visible | None, window_left: int) -> Sight | None:
+    """Take the options that a call was given by name, or None where it was given none that matters."""
+    if not given:
+        return None
+    for name in given:
+        if name not in _NAMES:
+            raise TypeError(
+                f"`{name}`: expected an argument of this call, got an unknown one; of what queries see there are "
+                f"{', '.join(sorted(_NAMES))}"
+            )
+    causal = check_flag("causal", given.get("causal"), True)
+    made = Sight(causal, given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
+    if made.causal and made.ranges is None and made.mask is None and made.alibi_slopes is None:
+        return None
+    if made.ranges is not None and made.mask is not None:
+        raise NotSupported(
+            "`mask`: expected None beside `ranges`, which say what queries see by themselves"
+        )
+    if made.ranges is not None and window_left >= 0:
+        raise NotSupported(
+            f"`window_left`: expected -1 beside `ranges`, which say what queries see by themselves, got {window_left}; "
+            "cut the ranges"
+        )
+    return made
+
+
+def is_free(options: Any) -> bool:
+    """Whether the queries of a call need not be cached tokens."""
+    return options.sight is not None and not options.sight.counts_tokens
+
+
+def with_sight(
+    call: Call, arrays: tuple[Any, ...], asked: tuple[Any, ...], given: Visible
+) -> tuple[Call, tuple[Any, ...], tuple[Any, ...]]:
+    """A call with the options that it was given by name beside the others, as targets run it."""
+    check_sight(given, -1)
+    own = (given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))
+    return _with_names(call), (*arrays, *own), (*asked, given.get("causal"))
+
+
+@functools.cache
+def _with_names(call: Call) -> Call:
+    written = " ".join(call.arrays[i] for i in call.written)
+    return Call(" ".join((*call.arrays, *_ARRAYS)), " ".join((*call.options, "causal")), written)
+
+
+def lay_out(
+    target: Target, sight: Sight, seq_lens: Array, q_starts: Array, capacity: int, window_left: int,
+    sinks: Array, num_tokens: int, num_q_heads: int, out: Array, *, validate: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """What queries see as kernels take it, and sinks with slopes.
+
+    Parameters
+    ----------
+    target : Target
+        Where.
+    sight : Sight
+        From `check_sight`; its arrays are checked here.
+    seq_lens, q_starts : int array (num_seqs,), (num_seqs + 1,)
+        Lengths, and where each sequence's queries start; checked.
+    capacity : int
+        Tokens for which a sequence has room.
+    window_left : int
+        Earlier tokens that a query sees, or -1.
+    sinks : array (num_q_heads,) or (0,)
+        Sinks, in the float type that attention computes in.
+    num_tokens, num_q_heads : int
+        Queries and their heads.
+    out : array
+        What the call writes to.
+    validate : bool
+        Whether values are looked at where that waits for the device.
+
+    Returns
+    -------
+    rows, heads : array
+        In place of `ranges` and `sinks` of `numkv.kernels.operations.Operations.attend`.
+    """
+    nothing = functools.partial(_nothing, target.key)
+    ranges, bits, slopes = nothing("int64", 2), nothing("uint32", 2), nothing(sinks.dtype.name, 1)
+    heads = slopes
+    if sight.ranges is not None:
+        given = check_integers(target, "ranges", sight.ranges, (num_tokens, 2))
+        check_apart(target, {"out": out}, {"ranges": given})
+        ranges = target.index(given, np.int64)  # on CUDA int32 stays what it is
+    columns = 2
+    if sight.mask is not None:
+        given = check_array(target, "mask", sight.mask, _WORDS, (num_tokens, "words"))
+        check_apart(target, {"out": out}, {"mask": given})
+        bits = given if given.dtype == _WORDS[0] else given.view(_WORDS[0])
+        columns = COLUMNS + int(bits.shape[1])
+        _check_words(target, q_starts, int(bits.shape[1]), validate)
+    if sight.alibi_slopes is not None:
+        slopes = _check_slopes(target, sight.alibi_slopes, sinks.dtype, num_q_heads, validate)
+        heads = target.empty((2 * num_q_heads,), sinks.dtype)
+        columns = max(columns, COLUMNS)
+    rows = target.empty((num_tokens, columns), np.int64)
+    target.ops.fill_mask(
+        seq_lens, q_starts, ranges, bits, int(sight.causal), int(window_left), sight.first, capacity, sinks, slopes,
+        rows, heads,
+    )  # fmt: skip
+    return rows, sinks if sight.alibi_slopes is None else heads
+
+
+def seen_by_queries(
+    target: Target, sight: Sight | None, tokens: int, length: int, window_left: int
+) -> NDArray[np.int64]:
+    """Tokens ``[low, high)`` of one sequence that each of its queries sees, on the host.
+
+    Masks and biases are refused: they count what a cache of two pools keeps apart.
+    """
+    if sight is None:
+        sight = Sight()
+    if sight.mask is not None or sight.alibi_slopes is not None:
+        name = "mask" if sight.mask is not None else "alibi_slopes"
+        raise NotSupported(
+            f"`{name}`: expected None for a cache with tokens in full precision, got one; use a cache without"
+        )
+    if sight.ranges is not None:
+        given = check_integers(target, "ranges", sight.ranges, (tokens, 2))
+        return target.to_host(given).astype(np.int64).clip(0, length)
+    position = length - tokens + np.arange(tokens)
+    high = position + 1 if sight.causal else np.full_like(position, length)
+    low = np.maximum(0, position - window_left) if window_left >= 0 else np.zeros_like(position)
+    seen: NDArray[np.int64] = np.stack([low, high], axis=1)
+    return seen
+
+
+def _check_words(target: Target, q_starts: Array, words: int, validate: bool) -> None:
+    """Refuse masks with too few words for a sequence's queries."""
+    if words < 1:
+        raise DimensionMismatch(
+            "`mask`: expected at least one word for each query, got none",
+            expected=1,
+            actual=0,
+        )
+    if target.values_on_host or validate:
+        most = int(np.diff(target.to_host(q_starts)).max(initial=0))
+        if most > 32 * words:
+            raise DimensionMismatch(
+                f"`mask`: expected a bit for each of the newest {most} tokens, {-(-most // 32)} words for each query, "
+                f"got {words}",
+                expected=-(-most // 32),
+                actual=words,
+            )
+
+
+def _check_slopes(
+    target: Target, slopes: Any, compute: np.dtype[Any], num_q_heads: int, validate: bool
+) -> Array:
+    """Slopes on the target, all finite."""
+    checked: Array = target.reals("alibi_slopes", slopes, compute, (num_q_heads,))
+    if num_q_heads and (target.values_on_host or validate):
+        largest = np.abs(target.to_host(checked)).max()  # NaN if one is
+        if not largest < np.inf:
+            raise ValueError(f"`alibi_slopes`: expected finite numbers, got {largest}")
+    return checked
+
+
+@functools.cache
+def _nothing(target: str, dtype: str, ndim: int) -> Array:
+    """What stands for an array that is not given."""
+    return targets.by_key(target).empty((0, 2)[:ndim], np.dtype(dtype))

@@ -1,0 +1,114 @@
+"""Steps whose new tokens are trees of drafts: what each token sees, where it stands, which path is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.attention.tree import depths_of, tree_mask
+from numkv.caches.paged.store import BlockStore, Ints
+from numkv.checks import check_integers, host_array
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.targets.base import Array, Target
+
+__all__ = ["Tree"]
+
+
+class Tree:
+    """The trees of a step's sequences.
+
+    Parameters
+    ----------
+    parents : array-like of int (num_tokens,)
+        See `numkv.tree_mask`.
+    new_lens : int64 array (num_seqs,)
+        How many tokens each sequence gets.
+    into : object
+        Where the step's tables lie: refused, as no graph knows masks.
+
+    Attributes
+    ----------
+    depths : int64 array (num_tokens,)
+        How many tokens of the tree come before each.
+    moved : dict of int to int
+        Of tokens that were kept, by their numbers in the step, the numbers of the tokens whose places they have now.
+    """
+
+    def __init__(self, parents: Any, new_lens: Ints, into: Any) -> None:
+        if into is not None:
+            raise NotSupported("`parents`: expected None for a step that lies in StepBuffers")
+        starts = np.zeros(len(new_lens) + 1, np.int64)
+        np.cumsum(new_lens, out=starts[1:])
+        self._starts: list[int] = starts.tolist()
+        self._bits = tree_mask(parents, starts)
+        self.depths = depths_of(parents, starts)
+        self._parents: list[int] = np.asarray(parents).tolist()
+        self.moved: dict[int, int] = {}
+        self._mask: Array | None = None
+        self._slots: list[NDArray[np.int64]] = []
+
+    @staticmethod
+    def refuse(tree: Tree | None, name: str) -> None:
+        """Refuse what knows nothing of masks, for a step with a tree."""
+        if tree is not None:
+            raise NotSupported(f"{name}: expected a step without a tree, got one")
+
+    def put(self, target: Target, slots: list[NDArray[np.int64]]) -> None:
+        """Take the tokens' slots in every group, and put the mask on the target."""
+        self._slots, self._mask = slots, target.asarray(self._bits)
+
+    def seen(self, visible: Any) -> dict[str, Any]:
+        """Options of a call with the tree's mask."""
+        given = dict(visible or {})
+        for name in ("mask", "ranges"):
+            if given.get(name) is not None:
+                raise NotSupported(
+                    f"`{name}`: expected None, as the step's tree says what its tokens see, got an array"
+                )
+        return {**given, "mask": self._mask}
+
+    def order_of(self, paths: Any, new_lens: Ints) -> tuple[Ints, Ints]:
+        """Check paths; return how many tokens each sequence keeps, and all tokens with those of paths first."""
+        numbers = list(paths)
+        if len(numbers) != len(new_lens):
+            raise DimensionMismatch(
+                f"`paths`: expected a path for each of {len(new_lens)} sequences, got {len(numbers)}",
+                expected=len(new_lens),
+                actual=len(numbers),
+            )
+        order: Ints = np.arange(self._starts[-1])
+        keep: Ints = np.zeros(len(new_lens), np.int64)
+        for i, (first, n) in enumerate(zip(self._starts, new_lens.tolist(), strict=False)):
+            path = host_array("paths", numbers[i])
+            path = path if path.size else path.astype(np.int64)
+            steps = check_integers(targets.get("cpu"), "paths", path, ("tokens",)).tolist()
+            parent = -1
+            for token in steps:
+                if not 0 <= token < n or self._parents[first + token] != parent:
+                    raise IndexError(
+                        f"`paths`: expected tokens of sequence {i}'s tree from its root on, each the parent of the "
+                        f"next, got {steps}"
+                    )
+                parent = token
+            rest = np.setdiff1d(np.arange(n), steps)
+            order[first : first + n] = first + np.concatenate([np.array(steps, np.int64), rest])
+            keep[i] = len(steps)
+        return keep, order
+
+    def move(self, store: BlockStore, order: Ints) -> None:
+        """Give the tokens that come first in an order the first places."""
+        to = np.arange(len(order))
+        changed = (order > to).nonzero()[0]  # those of paths move down, the others may be lost
+        self.moved = dict(zip(order.tolist(), to.tolist(), strict=True))
+        if not len(changed):
+            return
+        for pool, groups in store.parts:
+            source, dest = (
+                store.target.index(np.concatenate([self._slots[g][i] for g in groups]), np.int64)
+                for i in (order[changed], changed)
+            )
+            pool.k_buffer.copy_tokens(source, pool.k_buffer, dest)
+            pool.v_buffer.copy_tokens(source, pool.v_buffer, dest)

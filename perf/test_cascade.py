@@ -1,0 +1,75 @@
+"""A prefix that sequences share: read once for all of them, beside once for each.
+
+Contestants take turns, as the machine's speed drifts; the ratio of their medians is what counts.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+import numkv
+
+SHARED, OWN, BLOCK, DIM = 8192, 64, 16, 128
+
+
+def problem(rng, num_seqs, heads, kv_heads, kind):
+    """Arrays of a call: queries, pools, a table, lengths; and scales."""
+    prefix, own = SHARED // BLOCK, OWN // BLOCK
+    blocks = prefix + num_seqs * own
+    order = rng.permutation(blocks).astype(np.int32)
+    table = np.array(
+        [[*range(prefix), *(prefix + s * own + np.arange(own))] for s in range(num_seqs)]
+    )
+    shape, scales = (blocks, kv_heads, BLOCK, DIM), {}
+    rows = [rng.standard_normal(shape, np.float32) for _ in range(2)]
+    if kind == "int8":
+        scales = {
+            n: np.abs(x).max(-1).astype(np.float32) / 127
+            for n, x in zip(("k_scale", "v_scale"), rows, strict=True)
+        }
+        rows = [
+            np.rint(x / s[..., None]).astype(np.int8)
+            for x, s in zip(rows, scales.values(), strict=True)
+        ]
+    else:
+        rows = [x.astype(numkv.kind(kind).dtype) for x in rows]
+    q = rng.standard_normal((num_seqs, heads, DIM), np.float32)
+    return (q, *rows, order[table], np.full(num_seqs, SHARED + OWN)), scales
+
+
+def ratio(arrays, scales, seconds=3.0):
+    """Median time of the plain way over that of the cascade."""
+    calls = (
+        lambda: numkv.paged_decode_attention(*arrays, **scales),
+        lambda: numkv.cascade_attention(*arrays, SHARED, **scales),
+    )
+    plain, shared = (call() for call in calls)
+    np.testing.assert_allclose(plain, shared, atol=2e-3)
+    times = [[], []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    return np.median(times[0]) / np.median(times[1]), np.median(times, axis=1)
+
+
+@pytest.mark.parametrize("num_seqs", [4, 16])
+@pytest.mark.parametrize("heads", [(8, 8), (32, 8)])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_cascade(rng, num_seqs, heads, kind):
+    found, (plain, shared) = ratio(*problem(rng, num_seqs, *heads, kind))
+    print(
+        f"{kind}, {num_seqs} sequences, heads {heads[0]}/{heads[1]}, shared {SHARED}: plain {plain * 1e3:.1f} ms, "
+        f"cascade {shared * 1e3:.1f} ms, {found:.2f} x"
+    )
+
+
+if __name__ == "__main__":
+    rng = np.random.default_rng(0)
+    for kind in ("bf16", "fp32", "int8"):
+        for heads in ((8, 8), (32, 8)):
+            for num_seqs in (4, 16):
+                test_cascade(rng, num_seqs, heads, kind)
