@@ -49,7 +49,7 @@ def test_attention(host_time, rng, pages):
 
 @pytest.mark.parametrize("states", [False, True], ids=["rows", "states"])
 def test_states(host_time, states):
-    """A step of 8 sequences, with 6 layers of states of 64 KiB each beside 2 with rows: nothing is copied."""
+    """A step of 8 sequences of a model with 6 layers of states of 64 KiB each, beside 2 with rows: no copy."""
     shapes = {i: [((16, 32, 32), "float32")] for i in range(6)}
     more = {"states": shapes, "num_states": 64} if states else {}
     cache = numkv.PagedKVCache(
@@ -65,13 +65,10 @@ def test_add(host_time, rng, part):
     """Add a prompt of 1,024 tokens and `part` more that is cached, where 200 sequences have other ones."""
     cache = make(False)
     prompt = rng.integers(0, 150_000, 1024 + 16).astype(np.int32)
+    step_of(cache, [cache.add()], 1024, prompt[:1024])
     for n in range(200):
-        seq = cache.add(np.append(prompt[:1024], n))
-        step_of(cache, [seq], 1, [n])
-    seq = cache.add(prompt)
-    step_of(
-        cache, [seq], cache.length(seq) and 1040 - cache.length(seq), prompt[cache.length(seq) :]
-    )
+        step_of(cache, [cache.add(np.append(prompt[:1024], n))], 1, [n])
+    step_of(cache, [cache.add(prompt[:1025])], 16, prompt[1024:])
     text = np.append(prompt[: 1024 + part], 149_999)
     seqs = [cache.add(text)]
     assert cache.cached_len(seqs[0]) == 1024 + part

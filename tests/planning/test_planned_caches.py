@@ -80,8 +80,8 @@ def test_a_sequence_takes_what_its_plan_says(name, kind):
             assert cache.stats().pool.used * of_block + of_states <= planned
     planned = needs.sequence_bytes(40, kind, block_size=SIZE)
     used = most * of_block + of_states
-    # Layers of several shapes share blocks of the same bytes, of which some are left over.
-    few = 1.15 if name == "wider and sharing" else 1
+    # Layers of several shapes share blocks of the same bytes, of which some are left over; parts are aligned.
+    few = 1.2 if name == "wider and sharing" else 1
     assert planned <= used <= few * planned or name == "chunked"
     if name == "chunked":  # a chunk is full when its last token is written, and needs no block more
         assert used <= planned
