@@ -441,6 +441,7 @@ def _attention(case):
     case(attention_of_heads, Shape(3, 1, 7, (150,)), "fp8_e4m3", "fp32", "fp32", window_left=90)
     _decode(case)
     ptx_sight.sight_cases(case)
+    _prefill_of_codes(case)
     case(cells, "fp32")
     case(cells, "bf16")
     shape = Shape(4, 2, 64, (140, 3), spare=1)
@@ -489,6 +490,22 @@ def _decode(case):
     case(attention, Shape(2, 1, 256, (80,)), "fp16", "fp16")
     options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": 0.3}
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
+
+
+def _prefill_of_codes(case):
+    """Many query rows over 8-bit floats; what is hidden."""
+    many = Shape(3, 1, 64, (150, 9), new=(90, 2))
+    of_heads = ptx_prefill.through_prefill(attention_of_heads)
+    for k_kind, v_kind, q_kind in (
+        ("fp8_e4m3", "fp8_e5m2", "bf16"), ("fp8_e5m2", "fp8_e4m3", "fp32"), ("fp8_e4m3", "fp16", "fp16"),
+    ):  # fmt: skip
+        case(of_heads, many, k_kind, v_kind, q_kind, everyday=q_kind == "bf16")
+    hidden, shape = (
+        ptx_prefill.through_prefill(attention_hidden),
+        Shape(4, 2, 64, (120, 75), new=(70, 2)),
+    )
+    for kind in ("int8", "int4"):
+        case(hidden, shape, kind, "bf16", window_left=20, everyday=kind == "int8")
 
 
 def _call(function, args, options):

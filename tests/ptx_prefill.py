@@ -4,6 +4,9 @@ Pools are NaN wherever nothing may be read. Some cases have NaN and infinity in 
 not: what comes of them is compared too.
 """
 
+import functools
+import importlib
+
 import naive
 import numpy as np
 import operands
@@ -13,6 +16,7 @@ from problems import Shape
 
 from numkv import targets
 
+attention = importlib.import_module("numkv.kernels.cuda.attention")
 F32, I32, I64 = np.float32, np.int32, np.int64
 #: A row's relative L2 error beside that of rounding the exact row to the kind of the query, which is up to 2.1e-3 of
 #: bfloat16, 2.6e-4 of float16.
@@ -162,9 +166,9 @@ def compare(got, want, bound, may_be_nan):
     )
 
 
-def alone(rng, shape, kind):
+def alone(rng, shape, kind, q_kind):
     """Each sequence of a batch by itself: the same bits."""
-    problem = paged_problems.make(rng, shape, kind, kind, block_size=16)
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
     together = host(problem.run(to))
     starts = problem.problem.cu_seqlens_q
     for s in range(len(shape.seq_lens)):
@@ -172,6 +176,62 @@ def alone(rng, shape, kind):
         np.testing.assert_array_equal(
             operands.words(found), operands.words(together[starts[s] : starts[s + 1]])
         )
+
+
+def through_prefill(function):
+    """A case that fails if the kernel for many query rows takes nothing."""
+
+    @functools.wraps(function)
+    def run(*args, **options):
+        before = attention._prefill.cache_info()
+        function(*args, **options)
+        after = attention._prefill.cache_info()
+        assert after.hits + after.misses > before.hits + before.misses
+
+    run.__name__ = f"prefill_{function.__name__}"
+    return run
+
+
+@through_prefill
+def codes(rng, shape, kind, q_kind, v_kind=None, *, block_size=16, spread=0, **options):
+    """Stored codes; scales of V of some tokens are up to ``10 ** spread`` times others."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, v_kind=v_kind, block_size=block_size)
+    if problem.v_scale is not None:
+        powers = 10.0 ** rng.integers(-spread, 1, problem.v_scale.shape[:3])
+        powers = powers.reshape(*powers.shape, *[1] * (problem.v_scale.ndim - 3))
+        problem.v_scale[:] = (problem.v_scale * powers).astype(problem.v_scale.dtype)
+    if options.pop("sinks", False):
+        options["sinks"] = rng.standard_normal(shape.num_q_heads).astype(F32)
+    out, lse = (host(x) for x in problem.run(to, return_lse=True, **options))
+    want, want_lse = problem.expect(**options)
+    # Rows of INT4 are rounded to float16 once more than those of others.
+    bound = BOUNDS[q_kind] + (2.5e-4 if "int4" in (kind, v_kind) else 0)
+    compare(out, want, bound, False)
+    tolerances.assert_lse_close(lse, want_lse, 5e-4 if kind == "int4" else tolerances.LSE)
+
+
+#: One sequence with all queries, as many as there are sequences: other batches of that shape are decode.
+ONE_OF_MANY = Shape(64, 1, 64, (40, 0, 9), new=(3, 0, 0))
+
+
+def add_codes(case):
+    """Every kind that is widened, and options of it."""
+    case(codes, Shape(2, 1, 64, (83,), new=(70,)), "int8", "bf16", everyday=True)
+    case(codes, Shape(4, 2, 128, (200, 90), new=(150, 40)), "int8", "bf16")
+    case(codes, Shape(4, 2, 128, (200, 90), new=(150, 40)), "int4", "bf16")
+    case(
+        codes, Shape(3, 1, 64, (100, 9, 0, 150), new=(60, 3, 0, 130)), "int4", "fp16", block_size=5
+    )
+    for kind in ("int8", "int4"):
+        case(codes, Shape(2, 1, 64, (130,), new=(80,)), kind, "fp16", spread=12)
+        case(codes, Shape(2, 1, 256, (130,), new=(80,), head_dim_v=64), kind, "bf16")
+        options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": -0.3}
+        case(codes, Shape(2, 1, 64, (230,), new=(150,)), kind, "bf16", **options)
+    case(codes, Shape(2, 1, 64, (130,), new=(80,)), "int8", "fp32")
+    case(codes, Shape(2, 1, 48, (130,), new=(80,), head_dim_v=16), "int8", "bf16", block_size=3)
+    case(codes, Shape(1, 1, 192, (140,), new=(140,)), "int4", "bf16")
+    for k_kind, v_kind in (("int8", "int4"), ("int8", "bf16"), ("fp16", "int8"), ("int4", "fp16")):
+        case(codes, Shape(2, 1, 64, (130,), new=(80,)), k_kind, "bf16", v_kind)
 
 
 def add_cases(case):
@@ -200,4 +260,7 @@ def add_cases(case):
     odd = (80, 81, 100, 101, 128, 165, 190, 221)
     for kind in ("bf16", "fp16"):
         case(prefill, Shape(2, 1, 64, (230,), new=(150,)), kind, kind, odd=odd)
-    case(alone, Shape(2, 1, 64, (90, 200, 60), new=(70, 80, 5)), "bf16")
+    add_codes(case)
+    for kind, q_kind in (("bf16", "bf16"), ("int8", "fp32")):
+        case(alone, Shape(2, 1, 64, (90, 200, 60), new=(70, 80, 5)), kind, q_kind)
+        case(alone, ONE_OF_MANY, kind, q_kind, everyday=kind == "bf16")

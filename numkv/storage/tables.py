@@ -22,7 +22,9 @@ def one_block_each(target: str, num_seqs: int) -> Array:
 @functools.lru_cache(maxsize=64)
 def one_query_each(target: str, num_seqs: int) -> Array:
     """Where queries start when each sequence has one."""
-    return _constant(target, np.arange(num_seqs + 1, dtype=np.int64))
+    found = _constant(target, np.arange(num_seqs + 1, dtype=np.int64))
+    targets.by_key(target).mark_queries(found, "one each")
+    return found
 
 
 @functools.lru_cache(maxsize=64)

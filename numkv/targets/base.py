@@ -198,6 +198,17 @@ class Target(Protocol):
     def constant(self, x: np.ndarray[Any, Any]) -> arrays.Array:
         """A copy that nobody writes to, for calls on all streams of this thread's device."""
 
+    def mark_queries(self, starts: arrays.Array, queries: str) -> None:
+        """Say what the host knows of an array of where queries start, so that kernels need not look.
+
+        Parameters
+        ----------
+        starts : array
+            The array.
+        queries : {"one each", "fewer"}
+            Each sequence has one; or there may be fewer queries than `q` has rows.
+        """
+
     def share_memory(self, a: arrays.Array, b: arrays.Array) -> bool:
         """Whether two arrays of this target have a byte in common; where that is too hard to tell, yes."""
 

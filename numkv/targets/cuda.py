@@ -262,6 +262,10 @@ class CudaTarget:
         """A copy on the device, made while the host waits, also beside a capture."""
         return self._cuda.to_device(x) if self._simulated else uploads.constant(x)
 
+    def mark_queries(self, starts: Any, queries: str) -> None:
+        """Leave a mark on the array, which attention looks for."""
+        starts.queries = queries
+
     def share_memory(self, a: Any, b: Any) -> bool:
         """Whether two device arrays have a byte in common, or may have: strided ones of unlike steps count as such."""
         return may_overlap(self._lies(a), self._lies(b))

@@ -7,7 +7,7 @@ The kernel's real PTX runs on the interpreter (`tools.cuda.ptx_machine`). What a
 between sequences of 1,024 and of 512 tokens that end with the same 48 queries. Its flop are those of two products of
 64 query rows, the tile's tokens and the head dim. A whole prefill, of a sequence without a past, also has masked tiles,
 loads of queries and stores of results; its flop are those of visible pairs of a query and a token only. A kind is
-that of K and V, or theirs and the queries', with a colon between them.
+that of K and V, or theirs and the queries', with a colon between them; queries are bf16 where they cannot have it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def executed(
     RuntimeError
         If another kernel was chosen.
     """
+    from numkv import kind as kind_of
     from numkv import targets
 
     cuda, rng = targets.get("cuda"), np.random.default_rng(1)
@@ -58,13 +59,26 @@ def executed(
     def draw(*shape: int) -> Any:
         return rng.standard_normal(shape, np.float32)
 
+    def pool() -> tuple[Any, Any]:
+        of, shape = kind_of(kind), (blocks, 1, BLOCK_SIZE)
+        scales: Any = np.zeros((0,) * of.scale_ndim, of.scale_word)
+        if of.is_query:
+            return _words(draw(*shape, dim), kind), scales
+        words = rng.integers(0, 100, (*shape, dim // of.elements_per_word)).astype(of.word)
+        if of.scales_per == "head":
+            scales = np.ones(1, np.float32)
+        elif of.scale_ndim == 3:
+            scales = np.full(shape, 0.01, np.float32)
+        else:
+            scales = np.full((*shape, dim // 32), 0x3C00, of.scale_word)
+        return words, scales
+
     q = _words(draw(queries, group, dim), q_kind)
-    pools = [_words(draw(blocks, 1, BLOCK_SIZE, dim), kind) for _ in "kv"]
-    none = np.zeros((0, 0, 0), np.float32)
+    (k, k_scale), (v, v_scale) = pool(), pool()
     device.forget()
     cuda.ops.attend(
-        cuda.asarray(q), q_kind, cuda.asarray(pools[0]), kind, cuda.asarray(none), cuda.asarray(pools[1]), kind,
-        cuda.asarray(none), cuda.asarray(np.arange(blocks, dtype=np.int32)[None]),
+        cuda.asarray(q), q_kind, cuda.asarray(k), kind, cuda.asarray(k_scale), cuda.asarray(v), kind,
+        cuda.asarray(v_scale), cuda.asarray(np.arange(blocks, dtype=np.int32)[None]),
         cuda.asarray(np.array([length], np.int64)), cuda.asarray(np.array([0, queries], np.int64)),
         cuda.asarray(np.zeros((0, 2), np.int64)), 0, 1 / dim**0.5, 0.0, -1, cuda.asarray(np.zeros(0, np.float32)),
         cuda.asarray(np.zeros_like(q)), cuda.asarray(np.zeros((0, 0), np.float32)),
@@ -89,7 +103,9 @@ def main(arguments: list[str] | None = None) -> int:
     parse = argparse.ArgumentParser(
         prog="python -m tools.cuda.prefill_counts", description=(__doc__ or "").partition("\n")[0]
     )
-    parse.add_argument("--kinds", default="bf16,fp16,bf16:fp32,fp16:fp32,fp16:bf16")
+    parse.add_argument(
+        "--kinds", default="bf16,fp16,bf16:fp32,fp16:fp32,fp16:bf16,int8,int4,fp8_e4m3,fp8_e5m2"
+    )
     parse.add_argument("--dim", type=int, default=128)
     parse.add_argument("--group", type=int, default=4)
     parse.add_argument(
@@ -97,11 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
+    from numkv import kind as kind_of
+
     device, rows = ptx_device.start(), []
     heads = ["K and V", "queries", "a tile", "flop for each", f"prefill of {given.tokens}"]
     for name in given.kinds.split(","):
         kind, _, q_kind = name.partition(":")
-        q_kind = q_kind or kind
+        q_kind = q_kind or (kind if kind_of(kind).is_query else "bf16")
         tile = tile_instructions(device, kind, q_kind, given.dim, given.group)
         row = [kind, q_kind, f"{tile:,.0f}", f"{4 * 64 * 64 * given.dim / tile:,.0f}"]
         if given.tokens:

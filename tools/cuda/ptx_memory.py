@@ -245,10 +245,10 @@ class SharedMemory:
         self.written_in[flat], self.writer[flat], self.set[flat] = epoch, _MANY, True
         return found
 
-    def copied_to(self, a: Any, lanes: Ints, at: int) -> Ints:
-        """The words that copies of 16 bytes go to, which are nobody's until they arrive: ``(thread, word)``."""
-        place = self._index(a, 16, 16, lanes, at)
-        words = place[:, None] // self.grain + np.arange(16 // self.grain)
+    def copied_to(self, a: Any, size: int, lanes: Ints, at: int) -> Ints:
+        """The words that copies of `size` bytes go to, which are nobody's until they arrive: ``(thread, word)``."""
+        place = self._index(a, size, size, lanes, at)
+        words = place[:, None] // self.grain + np.arange(size // self.grain)
         flat, whose = words.reshape(-1), np.repeat(lanes, words.shape[1])
         if self.awaited[flat].any() or len(np.unique(flat)) < len(flat):
             self.problems.add("race: two copies to one place", at, "shared memory")

@@ -25,7 +25,7 @@ class _Copies(NamedTuple):
     lanes: Any
     group: Any  #: of each thread: how many it had committed before
     words: Any  #: of shared memory ``(thread, word)``, in grains
-    values: Any  #: ``(thread, 16)`` bytes
+    values: Any  #: ``(thread, bytes)``
 
 
 class TensorInstructions:
@@ -47,25 +47,25 @@ class TensorInstructions:
         self._committed = np.zeros(self.total, np.int64)
 
     def copy_async(
-        self, to: Any, to_offset: int, source: Any, offset: int, size: Any, mask: Any, at: int
-    ) -> None:
-        """``cp.async`` of 16 bytes, of which the first `size` are read and the others zeros."""
+        self, to: Any, to_offset: int, source: Any, offset: int, whole: int, size: Any, mask: Any, at: int
+    ) -> None:  # fmt: skip
+        """``cp.async`` of `whole` bytes, 16 or 4, of which the first `size` are read and the others zeros."""
         place, lanes = self._addresses(to, to_offset, mask)
         a, _ = self._addresses(source, offset, mask)
         sizes = np.broadcast_to(np.asarray(size), (self.total,))[lanes].astype(np.int64)
-        values = np.zeros((len(lanes), 16), np.uint8)
+        values = np.zeros((len(lanes), whole), np.uint8)
         for n in np.unique(sizes):
-            if n not in (0, 4, 8, 16):
+            if n not in (0, 4, 8, 16) or n > whole:
                 raise PtxError(f"copies of {n} bytes are not known: {self.program.code[at].text}")
             mine = sizes == n
-            if n and (a[mine] & np.uint64(15)).any():
+            if n and (a[mine] & np.uint64(whole - 1)).any():
                 raise self.result.problems.stop(
-                    "misaligned access to global memory", at, "a copy of 16 bytes"
+                    "misaligned access to global memory", at, f"a copy of {whole} bytes"
                 )
             if n:
                 parts = self.memory.load(a[mine], 4, int(n) // 4, at)
                 values[mine, :n] = np.stack(parts, axis=1).view(np.uint8)
-        words = self.shared.copied_to(place, lanes, at)
+        words = self.shared.copied_to(place, whole, lanes, at)
         self._pending.append(_Copies(lanes, self._committed[lanes], words, values))
 
     def commit_copies(self, mask: Any) -> None:

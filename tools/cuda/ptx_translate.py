@@ -521,10 +521,12 @@ class Translator:
             return [f"commit_copies({mask})"]
         if x.opcode == "cp.async.wait_group":
             return [f"wait_for_copies({int(x.operands[0])}, {mask})"]
-        if x.opcode == "cp.async.cg.shared.global" and x.operands[2] == "16":
+        whole = {"cp.async.cg.shared.global": "16", "cp.async.ca.shared.global": "4"}.get(x.opcode)
+        if whole is not None and x.operands[2] == whole:
             to, source = (self._address(o) for o in x.operands[:2])
-            size = self.read(x.operands[3], "u32") if len(x.operands) > 3 else "16"
-            return [f"copy_async({to[0]}, {to[1]}, {source[0]}, {source[1]}, {size}, {mask}, {at})"]
+            size = self.read(x.operands[3], "u32") if len(x.operands) > 3 else whole
+            where = f"{to[0]}, {to[1]}, {source[0]}, {source[1]}"
+            return [f"copy_async({where}, {whole}, {size}, {mask}, {at})"]
         names = [[r.strip() for r in o.strip("{}").split(",")] for o in x.operands]
         shape = re.fullmatch(
             r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", x.opcode

@@ -110,9 +110,14 @@ class Step(StateStep):
             wanted = [(x, np.int64) for x in host] + [(table, np.int32) for table in tables]
             self._positions, self._lens, self._starts, *found = store.target.index_all(wanted)
             self._slots, self._tables = found[: len(tables)], found[len(tables) :]
+            self._one_each = bool((new_lens == 1).all())
+            if self._one_each:
+                store.target.mark_queries(self._starts, "one each")
         else:
+            self._one_each = False
             into._fill(Filled(self.positions, lens, starts, slots, tables))
             self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
+            store.target.mark_queries(self._starts, "fewer")
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
         self._place = store.target.place()
@@ -468,7 +473,8 @@ class Step(StateStep):
         sm_scale, logits_soft_cap, sinks, return_lse, out = asked
         again, own = self._store.again, (self._tables[group], self._lens, self._starts)
         kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
-        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
+        sizes = shape, len(self.positions), self._one_each
+        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, *sizes
         call = again.find(what, stream, (q, sinks, out), pool.k, self._place)
         if call.replay is not None:
             found = call.run([*map(again.pointer, own)])

@@ -92,24 +92,28 @@ def _attention(
 @functools.cache
 def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped: bool) -> Any:
     signature = (
-        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(WORDS[v_kind], 4), array(types.int32, 2), INDICES,
-        INDICES, array(types.int64, 2), types.UniTuple(types.int64, 4), types.UniTuple(types.float64, 2),
-        array(types.float32, 1), array(WORDS[q_kind], 3), array(types.float32, 2),
+        array(WORDS[q_kind], 3), array(WORDS[k_kind], 4), array(*SCALES[k_kind]), array(WORDS[v_kind], 4),
+        array(*SCALES[v_kind]), array(types.int32, 2), INDICES, INDICES, array(types.int64, 2),
+        types.Tuple((*[types.int64] * 4, *[types.float32] * 2)), array(types.float32, 1),
+        array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
     blocks = sizes_of_prefill(q_kind, k_kind, v_kind, dim, dim_v).blocks
     return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
 
 
-def _launch_prefill(kinds, q, k, v, batch, options, sm_scale, soft_cap, sinks, out, lse):
+def _launch_prefill(kinds, q, pools, batch, options, sm_scale, soft_cap, sinks, out, lse):
     """Attention of the sequences with more queries than the last one of `options`; see `fits_prefill`."""
     sizes, capped = sizes_of_prefill(*kinds, q.shape[2], out.shape[2]), soft_cap > 0
-    rows, block_size = q.shape[0] * (q.shape[1] // k.shape[1]), k.shape[2]
+    _, heads, block_size, _ = pools[0].shape
+    rows = q.shape[0] * (q.shape[1] // heads)
     by_slot, window_left, most_tokens = options
+    real = sinks.dtype.type  # float32
+    most = min(batch[1].shape[0], q.shape[0] // (most_tokens + 1))  # sequences with more queries
     launch(
         _prefill(*kinds, sizes.dim, sizes.dim_v, capped),
-        (rows // PREFILL_ROWS + batch[1].shape[0]) * k.shape[1], THREADS,
-        q, k, v, *batch, (int(by_slot), shift_of(block_size), int(window_left), most_tokens),
-        (float(sm_scale if capped else sm_scale * LOG2_E), float(soft_cap)), sinks, out, lse,
+        (rows // PREFILL_ROWS + most) * heads, THREADS,
+        q, *pools, *batch, (int(by_slot), shift_of(block_size), int(window_left), most_tokens,
+        real(sm_scale if capped else sm_scale * LOG2_E), real(soft_cap)), sinks, out, lse,
         shared_bytes=sizes.shared_bytes,
     )  # fmt: skip
 
@@ -154,17 +158,22 @@ def attend(
     # -- which kernel
     group = num_q_heads // num_kv_heads
     most_tokens = num_tokens
-    # With no more queries than sequences, as in decode, there is nothing for prefill: one query is never its.
+    # One query is never prefill's. Where the host does not know that each sequence has one, the kernel looks itself.
+    queries, least = getattr(q_starts, "queries", ""), max(1, MOST_ROWS // group)
+    alone = num_seqs == 1 and queries != "fewer"
     masked = ranges.shape[1] > 2  # the kernel of multiply-adds alone knows gaps and biases
-    if not masked and num_seqs < num_tokens > MOST_ROWS // group and fits_prefill(
-        q, q_kind, k, k_kind, v, v_kind, out, sm_scale
-    ):  # fmt: skip
-        most_tokens = max(1, MOST_ROWS // group) if num_seqs > 1 else 0
+    if (
+        not masked
+        and queries != "one each"
+        and num_tokens > least
+        and fits_prefill(q, q_kind, k, k_kind, k_scale, v, v_kind, v_scale, out, sm_scale)
+    ):
+        most_tokens = 0 if alone else least
         _launch_prefill(
-            (q_kind, k_kind, v_kind), q, k, v, (block_table, seq_lens, q_starts, ranges),
+            (q_kind, k_kind, v_kind), q, (k, k_scale, v, v_scale), (block_table, seq_lens, q_starts, ranges),
             (by_slot, window_left, most_tokens), sm_scale, logits_soft_cap, sinks, out, lse,
         )  # fmt: skip
-        if num_seqs == 1:
+        if alone:
             return
     wanted = group * ceil_div(num_tokens, num_seqs)
     kernel, rows, shared_bytes = _choose(

@@ -12,6 +12,9 @@ What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv
 The softmax is online (Milakov and Gimelshein, arXiv:1805.02867), in base 2; four threads have a row, and agree on its
 maximum by shuffles. The sum of weights is one more product, with a column of ones.
 
+Codes and 8-bit floats arrive as they are stored, and become float16 in shared memory; then there is one tile of these,
+and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_codes`.
+
 Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
 bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
 queries are moved by a power of two to where float16 holds them. Weights of float16 are moved up by `LIFT` powers of
@@ -29,15 +32,17 @@ batch or the launch.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_factors, make_widen
+from numkv.kernels.cuda.attention.prefill_copies import make_copy
 from numkv.kernels.cuda.attention.prefill_items import (
     ITEM_FIELDS,
     PrefillBatch,
+    TilePlaces,
     make_places,
     make_prefill_items,
 )  # fmt: skip
@@ -54,13 +59,10 @@ from numkv.kernels.cuda.attention.prefill_products import (
 from numkv.kernels.cuda.attention.prefill_sizes import OPERANDS, sizes_of_prefill
 from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
-    cp_async_16_rows,
-    cp_async_commit,
     cp_async_wait,
     exp2_approx,
     global_address,
     keep,
-    keep_address,
     pack_bf16,
     pack_fp16,
     shared_address,
@@ -85,6 +87,8 @@ def make_softmax(V_KIND, CAPPED, SIZES):
     OPERAND = FLOATS[OPERANDS[V_KIND]]
     pack, halves, LIFT = OPERAND.pack, OPERAND.halves, F(OPERAND.lift)
     SUMS, WEIGHTS = SIZES.padded_v // 2, TILE // 4
+    SCALED = SIZES.v.words > 0
+    _, load_logs, load_factors, _ = make_factors(SIZES)
 
     @register_jitable
     def mask_row(c, row, r, tile, place):
@@ -121,15 +125,17 @@ def make_softmax(V_KIND, CAPPED, SIZES):
         return F(1) if CAPPED else state.scales[r]
 
     @register_jitable
-    def top_of(c, state, r):
-        """The largest score of a row so far, or one that is little less."""
-        top = c[2 * r]
+    def top_of(c, state, logs, r):
+        """The largest score of a row so far, with its token's power of two, or one that is little less."""
+        top, scale = MINUS_INF if SCALED else c[2 * r], scale_of(state, r)
         for j in range(TILE // 8):
             for e in range(2):
-                top = max(top, c[4 * j + 2 * r + e])
+                score = c[4 * j + 2 * r + e]
+                top = max(top, cuda.fma(score, scale, logs[2 * j + e]) if SCALED else score)
         top = max(top, shuffle_xor_float(top, 1))
         top = max(top, shuffle_xor_float(top, 2))
-        top *= scale_of(state, r)
+        if not SCALED:
+            top *= scale
         return top if top > state.maxima[r] + SLACK else state.maxima[r]
 
     @register_jitable
@@ -138,14 +144,17 @@ def make_softmax(V_KIND, CAPPED, SIZES):
         return top if top > MINUS_INF else F(0)
 
     @register_jitable
-    def weigh_row(c, state, weights, r):
+    def weigh_row(c, state, weights, factors, r):
         scale, offset = scale_of(state, r), LIFT - base_of(state.maxima[r])
         for j in range(TILE // 8):
             x = exp2_approx(cuda.fma(c[4 * j + 2 * r], scale, offset))
             y = exp2_approx(cuda.fma(c[4 * j + 2 * r + 1], scale, offset))
-            if HALVES == 1:
+            if HALVES == 1 or SCALED:
                 state.totals[r] += x
                 state.totals[r] += y
+            if SCALED:
+                x, y = x * factors[2 * j], y * factors[2 * j + 1]
+            if HALVES == 1:
                 weights[2 * j + r] = pack(x, y)
             else:
                 first, rest = halves(x, y)
@@ -153,9 +162,10 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                 weights[WEIGHTS + 2 * j + r] = rest
 
     @register_jitable
-    def weigh(c, state, weights):
+    def weigh(c, state, weights, floats, base, place):
         """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
-        top, other = top_of(c, state, 0), top_of(c, state, 1)
+        load_logs(floats, base, place)
+        top, other = top_of(c, state, floats, 0), top_of(c, state, floats, 1)
         # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
         if cuda.any_sync(0xFFFFFFFF, top > state.maxima[0] or other > state.maxima[1]):
             shrink = exp2_approx(state.maxima[0] - base_of(top))
@@ -168,83 +178,18 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                 state.sums[4 * n + 2] *= other_shrink
                 state.sums[4 * n + 3] *= other_shrink
         state.maxima[0], state.maxima[1] = top, other
-        weigh_row(c, state, weights, 0)
-        weigh_row(c, state, weights, 1)
+        load_factors(floats, base, place)
+        weigh_row(c, state, weights, floats, 0)
+        weigh_row(c, state, weights, floats, 1)
 
     return mask, cap, weigh
-
-
-class Side(NamedTuple):
-    """What a thread needs to copy rows of K or V: a chunk of 16 bytes of every so many rows."""
-
-    source: Any  #: address of its chunk in the first row of all
-    there: Any  #: whether it copies any
-    to: Any  #: address of its chunk of its first row, in the first stage
-    table: Any  #: address of what says where that row is, for the first tile
-    sizes: Any
-    most: Any  #: 0 where its chunk is past the end of the pool's rows, 16 elsewhere
-
-
-def make_copy(SIZES):
-    """The functions that copy KV tiles to shared memory."""
-    TILE, STAGE = SIZES.tile, SIZES.stage
-
-    def make_side(DIM, PADDED, STEP):
-        CHUNKS = PADDED // 8
-        # As many rows at once as divide a tile.
-        ROWS = max(n for n in range(1, THREADS // CHUNKS + 1) if TILE % n == 0)
-        COUNT, WHOLE = TILE // ROWS, DIM == PADDED
-        copy_rows = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, False)
-        copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True)
-
-        @register_jitable
-        def begin_side(thread, source, base, table, sizes):
-            chunk, row = thread % CHUNKS, thread // CHUNKS
-            return Side(
-                keep_address(source + chunk * 16), row < ROWS, keep(U32(base + row * STEP + chunk * 16)),
-                keep(U32(table + row * 8)), keep(U32(sizes + row * 4)), I32(16) if chunk * 8 < DIM else I32(0),
-            )  # fmt: skip
-
-        @register_jitable
-        def copy_side(side, number, plain):
-            if side.there:
-                odd = U32(number & 1)
-                to, table = side.to + odd * U32(STAGE), side.table + odd * U32(8 * TILE)
-                if WHOLE and plain:
-                    copy_rows(to, table, side.source)
-                else:
-                    sizes = side.sizes + U32(number & 3) * U32(4 * TILE)
-                    copy_sized(to, table, side.source, sizes, side.most)
-
-        return begin_side, copy_side
-
-    begin_k, copy_k = make_side(SIZES.dim, SIZES.padded, SIZES.k_step)
-    begin_v, copy_v = make_side(SIZES.dim_v, SIZES.padded_v, SIZES.v_step)
-
-    @register_jitable
-    def begin_copies(k, v, places, base, thread):
-        """A thread's part of all copies."""
-        k_at, v_at, sizes, _ = places
-        own = shared_address(sizes)
-        return (
-            begin_k(thread, global_address(k), base, shared_address(k_at), own),
-            begin_v(thread, global_address(v), base + SIZES.k_bytes, shared_address(v_at), own),
-        )
-
-    @register_jitable
-    def copy(sides, number, plain):
-        """Start to copy a tile; `plain` if all of its tokens count."""
-        copy_k(sides[0], number, plain)
-        copy_v(sides[1], number, plain)
-        cp_async_commit()
-
-    return begin_copies, copy
 
 
 def make_store(Q_KIND, V_KIND, SIZES):
     """The function that normalises a thread's two rows and stores them."""
     TO_BASE_2, TO_BASE_E, BYTES = F(LOG2_E), F(LN_2), 4 if Q_KIND == "fp32" else 2
-    LIFT, ADDED = F(FLOATS[OPERANDS[V_KIND]].lift), SIZES.p_halves == 1
+    LIFT, ADDED = F(FLOATS[OPERANDS[V_KIND]].lift), SIZES.p_halves == 1 or SIZES.v.words > 0
+    BY_HEAD, FACTOR = SIZES.v.by_head, F(head_factor(V_KIND))
 
     def make_step(COLUMN):
         SUM = COLUMN // 2
@@ -264,7 +209,7 @@ def make_store(Q_KIND, V_KIND, SIZES):
     store_row = in_turn([make_step(n) for n in range(0, SIZES.dim_v, 8)])
 
     @register_jitable
-    def store(state, row, r, sinks, out, lse, place):
+    def store(state, row, r, scale, sinks, out, lse, place):
         total = state.totals[r]
         if ADDED:  # by each of the row's four threads, of its own tokens
             total += shuffle_xor_float(total, 1)
@@ -274,10 +219,55 @@ def make_store(Q_KIND, V_KIND, SIZES):
             factor, log_sum = finish(state.maxima[r] - LIFT, total, sink, TO_BASE_E)
             if place == 0 and lse.shape[0] > 0:
                 lse[row.token, row.head] = log_sum
+            if BY_HEAD:
+                factor = F(factor) * F(scale[row.head * scale.shape[0] // out.shape[1]]) * FACTOR
             at = global_address(out) + row.token * out.strides[0] + row.head * out.strides[1]
             store_row(state, at + place * (2 * BYTES), r, F(factor))
 
     return store
+
+
+def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
+    """The functions that say what scores of an item are multiplied by, and that attend to a tile in shared memory."""
+    TILE, K_BYTES = SIZES.tile, SIZES.k_bytes
+    CODES = V_KIND == "int8"  # whose rows are finite, whatever there is
+    K_BY_HEAD, K_FACTOR = SIZES.k.by_head, F(head_factor(K_KIND))
+    scale_scores, _, _, clean = make_factors(SIZES)
+    score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
+    mask, cap, weigh = make_softmax(V_KIND, CAPPED, SIZES)
+    hide = make_poison(V_KIND, SIZES)
+
+    @register_jitable
+    def scale_of(scale, k_scale, item):
+        """The scale's sign, as bits of two 16-bit floats, and its size, which is not 0."""
+        if K_BY_HEAD:
+            own = F(k_scale[item.head]) * K_FACTOR
+            # Minus infinity, of what is hidden, may not become NaN.
+            scale *= own if own != 0 else F(1e-30)
+        return U32(0x80008000) if scale < 0 else U32(0), abs(scale)
+
+    @register_jitable
+    def attend_tile(state, pieces, row, other, item, tile, number, missing, q_at, at, soft_cap):
+        """Attend to tile `number`, of tokens from `tile` on; `missing` if some of them lie outside of the pool."""
+        c, words, weights, loaded, floats, sizes, flags = pieces
+        base, here, k_lane, v_lane = at
+        thread = I32(cuda.threadIdx.x) & I32(0x7FFFFFFF)
+        place = thread & I32(3)
+        score(c, words, q_at, loaded, k_lane)
+        scale_scores(c, floats, base, place)
+        if CAPPED:
+            cap(c, state.scales, soft_cap)
+        ragged = missing or tile < item.all_begin or tile + TILE > item.all_end
+        if ragged:
+            mask(c, row, other, tile, place, sizes, number, missing)
+        weigh(c, state, weights, floats, base, place)
+        if ragged and CODES:
+            clean(c, weights)
+        if ragged and not CODES:
+            hide(state, weights, loaded, flags, number, here, here + K_BYTES, v_lane, thread)
+        add(state, weights, loaded, v_lane)
+
+    return scale_of, attend_tile
 
 
 def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
@@ -293,25 +283,25 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         Whether scores are capped.
     """
     SIZES = sizes_of_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
-    TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.stage, SIZES.k_step, SIZES.v_step
+    TILE, STAGE, K_STEP, V_STEP = SIZES.tile, SIZES.next_stage, SIZES.k_step, SIZES.v_step
     Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
     SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
     LOADED = 16  # words that `ldmatrix` loads at once
-    TABLE, SIZES_TABLE = 2 * TILE, 4 * TILE
+    TABLE, SIZES_TABLE, FLOATS_OF_TOKENS = 2 * TILE, 4 * TILE, TILE // 4
+    K_SCALED, V_SCALED, WIDENED = SIZES.k.words > 0, SIZES.v.words > 0, SIZES.widened
+    K_TABLE, V_TABLE = TABLE if K_SCALED else 1, TABLE if V_SCALED else 1
     number_items, put_prefill, find_prefill, describe_row = make_prefill_items()
-    locate = make_places(TILE)
+    locate = make_places(TILE, K_SCALED, V_SCALED)
     begin_copies, copy = make_copy(SIZES)
+    widen, prepare = make_widen(SIZES)
     load_queries = make_load_queries(Q_KIND, K_KIND, SIZES)
-    score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
-    mask, cap, weigh = make_softmax(V_KIND, CAPPED, SIZES)
-    hide = make_poison(V_KIND, SIZES)
+    scale_of, attend_tile = make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES)
     store = make_store(Q_KIND, V_KIND, SIZES)
 
     def kernel(
-        q, k, v, block_table, seq_lens, q_starts, ranges, options, reals, sinks, out, lse
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, options, sinks, out, lse
     ):  # fmt: skip
-        scale, soft_cap = F(reals[0]), F(reals[1])
-        by_slot, shift, window_left, most_tokens = options
+        by_slot, shift, window_left, most_tokens, sm_scale, soft_cap = options
         heads, group = I64(k.shape[1]), I64(q.shape[1]) // I64(k.shape[1])
         capacity = I64(block_table.shape[1])
         if not by_slot:
@@ -323,37 +313,40 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         lane, warp = thread & I32(31), thread >> I32(5)
         place = lane & I32(3)
 
-        stages = cuda.shared.array(0, np.uint32)  # two stages of K and V, then query rows
+        stages = cuda.shared.array(0, np.uint32)  # K and V of one or two tiles, then query rows
         counts = cuda.shared.array(THREADS, np.int64)
         found = cuda.shared.array(ITEM_FIELDS, np.int64)
         k_at = cuda.shared.array(TABLE, np.int64)
         v_at = cuda.shared.array(TABLE, np.int64)
+        k_scale_at = cuda.shared.array(K_TABLE, np.int64)
+        v_scale_at = cuda.shared.array(V_TABLE, np.int64)
         sizes = cuda.shared.array(SIZES_TABLE, np.int32)
-        lost = cuda.shared.array(
-            4, np.int32
-        )  # whether a tile has tokens that lie outside of the pool
+        lost = cuda.shared.array(4, np.int32)
         flags = cuda.shared.array(2, np.int32)  # whether the V of a tile is not finite
-        places = (k_at, v_at, sizes, lost)
+        places = TilePlaces(k_at, v_at, k_scale_at, v_scale_at, sizes, lost)
+        pools = k, k_scale, v, v_scale
 
         words = cuda.local.array(Q_WORDS, np.uint32)
         loaded = cuda.local.array(LOADED, np.uint32)
         weights = cuda.local.array(WEIGHTS, np.uint32)
         c = cuda.local.array(SCORES, np.float32)
+        floats = cuda.local.array(FLOATS_OF_TOKENS, np.float32)
         maxima = cuda.local.array(2, np.float32)
         totals = cuda.local.array(2, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         scales = cuda.local.array(2, np.float32)
         state = State(maxima, totals, sums, scales)
+        pieces = c, words, weights, loaded, floats, sizes, flags
 
         base = shared_address(stages)
-        sides = begin_copies(k, v, places, base, thread)
-        q_at = base + 2 * STAGE + thread * 16
+        sides = begin_copies(pools, places, base, thread)
+        q_at = base + SIZES.queries + thread * 16
         # A thread gives the address of a row of a matrix, of sixteen tokens' K or V.
         k_row = (lane & I32(7)) + (lane >> I32(4)) * 8
         k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
         v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16
         v_lane = keep(U32(v_lane))
-        sign = U32(0x80008000) if scale < 0 else U32(0)
+        prepare(base, thread)
 
         count, before, items = number_items(batch, counts, thread)
         for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
@@ -366,14 +359,15 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
             item = find_prefill(found)
             first = item.begin - item.begin % TILE
             tiles = I32((item.end - first + TILE - 1) // TILE)
-            locate(places, block_table, by_slot, shift, k, v, item, first, 0, thread)
-            locate(places, block_table, by_slot, shift, k, v, item, first + TILE, 1, thread)
+            locate(places, block_table, by_slot, shift, pools, item, first, 0, thread)
+            locate(places, block_table, by_slot, shift, pools, item, first + TILE, 1, thread)
             cuda.syncthreads()
             if tiles > 0:
                 copy(sides, I32(0), False)
             own = warp * 16 + (lane >> I32(2))
             row, other = describe_row(batch, item, own), describe_row(batch, item, own + 8)
-            load_queries(q, row, other, sign, abs(scale), scales, words, q_at, place)
+            sign, scale = scale_of(sm_scale, k_scale, item)
+            load_queries(q, row, other, sign, scale, scales, words, q_at, place)
             maxima[0] = maxima[1] = MINUS_INF
             totals[0] = totals[1] = F(0)
             for i in range(SUMS):
@@ -382,31 +376,24 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
                 tile, stage = first + n * TILE, I32((n & I32(1)) * STAGE)
                 cp_async_wait(0)
                 cuda.syncthreads()
+                if WIDENED:
+                    widen(base, thread)
+                    cuda.syncthreads()
                 if n + 1 < tiles:
                     plain = tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
                     copy(sides, n + I32(1), plain)
                 if n + 2 < tiles:
                     locate(
-                        places, block_table, by_slot, shift, k, v, item, tile + 2 * TILE, n + I32(2), thread
+                        places, block_table, by_slot, shift, pools, item, tile + 2 * TILE, n + I32(2), thread
                     )  # fmt: skip
                 if thread == 0:  # what nobody reads or writes now
                     lost[(n + 3) & 3] = 0
                     flags[(n + 1) & 1] = 0
-                score(c, words, q_at, loaded, k_lane + stage)
-                if CAPPED:
-                    cap(c, scales, soft_cap)
-                missing = lost[n & 3] != 0
-                ragged = missing or tile < item.all_begin or tile + TILE > item.all_end
-                if ragged:
-                    mask(c, row, other, tile, place, sizes, n, missing)
-                weigh(c, state, weights)
-                if ragged:
-                    here = base + stage
-                    hide(
-                        state, weights, loaded, flags, n, here, here + SIZES.k_bytes, v_lane + stage, thread
-                    )  # fmt: skip
-                add(state, weights, loaded, v_lane + stage)
-            store(state, row, 0, sinks, out, lse, place)
-            store(state, other, 1, sinks, out, lse, place)
+                at = base, base + stage, U32(k_lane + stage), U32(v_lane + stage)
+                attend_tile(
+                    state, pieces, row, other, item, tile, n, lost[n & 3] != 0, q_at, at, soft_cap
+                )  # fmt: skip
+            store(state, row, 0, v_scale, sinks, out, lse, place)
+            store(state, other, 1, v_scale, sinks, out, lse, place)
 
     return kernel

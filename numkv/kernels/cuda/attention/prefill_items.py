@@ -23,6 +23,7 @@ __all__ = [
     "PrefillBatch",
     "PrefillItem",
     "QueryRow",
+    "TilePlaces",
     "make_places",
     "make_prefill_items",
 ]
@@ -68,6 +69,17 @@ class QueryRow(NamedTuple):
     there: Any  #: whether there is one; else it sees nothing
     begin: Any  #: the tokens that it sees
     end: Any
+
+
+class TilePlaces(NamedTuple):
+    """Where the rows of KV tiles lie, in shared memory: bytes from the starts of the pools and of their scales."""
+
+    k: Any  #: of even and odd tiles
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    sizes: Any  #: of four tiles: 16, or 0 for tokens that do not count
+    lost: Any  #: of four tiles: whether there are tokens that lie outside of the pool
 
 
 #: Elements of the array that an item is put into.
@@ -172,17 +184,21 @@ def make_prefill_items():
     return number_items, put_prefill, find_prefill, describe_row
 
 
-def make_places(TILE):
-    """The function that looks up where the rows of a KV tile lie."""
+def make_places(TILE, K_SCALED, V_SCALED):
+    """The function that looks up where the rows of a KV tile lie, and scales of its tokens where they have some."""
 
     @register_jitable
-    def locate(places, block_table, by_slot, shift, k, v, item, tile, number, thread):
+    def place_of(pool, block, head, offset):
+        return block * pool.strides[0] + head * pool.strides[1] + offset * pool.strides[2]
+
+    @register_jitable
+    def locate(places, block_table, by_slot, shift, pools, item, tile, number, thread):
         """Put down how far the rows of a tile's tokens are from the pools' starts, and how many bytes to copy at once.
 
         Tile `number` of an item starts with token `tile`. Tokens that do not count get the first row of all, of which
         0 bytes are copied. If `shift` is not negative, blocks have ``1 << shift`` tokens.
         """
-        k_at, v_at, sizes, lost = places
+        k, k_scale, v, v_scale = pools
         if thread < TILE:
             position = tile + thread
             block, offset, size = np.int64(0), np.int64(0), np.int32(0)
@@ -204,10 +220,14 @@ def make_places(TILE):
                 size = np.int32(16)
                 if block < 0 or block >= k.shape[0]:
                     block, offset, size = np.int64(0), np.int64(0), np.int32(0)
-                    lost[number & 3] = 1
+                    places.lost[number & 3] = 1
             at = (number & 1) * TILE + thread
-            k_at[at] = block * k.strides[0] + item.head * k.strides[1] + offset * k.strides[2]
-            v_at[at] = block * v.strides[0] + item.head * v.strides[1] + offset * v.strides[2]
-            sizes[(number & 3) * TILE + thread] = size
+            places.k[at] = place_of(k, block, item.head, offset)
+            places.v[at] = place_of(v, block, item.head, offset)
+            if K_SCALED:
+                places.k_scale[at] = place_of(k_scale, block, item.head, offset)
+            if V_SCALED:
+                places.v_scale[at] = place_of(v_scale, block, item.head, offset)
+            places.sizes[(number & 3) * TILE + thread] = size
 
     return locate

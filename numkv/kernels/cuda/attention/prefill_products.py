@@ -237,6 +237,7 @@ def make_scores(K_KIND, SIZES):
 def make_sums(V_KIND, SIZES):
     """The function that adds a tile's V rows, weighted, and the weights themselves."""
     TILE, V_STEP, HALVES, WEIGHTS = SIZES.tile, SIZES.v_step, SIZES.p_halves, SIZES.tile // 4
+    TOTALS = HALVES > 1 and SIZES.v.words == 0  # of weights that are not scaled
     OPERAND = FLOATS[OPERANDS[V_KIND]]
     mma, ONES = OPERAND.mma, U32(OPERAND.ones)
     # Sixteen columns of sixteen tokens are four matrices; some of them are loaded at once.
@@ -268,7 +269,7 @@ def make_sums(V_KIND, SIZES):
     @register_jitable
     def add(state, weights, v_words, v_at):
         add_rows(state, weights, v_words, v_at)
-        if HALVES > 1:
+        if TOTALS:
             for w in range(0, HALVES * WEIGHTS, 4):
                 d = mma(
                     weights[w], weights[w + 1], weights[w + 2], weights[w + 3], ONES, ONES,
@@ -367,6 +368,7 @@ def make_poison(V_KIND, SIZES):
                     state.sums[SUM + 4 * m + 1] += value_of(d[1])
                     state.sums[SUM + 4 * m + 2] += value_of(d[2])
                     state.sums[SUM + 4 * m + 3] += value_of(d[3])
+                cuda.syncwarp()  # whole warps load matrices next
 
         return step
 

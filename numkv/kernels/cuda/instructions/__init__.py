@@ -12,6 +12,7 @@ The simulator runs none of these but `load_chunk`; others raise there. The inter
 
 from numkv.kernels.cuda.instructions.chunks import load_chunk, loader
 from numkv.kernels.cuda.instructions.memory import (
+    cp_async_4_words,
     cp_async_16,
     cp_async_16_or_zeros,
     cp_async_16_rows,
@@ -26,12 +27,15 @@ from numkv.kernels.cuda.instructions.memory import (
     load_shared_8,
     load_shared_8_steps,
     load_shared_16,
+    load_shared_16_from,
     load_shared_floats,
+    load_shared_pairs,
     shared_address,
     store_global_16,
     store_shared_4,
     store_shared_8,
     store_shared_16,
+    store_shared_16_at,
     store_shared_floats,
 )
 from numkv.kernels.cuda.instructions.warps import (
@@ -64,12 +68,13 @@ from numkv.kernels.cuda.instructions.words import (
 )
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps", "cp_async_commit",
-    "cp_async_wait", "exp2_approx", "fma_bf16x2", "fma_fp16x2", "global_address", "keep", "keep_address",
-    "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps", "ldmatrix_x4_trans",
-    "load_chunk", "load_global_2", "load_global_4", "load_global_16", "load_shared_4", "load_shared_8",
-    "load_shared_8_steps", "load_shared_16", "load_shared_floats", "loader", "mma_bf16", "mma_fp16", "pack_bf16",
-    "pack_fp16", "permute_bytes", "select_bits", "shared_address", "shuffle", "shuffle_float", "shuffle_xor",
-    "shuffle_xor_float", "split_bf16", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16",
-    "store_shared_floats", "transpose", "unpack_fp16",
+    "cp_async_4_words", "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps",
+    "cp_async_commit", "cp_async_wait", "exp2_approx", "fma_bf16x2", "fma_fp16x2", "global_address", "keep",
+    "keep_address", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps",
+    "ldmatrix_x4_trans", "load_chunk", "load_global_2", "load_global_4", "load_global_16", "load_shared_4",
+    "load_shared_8", "load_shared_8_steps", "load_shared_16", "load_shared_16_from", "load_shared_floats",
+    "load_shared_pairs", "loader", "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
+    "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float", "split_bf16", "store_global_16",
+    "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at", "store_shared_floats", "transpose",
+    "unpack_fp16",
 ]  # fmt: skip

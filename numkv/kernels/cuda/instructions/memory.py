@@ -11,10 +11,11 @@ from numba import types
 from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 
 __all__ = [
-    "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps", "cp_async_commit",
-    "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16", "load_shared_4",
-    "load_shared_8", "load_shared_8_steps", "load_shared_16", "shared_address", "store_global_16", "store_shared_4",
-    "store_shared_8", "store_shared_16",
+    "cp_async_4_words", "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps",
+    "cp_async_commit", "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16",
+    "load_shared_4", "load_shared_8", "load_shared_8_steps", "load_shared_16", "load_shared_16_from",
+    "load_shared_pairs", "shared_address", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16",
+    "store_shared_16_at",
 ]  # fmt: skip
 
 
@@ -80,6 +81,27 @@ def cp_async_16_rows(count: int, table_step: int, step: int, sized: bool) -> Any
     )
     name = f"cp_async_16_{count}_rows_of_{table_step}_{step}" + "_sized" * sized
     return operation(name, text.rstrip() + " }", "", operands, "", memory=True)
+
+
+@functools.cache
+def cp_async_4_words(count: int) -> Any:
+    """An operation that starts to copy `count` words of a row that a table in shared memory says the place of.
+
+    ``copy(to, table, source, size)``: ``shared[to + 4 * i] = memory[place + 4 * i]``, words, for ``i < count``, with
+    ``place = source + shared[table]``, int64; all addresses are multiples of 4. Where ``shared[size]``, int32, is 0,
+    words become 0 and nothing is read; else it is 16. The copies go through the first-level cache.
+    """
+    text = (
+        "{ .reg .b64 %word_source; .reg .b32 %word_size;\nld.shared.b64 %word_source, [$1]; "
+        "add.s64 %word_source, %word_source, $2;\n"
+        "ld.shared.b32 %word_size, [$3]; shr.u32 %word_size, %word_size, 2;\n"
+    )
+    for i in range(count):
+        text += f"cp.async.ca.shared.global [$0+{4 * i}], [%word_source+{4 * i}], 4, %word_size;\n"
+    operands = {"to": "r", "table": "r", "source": "l", "size": "r"}
+    return operation(
+        f"cp_async_4_{count}_words", text.rstrip() + " }", "", operands, "", memory=True
+    )
 
 
 cp_async_commit = operation(
@@ -154,6 +176,39 @@ def load_shared_8_steps(count: int, step: int) -> Any:
     )
     name = f"load_shared_8_{count}_steps_of_{step}"
     return operation(name, text, "r" * (2 * count), {"address": "r"}, "", memory=True, early=True)
+
+
+@functools.cache
+def load_shared_pairs(count: int, step: int) -> Any:
+    """An operation that puts `count` pairs of float32, each `step` bytes after the one before, into a local array.
+
+    ``load(address, floats)``: ``floats[2 * i : 2 * i + 2] = shared[address + i * step :][:8]``.
+    """
+    text = "".join(
+        f"ld.shared.v2.f32 {{${2 * i}, ${2 * i + 1}}}, [${2 * count}+{i * step}];\n"
+        for i in range(count)
+    )
+    name = f"load_shared_{count}_pairs_of_{step}"
+    return operation(
+        name, text, "f" * (2 * count), {"address": "r"}, "", memory=True, early=True, into=True
+    )
+
+
+@functools.cache
+def load_shared_16_from(offset: int) -> Any:
+    """`load_shared_16`, of ``address + offset``; the offset is a part of the instruction."""
+    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(
+        f"load_shared_16_from_{offset}", text, "rrrr", {"address": "r"}, "", memory=True
+    )
+
+
+@functools.cache
+def store_shared_16_at(offset: int) -> Any:
+    """`store_shared_16`, at ``address + offset``; the offset is a part of the instruction."""
+    text = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    operands = {"address": "r"} | dict.fromkeys("abcd", "r")
+    return operation(f"store_shared_16_at_{offset}", text, "", operands, "", memory=True)
 
 
 @functools.cache
