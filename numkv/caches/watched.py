@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from numkv.drawing.page import Drawn
 from numkv.errors import NonFiniteInput
 from numkv.targets.base import Target
 from numkv.targets.call import Marker
@@ -15,7 +16,7 @@ __all__ = ["Watched"]
 _LONG_AGO = 1 << 12
 
 
-class Watched:
+class Watched(Drawn):
     """A cache of one sequence whose rows kernels look at; on the CPU nothing is ever reported."""
 
     _target: Target

@@ -19,6 +19,7 @@ from numkv.caches.paged.groups import group_layers
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
+from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.storage.pool import Pool
@@ -58,7 +59,7 @@ _MOST_LAYERS = 2**16
 _LONGEST_WINDOW = 2**62
 
 
-class StoredSequences:
+class StoredSequences(Drawn):
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
     def __init__(

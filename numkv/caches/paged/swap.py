@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from numkv.blocks.prefix import block_digests, token_ids
 from numkv.caches.paged.groups import LayerGroup, group_layers
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
+from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, are_scales
@@ -24,7 +25,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class SwappedSequence:
+class SwappedSequence(Drawn):
     """A sequence in host memory, independent of any cache.
 
     Attributes
