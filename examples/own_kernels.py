@@ -50,7 +50,7 @@ def filled(target, tokens):
     """A paged cache with two sequences of which the second one counts."""
     cache = numkv.PagedKVCache(1, KV_HEADS, DIM, num_blocks=8, kind="int8", target=target)
     rows = np.random.default_rng(0).standard_normal(
-        (2, 5 + tokens, KV_HEADS, DIM), dtype=np.float32
+        (2, 2 + tokens, KV_HEADS, DIM), dtype=np.float32
     )
     step = cache.reserve([cache.add(), cache.add()], [2, tokens])
     step.append(0, *(cuda.to_device(x) for x in rows) if target == "cuda" else rows)

@@ -115,6 +115,12 @@ def test_full_precision_tokens():
     assert "◆◆████◆◆◆·····················  9 of 30" in drawn(CACHES[0])
 
 
+def test_rows_that_do_not_count_yet():
+    cache = numkv.KVCache(2, 2, 8, max_seq_len=8)
+    cache.append(0, *rows(3))
+    assert "pending  3 tokens appended, which count after advance" in drawn(cache)
+
+
 def test_cells_have_the_sign_of_their_sequence():
     text = drawn(CACHES[6])
     assert "cells    ▓▓07········  4 of 12 in use" in text

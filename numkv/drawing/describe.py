@@ -83,7 +83,10 @@ def _one_sequence(cache: Any) -> Picture:
     else:
         runs = [(length, State.FULL, ""), *runs]
     facts = _facts(cache, cache.num_layers if several else None)
-    return Picture(type(cache).__name__, facts, [Strip(said, runs)])
+    lines = []
+    if several and (ahead := int(cache._lengths.max(initial=0)) - length) > 0:
+        lines.append(("pending", f"{plural(ahead, 'token')} appended, which count after advance"))
+    return Picture(type(cache).__name__, facts, [Strip(said, runs)], lines)
 
 
 def _paged_layer(layer: Any) -> Picture:
