@@ -112,16 +112,22 @@ def _code(path: str, name: str | None) -> str:
 
 
 def _figures() -> str:
-    """Pages of measurements, the newest first: title, first picture, link."""
-    parts = []
+    """Pages of measurements, the newest first: those with a picture, then the others."""
+    drawn, plain, titles = ["## Pictures\n"], ["\n## Other pages\n"], set()
     for page in sorted((ROOT / "perf/results").glob("*.md"), reverse=True):
         text = page.read_text(encoding="utf-8")
         title = re.sub(r"^\d{4}-\d\d-\d\d: ", "", text.splitlines()[0].removeprefix("# "))
-        parts.append(f"### {page.name[:10]}: {title}\n")
-        if picture := re.search(r"!\[([^\]]*)\]\(([^)]+)\)", text):
-            parts.append(f"![{picture[1]}](../perf/results/{picture[2]})\n")
-        parts.append(f"[All numbers and how they were measured](../perf/results/{page.name})\n")
-    return "\n".join(parts)
+        if title in titles:  # several pages of one race
+            title += f" ({page.stem[11:].rpartition('-peers')[2].strip('-') or page.stem[11:]})"
+        titles.add(title)
+        link = f"](../perf/results/{page.name})"
+        picture = re.search(r"!\[([^\]]*)\]\(([^)]+)\)", text)
+        if picture is None:
+            plain.append(f"- {page.name[:10]}: [{title}{link}")
+            continue
+        drawn.append(f"### {title}\n\n![{picture[1]}](../perf/results/{picture[2]})\n")
+        drawn.append(f"[{page.name[:10]}: all numbers, and how they were measured{link}\n")
+    return "\n".join([*drawn, *plain])
 
 
 # ---------------------------------------------------------------- what mkdocs calls
