@@ -103,7 +103,7 @@ def _remedy(name: str, actual: tuple[int, ...], shape: Shape) -> str:
         if _fits((1, *actual), shape):
             return f"an axis is missing: pass {name}[None]"
         width = shape[-2:]
-        if all(isinstance(n, int) for n in width) and actual[-1:] == (math.prod(width),):  # type: ignore[arg-type]
+        if all(isinstance(n, int) for n in width) and actual[-1:] == (math.prod(width),):
             return f"its heads are one axis: pass {name}.reshape(-1, {width[0]}, {width[1]})"
     if name == "cu_seqlens_q" and len(actual) == 1:
         return (

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import Picture, State
 
-__all__ = ["show", "text_of"]
+__all__ = ["has_graphics", "show", "text_of"]
 
 _MARGIN = 9
 _MOST_LINES = 3
@@ -59,11 +59,21 @@ def show(cache: Any, *, file: TextIO | None = None) -> None:
     picture = picture_of(cache)
     stream = sys.stdout if file is None else file
     width = shutil.get_terminal_size().columns if getattr(stream, "isatty", bool)() else 80
-    print(text_of(picture, max(width, 40), _has_graphics(stream)), file=stream)
+    print(text_of(picture, max(width, 40), has_graphics(stream)), file=stream)
 
 
-def _has_graphics(stream: Any) -> bool:
-    """Whether a stream can print the signs; one that does not say how it encodes takes any text."""
+def has_graphics(stream: Any) -> bool:
+    """Whether a stream can print the signs; one that does not say how it encodes takes any text.
+
+    Parameters
+    ----------
+    stream : text stream
+        The stream.
+
+    Returns
+    -------
+    bool
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         "".join(state.glyph for state in State).encode(encoding)
