@@ -40,6 +40,7 @@ from numkv.compaction.key_shift import rope_shift
 from numkv.compile_ahead import warmup
 from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
 from numkv.compression.config import CompressorConfig
+from numkv.drawing.text import show
 from numkv.errors import (
     CacheFull,
     DimensionMismatch,
@@ -117,6 +118,7 @@ __all__ = [
     "rope_shift",
     "save",
     "set_num_threads",
+    "show",
     "tree_mask",
     "warmup",
 ]

@@ -6,6 +6,7 @@ docs/arguments.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ __all__ = [
 Shape = tuple[int | str, ...]
 #: What a caller says of rows that are kept beyond a process: a text, or facts by name.
 Mark = str | Mapping[str, str | int | float | bool | None]
+#: Arguments that results go to: a converted copy would be written to in vain.
+_WRITTEN = ("out", "q_out")
 
 
 def _describe(shape: Shape) -> str:
@@ -67,6 +70,46 @@ def _fits(actual: tuple[int, ...], shape: Shape) -> bool:
         if type(expected) is int and n != expected:
             return False
     return True
+
+
+def _remedy(name: str, actual: tuple[int, ...], shape: Shape) -> str:
+    """What to do about an array of another shape: the usual mistakes are known by what would mend them."""
+    if name in _WRITTEN:
+        return "make one of this shape with numpy.empty"
+    if len(actual) == len(shape):
+        swaps = [(i, j) for j in range(len(shape) - 1) for i in range(j)]
+        for i, j in swaps:
+            axes = list(range(len(actual)))
+            axes[i], axes[j] = j, i
+            if _fits(tuple(actual[a] for a in axes), shape):
+                return (
+                    f"its axes {i} and {j} are the other way round: pass {name}.swapaxes({i}, {j})"
+                )
+        heads = shape[-2] if len(shape) > 1 else 0
+        if (
+            name in ("k", "v")
+            and isinstance(heads, int)
+            and heads
+            and not actual[-2] % heads
+            and _fits((*actual[:-2], heads, actual[-1]), shape)
+        ):
+            return f"pass the {heads} kv heads as the model has them: q heads share them, none is repeated"
+    elif len(actual) == len(shape) + 1:
+        for axis in reversed(range(len(actual))):
+            if actual[axis] == 1 and _fits((*actual[:axis], *actual[axis + 1 :]), shape):
+                index = ", ".join([":"] * axis + ["0"])
+                return f"it has an axis too many: pass {name}[{index}]"
+    elif len(actual) + 1 == len(shape):
+        if _fits((1, *actual), shape):
+            return f"an axis is missing: pass {name}[None]"
+        width = shape[-2:]
+        if all(isinstance(n, int) for n in width) and actual[-1:] == (math.prod(width),):
+            return f"its heads are one axis: pass {name}.reshape(-1, {width[0]}, {width[1]})"
+    if name == "cu_seqlens_q" and len(actual) == 1:
+        return (
+            "pass where each sequence's queries begin, and their number: [0, *numpy.cumsum(counts)]"
+        )
+    return "pass an array of this shape"
 
 
 def check_array(
@@ -95,7 +138,11 @@ def check_array(
     x = target.accept(x, name)
     dtype, actual = x.dtype, tuple(x.shape)
     if dtype not in dtypes:
-        remedy = "convert it, for example with .astype"
+        remedy = (
+            f"make one of {dtypes[0]}"
+            if name in _WRITTEN
+            else "convert it, for example with .astype"
+        )
         if not dtype.isnative:
             remedy = f"its bytes are in the other order: pass {name}.astype({name}.dtype.newbyteorder('='))"
         raise UnsupportedDType(
@@ -103,14 +150,19 @@ def check_array(
         )
     if actual != shape and not _fits(actual, shape):
         raise DimensionMismatch(
-            _message(name, f"{x.dtype} {_describe(shape)}", x, "pass an array of this shape"),
+            _message(name, f"{x.dtype} {_describe(shape)}", x, _remedy(name, actual, shape)),
             expected=shape,
             actual=actual,
         )
     if x.strides[-1] != dtype.itemsize and actual[-1] > 1 and x.size:
         raise NotSupported(
             f"`{name}`: expected {x.dtype} {_describe(shape)} with a contiguous last axis, got a "
-            f"step of {x.strides[-1]} bytes along it; pass numpy.ascontiguousarray({name})"
+            f"step of {x.strides[-1]} bytes along it; "
+            + (
+                "make one with numpy.empty, and transpose the result"
+                if name in _WRITTEN
+                else f"pass numpy.ascontiguousarray({name})"
+            )
         )
     if not _is_aligned(x, dtype.itemsize):
         raise NotSupported(

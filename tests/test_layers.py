@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LADDER = [
     ["rows", "errors", "arrays", "_version", "_moved"],
     ["access", "numbers"],
-    ["kinds"],
+    ["kinds", "drawing"],
     ["device"],
     ["kernels"],
     ["targets"],

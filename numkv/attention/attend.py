@@ -196,7 +196,8 @@ def check_group(num_q_heads: int, num_kv_heads: int) -> None:
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
         raise DimensionMismatch(
             f"`q`: expected a number of q heads that is a multiple of num_kv_heads={num_kv_heads}, "
-            f"got {num_q_heads}",
+            f"got {num_q_heads}; give every kv head as many q heads, and check that K and V have their heads "
+            "before their tokens: caches are head-major, of another order pass a view with swapaxes",
             expected=num_kv_heads,
             actual=num_q_heads,
         )

@@ -146,7 +146,8 @@ def decode_attention(
     q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
-            f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}",
+            f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}; "
+            "for several of each use prefill_attention, with cu_seqlens_q",
             expected=num_seqs,
             actual=q.shape[0],
         )

@@ -11,6 +11,7 @@ from numkv.access import Access, drops
 from numkv.arrays import CacheArrays
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.checks import check_size
+from numkv.drawing.page import Drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.numbers import check_flag
@@ -23,7 +24,7 @@ from numkv.targets.streamed import on_stream
 __all__ = ["PagedPool"]
 
 
-class PagedPool:
+class PagedPool(Drawn):
     """Buffers of blocks, and which of them are in use; shared by layers of different sequences.
 
     Parameters

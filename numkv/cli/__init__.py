@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, stream, warmup
+from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, show, stream, warmup
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -39,6 +39,7 @@ examples:
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan ~/models/Qwen3-0.6B --memory 4GiB
+  numkv show prompt.kv                    draw a saved cache
   numkv bench transformers --context 16384    tokens per second of a whole model
 """
 # What may follow a kind.
@@ -250,6 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stream(commands)
     _add_warmup(commands)
     _add_cache(commands)
+    _add_show(commands)
     _add_bench(commands)
     return parser
 
@@ -480,6 +482,17 @@ def _add_cache(commands: Any) -> None:
         help="with --clear: only those that were made of other sources than these",
     )
     parser.set_defaults(run=cache.run)
+
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser(
+        "show",
+        help="draw what is in a file that `numkv.save` wrote: blocks, sequences, bytes",
+        description="Draw saved caches: their blocks, cells or tokens, the sequences, and how many bytes they take. A "
+        "damaged file is refused with the reason.",
+    )
+    parser.add_argument("path", nargs="+", type=Path, metavar="FILE", help="a saved cache")
+    parser.set_defaults(run=show.run)
 
 
 def _add_bench(commands: Any) -> None:

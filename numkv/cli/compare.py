@@ -16,12 +16,12 @@ __all__ = ["Run", "summary"]
 
 _HEADER = (
     "cache",
-    "bytes/token",
+    "B/token",
     "memory",
-    "prefill tok/s",
-    "decode tok/s",
-    "same top token",
-    "max logit diff",
+    "prefill t/s",
+    "decode t/s",
+    "same top",
+    "logit diff",
 )
 
 

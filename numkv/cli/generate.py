@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from numkv import PagedKVCache, targets
 from numkv.cli.compare import Run, summary
+from numkv.cli.live import Live, panel
 from numkv.cli.output import KernelProgress, Progress, UsageError
 from numkv.cli.screen import Screen, Text
 from numkv.demo.blas import blas_threads_for
@@ -145,13 +146,18 @@ def _compute(
         started = time.perf_counter()
         sessions, first = batch.prefill(prompts, progress.update)
         prefilled = time.perf_counter()
-    with nullcontext() if screen else Progress(what) as repeating:
+    with (
+        nullcontext() if screen else Progress(what) as repeating,
+        Live(panel(batch.cache)) if screen else nullcontext() as live,
+    ):
         for step in generate(sessions, first, limits, choosers, model.config.eos_tokens):
             if step.token is not None:
                 tokens[step.text].append(step.token)
                 logits.append(step.logits)
-            if screen is not None:
+            if screen is not None and live is not None:
                 screen.show(step.text, step.token)
+                if step.token is not None:
+                    live.token()
             if repeating is not None:
                 repeating.update(len(logits), sum(limits))
         decoded = time.perf_counter()

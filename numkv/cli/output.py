@@ -10,33 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-__all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
+from numkv.drawing.picture import format_bytes
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+__all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
 
 
 class UsageError(Exception):
     """Something the user can put right; printed as one line."""
-
-
-def format_bytes(size: int) -> str:
-    """Write a number of bytes with a unit: in full where that is short, else with three digits.
-
-    Parameters
-    ----------
-    size : int
-        Bytes.
-
-    Returns
-    -------
-    str
-        Such as ``"640 B"``, ``"8 GiB"`` or ``"1.25 MiB"``.
-    """
-    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    if size % 1024**power == 0:
-        return f"{size // 1024**power} {_UNITS[power]}"
-    value = size / 1024**power
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[power]}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

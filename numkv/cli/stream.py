@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from numkv import targets
+from numkv.cli.live import Live, panel
 from numkv.cli.output import KernelProgress, Progress, UsageError, table
 from numkv.cli.screen import Screen, Text, show
 from numkv.demo.batch import Batch
@@ -59,10 +60,13 @@ def run(arguments: argparse.Namespace) -> None:
         chooser = Sampler(arguments.temperature, arguments.top_k, arguments.seed)
         logits = session.prefill(prompt)
         limits = [arguments.tokens]
-        for step in generate([session], logits[None], limits, [chooser], model.config.eos_tokens):
-            screen.show(0, step.token)
-            if step.token is not None:
-                tokens.append(step.token)
+        steps = generate([session], logits[None], limits, [chooser], model.config.eos_tokens)
+        with Live(panel(cache)) as live:
+            for step in steps:
+                screen.show(0, step.token)
+                if step.token is not None:
+                    tokens.append(step.token)
+                    live.token()
         seconds = time.perf_counter() - started
     if cache.shifts:
         _show_first_shift(model, tokens, cache.shifts[0])

@@ -17,6 +17,7 @@ from numkv.checks import Shape, check_array, check_bytes, check_flag, check_size
 from numkv.compression.config import CodesKind, CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
+from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.targets.base import Array, Target
@@ -53,7 +54,7 @@ class Stored(NamedTuple):
         return int(self.keys.scales.shape[1])
 
 
-class Compressor:
+class Compressor(Drawn):
     """What the compressors of one head and of several have in common: encoded keys and values, by head."""
 
     def __init__(

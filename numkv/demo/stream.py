@@ -102,6 +102,11 @@ class ShiftingCache:
         )  # fmt: skip
         self._length = 0
 
+    @property
+    def cells(self) -> numkv.CausalCache:
+        """Where its rows are."""
+        return self._cells
+
     def add(self, tokens: Any = None) -> int:
         """Return the number of the one text; nothing is known of its prompt."""
         return 0

@@ -96,7 +96,8 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
         shape = found.scale_shape(rows, dim)
         if scale is None:
             raise DimensionMismatch(
-                f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None",
+                f"`{name}`: expected {found.scale_dtype} {shape} for {found} storage, got None; "
+                f"pass the scales that paged_append wrote beside the codes, or attend to rows of a float dtype",
                 expected=shape,
             )
         scales = target.words(check_array(target, name, scale, (found.scale_dtype,), shape))

@@ -92,9 +92,10 @@ class CpuTarget:
                     f"`{name}`: expected an array in host memory, got {type(x).__name__}, which "
                     f"NumPy cannot take without a copy ({error}); bring it to the host first"
                 ) from error
+        remedy = "pass a list" if isinstance(x, (int, float)) else "convert it with numpy.asarray"
         raise UnsupportedDType(
             f"`{name}`: expected a NumPy array (or an object with __array_interface__ or "
-            f"__dlpack__), got {type(x).__name__}; convert it with numpy.asarray"
+            f"__dlpack__), got {type(x).__name__}; {remedy}"
         )
 
     @staticmethod

@@ -307,7 +307,11 @@ def _check_tables(
     if 2 * cos.shape[1] > head_dim:
         raise DimensionMismatch(
             f"`cos`: expected at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[1]}; "
-            "pass rotary_dim / 2 columns",
+            + (
+                f"each angle is there twice, as in transformers' tables: pass cos[:, :{head_dim // 2}]"
+                if cos.shape[1] == head_dim
+                else "pass rotary_dim / 2 columns"
+            ),
             expected=head_dim // 2,
             actual=int(cos.shape[1]),
         )

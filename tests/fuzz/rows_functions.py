@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 
 import numkv
@@ -489,6 +491,13 @@ TABLES = {
     "block_size": BLOCK,
 }
 Books.rows = [
+    Row(
+        "show",
+        {
+            "cache": Arg("object", lambda d: numkv.PagedPool(3, 2, 1, 4)),
+            "file": Arg("object", lambda d: io.StringIO()),
+        },
+    ),
     Row("kind", {"name": one_of("kind", "fp32", "int8", "int4", "fp8_e4m3", numkv.kind("fp16"))}),
     Row(
         "Kind.bytes_per_token",

@@ -10,6 +10,7 @@ from numkv.access import Access, drops, reads, writes
 from numkv.caches.multi.checks import MOST_POSITIONS
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.checks import check_flag, check_size
+from numkv.drawing.page import Drawn
 from numkv.errors import NumkvError
 from numkv.kinds import Kind, kinds_of
 from numkv.targets.streamed import on_stream
@@ -17,7 +18,7 @@ from numkv.targets.streamed import on_stream
 __all__ = ["CacheLife"]
 
 
-class CacheLife(ABC):
+class CacheLife(Drawn, ABC):
     """How a multi-sequence cache comes to be, is copied, cleared and closed."""
 
     def __init__(self) -> None:

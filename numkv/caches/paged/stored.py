@@ -22,6 +22,7 @@ from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
+from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import Kind
 from numkv.store.prefix_store import PrefixStore
@@ -53,7 +54,7 @@ class PagedStats:
     pool: PoolStats
 
 
-class StoredSequences:
+class StoredSequences(Drawn):
     """What a `PagedKVCache` consists of: buffers, books, sequences, counts."""
 
     @shows_options

@@ -15,6 +15,7 @@ from numkv.caches.paged.groups import LayerGroup, groups_of
 from numkv.caches.paged.layers import LayerRows, Layers
 from numkv.caches.paged.states import check_content
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState, held
+from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
@@ -26,7 +27,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class SwappedSequence:
+class SwappedSequence(Drawn):
     """A sequence in host memory, independent of any cache.
 
     Attributes

@@ -1,0 +1,25 @@
+"""``numkv show FILE``: what is in a saved cache."""
+
+from __future__ import annotations
+
+import argparse
+
+import numkv
+
+__all__ = ["run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draw saved caches.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        The options.
+    """
+    for number, path in enumerate(arguments.path):
+        found = numkv.load(path)
+        if len(arguments.path) > 1:
+            print(f"{chr(10) if number else ''}==> {path} <==")
+        for cache in found if isinstance(found, list) else [found]:
+            numkv.show(cache)

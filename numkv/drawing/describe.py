@@ -1,0 +1,257 @@
+"""Looks at a cache and says what there is to draw of it: `picture_of`.
+
+Caches are known by the names of their classes, as this room lies below theirs, and are asked for what is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.drawing.picture import Picture, State, Strip, format_bytes, in_short, plural
+
+__all__ = ["picture_of"]
+
+#: Signs of sequences in a strip of cells; further ones share a plus.
+_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def picture_of(cache: Any) -> Picture:
+    """Look at a cache.
+
+    Parameters
+    ----------
+    cache : object
+        Any cache, layer or pool, a compressor, or a swapped sequence.
+
+    Returns
+    -------
+    Picture
+
+    Raises
+    ------
+    TypeError
+        If it is nothing that can be drawn.
+    """
+    for cls in type(cache).__mro__:
+        if cls.__module__.partition(".")[0] == "numkv" and cls.__name__ in _LOOKS:
+            return _LOOKS[cls.__name__](cache)
+    raise TypeError(
+        f"`cache`: expected a cache, a layer, a pool, a compressor or a swapped sequence, got {type(cache).__name__}; "
+        "pass what numkv has made"
+    )
+
+
+def _kinds(cache: Any) -> str:
+    both = str(cache.kind) if cache.kind == cache.v_kind else f"{cache.kind}/{cache.v_kind}"
+    return f"{both}, rotated" if getattr(cache, "rotate", False) else both
+
+
+def _facts(cache: Any, layers: int | None = None) -> list[str]:
+    dims = f"{cache.head_dim}"
+    if cache.head_dim_v != cache.head_dim:
+        dims += f" and {cache.head_dim_v}"
+    facts = [_kinds(cache)]
+    if layers is not None:
+        facts.append(plural(layers, "layer"))
+    facts.append(f"{plural(cache.num_kv_heads, 'kv head')} of {dims}")
+    return [*facts, str(cache.target), format_bytes(cache.nbytes)]
+
+
+# ---------------------------------------------------------------- one sequence
+
+
+def _one_sequence(cache: Any) -> Picture:
+    """A `KVCache` or a layer that has a stretch of rows of its own."""
+    several = hasattr(cache, "num_layers")
+    length = len(cache) if several else cache.seq_len
+    quantised = cache.quantised_tokens(0) if several else cache.quantised_tokens
+    room = max(cache.capacity, length)
+    said = f"tokens: {length:,} of {room:,}"
+    if several and cache.max_seq_len is None:
+        said += ", grows"
+    runs = [(room - length, State.FREE, "")]
+    if cache.residual_window or cache.num_sink_tokens:
+        begin, end = min(quantised.start, length), min(quantised.stop, length)
+        end = max(begin, end)
+        runs = [
+            (begin, State.EXACT, ""), (end - begin, State.FULL, ""), (length - end, State.EXACT, ""), *runs,
+        ]  # fmt: skip
+    else:
+        runs = [(length, State.FULL, ""), *runs]
+    facts = _facts(cache, cache.num_layers if several else None)
+    lines = []
+    if several and (ahead := int(cache._lengths.max(initial=0)) - length) > 0:
+        lines.append(("pending", f"{plural(ahead, 'token')} appended, which count after advance"))
+    return Picture(type(cache).__name__, facts, [Strip(said, runs)], lines)
+
+
+def _paged_layer(layer: Any) -> Picture:
+    pool = layer.pool.blocks
+    own = np.asarray(layer.block_indices, np.int64)
+    states = np.where(pool.ref_count(np.arange(pool.num_blocks)) > 0, 1, 0).astype(np.int64)
+    states[own] = 2
+    filled, part = divmod(layer.seq_len, layer.block_size)
+    states[own[filled:]] = 0  # taken ahead of its tokens
+    if part and filled < len(own):
+        states[own[filled]] = 3
+    names = [(State.FREE, ""), (State.OTHER, ""), (State.FULL, ""), (State.PART, "")]
+    said = f"blocks: {len(own):,} of {pool.num_blocks:,}, {plural(layer.block_size, 'token')} each"
+    line = ("table", f"{plural(layer.seq_len, 'token')}, blocks {in_short(own.tolist()) or 'none'}")
+    return Picture("PagedLayer", _facts(layer), [Strip.of(said, states, names)], [line])
+
+
+# ---------------------------------------------------------------- blocks of many sequences
+
+_BLOCKS = [
+    (State.FREE, ""), (State.FULL, ""), (State.SHARED, ""), (State.PART, ""), (State.CACHED, ""),
+]  # fmt: skip
+
+
+def _states_of(pool: Any) -> NDArray[np.int64]:
+    ids = np.arange(pool.num_blocks)
+    references = pool.ref_count(ids)
+    states: NDArray[np.int64] = np.minimum(references, 2).astype(np.int64)
+    states[(references == 0) & pool.is_cached(ids)] = 4
+    return states
+
+
+def _block_strip(states: NDArray[np.int64], block_size: int) -> Strip:
+    used = int(((states > 0) & (states < 4)).sum())
+    said = f"blocks: {used:,} of {len(states):,} in use, {plural(block_size, 'token')} each"
+    return Strip.of(said, states, _BLOCKS)
+
+
+def _paged_pool(pool: Any) -> Picture:
+    return Picture(
+        "PagedPool", _facts(pool), [_block_strip(_states_of(pool.blocks), pool.block_size)]
+    )
+
+
+def _paged_cache(cache: Any) -> Picture:
+    states = _states_of(cache.blocks)
+    layers: dict[int, int] = {}  # the first layer of each group
+    for layer in range(cache.num_layers):
+        layers.setdefault(cache._store.place(layer)[1], layer)
+    lines = []
+    for seq in cache.sequences:
+        length, said = cache.length(seq), []
+        for layer in layers.values():
+            table = cache.block_table(seq, layer)
+            own = table[table >= 0]
+            last = table[length // cache.block_size :][:1]  # nothing where all blocks are full
+            if length % cache.block_size and len(last) and states[last[0]] == 1:
+                states[last[0]] = 3
+            window = cache.window_of(layer)
+            what = "blocks" if window < 0 else f"window {window} blocks"
+            said.append(f"{what} {in_short(own.tolist()) or 'none'}")
+        cached = cache.cached_len(seq)
+        found = f" ({cached:,} found)" if cached else ""
+        lines.append((str(seq), f"{plural(length, 'token')}{found}, {', '.join(said)}"))
+    return Picture(
+        "PagedKVCache",
+        _facts(cache, cache.num_layers),
+        [_block_strip(states, cache.block_size)],
+        lines,
+    )
+
+
+def _swapped(swapped: Any) -> Picture:
+    (heads, block_size, dim, dim_v), kind, v_kind, windows, seed = swapped.geometry
+    dims = str(dim) if dim == dim_v else f"{dim} and {dim_v}"
+    facts = [
+        str(kind) if kind == v_kind else f"{kind}/{v_kind}",
+        plural(len(windows), "layer"),
+        f"{plural(heads, 'kv head')} of {dims}",
+        format_bytes(swapped.nbytes),
+    ]
+    if seed is not None:
+        facts[0] += ", rotated"
+    num_blocks = sum(map(len, swapped.logical))
+    full = num_blocks - bool(swapped.length % block_size) * len(swapped.logical)
+    runs = [(full, State.FULL, ""), (num_blocks - full, State.PART, "")]
+    said = f"blocks: {num_blocks:,}, {plural(block_size, 'token')} each"
+    known = f"{plural(swapped.length, 'token')}, {len(swapped.tokens):,} ids known"
+    return Picture("SwappedSequence", facts, [Strip(said, runs)], [("sequence", known)])
+
+
+# ---------------------------------------------------------------- cells
+
+
+def _before(cache: Any) -> Picture | None:
+    """What there is to say of a cache that has no memory (yet)."""
+    state = cache._state
+    if state == "ready":
+        return None
+    return Picture(type(cache).__name__, ["closed" if state == "closed" else "before init"])
+
+
+def _multi_facts(cache: Any) -> list[str]:
+    layers = len(cache._layers)
+    facts = [_kinds(cache), plural(layers, "layer") + " so far"]
+    return [*facts, str(cache.target), format_bytes(cache.nbytes)]
+
+
+def _cells(cache: Any) -> Picture:
+    if (empty := _before(cache)) is not None:
+        return empty
+    books, sequences = cache._cells, cache.sequences
+    names = [(State.FREE, ""), (State.SHARED, "")]
+    index = np.zeros(cache.num_cells, np.int64)
+    for seq in sequences:
+        names.append((State.FULL, _SIGNS[seq] if seq < len(_SIGNS) else "+"))
+        index[books.owned(seq)] = len(names) - 1
+    index[books.num_sequences > 1] = 1
+    used = cache.num_cells - cache.num_free
+    strip = Strip.of(f"cells: {used:,} of {cache.num_cells:,} in use", index, names)
+    lines = []
+    for seq in sequences:
+        at = cache.positions(seq).tolist()
+        said = f"{plural(len(at), 'token')}, positions {in_short(at) or 'none'}"
+        lines.append((str(seq), said))
+    return Picture(type(cache).__name__, _multi_facts(cache), [strip], lines)
+
+
+def _encoder(cache: Any) -> Picture:
+    if (empty := _before(cache)) is not None:
+        return empty
+    said = "rows are there" if cache.encoder_cached else "no rows"
+    return Picture("EncoderCache", [*_multi_facts(cache), said])
+
+
+def _wrapper(cache: Any) -> Picture:
+    children = [picture_of(child) for child in cache.caches]
+    return Picture("WrapperCache", [plural(len(children), "cache")], parts=children)
+
+
+# ---------------------------------------------------------------- compressed heads
+
+
+def _compressor(compressor: Any) -> Picture:
+    tokens, room = len(compressor), max(compressor.capacity, len(compressor))
+    facts = [
+        f"{compressor.config.bits} bits",
+        f"{plural(compressor.num_kv_heads, 'kv head')} of {compressor.head_dim}",
+        str(compressor.target),
+        format_bytes(compressor.nbytes),
+    ]
+    runs = [(tokens, State.FULL, ""), (room - tokens, State.FREE, "")]
+    strip = Strip(f"tokens: {tokens:,} of {room:,}, grows", runs)
+    return Picture(type(compressor).__name__, facts, [strip])
+
+
+_LOOKS: dict[str, Callable[[Any], Picture]] = {
+    "KVCache": _one_sequence,
+    "ContiguousLayer": _one_sequence,
+    "PagedLayer": _paged_layer,
+    "PagedPool": _paged_pool,
+    "PagedKVCache": _paged_cache,
+    "SwappedSequence": _swapped,
+    "CellCache": _cells,
+    "EncoderCache": _encoder,
+    "WrapperCache": _wrapper,
+    "Compressor": _compressor,
+}

@@ -1,0 +1,220 @@
+"""What there is to draw of a cache: a headline, facts, strips of blocks, and pictures of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Picture", "State", "Strip", "format_bytes", "in_short", "plural"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class State(Enum):
+    """What a block, a cell or a token is; the value is what a legend calls it."""
+
+    SHARED = "shared"
+    FULL = "in use"
+    PART = "filled in part"
+    EXACT = "full precision"
+    OTHER = "another's"
+    CACHED = "released prefix"
+    FREE = "free"
+
+    @property
+    def glyph(self) -> str:
+        """The state as a character of block graphics."""
+        return _GLYPHS[self][0]
+
+    @property
+    def letter(self) -> str:
+        """The state in ASCII."""
+        return _GLYPHS[self][1]
+
+
+_GLYPHS = {
+    State.SHARED: "▓S",
+    State.FULL: "█#",
+    State.PART: "▄+",
+    State.EXACT: "◆f",
+    State.OTHER: "▒o",
+    State.CACHED: "░c",
+    State.FREE: "·.",
+}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Blocks, cells or tokens side by side.
+
+    Attributes
+    ----------
+    title : str
+        What they are, in the plural.
+    runs : sequence of (int, State, str)
+        How many in a row are alike, what they are, and what stands for one of them: empty for the state's own sign.
+    """
+
+    title: str
+    runs: Sequence[tuple[int, State, str]]
+
+    @classmethod
+    def of(cls, title: str, states: NDArray[np.int64], names: Sequence[tuple[State, str]]) -> Strip:
+        """Make a strip of one number for each block.
+
+        Parameters
+        ----------
+        title : str
+            What they are.
+        states : int array (n,)
+            Indices in `names`.
+        names : sequence of (State, str)
+            What numbers mean.
+
+        Returns
+        -------
+        Strip
+        """
+        last = np.append(states[1:] != states[:-1], len(states) > 0)
+        ends = (np.flatnonzero(last) + 1).tolist() if len(states) else []
+        runs = [
+            (end - begin, *names[int(states[end - 1])])
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+        ]
+        return cls(title, runs)
+
+    def __len__(self) -> int:
+        return sum(n for n, _, _ in self.runs)
+
+    def marks(self, most: int) -> tuple[int, list[tuple[State, str]]]:
+        """Signs for the strip, where one may stand for several neighbours: for what most of them are.
+
+        Parameters
+        ----------
+        most : int
+            How many signs there is room for.
+
+        Returns
+        -------
+        each : int
+            What a sign stands for; the last one may stand for less.
+        marks : list of (State, str)
+            The signs.
+        """
+        each = max(-(-len(self) // most), 1)
+        marks: list[tuple[State, str]] = []
+        counts: dict[tuple[State, str], int] = {}
+        filled = 0
+        for n, state, label in self.runs:
+            left = n
+            while left:
+                if not filled and left >= each:
+                    marks += [(state, label)] * (left // each)
+                    left %= each
+                    continue
+                part = min(left, each - filled)
+                counts[state, label] = counts.get((state, label), 0) + part
+                filled, left = filled + part, left - part
+                if filled == each:
+                    marks.append(max(counts, key=counts.__getitem__))
+                    counts, filled = {}, 0
+        if filled:
+            marks.append(max(counts, key=counts.__getitem__))
+        return each, marks
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A cache, as it is drawn.
+
+    Attributes
+    ----------
+    name : str
+        Its class.
+    facts : sequence of str
+        What it is: kind, sizes, bytes.
+    strips : sequence of Strip
+        Its blocks, cells or tokens.
+    lines : sequence of (str, str)
+        What it holds: sequences by name, and what there is to say of each.
+    parts : sequence of Picture
+        Caches that it is made of.
+    """
+
+    name: str
+    facts: Sequence[str]
+    strips: Sequence[Strip] = ()
+    lines: Sequence[tuple[str, str]] = ()
+    parts: Sequence[Picture] = ()
+
+    def states(self) -> list[State]:
+        """States whose own sign is drawn, in the order of `State`."""
+        drawn = {s for strip in self.strips for n, s, label in strip.runs if n and not label}
+        return [state for state in State if state in drawn]
+
+
+def format_bytes(size: int) -> str:
+    """Write a number of bytes with a unit: in full where that is short, else with three digits.
+
+    Parameters
+    ----------
+    size : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        Such as ``"640 B"``, ``"8 GiB"`` or ``"1.25 MiB"``.
+    """
+    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+    if size % 1024**power == 0:
+        return f"{size // 1024**power} {_UNITS[power]}"
+    value = size / 1024**power
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[power]}"
+
+
+def plural(n: int, what: str) -> str:
+    """Write a number of things, such as ``"1 block"`` or ``"1,024 blocks"``.
+
+    Parameters
+    ----------
+    n : int
+        How many.
+    what : str
+        One of them.
+
+    Returns
+    -------
+    str
+    """
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def in_short(numbers: Iterable[int], most: int = 12) -> str:
+    """List numbers, runs of neighbours as ``first-last``, and the last ones only where there are many.
+
+    Parameters
+    ----------
+    numbers : iterable of int
+        The numbers.
+    most : int
+        Entries to list.
+
+    Returns
+    -------
+    str
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    if len(parts) > most:
+        parts = [*parts[: most // 2], "...", *parts[-(most // 2) :]]
+    return " ".join(parts)

@@ -1,0 +1,160 @@
+"""The scripts and the notebook in `examples/` run, on small sizes, and what they find is right."""
+
+import ast
+import contextlib
+import html.parser
+import importlib.util
+import io
+import json
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LINES = {"server.py": 150}
+
+
+def run(name, **options):
+    """What an example returns, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"](**options)
+    return found, printed.getvalue()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_examples_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= LINES.get(path.name, 80)
+    assert ast.get_docstring(ast.parse(text))
+    assert f"test_{path.stem}" in globals()
+
+
+def test_shared_prefixes():
+    (used, alone), printed = run("shared_prefixes", requests=4, answer=2)
+    assert used * 3 < alone
+    assert "shared" in printed
+
+
+def test_long_chat():
+    cache, printed = run("long_chat", window=256, tokens=700, most_nbytes=600_000)
+    assert len(cache) <= 256
+    assert "restarted with" in printed
+    assert "7 shifts" in printed
+    cache.check()
+
+
+def test_storage_kinds():
+    errors, _ = run("storage_kinds", tokens=256)
+    assert errors["fp32"] < 1e-5
+    assert errors["fp32"] < errors["fp16"] < errors["int8, rotated"] < errors["int8"]
+    assert errors["int4, rotated"] < errors["int4"] / 2
+
+
+def test_drop_by_attention():
+    (layer, loud, keep), _ = run("drop_by_attention", tokens=64, steps=16)
+    assert layer.seq_len == len(keep) == 40
+    assert np.isin(loud, keep).sum() >= 6
+    layer.check()
+
+
+def test_own_kernels():
+    (mine, theirs), _ = run("own_kernels", tokens=20)
+    assert np.allclose(mine, theirs, atol=1e-3)
+
+
+def test_save_and_load():
+    (again, other), printed = run("save_and_load", tokens=40)
+    assert len(again) == other.length(0) == 40
+    assert "refused: `mark`" in printed
+
+
+def test_prefix_store():
+    found, _ = run("prefix_store", tokens=100)
+    assert found == 96
+
+
+def test_plan_memory():
+    needs, printed = run("plan_memory", contexts=(1024, 8192))
+    # 34 layers of 4 kv heads, 256 numbers each, K and V, 2 bytes; what is past the window is not kept
+    assert needs.sequence_bytes(1024, "fp16") == 34 * 4 * 256 * 2 * 2 * 1024
+    assert "NOT KNOWN" not in printed
+
+
+def test_server():
+    server, printed = run("server", requests=8, prompt=34, answer=40, num_blocks=8)
+    assert len(server.done) == 8
+    assert all(len(r.tokens) == 74 for r in server.done)
+    assert server.events["swapped out"] == server.events["swapped in"] > 0
+    assert server.events["found"] > 0
+    assert "wait" in printed
+
+
+def test_server_refuses_what_can_never_fit():
+    names = runpy.run_path(str(ROOT / "examples" / "server.py"))
+    with pytest.raises(ValueError, match="never fit"):
+        names["Server"](2, 64).submit(names["Request"](0, [1] * 30, 10))
+
+
+def test_torch_operators():
+    pytest.importorskip("torch")
+    (eager, graph), _ = run("torch_operators", sequences=2, tokens=2)
+    assert bool((eager == graph).all())
+
+
+def test_transformers_on_cpu():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers", minversion="5.0")
+    out, printed = run("transformers_on_cpu", context=32, new_tokens=4)
+    assert out.shape == (1, 36)
+    assert "numkv, int8" in printed
+
+
+# ---------------------------------------------------------------- the notebook
+
+
+class Parts(html.parser.HTMLParser):
+    """Tags, to see that a drawing loads nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags = set()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        assert not {"src", "href"} & {name for name, _ in attributes}
+
+
+def test_the_notebook():
+    """Its cells run one after another; drawings at their ends are those that the file has."""
+    cells = json.loads((ROOT / "examples" / "caches.ipynb").read_text())["cells"]
+    names, drawings = {}, 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        body = ast.parse("".join(cell["source"])).body
+        last = body[-1].value if isinstance(body[-1], ast.Expr) else None
+        named = isinstance(last, ast.Name)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(ast.Module(body[: -1 if named else None], []), "cell", "exec"), names)
+        shown = {x["output_type"]: x for x in cell["outputs"]}
+        assert printed.getvalue() == "".join(shown.get("stream", {"text": []})["text"])
+        if named:
+            drawing = names[last.id]._repr_html_()
+            assert ["".join(shown["execute_result"]["data"]["text/html"])] == [drawing]
+            Parts().feed(drawing)
+            drawings += 1
+    assert drawings >= 6
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("nbformat") is None, reason="nbformat is not installed"
+)
+def test_the_notebook_is_one():
+    import nbformat
+
+    nbformat.validate(nbformat.read(ROOT / "examples" / "caches.ipynb", as_version=4))

@@ -1,0 +1,164 @@
+"""What mkdocs asks while it builds the site (`hooks` of mkdocs.yml), and what tests ask about its pages.
+
+Pages lie in ``docs/``, and are read on a code forge too: links are those between files of the repository. On the site,
+files outside of ``docs/`` get an address: pages of measurements under ``results/``, other pages at the top, what is no
+page under ``source/``. Three comments stand for text that is put in their place:
+
+``<!-- code: PATH -->``, ``<!-- code: PATH NAME -->``
+    A file, or a function or class in it, as it is in the repository now.
+``<!-- figures -->``
+    The pages of measurements, with their pictures.
+``<!-- python -->``
+    Nothing; the blocks of such a page are run by a test of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["address", "expand", "links", "on_files", "on_page_markdown", "pages", "source_of"]
+
+ROOT = Path(__file__).resolve().parent.parent
+_LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^(```.*?^```[^\n]*$)", re.M | re.S)
+_COMMENT = re.compile(r"^<!-- (code|figures)(?:: (\S+)(?: (\S+))?)? -->$", re.M)
+
+
+def pages() -> list[Path]:
+    """All pages of the site: those in ``docs/``, and what is linked to from there, and from there on."""
+    found = sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "perf/results").glob("*.md"))
+    for page in found:  # grows meanwhile
+        for target, _ in links(page):
+            path = _within(page, target)
+            if path is not None and path.suffix == ".md" and path.is_file() and path not in found:
+                found.append(path)
+    return found
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Targets and anchors of the links of a page to files; code and links to the web are left out."""
+    text = re.sub(r"`[^`\n]*`", "", _FENCE.sub("", expand(page.read_text(encoding="utf-8"))))
+    for link in _LINK.findall(text):
+        target, _, anchor = link.partition("#")
+        if not re.match(r"[a-z]+:", link):
+            yield target, anchor
+
+
+def _within(page: Path, target: str) -> Path | None:
+    """The file that a link of a page leads to, if there is a path."""
+    return Path(posixpath.normpath((page.parent / target).as_posix())) if target else None
+
+
+def address(path: Path) -> str:
+    """Where a file of the repository is on the site, such as ``results/2026-11-21-accuracy.md``."""
+    inside = path.relative_to(ROOT).as_posix()
+    if inside.startswith("docs/"):
+        return inside.removeprefix("docs/")
+    if inside.startswith("perf/results/"):
+        return inside.removeprefix("perf/")
+    if path.suffix == ".md":
+        return (
+            inside.removesuffix("/README.md").removesuffix(".md").lower().replace("/", "_") + ".md"
+        )
+    return f"source/{inside}"
+
+
+def source_of(path: str, name: str | None = None) -> str:
+    """The text of a file, or of one function or class in it with its decorators.
+
+    Parameters
+    ----------
+    path : str
+        The file, from the repository's root on.
+    name : str, optional
+        A name at the top of the module.
+
+    Returns
+    -------
+    str
+
+    Raises
+    ------
+    LookupError
+        If there is no such file or name: a page that shows code would be wrong.
+    """
+    file = ROOT / path
+    if not file.is_file():
+        raise LookupError(f"<!-- code: {path} -->: there is no such file")
+    text = file.read_text(encoding="utf-8")
+    if name is None:
+        return text
+    for node in ast.parse(text).body:
+        if getattr(node, "name", None) == name and isinstance(
+            node, (ast.FunctionDef, ast.ClassDef)
+        ):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            return "\n".join(text.splitlines()[first - 1 : node.end_lineno]) + "\n"
+    raise LookupError(f"<!-- code: {path} {name} -->: there is no such function or class")
+
+
+def expand(text: str) -> str:
+    """Put code and figures in the place of comments that stand for them."""
+    return _COMMENT.sub(lambda m: _figures() if m[1] == "figures" else _code(m[2], m[3]), text)
+
+
+def _code(path: str, name: str | None) -> str:
+    return f'```py title="{path}"\n{source_of(path, name)}```'
+
+
+def _figures() -> str:
+    """Pages of measurements, the newest first: those with a picture, then the others."""
+    drawn, plain, titles = ["## Pictures\n"], ["\n## Other pages\n"], set()
+    for page in sorted((ROOT / "perf/results").glob("*.md"), reverse=True):
+        text = page.read_text(encoding="utf-8")
+        title = re.sub(r"^\d{4}-\d\d-\d\d: ", "", text.splitlines()[0].removeprefix("# "))
+        if title in titles:  # several pages of one race
+            title += f" ({page.stem[11:].rpartition('-peers')[2].strip('-') or page.stem[11:]})"
+        titles.add(title)
+        link = f"](../perf/results/{page.name})"
+        picture = re.search(r"!\[([^\]]*)\]\(([^)]+)\)", text)
+        if picture is None:
+            plain.append(f"- {page.name[:10]}: [{title}{link}")
+            continue
+        drawn.append(f"### {title}\n\n![{picture[1]}](../perf/results/{picture[2]})\n")
+        drawn.append(f"[{page.name[:10]}: all numbers, and how they were measured{link}\n")
+    return "\n".join([*drawn, *plain])
+
+
+# ---------------------------------------------------------------- what mkdocs calls
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add pages and files from outside of ``docs/``."""
+    from mkdocs.structure.files import File
+
+    outside = {p for p in pages() if not p.is_relative_to(ROOT / "docs")}
+    for page in pages():
+        for target, _ in links(page):
+            path = _within(page, target)
+            if path is not None and path.is_file() and not path.is_relative_to(ROOT / "docs"):
+                outside.add(path)
+    for path in sorted(outside):
+        files.append(File.generated(config, address(path), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Put code and figures in, and have links lead to addresses on the site."""
+    here = Path(page.file.abs_src_path)
+    base = posixpath.dirname(address(here))
+
+    def moved(match: re.Match[str]) -> str:
+        target, sign, anchor = match[1].partition("#")
+        path = None if re.match(r"[a-z]+:", match[1]) else _within(here, target)
+        if path is None or not path.is_relative_to(ROOT):
+            return match[0]
+        return f"]({posixpath.relpath(address(path), base or '.')}{sign}{anchor})"
+
+    parts = _FENCE.split(expand(markdown))
+    return "".join(part if i % 2 else _LINK.sub(moved, part) for i, part in enumerate(parts))
