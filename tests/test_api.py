@@ -60,6 +60,10 @@ PACKAGES = {
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "planning": ["ConfigError", "LayerNeeds", "ModelNeeds", "Rows", "State", "needs_of"],
+    "ray": [
+        "Attending", "Delivery", "Limits", "LocalShards", "RayShards", "ShardDown", "ShardLost", "ShardedKVCache",
+        "ShardedStats", "ShardedStep", "Transport",
+    ],
     "storage": ["Pool", "Rotation"],
     "store": ["BlocksDropped", "BlocksWritten", "PrefixFound", "PrefixStore", "StoreStats"],
     "targets": ["Array", "CpuTarget", "Target", "get", "of"],

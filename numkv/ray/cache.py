@@ -1,0 +1,657 @@
+"""`ShardedKVCache`: a paged cache whose shards live in other processes, by kv heads, by context, or both.
+
+The books of sequences are kept here: lengths, which column has which tokens, token ids. Shards hold rows. What cannot
+fail on a shard (`commit`, `remove`, `fork` …) is decided here and rides along with the next message to it; a step begins
+with its first layer's message, so that a step of L layers is L messages to each shard, and no more.
+
+Blocks are counted on the safe side, from what shards said last. Where that is not certainly enough for a step,
+`reserve` asks all shards before it answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.access import Access, writes
+from numkv.attention.attend import check_group
+from numkv.attention.options import check_options
+from numkv.blocks.prefix import block_digests, plain_extra
+from numkv.caches import PagedKVCache
+from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
+from numkv.caches.paged.store import Extra
+from numkv.checks import check_index, check_integers, check_size, host_array
+from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
+from numkv.kinds import Kind
+from numkv.ray.books import Sequence, after_step, shortened
+from numkv.ray.merging import Partial, merged
+from numkv.ray.placing import Run, counts, place, visible
+from numkv.ray.step import ShardedStep, _side_by_side, host_rows
+from numkv.ray.transport import Transport
+from numkv.ray.whole import WholeShardedCache
+
+__all__ = ["ShardedKVCache"]
+
+
+class ShardedKVCache(WholeShardedCache):
+    """Keys and values of many sequences on many machines, with the interface of `numkv.PagedKVCache`.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        The model's.
+    num_blocks : int
+        Blocks of each shard.
+    heads : int
+        Parts that the kv heads are divided into, which may differ by one head.
+    context : int
+        Columns that the tokens of sequences are divided into.
+    transport : Transport, optional
+        Where shards live: `RayShards` if None, actors of a Ray on this machine; `LocalShards` for this process.
+    stripe : int, optional
+        Tokens of a sequence that stay together in a column, a multiple of the block size; 16 blocks if None.
+    store : mapping, optional
+        Arguments of `numkv.store.PrefixStore`, which each shard makes for itself: `place` must be one that all
+        machines reach. It is where lost sequences come back from.
+    limits : Limits, optional
+        What may be on its way to a shard at once, and how long it may take to answer.
+    **options
+        What else `PagedKVCache` takes: `block_size`, `kind`, `target`, `head_dim_v`, `k_kind`, `v_kind`, `windows`,
+        `rotate`.
+
+    Raises
+    ------
+    DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
+        See `numkv.PagedKVCache`; or there are more parts than heads.
+
+    Notes
+    -----
+    By heads results are those of one `PagedKVCache` to the bit; by context to float rounding, and the same in every run.
+    By context, blocks behind sliding windows are kept.
+
+    Threads: one at a time uses the cache and its steps.
+
+    Examples
+    --------
+    See `LocalShards`.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_blocks: int,
+        heads: int = 1,
+        context: int = 1,
+        transport: Transport | None = None,
+        stripe: int | None = None,
+        store: Any = None,
+        limits: Any = None,
+        **options: Any,
+    ) -> None:
+        alike = {**options, "target": "cpu"}
+        targets.get(options.get("target", "cpu"))
+        model = PagedKVCache(num_layers, num_kv_heads, head_dim, num_blocks=1, **alike)
+        self._access = Access()
+        self._model = model
+        self._windows = [model.window_of(layer) for layer in range(model.num_layers)]
+        blocks = check_size("num_blocks", num_blocks)
+        size = model.block_size
+        stripe = 16 * size if stripe is None else check_size("stripe", stripe, 1)
+        if stripe % size:
+            raise DimensionMismatch(
+                f"`stripe`: expected a multiple of the block size {size}, got {stripe}", size, stripe
+            )
+        arguments = {
+            "num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim, "num_blocks": blocks, **options,
+        }  # fmt: skip
+        self._begin(arguments, (heads, context), transport, store, limits)
+        self._stripe = stripe
+
+    # -- what it is
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._model.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Kv heads of each layer, on all shards."""
+        return self._model.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a K row."""
+        return self._model.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        """Elements of a V row."""
+        return self._model.head_dim_v
+
+    @property
+    def kind(self) -> Kind:
+        """Storage kind of K."""
+        return self._model.kind
+
+    @property
+    def v_kind(self) -> Kind:
+        """Storage kind of V."""
+        return self._model.v_kind
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._model.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each shard."""
+        return int(self._arguments["num_blocks"])
+
+    @property
+    def num_shards(self) -> int:
+        """Shards."""
+        return self._layout.num_shards
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences, in the order in which they came."""
+        return tuple(self._sequences)
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """Messages to each shard so far."""
+        return tuple(channel.sent for channel in self._channels)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __repr__(self) -> str:
+        layout = self._layout
+        return (
+            f"ShardedKVCache(sequences={len(self)}, num_layers={self.num_layers}, heads={layout.parts}, "
+            f"context={layout.columns}, blocks={self.num_blocks}, block_size={self.block_size}, kind={self.kind})"
+        )
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer; see `numkv.PagedKVCache.window_of`."""
+        return self._model.window_of(layer)
+
+    def length(self, seq: int) -> int:
+        """Committed tokens of a sequence."""
+        return self._sequence(seq).length
+
+    def cached_len(self, seq: int) -> int:
+        """Tokens of a sequence that came from the prefix cache, or the store, when it was added."""
+        return self._sequence(seq).cached
+
+    def runs(self, seq: int) -> tuple[Run, ...]:
+        """Where the tokens of a sequence are.
+
+        Parameters
+        ----------
+        seq : int
+            The sequence.
+
+        Returns
+        -------
+        tuple of (int, int)
+            Columns, and how many tokens each holds there, in order.
+        """
+        return self._sequence(seq).runs
+
+    # -- sequences
+
+    @writes
+    def add(self, tokens: Any = None, *, extra: Extra | None = None) -> int:
+        """Add a sequence; with its token ids, begin with what shards and the store have of them.
+
+        Parameters
+        ----------
+        tokens, extra
+            See `numkv.PagedKVCache.add`.
+
+        Returns
+        -------
+        int
+            The sequence.
+
+        Raises
+        ------
+        ShardLost
+            If a shard was lost; the sequence is not added.
+        UnsupportedDType, DimensionMismatch, ValueError, TypeError
+            See `numkv.PagedKVCache.add`.
+        """
+        ids, extra = prompt_ids(tokens), plain_extra(extra)
+        seq, size = self._next, self.block_size
+        state = Sequence(extra=extra)
+        full = ids[: max(0, len(ids) - 1) // size * size]
+        if len(full):
+            state = self._found(seq, state, full)
+        self._sequences[seq] = state
+        self._next = seq + 1
+        return seq
+
+    def _found(self, seq: int, state: Sequence, full: NDArray[np.int32]) -> Sequence:
+        """A new sequence with as many of these tokens as all shards have or find."""
+        size, names = self.block_size, state.names
+        if not self._is_split:
+            runs: tuple[Run, ...] = ((0, len(full)),)
+        else:
+            names = block_digests(full, size, state.extra)
+            runs = self._known(names)
+        wanted = state._replace(runs=runs, tokens=full[: sum(n for _, n in runs)], names=names)
+        tickets = self._find(seq, wanted, counts(runs))
+        try:
+            self._gather(tickets)
+        except BaseException:
+            for column in counts(runs):
+                self._later(column, "remove", seq)
+            raise
+        found: dict[int, int] = {}
+        for ticket in tickets:
+            column = self._layout.column_of(ticket.shard)
+            found[column] = min(ticket.value, found.get(column, ticket.value))
+        return self._cut_found(seq, wanted, found, tickets)
+
+    def _known(self, names: NDArray[np.uint8]) -> tuple[Run, ...]:
+        """Where the blocks of a prompt are, as far as that is known, or may be brought from the store."""
+        runs: list[Run] = []
+        free = self._free_blocks()
+        for name in names:
+            column = self._directory.column(name.tobytes())
+            if column is not None and column in self._dead:
+                column = None
+            if column is None:
+                if self._store is None:
+                    break
+                found = place(runs, self.block_size, self.block_size, self._stripe, free)
+                if found is None:
+                    break
+                column = found[0][0]
+            runs = list(_joined(runs, column, self.block_size))
+        return tuple(runs)
+
+    @writes
+    def fork(self, seq: int) -> int:
+        """Make a second sequence with the same tokens; see `numkv.PagedKVCache.fork`."""
+        state = self._idle(seq)
+        new = self._next
+        for column in sorted(state.columns):
+            self._later(column, "fork", self._number(seq), new)
+        self._sequences[new] = state._replace(cached=0)
+        self._next = new + 1
+        return new
+
+    @writes
+    def remove(self, seq: int) -> None:
+        """Remove a sequence; see `numkv.PagedKVCache.remove`."""
+        state = self._idle(seq)
+        number = self._number(seq)
+        for column in sorted(state.columns):
+            self._later(column, "remove", number)
+        del self._sequences[number]
+
+    @writes
+    def truncate(self, seq: int, length: int) -> None:
+        """Drop a sequence's tokens from position `length` on; see `numkv.PagedKVCache.truncate`."""
+        state, number = self._idle(seq), self._number(seq)
+        length = check_index("length", length, state.length, inclusive=True)
+        if not self._is_split and length and any(window >= 0 for window in self._windows):
+            shards = self._layout.shards_of(0)  # windows may have moved past: ask
+            self._gather([self._channels[s].send("shorten", number, length) for s in shards])
+            self._sequences[number] = shortened(state, length, self.block_size)
+        else:
+            self._shorten(number, length)
+
+    # -- steps
+
+    @writes
+    def reserve(self, sequences: Iterable[int], new_lens: Any) -> ShardedStep:
+        """Take room for new tokens of some sequences, all or nothing.
+
+        Parameters
+        ----------
+        sequences, new_lens
+            See `numkv.PagedKVCache.reserve`.
+
+        Returns
+        -------
+        ShardedStep
+
+        Raises
+        ------
+        CacheFull
+            If shards have too few free blocks; on no shard anything has changed.
+        ShardLost
+            If a shard was lost that had to be asked.
+        IndexError, NumkvError, ValueError
+            See `numkv.PagedKVCache.reserve`.
+        """
+        seqs = self._numbers(sequences)
+        states = {seq: self._idle(seq) for seq in seqs}
+        lens = numbers_of_new_tokens(new_lens, len(seqs))
+        if len(self._dead) == self._layout.columns:
+            self._revive()
+        placed = self._place(states, lens, self._free_blocks(), certain=True)
+        asked = placed is None
+        if placed is None:
+            self._gather([channel.send("sync") for channel in self._channels if not channel.down])
+            placed = self._place(states, lens, self._free_blocks(), certain=False)
+        if placed is None:
+            raise CacheFull(
+                f"expected room for {int(lens.sum())} new tokens of {len(seqs)} sequences, got shards with "
+                f"{self._free_blocks()} free blocks"
+            )
+        number = self._steps_made = self._steps_made + 1
+        step = ShardedStep(self, number, placed, lens)
+        self._start(step)
+        if asked:
+            shards = [s for column in step.columns for s in self._layout.shards_of(column)]
+            self._gather([self._channels[shard].send("sync") for shard in shards], step)
+        return step
+
+    def _place(
+        self, states: dict[int, Sequence], lens: Any, free: list[int], certain: bool
+    ) -> dict[int, tuple[tuple[Run, ...], list[Run]]] | None:
+        """Where new tokens of sequences go; None if there may be too few free blocks."""
+        left = list(free)
+        found: dict[int, tuple[tuple[Run, ...], list[Run]]] = {}
+        for (seq, state), n in zip(states.items(), lens.tolist(), strict=True):
+            if self._is_split:
+                pieces = place(state.runs, n, self.block_size, self._stripe, left)
+                if pieces is None:
+                    return None
+            else:
+                pieces = [(0, n)] * (n > 0)
+            found[seq] = state.runs, pieces
+        if certain:
+            for column, cost in self._costs(found).items():
+                if cost > free[column]:
+                    return None
+        return found
+
+    def _costs(self, placed: dict[int, tuple[tuple[Run, ...], list[Run]]]) -> dict[int, int]:
+        """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
+        size, groups = self.block_size, 1 if self._is_split else self._model.num_groups
+        costs: dict[int, int] = {}
+        for runs, pieces in placed.values():
+            own = counts(runs)
+            for column, n in counts(pieces).items():
+                has = own.get(column, 0)
+                blocks = -(-(has + n) // size) - -(-has // size) + (has % size > 0)
+                costs[column] = costs.get(column, 0) + blocks * groups
+        return costs
+
+    def _start(self, step: ShardedStep) -> None:
+        """Have a step begin with its first message."""
+        costs = self._costs({seq: (self._sequences[seq].runs, p) for seq, p in step.pieces.items()})
+        for part in step.parts:
+            for seq in part.seqs:
+                state = self._sequences[seq]
+                if part.column not in state.columns:
+                    self._later(part.column, "add", seq)
+                    self._sequences[seq] = state._replace(columns=state.columns | {part.column})
+            for shard in self._layout.shards_of(part.column):
+                self._channels[shard].later(
+                    "reserve", step.number, part.seqs, part.new_lens, part.starts, part.ranges,
+                    cost=costs.get(part.column, 0),
+                )  # fmt: skip
+        for seq in step.sequences:
+            self._sequences[seq] = self._sequences[seq]._replace(step=step.number)
+        self._open[step.number] = step
+
+    @writes
+    def commit(self, step: ShardedStep, accepted: Any = None, *, token_ids: Any = None) -> None:
+        """End a step: its tokens, or the first of them, become part of their sequences.
+
+        Parameters
+        ----------
+        step, accepted, token_ids
+            See `numkv.PagedKVCache.commit`.
+
+        Raises
+        ------
+        ShardLost
+            If a shard was lost before it had the rows; the step is rolled back on all.
+        NumkvError, IndexError, DimensionMismatch
+            See `numkv.PagedKVCache.commit`.
+
+        Notes
+        -----
+        Shards are told with the next message that they get. What is lost with a shard until then is found out then.
+        """
+        self._check_open(step)
+        keep = step.new_lens
+        if accepted is not None:
+            given = host_array("accepted", accepted)
+            checked = check_integers(targets.get("cpu"), "accepted", given, (len(keep),))
+            keep = np.asarray(checked, np.int64)
+        if ((keep < 0) | (keep > step.new_lens)).any():
+            raise IndexError(
+                f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
+            )
+        ids = None if token_ids is None else ids_of_step(token_ids, step.num_tokens)
+        if step.unwritten_layers and keep.any():
+            raise NumkvError(
+                f"`step`: expected rows of the new tokens in all layers, got none in layer {step.unwritten_layers[0]}; "
+                "append them, or roll the step back"
+            )
+        if not keep.any():
+            self._abandon(step)
+            return
+        step._send_held()
+        self._gather(step.tickets, step)
+        self._keep(step, keep, ids)
+
+    def _keep(self, step: ShardedStep, keep: Any, ids: NDArray[np.int32] | None) -> None:
+        """Commit a step of which all shards have all rows."""
+        ends = np.cumsum(step.new_lens)
+        named: dict[int, list[Any]] = {part.column: [] for part in step.parts}
+        took: dict[int, dict[int, int]] = {part.column: {} for part in step.parts}
+        for i, seq in enumerate(step.sequences):
+            n, begin = int(keep[i]), int(ends[i] - step.new_lens[i])
+            pieces, left = [], n
+            for column, size in step.pieces[seq]:
+                pieces.append((column, min(size, left)))
+                left -= pieces[-1][1]
+            for column, size in counts(pieces).items():
+                took[column][seq] = size
+            own = None if ids is None else ids[begin : begin + n]
+            state, blocks = after_step(
+                seq, self._sequences[seq], pieces, own, self.block_size, self._is_split
+            )
+            self._sequences[seq] = state
+            for column, of_column in blocks.items():
+                named[column].append(of_column)
+                self._directory.note(of_column.names, column)
+        everything = bool((keep == step.new_lens).all())
+        for part in step.parts:
+            accepted = None
+            if not everything:
+                accepted = np.array([took[part.column].get(s, 0) for s in part.seqs], np.int64)
+            of_column = None if self._is_split else ids
+            self._later(
+                part.column, "commit", step.number, accepted, of_column, [tuple(x) for x in named[part.column]]
+            )  # fmt: skip
+        del self._open[step.number]
+        step._end()
+
+    @writes
+    def rollback(self, step: ShardedStep) -> None:
+        """End a step without keeping any of its tokens; see `numkv.PagedKVCache.rollback`."""
+        self._check_open(step)
+        self._abandon(step)
+
+    # -- reading
+
+    @writes
+    def decode_attention(
+        self,
+        layer: int,
+        sequences: Iterable[int],
+        q: Any,
+        *,
+        sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0,
+        sinks: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend with the query of the newest committed token of any sequences.
+
+        Parameters
+        ----------
+        layer, sequences, q, sm_scale, logits_soft_cap, sinks, return_lse
+            See `numkv.PagedKVCache.decode_attention`.
+
+        Returns
+        -------
+        array or tuple of array
+            See `numkv.PagedKVCache.decode_attention`.
+
+        Raises
+        ------
+        ShardLost
+            If a shard was lost.
+        NumkvError, IndexError
+            See `numkv.PagedKVCache.decode_attention`.
+        """
+        layer = check_index("layer", layer, self.num_layers)
+        seqs = list(itertools.islice(map(self._number, sequences), 2**31))
+        states = [self._sequence(seq) for seq in seqs]
+        q = host_rows("q", q, (len(seqs), "num_q_heads", self.head_dim))
+        self._check_q_heads(q.shape[1])
+        asked: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+        sinks = self._check_options(asked, sinks, q.shape[1])
+        sent = self._for_shards(q)
+        columns = sorted({c for state in states for c in counts(state.runs)})
+        tickets, parts = [], []
+        for column in columns:
+            rows = np.flatnonzero([column in counts(state.runs) for state in states])
+            here, ranges = [seqs[i] for i in rows], None
+            if self._is_split:
+                ends = [np.array([states[i].length - 1]) for i in rows]
+                window = self._windows[layer]
+                ranges = np.concatenate(
+                    [visible(states[i].runs, column, at, window) for i, at in zip(rows, ends, strict=True)]
+                )  # fmt: skip
+            else:
+                asked["return_lse"] = True
+            for part, shard in enumerate(self._layout.shards_of(column)):
+                heads = self._layout.q_heads(part, q.shape[1])
+                own = {**asked}
+                if sinks is not None and not self._is_split:
+                    own["sinks"] = sinks[heads]
+                tickets.append(
+                    self._channels[shard].send("look", layer, here, sent[rows][:, heads], ranges, own)
+                )
+            parts.append(rows)
+        self._gather(tickets)
+        values = [ticket.value for ticket in tickets]
+        each = self._layout.parts
+        found = [
+            Partial(rows, *_side_by_side(values[i * each : (i + 1) * each]))
+            for i, rows in enumerate(parts)
+        ]
+        shape = (*q.shape[:2], self.head_dim_v)
+        whole = not self._is_split and bool(found) and len(found[0].out) == len(seqs)
+        out, lse = merged(found, shape, q.dtype, sinks if self._is_split else None, whole)
+        return (out, lse) if return_lse else out
+
+    # -- checks
+
+    def _check_open(self, step: Any) -> None:
+        if not isinstance(step, ShardedStep) or step._cache is not self:
+            raise NumkvError(
+                f"`step`: expected an open step of this cache, got {type(step).__name__}"
+            )
+        if not step.open:
+            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
+
+    def _check_q_heads(self, num_q_heads: int) -> None:
+        check_group(num_q_heads, self.num_kv_heads)
+
+    def _check_options(self, asked: dict[str, Any], sinks: Any, num_q_heads: int) -> Any:
+        """Check options before anything is sent; sinks as an array."""
+        check_options(**asked)
+        if sinks is None:
+            return None
+        wide = np.float64 if self._widest == np.float64 else np.float32
+        given = np.asarray(sinks, wide)
+        if given.shape != (num_q_heads,):
+            raise DimensionMismatch(
+                f"`sinks`: expected ({num_q_heads},), got {given.shape}", num_q_heads, given.shape
+            )
+        if given.size and not given.max() < np.inf:
+            raise ValueError("`sinks`: expected finite numbers, or -inf for no sink")
+        return given
+
+    @property
+    def _widest(self) -> Any:
+        """The dtype of K or V where that is float64, else float32."""
+        wide = any(kind.name == "fp64" for kind in (self.kind, self.v_kind))
+        return np.dtype(np.float64 if wide else np.float32)
+
+    def _for_shards(self, q: NDArray[Any]) -> NDArray[Any]:
+        """Queries as shards get them: partial results are not rounded to 16 bits."""
+        if self._is_split and q.dtype.itemsize < 4:
+            return q.astype(np.float32)
+        return q
+
+    @staticmethod
+    def _number(seq: Any) -> int:
+        try:
+            if isinstance(seq, bool):
+                raise TypeError
+            return operator.index(seq)
+        except TypeError:
+            raise TypeError(
+                f"`seq`: expected the number of a sequence, got {type(seq).__name__}; pass what `add` returned"
+            ) from None
+
+    def _numbers(self, sequences: Any) -> tuple[int, ...]:
+        seqs = tuple(map(self._number, itertools.islice(iter(sequences), len(self) + 1)))
+        if len(set(seqs)) != len(seqs):
+            raise ValueError(f"`sequences`: expected each sequence once, got {seqs[:8]}")
+        return seqs
+
+    def _sequence(self, seq: Any) -> Sequence:
+        found = self._sequences.get(self._number(seq))
+        if found is None:
+            raise IndexError(f"`seq`: expected one of the cache's sequences, got {seq}")
+        return found
+
+    def _idle(self, seq: int) -> Sequence:
+        found = self._sequence(seq)
+        if found.step is not None:
+            raise NumkvError(
+                f"`seq`: expected sequence {seq} to have no open step; commit it or roll it back first"
+            )
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupported("a ShardedKVCache cannot be copied or pickled: its shards are elsewhere")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _joined(runs: list[Run], column: int, n: int) -> list[Run]:
+    if runs and runs[-1][0] == column:
+        return [*runs[:-1], (column, runs[-1][1] + n)]
+    return [*runs, (column, n)]
