@@ -18,6 +18,7 @@ from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import parse_cache
+from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import kinds
 
@@ -36,6 +37,7 @@ examples:
   numkv --prompt 'class Stack:' --tokens 200 --temperature 0
   numkv --kind int8 fp16                  compare kinds on the same text
   numkv --file a.py --file b.py           a batch; a common beginning is stored once
+  numkv --shards 2 --by context           the cache divided among two processes
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan ~/models/Qwen3-0.6B --memory 4GiB
@@ -238,6 +240,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
         f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)",
+    )
+    parser.add_argument(
+        "--shards",
+        type=_at_least(1),
+        metavar="N",
+        help="divide the cache among N actors of Ray, which needs the extra ray; other kinds stay in one process",
+    )
+    parser.add_argument(
+        "--by", choices=WAYS, default=WAYS[0], help="what --shards divides (default: %(default)s)"
     )
     _add_model_options(parser)
     _add_sampling_options(parser)

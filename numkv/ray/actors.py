@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from numkv.ray.errors import ShardDown
@@ -24,13 +24,13 @@ class RayShards:
     address : str, optional
         Of a cluster, as `ray.init` takes it, or ``"auto"``.
     num_cpus : float
-        CPUs that each actor asks for.
+        CPUs that each actor asks Ray for; with 0 any number of actors finds a place.
     num_gpus : float
         GPUs that each actor asks for.
     spread : bool
         Whether actors are put on different nodes as far as there are such.
-    environment : mapping, optional
-        Environment variables of the actors, such as ``{"NUMBA_NUM_THREADS": "8"}``.
+    threads : int, optional
+        Threads that each actor computes with; None: as many as its machine has cores.
     start_timeout : float
         Seconds that actors may take to be there.
 
@@ -44,10 +44,10 @@ class RayShards:
         self,
         address: str | None = None,
         *,
-        num_cpus: float = 1,
+        num_cpus: float = 0,
         num_gpus: float = 0,
         spread: bool = True,
-        environment: Mapping[str, str] | None = None,
+        threads: int | None = None,
         start_timeout: float = 120.0,
     ) -> None:
         self._ray = _ray()
@@ -59,9 +59,7 @@ class RayShards:
             "num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0,
             "scheduling_strategy": "SPREAD" if spread else "DEFAULT",
         }  # fmt: skip
-        if environment:
-            self._options["runtime_env"] = {"env_vars": dict(environment)}
-        self._timeout = start_timeout
+        self._threads, self._timeout = threads, start_timeout
         self._specs: list[ShardSpec] = []
         self._actors: list[Any] = []
 
@@ -78,7 +76,7 @@ class RayShards:
 
     def _made(self, spec: ShardSpec) -> Any:
         actor = self._ray.remote(Shard).options(**self._options)
-        return actor.remote(spec)
+        return actor.remote(spec, self._threads)
 
     def _wait(self, shard: int) -> None:
         """Wait until a shard is there."""

@@ -37,6 +37,8 @@ class Sequence(NamedTuple):
         Tokens that came from the prefix cache when it was added.
     step : int or None
         Number of its open step.
+    shared : bool
+        Whether its last block may be another's too, or found by what it held before: what comes next may need a copy.
     """
 
     runs: tuple[Run, ...] = ()
@@ -46,6 +48,7 @@ class Sequence(NamedTuple):
     extra: Extra | None = None
     cached: int = 0
     step: int | None = None
+    shared: bool = False
 
     @property
     def length(self) -> int:
@@ -70,6 +73,7 @@ def shortened(state: Sequence, length: int, block_size: int) -> Sequence:
         tokens=state.tokens[:length],
         names=state.names[: length // block_size],
         cached=min(state.cached, length),
+        shared=True,
     )
 
 
@@ -97,7 +101,9 @@ def after_step(
     tokens = state.tokens
     if ids is not None and len(tokens) == before:
         tokens = np.concatenate([tokens, ids])
-    after = state._replace(runs=joined(state.runs, pieces), tokens=tokens, step=None)
+    runs = joined(state.runs, pieces)
+    shared = state.shared and runs == state.runs
+    after = state._replace(runs=runs, tokens=tokens, step=None, shared=shared)
     first, full = len(state.names), len(tokens) // block_size
     if not is_split or full <= first:
         return after, {}

@@ -291,7 +291,8 @@ class ShardedKVCache(WholeShardedCache):
         new = self._next
         for column in sorted(state.columns):
             self._later(column, "fork", self._number(seq), new)
-        self._sequences[new] = state._replace(cached=0)
+        self._sequences[new] = state._replace(cached=0, shared=True)
+        self._sequences[self._number(seq)] = state._replace(shared=True)
         self._next = new + 1
         return new
 
@@ -387,11 +388,11 @@ class ShardedKVCache(WholeShardedCache):
         """The most blocks that new tokens can take in each column: with copies of last blocks that are shared."""
         size, groups = self.block_size, 1 if self._is_split else self._model.num_groups
         costs: dict[int, int] = {}
-        for runs, pieces in placed.values():
-            own = counts(runs)
+        for seq, (runs, pieces) in placed.items():
+            own, shared = counts(runs), self._sequences[seq].shared
             for column, n in counts(pieces).items():
                 has = own.get(column, 0)
-                blocks = -(-(has + n) // size) - -(-has // size) + (has % size > 0)
+                blocks = -(-(has + n) // size) - -(-has // size) + (shared and has % size > 0)
                 costs[column] = costs.get(column, 0) + blocks * groups
         return costs
 

@@ -45,6 +45,8 @@ class ShardLost(NumkvError):
         The shards.
     steps : tuple of ShardedStep
         Steps that were rolled back.
+    hopeless : bool
+        Whether there are no shards left to go on with; `ShardedKVCache.revive` looks for places.
     """
 
     def __init__(
@@ -54,8 +56,9 @@ class ShardLost(NumkvError):
         tokens: Mapping[int, Any],
         shards: tuple[int, ...],
         steps: tuple[Any, ...] = (),
+        hopeless: bool = False,
     ) -> None:
         super().__init__(message)
         self.sequences = tuple(lengths)
         self.lengths, self.tokens = dict(lengths), dict(tokens)
-        self.shards, self.steps = shards, steps
+        self.shards, self.steps, self.hopeless = shards, steps, hopeless

@@ -216,6 +216,7 @@ class Recovering:
         return ShardLost(
             f"{reasons}{rest}. Compute the missing tokens of {len(lengths)} sequences again: {some or 'none'}",
             lengths, tokens, tuple(sorted(shards)), tuple(steps),
+            len(self._dead) == self._layout.columns,
         )  # fmt: skip
 
     def _replaced(self, shard: int, may: bool) -> bool:
@@ -309,4 +310,5 @@ class Recovering:
             self._gone.discard(shard)
         self._dead = {self._layout.column_of(shard) for shard in self._gone}
         if len(self._dead) == self._layout.columns:
-            raise ShardLost(f"no shards to work with: {reason}", {}, {}, tuple(sorted(self._gone)))
+            gone = tuple(sorted(self._gone))
+            raise ShardLost(f"no shards to work with: {reason}", {}, {}, gone, hopeless=True)

@@ -21,8 +21,9 @@ from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import longest_found
 from numkv.errors import NumkvError
-from numkv.ray.wire import Answer, Message, packed, unpacked
+from numkv.ray.wire import Answer, Message, Operation, packed, unpacked
 from numkv.store.prefix_store import PrefixStore
+from numkv.threads import num_threads
 
 __all__ = ["BOOKKEEPING", "Shard", "ShardSpec"]
 
@@ -56,9 +57,12 @@ class Shard:
     ----------
     spec : ShardSpec
         What it is made from.
+    threads : int, optional
+        Threads that it computes with on the CPU.
     """
 
-    def __init__(self, spec: ShardSpec) -> None:
+    def __init__(self, spec: ShardSpec, threads: int | None = None) -> None:
+        self._threads = threads
         store = None if spec.store is None else PrefixStore(**spec.store)
         self.cache = PagedKVCache(**spec.cache, store=store)
         self._target = targets.get(self.cache.target)
@@ -79,7 +83,11 @@ class Shard:
         Answer
             Errors are part of it; nothing is raised.
         """
-        number, operations = message
+        with num_threads(self._threads):  # a choice of this thread, which may be another one each time
+            return self._handled(*message)
+
+    def _handled(self, number: int, operations: list[Operation]) -> Answer:
+        """Do what a message says, in the numbers' order."""
         if number == self._last.number:
             return self._last
         if number != self._last.number + 1:
