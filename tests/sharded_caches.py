@@ -66,7 +66,16 @@ class _Never:
         raise ShardDown(self.shard, self.why)
 
 
-def make(layout=(1, 1, None), *, layers=2, shards=None, num_blocks=64, block_size=2, kind="fp32", **options):
+def make(
+    layout=(1, 1, None),
+    *,
+    layers=2,
+    shards=None,
+    num_blocks=64,
+    block_size=2,
+    kind="fp32",
+    **options,
+):
     """A cache of the sizes of `paged_caches`."""
     heads, context, stripe = layout
     return ShardedKVCache(

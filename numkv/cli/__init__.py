@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, stream, warmup
+from numkv.cli import (
+    accuracy,
+    bench,
+    cache,
+    evaluate,
+    generate,
+    info,
+    plan,
+    plan_nodes,
+    stream,
+    warmup,
+)
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
@@ -21,6 +32,7 @@ from numkv.demo.compressed import parse_cache
 from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import kinds
+from numkv.planning.scale import Network
 
 __all__ = ["main"]
 
@@ -327,7 +339,50 @@ def _add_plan(commands: Any) -> None:
         help="count latent attention with K and V of every head, not its latents",
     )
     _add_kind_option(parser, [], "kinds to list")
+    _add_nodes_options(parser)
     parser.set_defaults(run=plan.run)
+
+
+def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
+    nodes = parser.add_argument_group("a cache that is sharded over nodes")
+    nodes.add_argument(
+        "--nodes",
+        nargs="+",
+        type=_at_least(1),
+        metavar="N",
+        help="model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the sequences' length",
+    )
+    for option, smallest, default, meaning in (
+        ("--batch", 1, plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
+        ("--q-heads", 1, None, "query heads of a layer; four for each key/value head"),
+    ):
+        nodes.add_argument(
+            option, type=_at_least(smallest), default=default, metavar="N", help=meaning
+        )
+    network = Network()
+    for option, meaning in (
+        ("--latency", "of a message and its answer"),
+        ("--message", "what a message costs the process that sends it"),
+    ):
+        nodes.add_argument(
+            option,
+            type=_checked(plan_nodes.parse_seconds, "a time such as 300us"),
+            default=getattr(network, option[2:]),
+            metavar="TIME",
+            help=f"{meaning}: 300us, 1ms; `python -m perf.ray_steps` measures it",
+        )
+    for option, meaning in (
+        ("--bandwidth", "of a node's link"),
+        ("--memory-bandwidth", "rows that a node attends to"),
+    ):
+        nodes.add_argument(
+            option,
+            type=_checked(plan.parse_bytes, "a size such as 10GB"),
+            default=getattr(network, option[2:].replace("-", "_")),
+            metavar="SIZE",
+            help=f"{meaning}, in a second: 1.25GB",
+        )
+    nodes.add_argument("--picture", type=Path, metavar="PATH", help="also draw it, with matplotlib")
 
 
 def _add_eval(commands: Any) -> None:

@@ -148,7 +148,13 @@ def _compute(
     if sharded is not None:
         return _compute_sharded(model, sharded, capacities, (prompts, limits, choosers, screen))
     return _continue(
-        model, choice, model.batch(capacities, choice, choice.target), prompts, limits, choosers, screen
+        model,
+        choice,
+        model.batch(capacities, choice, choice.target),
+        prompts,
+        limits,
+        choosers,
+        screen,
     )
 
 

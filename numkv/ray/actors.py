@@ -53,7 +53,9 @@ class RayShards:
         self._ray = _ray()
         self._started = False
         if not self._ray.is_initialized():
-            self._ray.init(address=address, log_to_driver=False, include_dashboard=None if address else False)
+            self._ray.init(
+                address=address, log_to_driver=False, include_dashboard=None if address else False
+            )
             self._started = True
         self._options: dict[str, Any] = {
             "num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0,

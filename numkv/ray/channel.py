@@ -28,7 +28,9 @@ class Limits(NamedTuple):
 class Ticket:
     """A message that was sent, and in the end its value, or its error, or that the shard is gone."""
 
-    def __init__(self, channel: Channel, delivery: Delivery | None, number: int, cost: int, size: int) -> None:
+    def __init__(
+        self, channel: Channel, delivery: Delivery | None, number: int, cost: int, size: int
+    ) -> None:
         self._channel, self._delivery = channel, delivery
         self.number, self.cost, self.size = number, cost, size
         self.shard = channel.shard
@@ -142,7 +144,7 @@ class Channel:
             or sum(ticket.size for ticket in self._in_flight) + size > self._limits.nbytes
         ):
             self.wait_for(self._in_flight[0])
-        if self.down is not None:
+        if self._is_down():
             return self.send(name, *arguments)
         self._number += 1
         self.sent += 1
@@ -176,6 +178,9 @@ class Channel:
         """Learn from an answer how many blocks are free."""
         self._free = answer.free
 
+    def _is_down(self) -> bool:
+        return self.down is not None
+
     def _lose(self, down: ShardDown) -> None:
         """The shard is gone: nothing that is on its way will be answered."""
         self.down = down
@@ -187,4 +192,3 @@ class Channel:
 def first_error(tickets: list[Ticket]) -> BaseException | None:
     """The error of the first shard that had one, whichever was first to answer."""
     return next((ticket.error for ticket in tickets if ticket.error is not None), None)
-

@@ -1,4 +1,4 @@
-"""Partial results of columns, merged in the order of columns: whichever comes first, the result is the same to the bit."""
+"""Partial results of columns, merged in the order of columns: whichever comes first, the result is the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def merged(
     if whole and parts:
         return np.array(parts[0].out), parts[0].lse
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    out, lse = np.zeros(shape, wide), np.full(shape[:2], -np.inf, np.float32)
+    out: Any = np.zeros(shape, wide)
+    lse: Any = np.full(shape[:2], -np.inf, np.float32)
     if not shape[0]:
         return out.astype(dtype), lse
     for part in parts:
@@ -56,7 +57,9 @@ def merged(
         if part.rows is None or len(part.rows) == shape[0]:
             out, lse = merge_states(out, lse, own, part.lse)
         else:
-            out[part.rows], lse[part.rows] = merge_states(out[part.rows], lse[part.rows], own, part.lse)
+            out[part.rows], lse[part.rows] = merge_states(
+                out[part.rows], lse[part.rows], own, part.lse
+            )
     if sinks is not None:
         of_sinks = np.broadcast_to(np.asarray(sinks, np.float32), shape[:2])
         out, lse = merge_states(out, lse, np.zeros_like(out), np.ascontiguousarray(of_sinks))

@@ -13,7 +13,16 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Run", "columns_of_tokens", "counts", "cut", "joined", "number_before", "place", "visible"]
+__all__ = [
+    "Run",
+    "columns_of_tokens",
+    "counts",
+    "cut",
+    "joined",
+    "number_before",
+    "place",
+    "visible",
+]
 
 Run = tuple[int, int]
 Ints = NDArray[np.int64]

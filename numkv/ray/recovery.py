@@ -130,6 +130,7 @@ class Recovering:
             self._sequences[seq] = self._sequences[seq]._replace(step=None)
         self._open.pop(step.number, None)
         step._end()
+        step._rolled_back = True
 
     # -- prefixes
 
@@ -142,6 +143,7 @@ class Recovering:
         tokens = state.tokens[:full]
         of_block = columns_of_tokens(state.runs)[:full:size]
         for column in sorted(columns):
+            sent: tuple[Any, ...]
             if self._is_split:
                 own = np.flatnonzero(of_block == column)
                 sent = tokens.reshape(-1, size)[own].reshape(-1), state.names[own], None
@@ -168,7 +170,9 @@ class Recovering:
                 self._channels[ticket.shard].later("truncate", seq, local)
         return state._replace(columns=frozenset(found), cached=kept)
 
-    def _shorten(self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()) -> None:
+    def _shorten(
+        self, seq: int, length: int, skip: frozenset[int] | set[int] = frozenset()
+    ) -> None:
         """Have shards drop a sequence's last tokens, but for some shards."""
         before = self._sequences[seq]
         after = shortened(before, length, self.block_size)

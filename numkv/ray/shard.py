@@ -83,7 +83,9 @@ class Shard:
         Answer
             Errors are part of it; nothing is raised.
         """
-        with num_threads(self._threads):  # a choice of this thread, which may be another one each time
+        with num_threads(
+            self._threads
+        ):  # a choice of this thread, which may be another one each time
             return self._handled(*message)
 
     def _handled(self, number: int, operations: list[Operation]) -> Answer:
@@ -149,7 +151,9 @@ class Shard:
 
     # -- steps
 
-    def _do_reserve(self, number: int, seqs: list[int], lens: Any, starts: Any, ranges: Any) -> None:
+    def _do_reserve(
+        self, number: int, seqs: list[int], lens: Any, starts: Any, ranges: Any
+    ) -> None:
         step = self.cache.reserve([self._seqs[seq] for seq in seqs], lens)
         index = self._target.index
         if starts is not None:
@@ -181,9 +185,7 @@ class Shard:
         cache, place = self.cache, self._target
         local = [self._seqs[seq] for seq in seqs]
         if ranges is None:
-            return self._on_host(
-                cache.decode_attention(layer, local, place.asarray(q), **options)
-            )
+            return self._on_host(cache.decode_attention(layer, local, place.asarray(q), **options))
         pool, group = cache._store.place(layer)
         states = [cache._settled(seq) for seq in local]
         lens = np.array([state.length for state in states], np.int64)
@@ -221,6 +223,10 @@ class Shard:
 
     def _do_sync(self) -> None:
         """Do what was said before, and answer."""
+
+    def _do_echo(self, data: Any) -> Any:
+        """For measuring what messages cost."""
+        return len(data)
 
     def _do_clear(self) -> None:
         self._seqs.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,7 @@ from numkv.ray.placing import Run, columns_of_tokens, counts, joined, visible
 from numkv.writing.fused_write import QKMode
 from numkv.writing.paged import paged_write
 
-if TYPE_CHECKING:
-    from numkv.ray.cache import ShardedKVCache
-
-__all__ = ["Attending", "Part", "ShardedStep", "host_rows"]
+__all__ = ["Attending", "Part", "ShardedStep", "host_rows", "side_by_side"]
 
 Ints = NDArray[np.int64]
 
@@ -77,7 +74,8 @@ class Attending:
         asked: tuple[Any, bool],
     ) -> None:
         self._step, self._tickets = step, tickets
-        self._q, self._asked, self._found = q, asked, None
+        self._q, self._asked = q, asked
+        self._found: tuple[tuple[Any, Any], bool] | None = None
 
     def result(self) -> Any:
         """Wait for it.
@@ -101,7 +99,7 @@ class Attending:
             step._cache._gather([ticket for column in self._tickets for ticket in column], step)
             values = [[ticket.value for ticket in column] for column in self._tickets]
             parts = [
-                Partial(part.rows, *_side_by_side(of_column))
+                Partial(part.rows, *side_by_side(of_column))
                 for part, of_column in zip(step._attended if values else (), values, strict=True)
             ]
             whole = not step._cache._is_split
@@ -112,7 +110,7 @@ class Attending:
         return (out, lse) if return_lse else out
 
 
-def _side_by_side(values: list[Any]) -> tuple[Any, Any]:
+def side_by_side(values: list[Any]) -> tuple[Any, Any]:
     """Output and lse of all heads of a column."""
     if isinstance(values[0], tuple):
         outs, lses = zip(*values, strict=True)
@@ -146,14 +144,14 @@ class ShardedStep:
 
     def __init__(
         self,
-        cache: ShardedKVCache,
+        cache: Any,
         number: int,
         sequences: dict[int, tuple[tuple[Run, ...], list[Run]]],
         new_lens: Ints,
     ) -> None:
         self._cache, self.number = cache, number
         self.sequences, self.new_lens = tuple(sequences), new_lens
-        self.open = True
+        self.open, self._rolled_back = True, False
         self._access = Access()
         self.pieces = {seq: new for seq, (_, new) in sequences.items()}
         lengths = [sum(n for _, n in runs) for runs, _ in sequences.values()]
@@ -440,9 +438,7 @@ class ShardedStep:
 
     def _check_layer(self, layer: int) -> int:
         if not self.open:
-            raise NumkvError(
-                "expected an open step, got one that was committed or rolled back"
-            )
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
         return check_index("layer", layer, self._cache.num_layers)
 
     def _check_rows(self, k: Any, v: Any) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numkv.access import writes
 from numkv.caches import PagedStats
 from numkv.checks import check_index
 from numkv.errors import NotSupported, NumkvError
+from numkv.ray.books import Sequence
 from numkv.ray.placing import counts, joined
 from numkv.ray.recovery import Recovering
 
@@ -35,6 +37,7 @@ class WholeShardedCache(Recovering):
     """The part of `ShardedKVCache` that is not about one step."""
 
     _access: Any
+    _idle: Callable[[int], Sequence]
 
     # -- counts
 
@@ -188,7 +191,7 @@ class WholeShardedCache(Recovering):
             If a shard was lost; if there is no such sequence or column; if the sequence has an open step.
         """
         layout = self._layout
-        state = self._idle(seq)  # type: ignore[attr-defined]
+        state = self._idle(seq)
         to = check_index("to", to, layout.columns)
         held = counts(state.runs)
         if source is None:

@@ -46,7 +46,9 @@ def packed(x: Any) -> Any:
     """What is sent in place of arrays: contiguous ones of NumPy's dtypes."""
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "V" or x.dtype.num >= 256:
-            return _Words(x.dtype.name, np.require(x, requirements="C").view(_WORDS[x.dtype.itemsize]))
+            return _Words(
+                x.dtype.name, np.require(x, requirements="C").view(_WORDS[x.dtype.itemsize])
+            )
         return np.require(x, requirements="C")
     if type(x) in (tuple, list):
         return type(x)(packed(y) for y in x)

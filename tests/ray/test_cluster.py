@@ -59,7 +59,7 @@ def alone(model):
     return decode(model, model.batch([128, 128], CacheChoice("fp32", block_size=16)))
 
 
-@pytest.mark.parametrize(("heads", "context"), [(2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("heads", "context"), [(2, 1), (2, 2), (1, 4)])
 def test_the_bundled_model_on_several_nodes(cluster, model, alone, heads, context):
     """By heads to the bit, by context to rounding; one message to each shard for each layer of a step."""
     batch = sharded(model, heads=heads, context=context)
@@ -89,16 +89,15 @@ def pid_of(shard) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["computed", "stored"])
-def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tmp_path, stored):
-    """Its tokens are computed again, or come from the store; the text is the same."""
-    store = {"place": tmp_path, "mark": "bundled"} if stored else None
-    batch = sharded(model, context=2, store=store)
+def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tmp_path):
+    """Full blocks come from the store, the other tokens are computed again; the text is the same."""
+    batch = sharded(model, context=2, store={"place": tmp_path, "mark": "bundled"})
     with batch.cache as cache:
 
         def kill(i):
             if i != 4:
                 return
+            assert set(cache.messages) == {model.config.num_layers * (i + len(PROMPTS))}
             cache.flush()
             actor = cache._transport._actors[1]
             lost = ray.get(actor.__ray_call__.remote(node_of))
@@ -111,42 +110,39 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
         tokens, _ = decode(model, batch, kill)
         cache.check()
         assert tokens == alone[0]
-        assert batch.recomputed > 0
-        if stored:
-            assert batch.recomputed < 16 * len(PROMPTS)  # what was in blocks that were not full
+        assert 0 < batch.recomputed < 16 * len(PROMPTS)  # what was in blocks that were not full
 
 
-def test_an_actor_that_dies_or_does_not_answer_names_its_sequences(cluster):
+def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
     cache = ShardedKVCache(
         1, 2, 8, num_blocks=400, context=2, stripe=16, limits=Limits(timeout=5.0),
         transport=RayShards(num_cpus=0),
     )  # fmt: skip
     with cache:
         a, b = cache.add(), cache.add()
-        big = 4000  # messages of this size go by the object store; what arrives cannot be written to
+        big = (
+            4000  # messages of this size go by the object store; what arrives cannot be written to
+        )
         for seq, n in ((a, big), (b, 5)):
             step = cache.reserve([seq], n)
             rows = np.random.default_rng(n).standard_normal((2, n, 2, 8), np.float32)
             out = step.append_attend(0, *rows, np.ones((n, 4, 8), np.float32))
             assert np.isfinite(out).all()
             cache.commit(step)
-        (column, _), = cache.runs(b)
-        for how in (signal.SIGKILL, signal.SIGSTOP):
-            pid = ray.get(cache._transport._actors[column].__ray_call__.remote(pid_of))
-            step = cache.reserve([b], 1)
-            os.kill(pid, how)
-            one = np.ones((1, 2, 8), np.float32)
-            with pytest.raises(ShardLost) as lost:
-                step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))
-            assert b in lost.value.sequences
-            assert cache.length(b) == 0
-            cache.check()
-            if how == signal.SIGSTOP:
-                os.kill(pid, signal.SIGCONT)
-            step = cache.reserve([b], 1)
+        ((column, _),) = cache.runs(b)
+        pid = ray.get(cache._transport._actors[column].__ray_call__.remote(pid_of))
+        step = cache.reserve([b], 1)
+        os.kill(pid, signal.SIGSTOP)
+        one = np.ones((1, 2, 8), np.float32)
+        with pytest.raises(ShardLost, match=r"no answer in 5\.0 s") as lost:
             step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))
-            cache.commit(step)
-            (column, _), = cache.runs(b)
+        assert b in lost.value.sequences
+        assert cache.length(b) == 0
+        cache.check()
+        step = cache.reserve([b], 1)
+        out = step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))
+        np.testing.assert_allclose(out, 1, rtol=1e-6)
+        cache.commit(step)
 
 
 DRIVER = """

@@ -177,9 +177,15 @@ def test_shards_that_die_at_random_moments(seed, tmp_path):
         try:
             if rng.random() < 0.2:
                 cache.truncate(int(rng.integers(3)), 0)
-            grow(cache, {s: TEXTS[s][: min(40, cache.length(s) + int(rng.integers(5)))] for s in seqs})
-        except ShardLost as lost:
-            assert all(cache.length(s) == n for s, n in lost.lengths.items())
+            grow(
+                cache,
+                {s: TEXTS[s][: min(40, cache.length(s) + int(rng.integers(5)))] for s in seqs},
+            )
+        except ShardLost as error:
+            lengths = error.lengths
+        else:
+            lengths = {}
+        assert all(cache.length(s) == n for s, n in lengths.items())
     cache._transport._plan.clear()
     try:
         cache.check()

@@ -50,13 +50,18 @@ def test_rows_that_nobody_attends_to_are_sent_by_commit():
 
 
 def test_the_next_layer_may_be_sent_before_the_last_one_is_awaited():
-    cache, waited = make((2, 1, None), layers=4, limits=Limits(messages=3)), make((2, 1, None), layers=4)
+    cache, waited = (
+        make((2, 1, None), layers=4, limits=Limits(messages=3)),
+        make((2, 1, None), layers=4),
+    )
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 5, HEADS, DIM), np.float32)
     q = rng.standard_normal((5, Q_HEADS, DIM), np.float32)
     step, other = cache.reserve([cache.add()], 5), waited.reserve([waited.add()], 5)
     handles = [step.submit(layer, k + layer, v, q) for layer in range(4)]
-    assert max(len(channel._in_flight) for channel in cache._channels) == 3  # the first was received
+    assert (
+        max(len(channel._in_flight) for channel in cache._channels) == 3
+    )  # the first was received
     for layer in (3, 1, 0, 2):
         want = other.append_attend(layer, k + layer, v, q)
         np.testing.assert_array_equal(handles[layer].result(), want)
@@ -131,8 +136,11 @@ def test_arguments_are_checked_before_anything_is_sent():
     with pytest.raises(IndexError, match="seq"):
         cache.length(77)
     cache.rollback(step)
+    cache.rollback(step)  # as callers do that do not know what an error has done
     with pytest.raises(numkv.NumkvError, match="ended"):
-        cache.rollback(step)
+        cache.commit(step)
+    done = cache.reserve([cache.add()], 0)
+    cache.commit(done)
     cache.check()
 
 

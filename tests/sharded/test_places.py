@@ -1,5 +1,7 @@
 """Where tokens are placed, found and moved to."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,7 +36,7 @@ def test_runs_are_cut_and_joined(given_runs, length):
     np.testing.assert_array_equal(columns_of_tokens(cut(given_runs, length)), of_token[:length])
     both = joined(cut(given_runs, length))
     np.testing.assert_array_equal(columns_of_tokens(both), of_token[:length])
-    assert all(a[0] != b[0] for a, b in zip(both, both[1:], strict=False))
+    assert all(a[0] != b[0] for a, b in itertools.pairwise(both))
 
 
 @given(
@@ -121,7 +123,11 @@ def test_prompts_share_blocks(layout):
     prompt = np.arange(21) % 9
     a = cache.add(prompt)
     grow(cache, {a: prompt})
-    b, c, d = cache.add(prompt), cache.add([*prompt[:10], 77, 78]), cache.add(prompt, extra={"x": 1})
+    b, c, d = (
+        cache.add(prompt),
+        cache.add([*prompt[:10], 77, 78]),
+        cache.add(prompt, extra={"x": 1}),
+    )
     assert [cache.cached_len(s) for s in (b, c, d)] == [20, 10, 0]
     for seq, text in ((b, prompt), (c, np.array([*prompt[:10], 77, 78]))):
         grow(cache, {seq: text})
