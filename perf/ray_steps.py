@@ -124,6 +124,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--only", choices=("messages", "steps"))
+    parser.add_argument(
+        "--sizes", nargs="+", default=["1x1024", "8x1024", "8x8192"], metavar="BATCHxCONTEXT"
+    )
     arguments = parser.parse_args()
     import ray
 
@@ -132,7 +135,8 @@ def main() -> None:
         messages(arguments.turns)
     if arguments.only != "messages":
         print("| batch × context | cache | step | ratio |\n|---|---|---|---|")
-        for batch, context in ((1, 1024), (8, 1024), (8, 8192), (16, 16384)):
+        for size in arguments.sizes:
+            batch, context = map(int, size.split("x"))
             compare(batch, context, arguments.turns, arguments.shards)
     ray.shutdown()
 

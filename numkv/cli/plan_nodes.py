@@ -75,8 +75,8 @@ def plan_nodes(
     lines = [
         f"{load.batch:,} sequences of {load.context:,} tokens, {choice.label}; a node has "
         f"{format_bytes(int(network.memory))} and attends to {format_bytes(int(network.memory_bandwidth))}/s; a "
-        f"message takes {1e6 * network.latency:,.0f} µs, costs its caller {1e6 * network.message:,.0f} µs, and travels at "
-        f"{format_bytes(int(network.bandwidth))}/s:",
+        f"message takes {1e6 * network.latency:,.0f} µs, costs its caller {1e6 * network.message:,.0f} µs, and "
+        f"travels at {format_bytes(int(network.bandwidth))}/s:",
         "",
         table(
             ("nodes", "used", "groups × heads × context", "ms/step", "tokens/s", "heads only", "messages", "network",

@@ -24,6 +24,9 @@ WAYS = ("heads", "context")
 #: Tokens in a block, and in a stripe, where nothing else is asked for: short texts too are divided by context.
 _BLOCK_SIZE, _STRIPE = 16, 64
 
+#: Losses in one step after which it is given up: something else is wrong then.
+_LOSSES = 8
+
 
 class ShardedChoice(NamedTuple):
     """How a cache is divided, and of what kind it is; calling it makes the cache of a model.
@@ -116,25 +119,27 @@ class ShardedBatch(Batch):
 
     def start(self, prompt: Sequence[int] = ()) -> Session:
         """Start a text; see `Batch.start`."""
-        while True:
+        for _ in range(_LOSSES):
             try:
                 return super().start(prompt)
             except ShardLost as lost:
                 self._recompute(lost)
+        return super().start(prompt)
 
     def hidden(self, sessions: Sequence[Session], tokens: Tokens, counts: Sequence[int]) -> Any:
         """Run new tokens through all layers, as often as shards are lost meanwhile; see `Batch.hidden`."""
-        while True:
+        for _ in range(_LOSSES):
             try:
                 return super().hidden(sessions, tokens, counts)
             except ShardLost as lost:
                 self._recompute(lost)
+        return super().hidden(sessions, tokens, counts)
 
     def _recompute(self, lost: ShardLost) -> None:
         """Compute what is missing of all texts."""
         if lost.hopeless:
             raise lost
-        missing = _Missing({})
+        missing, losses = _Missing({}), 0
         missing.add(lost)
         while missing.tokens:
             seq, ids = next(iter(missing.tokens.items()))
@@ -143,6 +148,9 @@ class ShardedBatch(Batch):
                 if len(chunk):
                     super().hidden([_Text(seq)], chunk, [len(chunk)])  # type: ignore[list-item]
             except ShardLost as again:
+                losses += 1
+                if again.hopeless or losses > _LOSSES:
+                    raise
                 missing.add(again)
                 continue
             self.recomputed += len(chunk)

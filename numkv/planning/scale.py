@@ -22,13 +22,16 @@ __all__ = ["GroupCost", "Load", "Network", "Sharding", "best_sharding", "cost_of
 
 
 class Network(NamedTuple):
-    """Nodes, and what is between them; times in seconds, sizes in bytes."""
+    """Nodes, and what is between them; times in seconds, sizes in bytes.
 
-    latency: float = 1.0e-3
+    The first three are what actors of Ray on one machine of two cores were measured at; see `perf/ray_steps.py`.
+    """
+
+    latency: float = 0.28e-3
     """Of a message and its answer."""
-    message: float = 0.35e-3
+    message: float = 0.76e-3
     """What a message and its answer cost the caller."""
-    bandwidth: float = 0.5e9
+    bandwidth: float = 0.86e9
     """Bytes a second of the caller's link."""
     memory_bandwidth: float = 20e9
     """Bytes of rows that a node attends to in a second."""

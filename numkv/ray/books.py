@@ -134,9 +134,10 @@ class Directory:
         self._columns: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, names: NDArray[np.uint8], column: int) -> None:
-        """Note blocks of a column; where another has one of them already, that stays."""
+        """Note blocks of a column; another may have evicted what it had of them."""
         for name in names:
-            self._columns.setdefault(name.tobytes(), column)
+            self._columns[name.tobytes()] = column
+            self._columns.move_to_end(name.tobytes())
         while len(self._columns) > self._most:
             self._columns.popitem(last=False)
 

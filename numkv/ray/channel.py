@@ -44,14 +44,14 @@ class Ticket:
 
     def take(self, timeout: float | None) -> None:
         """Receive the answer."""
-        delivery, self._delivery = self._delivery, None
-        if delivery is None:
+        if self._delivery is None:
             return
         try:
-            answer = delivery.result(timeout)
+            answer = self._delivery.result(timeout)  # an interrupt leaves it to be received again
         except ShardDown as down:
-            self.down = down
+            self._delivery, self.down = None, down
             return
+        self._delivery = None
         if answer.error is None:
             self.value = unpacked(answer.value)
         elif answer.failed in BOOKKEEPING or answer.failed == "lost":

@@ -217,6 +217,8 @@ class Recovering:
         reasons = "; ".join(f"shard {shard}: {why}" for shard, why in sorted(shards.items()))
         rest = f"; no place for shards {sorted(self._gone)}" if self._gone else ""
         some = ", ".join(f"{seq} (has {n} tokens)" for seq, n in [*lengths.items()][:8])
+        if not shards:
+            return ShardLost("the step was rolled back when shards were lost", {}, {}, ())
         return ShardLost(
             f"{reasons}{rest}. Compute the missing tokens of {len(lengths)} sequences again: {some or 'none'}",
             lengths, tokens, tuple(sorted(shards)), tuple(steps),

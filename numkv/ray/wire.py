@@ -80,4 +80,4 @@ def nbytes(x: Any) -> int:
         return sum(map(nbytes, x))
     if isinstance(x, dict):
         return sum(map(nbytes, x.values()))
-    return 0
+    return int(getattr(x, "nbytes", 0))

@@ -97,7 +97,8 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
         def kill(i):
             if i != 4:
                 return
-            assert set(cache.messages) == {model.config.num_layers * (i + len(PROMPTS))}
+            of_steps = model.config.num_layers * (i + len(PROMPTS))
+            assert all(0 <= n - of_steps <= len(PROMPTS) for n in cache.messages)
             cache.flush()
             actor = cache._transport._actors[1]
             lost = ray.get(actor.__ray_call__.remote(node_of))

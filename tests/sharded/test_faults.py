@@ -192,3 +192,19 @@ def test_shards_that_die_at_random_moments(seed, tmp_path):
     except ShardLost:
         cache.check()
     finish(cache, to=40)
+
+
+def test_a_result_that_was_not_taken_before_a_loss_says_so():
+    cache = started((2, 1, None))
+    step = cache.reserve([0], 1)
+    rows = np.ones((2, 1, 2, 8), np.float32)
+    handle = step.submit(0, *rows, np.ones((1, 4, 8), np.float32))
+    cache._transport.at(1, "layer", "before")
+    with pytest.raises(ShardLost):
+        grow(cache, {1: TEXTS[1][:8]})
+    with pytest.raises(numkv.NumkvError):
+        cache.commit(step)
+    cache.rollback(step)
+    with pytest.raises(ShardLost, match="rolled back"):
+        handle.result()
+    finish(cache, to=7)

@@ -182,3 +182,23 @@ def test_scales_of_heads_are_divided_among_shards():
         np.testing.assert_allclose(outs[0], outs[1], rtol=1e-5, atol=1e-5)
         with pytest.raises(numkv.NumkvError, match="without sequences"):
             caches[0].set_scales(0, k=1.0)
+
+
+def test_blocks_that_were_evicted_are_found_where_they_are_computed_again():
+    cache = make((1, 2, 64), num_blocks=12)
+    prompt = np.arange(9)
+    first = cache.add(prompt)
+    grow(cache, {first: prompt})
+    ((old, _),) = cache.runs(first)
+    cache.remove(first)
+    others = [cache.add(), cache.add()]
+    for seq in others:  # they fill both columns
+        grow(cache, {seq: np.arange(100, 124)}, salt=1, named=False)
+    again = cache.add(prompt)
+    assert cache.cached_len(again) == 0
+    cache.remove(next(seq for seq in others if cache.runs(seq)[0][0] != old))
+    grow(cache, {again: prompt})
+    ((new, _),) = cache.runs(again)
+    assert new != old
+    assert cache.cached_len(cache.add(prompt)) == 8
+    cache.check()
