@@ -194,7 +194,7 @@ def test_shards_that_die_at_random_moments(seed, tmp_path):
     finish(cache, to=40)
 
 
-def test_a_result_that_was_not_taken_before_a_loss_says_so():
+def test_a_result_that_came_before_a_loss_can_be_taken_after_it():
     cache = started((2, 1, None))
     step = cache.reserve([0], 1)
     rows = np.ones((2, 1, 2, 8), np.float32)
@@ -205,6 +205,5 @@ def test_a_result_that_was_not_taken_before_a_loss_says_so():
     with pytest.raises(numkv.NumkvError):
         cache.commit(step)
     cache.rollback(step)
-    with pytest.raises(ShardLost, match="rolled back"):
-        handle.result()
+    assert np.isfinite(handle.result()).all()  # its answers had come before the loss
     finish(cache, to=7)
