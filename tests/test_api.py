@@ -60,6 +60,10 @@ PACKAGES = {
     "demo": ["BUNDLED_MODEL"],
     "files": ["load", "load_sequences", "save", "save_sequences"],
     "planning": ["ConfigError", "LayerNeeds", "ModelNeeds", "Rows", "State", "needs_of"],
+    "ray": [
+        "Attending", "Delivery", "Limits", "LocalShards", "RayShards", "ShardDown", "ShardLost", "ShardedKVCache",
+        "ShardedStats", "ShardedStep", "Transport",
+    ],
     "sparse": [
         "BlockChoice", "KeyBounds", "choose_blocks", "sparse_decode_attention", "token_decode_attention",
     ],

@@ -13,13 +13,27 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numkv
-from numkv.cli import accuracy, bench, cache, evaluate, generate, info, plan, show, stream, warmup
+from numkv.cli import (
+    accuracy,
+    bench,
+    cache,
+    evaluate,
+    generate,
+    info,
+    plan,
+    plan_nodes,
+    show,
+    stream,
+    warmup,
+)
 from numkv.cli.output import UsageError
 from numkv.demo import BUNDLED_MODEL
 from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import parse_cache
+from numkv.demo.sharded import WAYS
 from numkv.errors import NotSupported, NumkvError
 from numkv.kinds import kinds
+from numkv.planning.scale import Network
 
 __all__ = ["main"]
 
@@ -36,6 +50,7 @@ examples:
   numkv --prompt 'class Stack:' --tokens 200 --temperature 0
   numkv --kind int8 fp16                  compare kinds on the same text
   numkv --file a.py --file b.py           a batch; a common beginning is stored once
+  numkv --shards 2 --by context           the cache divided among two processes
   numkv stream --context 256 --keep 64    a text that outlives its context
   numkv --model ~/models/Qwen3-0.6B --prompt 'The capital of France is'
   numkv plan ~/models/Qwen3-0.6B --memory 4GiB
@@ -240,6 +255,15 @@ def _parser() -> argparse.ArgumentParser:
         help="keep the cache in blocks of N tokens (default: contiguous for one text, blocks of "
         f"{generate.DEFAULT_BLOCK_SIZE} for several, which share those of a common beginning)",
     )
+    parser.add_argument(
+        "--shards",
+        type=_at_least(1),
+        metavar="N",
+        help="divide the cache among N actors of Ray, which needs the extra ray; other kinds stay in one process",
+    )
+    parser.add_argument(
+        "--by", choices=WAYS, default=WAYS[0], help="what --shards divides (default: %(default)s)"
+    )
     _add_model_options(parser)
     _add_sampling_options(parser)
     parser.set_defaults(run=generate.run)
@@ -318,7 +342,50 @@ def _add_plan(commands: Any) -> None:
         help="count latent attention with K and V of every head, not its latents",
     )
     _add_kind_option(parser, [], "kinds to list")
+    _add_nodes_options(parser)
     parser.set_defaults(run=plan.run)
+
+
+def _add_nodes_options(parser: argparse.ArgumentParser) -> None:
+    nodes = parser.add_argument_group("a cache that is sharded over nodes")
+    nodes.add_argument(
+        "--nodes",
+        nargs="+",
+        type=_at_least(1),
+        metavar="N",
+        help="model decode steps on N nodes instead: 8 64 1024; --memory is a node's, --context the sequences' length",
+    )
+    for option, smallest, default, meaning in (
+        ("--batch", 1, plan_nodes.DEFAULT_BATCH, "sequences that are decoded at once"),
+        ("--q-heads", 1, None, "query heads of a layer; four for each key/value head"),
+    ):
+        nodes.add_argument(
+            option, type=_at_least(smallest), default=default, metavar="N", help=meaning
+        )
+    network = Network()
+    for option, meaning in (
+        ("--latency", "of a message and its answer"),
+        ("--message", "what a message costs the process that sends it"),
+    ):
+        nodes.add_argument(
+            option,
+            type=_checked(plan_nodes.parse_seconds, "a time such as 300us"),
+            default=getattr(network, option[2:]),
+            metavar="TIME",
+            help=f"{meaning}: 300us, 1ms; `python -m perf.ray_steps` measures it",
+        )
+    for option, meaning in (
+        ("--bandwidth", "of a node's link"),
+        ("--memory-bandwidth", "rows that a node attends to"),
+    ):
+        nodes.add_argument(
+            option,
+            type=_checked(plan.parse_bytes, "a size such as 10GB"),
+            default=getattr(network, option[2:].replace("-", "_")),
+            metavar="SIZE",
+            help=f"{meaning}, in a second: 1.25GB",
+        )
+    nodes.add_argument("--picture", type=Path, metavar="PATH", help="also draw it, with matplotlib")
 
 
 def _add_eval(commands: Any) -> None:

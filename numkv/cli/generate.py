@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,12 @@ from numkv.cli.compare import Run, summary
 from numkv.cli.live import Live, panel
 from numkv.cli.output import KernelProgress, Progress, UsageError
 from numkv.cli.screen import Screen, Text
+from numkv.demo.batch import Batch
 from numkv.demo.blas import blas_threads_for
 from numkv.demo.cache import CacheChoice, Sharing
 from numkv.demo.generate import Chooser, Replay, Sampler, generate
 from numkv.demo.model import Model
+from numkv.demo.sharded import ShardedChoice
 
 __all__ = ["DEFAULT_PROMPT", "DEFAULT_TEMPERATURE", "DEFAULT_TOKENS", "DEFAULT_TOP_K", "run"]
 
@@ -57,7 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
         model = Model.load(arguments.model, progress.update)
     prompts = [model.tokenizer.encode(text.content) for text in texts]
     limits = _limits(model, texts, prompts, arguments.tokens)
-    block_size = arguments.block_size or (DEFAULT_BLOCK_SIZE if len(texts) > 1 else None)
+    blocks = len(texts) > 1 or arguments.shards is not None
+    block_size = arguments.block_size or (DEFAULT_BLOCK_SIZE if blocks else None)
     place = {"target": arguments.target, "block_size": block_size}
     choices = [replace(choice, **place) for choice in arguments.kind]
     reference = replace(CacheChoice("fp32"), **place)
@@ -66,7 +70,10 @@ def run(arguments: argparse.Namespace) -> None:
         _warm_up(model, choices[0])
         samplers = [Sampler(arguments.temperature, arguments.top_k, arguments.seed) for _ in texts]
         screen = Screen(model.tokenizer, texts)
-        runs = [_compute(model, choices[0], prompts, limits, samplers, screen)]
+        sharded = None
+        if arguments.shards is not None:
+            sharded = ShardedChoice(choices[0], arguments.shards, arguments.by)
+        runs = [_compute(model, choices[0], prompts, limits, samplers, screen, sharded)]
         tokens = runs[0].tokens
         if not any(tokens):
             raise UsageError("the model ended the text at once; try another prompt or seed")
@@ -135,10 +142,55 @@ def _compute(
     limits: Sequence[int],
     choosers: Sequence[Chooser],
     screen: Screen | None = None,
+    sharded: ShardedChoice | None = None,
 ) -> Run:
     """Continue the prompts with one kind of cache, on the screen if there is one."""
     capacities = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
-    batch = model.batch(capacities, choice, choice.target)
+    if sharded is not None:
+        return _compute_sharded(model, sharded, capacities, (prompts, limits, choosers, screen))
+    return _continue(
+        model,
+        choice,
+        model.batch(capacities, choice, choice.target),
+        prompts,
+        limits,
+        choosers,
+        screen,
+    )
+
+
+def _compute_sharded(
+    model: Model, sharded: ShardedChoice, capacities: Sequence[int], what: Any
+) -> Run:
+    """The same with shards, and how many messages they got."""
+    print(f"starting {sharded.shards} shards by {sharded.by}", file=sys.stderr)
+    with (batch := sharded.batch(model, capacities)).cache as cache:
+        warm = batch.start()
+        warm.forward([0, 0])  # so that loading kernels is not counted as computing
+        warm.step(0)
+        cache.remove(warm.seq)
+        before = cache.messages
+        run = _continue(model, sharded.kinds, batch, *what)
+        steps = sum(map(len, run.tokens)) - len(run.tokens) + run.num_read
+        told = [b - a for a, b in zip(before, cache.messages, strict=True)]
+    print(
+        f"{sharded.shards} shards by {sharded.by} got {', '.join(f'{n:,}' for n in told)} messages for {steps:,} "
+        f"tokens in {model.config.num_layers} layers; {batch.recomputed:,} tokens were computed again",
+        file=sys.stderr,
+    )
+    return run
+
+
+def _continue(
+    model: Model,
+    choice: CacheChoice,
+    batch: Batch,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    choosers: Sequence[Chooser],
+    screen: Screen | None,
+) -> Run:
+    """Continue the prompts in a batch."""
     tokens: list[list[int]] = [[] for _ in prompts]
     logits: list[NDArray[np.float32]] = []
     what = "reading the prompt" if screen else f"the same text with cache {choice.label}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from numkv.cli.output import UsageError, format_bytes, table
+from numkv.cli.plan_nodes import plan_nodes
 from numkv.demo.cache import CacheChoice
 from numkv.kinds import kinds
 from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
@@ -57,6 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
     needs = _needs(arguments)
     choices = _choices(arguments, needs)
     print("\n".join(_about(needs)) + "\n")
+    if arguments.nodes:
+        choice = choices[0] if arguments.kind else CacheChoice("fp16")
+        print(plan_nodes(arguments, needs, choice, arguments.q_heads))
+        return
     print(_per_token(arguments, needs, choices))
     if arguments.path is not None or arguments.config is not None or arguments.context:
         print("\n" + _per_sequence(arguments, needs, choices))

@@ -1,0 +1,165 @@
+"""The demo's model over a sharded cache: `ShardedChoice` makes it, `ShardedBatch` goes on when shards are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.demo.batch import PREFILL_CHUNK, Batch, Session, Tokens
+from numkv.demo.cache import CacheChoice
+from numkv.demo.config import ModelConfig
+from numkv.demo.model import Model
+from numkv.demo.network import Network
+from numkv.ray import RayShards, ShardedKVCache, ShardLost, Transport
+
+__all__ = ["WAYS", "ShardedBatch", "ShardedChoice"]
+
+#: What a cache can be divided by.
+WAYS = ("heads", "context")
+
+#: Tokens in a block, and in a stripe, where nothing else is asked for: short texts too are divided by context.
+_BLOCK_SIZE, _STRIPE = 16, 64
+
+#: Losses in one step after which it is given up: something else is wrong then.
+_LOSSES = 8
+
+
+class ShardedChoice(NamedTuple):
+    """How a cache is divided, and of what kind it is; calling it makes the cache of a model.
+
+    Attributes
+    ----------
+    kinds : CacheChoice
+        Storage kinds, target and block size.
+    shards : int
+        How many.
+    by : {"heads", "context"}
+        What is divided.
+    transport : Transport, optional
+        Where shards live; actors of Ray if None.
+    """
+
+    kinds: CacheChoice
+    shards: int
+    by: str = "heads"
+    transport: Transport | None = None
+
+    def __call__(self, config: ModelConfig, capacities: Sequence[int]) -> ShardedKVCache:
+        """Make a cache for texts of so many tokens each."""
+        size = self.kinds.block_size or _BLOCK_SIZE
+        blocks = sum(-(-capacity // size) for capacity in capacities)
+        by_context = self.by == "context"
+        return ShardedKVCache(
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            num_blocks=-(-blocks // self.shards) + 1 if by_context else blocks,
+            heads=1 if by_context else self.shards,
+            context=self.shards if by_context else 1,
+            stripe=-(-_STRIPE // size) * size,
+            transport=RayShards() if self.transport is None else self.transport,
+            block_size=size,
+            target=self.kinds.target,
+            kind=self.kinds.kind,
+            k_kind=self.kinds.k_kind,
+            v_kind=self.kinds.v_kind,
+        )
+
+    def batch(self, model: Model, capacities: Sequence[int]) -> ShardedBatch:
+        """Make room for texts.
+
+        Parameters
+        ----------
+        model : Model
+            The model.
+        capacities : sequence of int
+            Tokens that each text may have.
+
+        Returns
+        -------
+        ShardedBatch
+        """
+        network = Network(model.config, model.weights, max(capacities), "cpu")
+        return ShardedBatch(network, self(model.config, capacities))
+
+
+@dataclass
+class _Missing:
+    """Tokens that are to be computed again, by text."""
+
+    tokens: dict[int, NDArray[np.int64]]
+
+    def add(self, lost: ShardLost) -> None:
+        """Add what was lost: it comes before what was missing already."""
+        for seq, ids in lost.tokens.items():
+            after = self.tokens.get(seq, np.empty(0, np.int64))
+            self.tokens[seq] = np.concatenate([ids, after])
+
+
+class ShardedBatch(Batch):
+    """Texts whose tokens are in a sharded cache: what is lost with a shard is computed again.
+
+    Attributes
+    ----------
+    cache : ShardedKVCache
+        The cache.
+    recomputed : int
+        Tokens that were computed again.
+    """
+
+    cache: ShardedKVCache
+
+    def __init__(self, network: Network, cache: ShardedKVCache) -> None:
+        super().__init__(network, cache)
+        self.recomputed = 0
+
+    def start(self, prompt: Sequence[int] = ()) -> Session:
+        """Start a text; see `Batch.start`."""
+        for _ in range(_LOSSES):
+            try:
+                return super().start(prompt)
+            except ShardLost as lost:
+                self._recompute(lost)
+        return super().start(prompt)
+
+    def hidden(self, sessions: Sequence[Session], tokens: Tokens, counts: Sequence[int]) -> Any:
+        """Run new tokens through all layers, as often as shards are lost meanwhile; see `Batch.hidden`."""
+        for _ in range(_LOSSES):
+            try:
+                return super().hidden(sessions, tokens, counts)
+            except ShardLost as lost:
+                self._recompute(lost)
+        return super().hidden(sessions, tokens, counts)
+
+    def _recompute(self, lost: ShardLost) -> None:
+        """Compute what is missing of all texts."""
+        if lost.hopeless:
+            raise lost
+        missing, losses = _Missing({}), 0
+        missing.add(lost)
+        while missing.tokens:
+            seq, ids = next(iter(missing.tokens.items()))
+            chunk = ids[:PREFILL_CHUNK]
+            try:
+                if len(chunk):
+                    super().hidden([_Text(seq)], chunk, [len(chunk)])  # type: ignore[list-item]
+            except ShardLost as again:
+                losses += 1
+                if again.hopeless or losses > _LOSSES:
+                    raise
+                missing.add(again)
+                continue
+            self.recomputed += len(chunk)
+            missing.tokens[seq] = ids[PREFILL_CHUNK:]
+            if not len(missing.tokens[seq]):
+                del missing.tokens[seq]
+
+
+class _Text(NamedTuple):
+    """As much of a `Session` as `Batch.hidden` looks at."""
+
+    seq: int

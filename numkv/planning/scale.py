@@ -1,0 +1,215 @@
+"""What a decode step costs on many nodes: a model of `numkv.ray`, to be fitted to measured messages.
+
+A *group* of nodes holds some sequences: ``heads`` parts of the kv heads times ``context`` columns of tokens, and one
+caller that sends each of them one message a layer. For a layer of a step, with n = heads * context nodes::
+
+    latency                           of one message and its answer; those to all nodes travel at once
+    n * message                       what the caller spends on each message, one after another
+    bytes / bandwidth                 of all messages and answers, through the caller's link
+    rows read / memory_bandwidth      by the node that has most: heads are whole
+    partial results / memory_bandwidth    merged by the caller, by context only
+
+Nothing overlaps, which a caller may do better (`ShardedStep.submit`). Nodes that a group does not need make more
+groups, each with its share of the sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+__all__ = ["GroupCost", "Load", "Network", "Sharding", "best_sharding", "cost_of", "shardings"]
+
+
+class Network(NamedTuple):
+    """Nodes, and what is between them; times in seconds, sizes in bytes.
+
+    The first three are what actors of Ray on one machine of two cores were measured at; see `perf/ray_steps.py`.
+    """
+
+    latency: float = 0.28e-3
+    """Of a message and its answer."""
+    message: float = 0.76e-3
+    """What a message and its answer cost the caller."""
+    bandwidth: float = 0.86e9
+    """Bytes a second of the caller's link."""
+    memory_bandwidth: float = 20e9
+    """Bytes of rows that a node attends to in a second."""
+    memory: float = 64e9
+    """Bytes that a node has for rows."""
+
+
+class Load(NamedTuple):
+    """A model, and what it is to decode."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    row_bytes: int
+    """Of K and V of one kv head and token, as they are stored."""
+    batch: int
+    """Sequences."""
+    context: int
+    """Tokens of each."""
+    word: int = 4
+    """Bytes of an element of queries and new rows, as they are sent."""
+
+
+class GroupCost(NamedTuple):
+    """Seconds of a decode step in a group, by what they are spent on."""
+
+    latency: float
+    messages: float
+    network: float
+    read: float
+    merge: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+class Sharding(NamedTuple):
+    """Nodes in groups."""
+
+    groups: int
+    heads: int
+    context: int
+    cost: GroupCost
+    tokens_per_second: float
+    """Of all groups."""
+    memory: float
+    """Bytes of rows on the fullest node."""
+    bytes_per_step: float
+    """Through the link of a caller."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that are used."""
+        return self.groups * self.heads * self.context
+
+    @property
+    def bandwidth_needed(self) -> float:
+        """Bytes a second with which the network takes a tenth of the rest of the step."""
+        rest = self.cost.total - self.cost.network
+        return self.bytes_per_step / (0.1 * rest) if rest else math.inf
+
+
+def cost_of(
+    load: Load, network: Network, heads: int, context: int, batch: int
+) -> tuple[GroupCost, float, float]:
+    """The cost of a step in a group.
+
+    Parameters
+    ----------
+    load : Load
+        The model, and the length of its sequences.
+    network : Network
+        Nodes and what is between them.
+    heads, context : int
+        Parts of the kv heads, and columns.
+    batch : int
+        Sequences of the group.
+
+    Returns
+    -------
+    cost : GroupCost
+    bytes_per_step : float
+        Through the caller's link.
+    memory : float
+        Bytes of rows on the fullest node.
+    """
+    nodes = heads * context
+    own_heads = math.ceil(load.kv_heads / heads)
+    own_tokens = math.ceil(load.context / context)
+    rows = batch * own_tokens * own_heads * load.row_bytes
+    q = batch * load.q_heads * load.head_dim * load.word
+    new = batch * load.kv_heads * (load.head_dim + load.head_dim_v) * load.word
+    partial = batch * load.q_heads * (load.head_dim_v + 1) * 4
+    back = context * partial if context > 1 else batch * load.q_heads * load.head_dim_v * load.word
+    sent = load.layers * (context * q + new + back)
+    merge = 3 * context * partial if context > 1 else 0  # read, and the sum read and written
+    cost = GroupCost(
+        load.layers * network.latency,
+        load.layers * nodes * network.message,
+        sent / network.bandwidth,
+        load.layers * rows / network.memory_bandwidth,
+        load.layers * merge / network.memory_bandwidth,
+    )
+    return cost, sent, load.layers * rows
+
+
+def shardings(load: Load, network: Network, nodes: int) -> list[Sharding]:
+    """All ways to use so many nodes in equal groups whose rows fit, parts and columns powers of two.
+
+    Parameters
+    ----------
+    load : Load
+        What is to be decoded.
+    network : Network
+        Nodes and what is between them.
+    nodes : int
+        How many.
+
+    Returns
+    -------
+    list of Sharding
+    """
+    found = []
+    for heads in [2**i for i in range(20) if 2**i <= min(load.kv_heads, nodes)]:
+        for context in [2**i for i in range(20) if heads * 2**i <= nodes]:
+            most = min(nodes // (heads * context), load.batch)
+            for groups in {most, max(1, most // 2), 1}:
+                batch = math.ceil(load.batch / groups)
+                cost, sent, memory = cost_of(load, network, heads, context, batch)
+                if memory <= network.memory:
+                    rate = load.batch / cost.total
+                    found.append(Sharding(groups, heads, context, cost, rate, memory, sent))
+    return found
+
+
+def best_sharding(
+    load: Load, network: Network, nodes: int, *, heads_only: bool = False
+) -> Sharding | None:
+    """The way with the most tokens a second; of those within a hundredth, the one with the fewest nodes.
+
+    Parameters
+    ----------
+    load : Load
+        What is to be decoded.
+    network : Network
+        Nodes and what is between them.
+    nodes : int
+        How many there are.
+    heads_only : bool
+        Whether the context stays whole.
+
+    Returns
+    -------
+    Sharding or None
+        None if the rows do not fit.
+
+    Examples
+    --------
+    Sixteen sequences of a million tokens do not fit by heads alone:
+
+    >>> from numkv.planning.scale import Load, Network, best_sharding
+    >>> load = Load(32, 32, 8, 128, 128, row_bytes=512, batch=16, context=1_000_000)
+    >>> best_sharding(load, Network(memory=64e9), 64, heads_only=True) is None
+    False
+    >>> best_sharding(load, Network(memory=64e9), 8) is None
+    True
+    >>> best_sharding(load, Network(memory=8e9), 512, heads_only=True) is None
+    True
+    >>> best_sharding(load, Network(memory=8e9), 512).context > 1
+    True
+    """
+    ways = [way for way in shardings(load, network, nodes) if not heads_only or way.context == 1]
+    if not ways:
+        return None
+    most = max(way.tokens_per_second for way in ways)
+    good = [way for way in ways if way.tokens_per_second >= 0.99 * most]
+    return min(good, key=lambda way: (way.nodes, way.context, way.heads))

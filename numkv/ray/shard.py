@@ -1,0 +1,247 @@
+"""`Shard`: one part of a sharded cache, a `PagedKVCache` of some heads that does what messages say.
+
+It runs in a process of its own, or in the caller's. Messages have numbers: the one that comes next is done, the last
+one once more gets the same answer without being done again, and any other is refused, as something was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv import targets
+from numkv.attention.attend import attend
+from numkv.attention.options import check_options
+from numkv.caches import PagedKVCache, SwappedSequence
+from numkv.caches.paged.prefix_match import NewNames, register
+from numkv.caches.paged.step import Step
+from numkv.caches.paged.store import SequenceState
+from numkv.caches.paged.tiers import longest_found
+from numkv.errors import NumkvError
+from numkv.ray.wire import Answer, Message, Operation, packed, unpacked
+from numkv.store.prefix_store import PrefixStore
+from numkv.threads import num_threads
+
+__all__ = ["BOOKKEEPING", "Shard", "ShardSpec"]
+
+#: Operations that cannot fail on a shard that is well. Nobody waits for them: they ride along with other messages.
+BOOKKEEPING = frozenset({"add", "fork", "remove", "truncate", "commit", "rollback"})
+
+
+class ShardSpec(NamedTuple):
+    """What a shard is made from; it pickles."""
+
+    cache: dict[str, Any]
+    """Arguments of `PagedKVCache`."""
+    store: dict[str, Any] | None
+    """Arguments of `PrefixStore`."""
+
+
+class _Open(NamedTuple):
+    """A step on its way."""
+
+    step: Step
+    starts: Any
+    """Where queries of each sequence start; None: the step's own tokens are the queries."""
+    ranges: dict[int, Any]
+    """What queries see, by window."""
+
+
+class Shard:
+    """Some heads of every layer, and some tokens of every sequence.
+
+    Parameters
+    ----------
+    spec : ShardSpec
+        What it is made from.
+    threads : int, optional
+        Threads that it computes with on the CPU.
+    """
+
+    def __init__(self, spec: ShardSpec, threads: int | None = None) -> None:
+        self._threads = threads
+        store = None if spec.store is None else PrefixStore(**spec.store)
+        self.cache = PagedKVCache(**spec.cache, store=store)
+        self._target = targets.get(self.cache.target)
+        self._seqs: dict[int, int] = {}
+        self._steps: dict[int, _Open] = {}
+        self._last = Answer(0, self.cache.num_free, None)
+
+    def handle(self, message: Message) -> Answer:
+        """Do what a message says.
+
+        Parameters
+        ----------
+        message : tuple
+            See `numkv.ray.wire`.
+
+        Returns
+        -------
+        Answer
+            Errors are part of it; nothing is raised.
+        """
+        with num_threads(
+            self._threads
+        ):  # a choice of this thread, which may be another one each time
+            return self._handled(*message)
+
+    def _handled(self, number: int, operations: list[Operation]) -> Answer:
+        """Do what a message says, in the numbers' order."""
+        if number == self._last.number:
+            return self._last
+        if number != self._last.number + 1:
+            error = NumkvError(f"expected message {self._last.number + 1}, got {number}")
+            return Answer(number, 0, None, error, "lost")
+        name, value = "", None
+        try:
+            for name, arguments in operations:
+                done: Callable[..., Any] = getattr(self, f"_do_{name}")
+                value = done(*unpacked(arguments))
+            self._last = Answer(number, self.cache.num_free, packed(value))
+        except Exception as error:
+            error.__traceback__ = None
+            self._last = Answer(number, self.cache.num_free, None, error, name)
+        return self._last
+
+    # -- sequences
+
+    def _do_add(self, seq: int) -> None:
+        self._seqs[seq] = self.cache.add()
+
+    def _do_find(self, seq: int, tokens: NDArray[np.int32], names: Any, extra: Any) -> int:
+        """Add a sequence with what there is of its prefix; blocks by names of their own, or by tokens."""
+        if seq in self._seqs:
+            self._do_remove(seq)
+        cache = self.cache
+        if names is None:
+            self._seqs[seq] = cache.add(tokens, extra=extra)
+        else:
+            with longest_found(cache._store, tokens, [names]) as match:
+                length = match.blocks * cache.block_size
+                none = [np.empty((0, 32), np.uint8)]
+                state = SequenceState(
+                    length, match.tables, None, tokens[:0].copy(), none, 0, [0], cached=length
+                )
+                self._seqs[seq] = cache._insert(state, shared=state.blocks())
+        return cache.length(self._seqs[seq])
+
+    def _do_fork(self, seq: int, new: int) -> None:
+        self._seqs[new] = self.cache.fork(self._seqs[seq])
+
+    def _do_remove(self, seq: int) -> None:
+        local = self._seqs.pop(seq, None)  # a shard that is new may not know it
+        if local is not None:
+            self.cache.remove(local)
+
+    def _do_truncate(self, seq: int, length: int) -> None:
+        self.cache.truncate(self._seqs[seq], length)
+
+    def _do_shorten(self, seq: int, length: int) -> None:
+        """`truncate` where it may be refused: somebody waits for the answer."""
+        self._do_truncate(seq, length)
+
+    def _do_swap_out(self, seq: int) -> SwappedSequence:
+        return self.cache.swap_out(self._seqs[seq])
+
+    def _do_swap_in(self, seq: int, swapped: SwappedSequence) -> None:
+        self._seqs[seq] = self.cache.swap_in(swapped)
+
+    # -- steps
+
+    def _do_reserve(
+        self, number: int, seqs: list[int], lens: Any, starts: Any, ranges: Any
+    ) -> None:
+        step = self.cache.reserve([self._seqs[seq] for seq in seqs], lens)
+        index = self._target.index
+        if starts is not None:
+            starts = index(starts, np.int64)
+            ranges = {window: index(x, np.int64) for window, x in ranges.items()}
+        self._steps[number] = _Open(step, starts, ranges)
+
+    def _do_layer(
+        self, number: int, layer: int, window: int, rows: Any, q: Any, options: dict[str, Any]
+    ) -> Any:
+        """Append rows of a layer, and attend."""
+        step, starts, ranges = self._steps[number]
+        place = self._target
+        if rows is not None:
+            k, v, check_finite = rows
+            step.append(layer, place.asarray(k), place.asarray(v), check_finite=check_finite)
+        if q is None:
+            return None
+        if starts is None:
+            return self._on_host(step.attention(layer, place.asarray(q), **options))
+        pool, group = step._layer(layer)
+        asked = check_options(**options, window_left=-1, return_lse=True)
+        tables, lens = step._tables[group], step._lens
+        q = place.asarray(q)
+        return self._on_host(attend(pool, tables, q, lens, starts, asked, ranges=ranges[window]))
+
+    def _do_look(self, layer: int, seqs: list[int], q: Any, ranges: Any, options: Any) -> Any:
+        """Attend to committed tokens."""
+        cache, place = self.cache, self._target
+        local = [self._seqs[seq] for seq in seqs]
+        if ranges is None:
+            return self._on_host(cache.decode_attention(layer, local, place.asarray(q), **options))
+        pool, group = cache._store.place(layer)
+        states = [cache._settled(seq) for seq in local]
+        lens = np.array([state.length for state in states], np.int64)
+        asked = check_options(**options, window_left=-1, return_lse=True)
+        return self._on_host(
+            attend(
+                pool, place.index(cache._store.block_table(states, group), np.int32),
+                place.asarray(q), place.index(lens, np.int64),
+                place.index(np.arange(len(lens) + 1), np.int64), asked,
+                ranges=place.index(ranges, np.int64),
+            )
+        )  # fmt: skip
+
+    def _on_host(self, found: Any) -> Any:
+        if isinstance(found, tuple):
+            return tuple(np.asarray(self._target.to_host(x)) for x in found)
+        return np.asarray(self._target.to_host(found))
+
+    def _do_commit(self, number: int, accepted: Any, ids: Any, named: Any) -> None:
+        """Commit a step; `named` are names and tokens of blocks that are full now, by sequence."""
+        step = self._steps.pop(number).step
+        self.cache.commit(step, accepted, token_ids=ids)
+        store = self.cache._store
+        for seq, first, names, tokens in named:
+            table = self.cache._sequence(self._seqs[seq]).tables[0]
+            depths = np.arange(first, first + len(names))
+            register(store, [NewNames(table[depths], names, tokens, depths)])
+
+    def _do_rollback(self, number: int) -> None:
+        found = self._steps.pop(number, None)  # a step may end before the message that begins it
+        if found is not None:
+            self.cache.rollback(found.step)
+
+    # -- the cache as a whole
+
+    def _do_sync(self) -> None:
+        """Do what was said before, and answer."""
+
+    def _do_echo(self, data: Any) -> Any:
+        """For measuring what messages cost."""
+        return len(data)
+
+    def _do_clear(self) -> None:
+        self._seqs.clear()
+        self.cache.clear()
+
+    def _do_set_scales(self, layer: int, k: Any, v: Any) -> None:
+        self.cache.set_scales(layer, k, v)
+
+    def _do_stats(self) -> Any:
+        return self.cache.stats()
+
+    def _do_check(self) -> dict[int, int]:
+        """Prove the accounting; how long each sequence is."""
+        self.cache.check()
+        return {seq: self.cache.length(local) for seq, local in self._seqs.items()}
+
+    def _do_flush(self, timeout: float | None) -> int:
+        return 0 if self.cache.store is None else self.cache.store.flush(timeout)
