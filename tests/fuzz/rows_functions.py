@@ -287,6 +287,22 @@ ATTENTION_ROWS = [
         },
         weight=2,
     ),
+    Row(
+        "cascade_attention",
+        {
+            "cu_seqlens_q": Arg("integers", lambda d: None, True),
+            "q": ONE_EACH,
+            **POOLS,
+            "block_table": TABLE,
+            "seq_lens": lengths(True),
+            "shared_len": integer(0, 3, "size"),
+            "sm_scale": SM_SCALE,
+            "logits_soft_cap": CAP,
+            "sinks": SINKS,
+            "return_lse": FLAG,
+            **POOL_SCALES,
+        },
+    ),
     Row("tree_mask", {"parents": PARENTS, "cu_seqlens_q": Arg("integers", lambda d: None, True)}),
     Row(
         "merge_states",

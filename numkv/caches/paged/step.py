@@ -472,8 +472,8 @@ class Step:
         q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(q.shape[0]))
         window = self._store.groups[group].window
-        visible = visible if self._tree is None else self._tree.seen(visible)
-        shared = (visible or {}).pop("shared_len", None)
+        visible = dict(visible or {}) if self._tree is None else self._tree.seen(visible)
+        shared = visible.pop("shared_len", None)
         options = check_options(sm_scale, cap, window, sinks, return_lse, out, visible)
         of = pool, self._tables[group], q, self._lens, self._starts, options
         return attend_shared(self, group, shared, *of) if shared else attend(*of)
@@ -575,10 +575,9 @@ class Step:
 
     def _move_kept(self, order: Ints) -> None:
         """Give the tokens that come first in an order the first places."""
-        written = self._written.copy()
         self._written[:] = False  # an interrupt leaves rows that nobody can tell apart
         self._tree.move(self._store, order)  # type: ignore[union-attr]
-        self._written[:] = written
+        self._written[:] = True  # as `commit` has found
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""
