@@ -27,7 +27,8 @@ __all__ = ["Prefix", "attend_cascade", "converted"]
 
 _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
-# are rows of one item then, in whole groups of rows.
+# are rows of one item then, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose
+# rows know nothing of each other; on CUDA splits depend on the number of rows, so each is alone.
 _LEAST, _UNIT, _MOST = 32, 8, 64
 
 
@@ -119,20 +120,26 @@ def _of_prefixes(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Attention of every query to its prefix alone, and the lse."""
     target = pool.target
+    most = each
+    if target.values_on_host:
+        most *= _MOST // (each * (int(q.shape[1]) // int(pool.k.shape[1])))
     source: list[NDArray[np.int64]] = []
     tables: list[int] = []
+    ends = [0]
     back = np.empty(int(q.shape[0]), np.int64)
     for prefix in prefixes:
-        chunks = -(-len(prefix.tokens) // each)
-        back[prefix.tokens] = len(tables) * each + np.arange(len(prefix.tokens))
-        source.append(np.resize(prefix.tokens, chunks * each))
-        tables += [prefix.seq] * chunks
+        first, padded = ends[-1], -(-len(prefix.tokens) // each) * each
+        back[prefix.tokens] = first + np.arange(len(prefix.tokens))
+        source.append(np.resize(prefix.tokens, padded))
+        own = [first + min(n + most, padded) for n in range(0, padded, most)]
+        ends += own
+        tables += [prefix.seq] * len(own)
     number, columns = len(tables), int(block_table.shape[1])
     words = block_table.view(_FLOAT32).reshape((int(block_table.shape[0]), 1, columns))
     table = _gathered(target, words, np.array(tables)).reshape((number, columns)).view(np.int32)
     queries = _gathered(target, q, np.concatenate(source))
     lens = target.index(np.full(number, shared_len), np.int64)
-    starts = target.index(np.arange(number + 1) * each, np.int64)
+    starts = target.index(np.array(ends), np.int64)
     o, lse = attend(
         pool, table, queries, lens, starts, options._replace(sight=Sight(causal=False))
     )  # fmt: skip

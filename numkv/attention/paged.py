@@ -304,7 +304,7 @@ def cascade_attention(
     first = 0
     if target.values_on_host and num_tokens:
         _check_shared(table, lens, starts, shared, int(pool.k.shape[2]))
-        first = int(np.diff(np.asarray(starts)).argmax() if num_seqs else 0)  # one that has queries
+        first = int(np.diff(np.asarray(starts)).argmax()) if num_seqs else 0  # one that has queries
     checked = check_options(sm_scale, cap, -1, sinks, return_lse)
     prefixes = [Prefix(first, np.arange(num_tokens))] if num_tokens else []
     return attend_cascade(pool, table, q, lens, starts, checked, shared, prefixes)

@@ -28,6 +28,7 @@ from fuzz.common import (
 )
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw, Pair, Row, Scene
+from fuzz.sight import PARENTS, SIGHT
 
 __all__ = ["SCENES", "Attention", "Books"]
 
@@ -119,38 +120,6 @@ def _one_query_each(d: Draw) -> np.ndarray:
     return d.floats((d.scene.num_seqs, d.scene.q_heads, d.scene.dim), d.choice(QUERIES))
 
 
-def _sight(make) -> object:
-    """What seldom comes: arrays for queries of the call."""
-
-    def some(d: Draw) -> object:
-        q = d.given.get("q")
-        if not isinstance(q, np.ndarray) or q.ndim != 3 or d.randrange(6):
-            return OMIT
-        return make(d, q)
-
-    return some
-
-
-def _with_kernel(d: Draw, q: np.ndarray) -> bool:
-    """Whether kernels for masks and biases are made in a fuzzer's run: each takes seconds to compile."""
-    return d.scene.kind in ("fp32", "int8") and q.dtype != np.float64
-
-
-def _ranges(d: Draw, q: np.ndarray) -> object:
-    low, high = -3, d.scene.capacity("") + 4
-    some = [[d.randrange(low, high), d.randrange(low, high)] for _ in q]
-    return np.array(some, d.choice([np.int32, np.int64])).reshape(-1, 2)
-
-
-def _mask(d: Draw, q: np.ndarray) -> object:
-    words = [[d.randrange(2**32)] for _ in q]
-    return np.array(words, np.uint32).reshape(-1, 1) if _with_kernel(d, q) else OMIT
-
-
-def _slopes(d: Draw, q: np.ndarray) -> object:
-    return d.floats((d.scene.q_heads,)) if _with_kernel(d, q) else OMIT
-
-
 TABLE = Arg("integers", _table)
 STARTS = Arg("integers", _starts, True)
 VALIDATE = {"validate": FLAG}
@@ -166,14 +135,8 @@ ATTENTION = {
     "return_lse": FLAG,
     "out": OUT,
     "causal": FLAG,
-    "ranges": Arg("integers", _sight(_ranges), True),
-    "mask": Arg("integers", _sight(_mask), True),
-    "alibi_slopes": Arg("floats", _sight(_slopes), True),
+    **SIGHT,
 }
-PARENTS = Arg(
-    "integers",
-    lambda d: np.array([d.randrange(-1, i) for i in range(d.choice([0, 1, 5, 40]))], np.int64),
-)
 ONE_EACH, RAGGED = Arg("floats", _one_query_each), Arg("floats", _ragged_queries)
 
 
@@ -288,6 +251,22 @@ ATTENTION_ROWS = [
             **VALIDATE,
         },
         weight=2,
+    ),
+    Row(
+        "cascade_attention",
+        {
+            "cu_seqlens_q": Arg("integers", lambda d: None, True),
+            "q": ONE_EACH,
+            **POOLS,
+            "block_table": TABLE,
+            "seq_lens": lengths(True),
+            "shared_len": integer(0, 3, "size"),
+            "sm_scale": SM_SCALE,
+            "logits_soft_cap": CAP,
+            "sinks": SINKS,
+            "return_lse": FLAG,
+            **POOL_SCALES,
+        },
     ),
     Row("tree_mask", {"parents": PARENTS, "cu_seqlens_q": Arg("integers", lambda d: None, True)}),
     Row(

@@ -9,6 +9,7 @@ from fuzz.common import (
     CAP,
     CHECK_FINITE,
     EXTRA,
+    FLAG,
     KEEP,
     LAYER,
     LSE,
@@ -220,6 +221,7 @@ def _chosen(scene, d, ours, theirs) -> None:
 SEQ = Arg("int", _seq)
 SEQUENCES = Arg("iterable", _sequences)
 STEP = Arg("object", _step)
+SHARED_LEN = Arg("size", lambda d: d.randrange(5) if d.randrange(4) == 0 else OMIT)
 TOKENS = Arg(
     "integers", lambda d: np.array([d.randrange(3) for _ in range(d.randrange(9))], np.int64)
 )
@@ -306,7 +308,13 @@ Paged.rows = [
     Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),
     Row("Step.append", {"layer": LAYER, **APPEND}, "Step", _chosen, 8),
     Row("Step.write", {"layer": LAYER, **WRITE}, "Step", _chosen, 3),
-    Row("Step.attention", {"layer": LAYER, "q": Q, **OPTIONS}, "Step", _chosen, 3),
+    Row(
+        "Step.attention",
+        {"layer": LAYER, "q": Q, **OPTIONS, "causal": FLAG, "shared_len": SHARED_LEN},
+        "Step",
+        _chosen,
+        3,
+    ),
     Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
     Row("Step.state", {"layer": LAYER}, "Step", weight=0.3),

@@ -54,16 +54,22 @@ def members(cls: type) -> dict[str, Any]:
     return {name: member for base in bases for name, member in vars(base).items()}
 
 
+def _arguments(function: Any) -> list[str]:
+    """Names of arguments, but for those that are taken by any name: rows have what these are."""
+    found = inspect.signature(function).parameters.values()
+    return [p.name for p in found if p.kind is not p.VAR_KEYWORD]
+
+
 def callables() -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of everything that can be called; a property that can be set has the argument ``value``."""
     for name, value in public().items():
         if not inspect.isclass(value):
-            yield name, list(inspect.signature(value).parameters)
+            yield name, _arguments(value)
             continue
         if issubclass(value, Exception) or getattr(value, "_is_protocol", False):
             continue
         try:
-            yield name, list(inspect.signature(value).parameters)
+            yield name, _arguments(value)
         except ValueError:
             yield name, []
         for method, member in sorted(members(value).items()):
@@ -73,7 +79,7 @@ def callables() -> Iterator[tuple[str, list[str]]]:
             elif not method.startswith("_") or method in SPECIAL:
                 function = getattr(value, method)
                 if callable(function):
-                    arguments = list(inspect.signature(function).parameters)
+                    arguments = _arguments(function)
                     yield f"{name}.{method}", [a for a in arguments if a != "self"]
 
 

@@ -1,5 +1,8 @@
 """Who sees what, in caches: ranges and biases by name, and steps of a `PagedKVCache` over trees of drafts."""
 
+import re
+from pathlib import Path
+
 import naive
 import numpy as np
 import pytest
@@ -228,3 +231,15 @@ def test_what_trees_refuse(target, to, rng):
     with pytest.raises(NotSupported, match="paths"):
         cache.commit(step, paths=[[0]])
     cache.rollback(step)
+
+
+def test_the_page_is_true():
+    """The example of docs/visibility.md, and its drawing."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "visibility.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "visibility.md", "exec"), {})
+    drawn = re.findall(r" d(\d)   ((?:[01] ?){4})\n", page)
+    bits = numkv.tree_mask([-1, 0, 0, 1])
+    assert [[int(i), *map(int, row.split())] for i, row in drawn] == [
+        [i, *(int(bits[i, 0]) >> j & 1 for j in range(4))] for i in range(4)
+    ]

@@ -47,7 +47,8 @@ def _prefixes(step: Any, table: Any, shared: int) -> list[Prefix]:
     """Which tokens of a step see which prefix."""
     blocks = -(-shared // step._store.block_size)
     found: dict[bytes, list[int]] = {}
-    first, of = 0, dict[bytes, int]()
+    of: dict[bytes, int] = {}
+    first = 0
     for seq, n in enumerate(step.new_lens.tolist()):
         if n:
             key = table[seq, :blocks].tobytes()

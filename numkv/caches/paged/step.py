@@ -499,8 +499,8 @@ class Step(StateStep):
                 f"attention: expected a layer with a window or without for trees and other sights, got one whose "
                 f"queries attend within chunks of {of.chunk} tokens"
             )
-        visible = visible if self._tree is None else self._tree.seen(visible)
-        shared = (visible or {}).pop("shared_len", None)
+        visible = dict(visible or {}) if self._tree is None else self._tree.seen(visible)
+        shared = visible.pop("shared_len", None)
         options = check_options(sm_scale, cap, of.window, sinks, return_lse, out, visible)
         args = pool, self._tables[group], q, self._lens, self._starts, options
         if shared:
@@ -604,10 +604,9 @@ class Step(StateStep):
 
     def _move_kept(self, order: Ints) -> None:
         """Give the tokens that come first in an order the first places."""
-        written = self._written.copy()
         self._written[:] = False  # an interrupt leaves rows that nobody can tell apart
         self._tree.move(self._store, order)  # type: ignore[union-attr]
-        self._written[:] = written
+        self._written[:] = True  # as `commit` has found
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""
