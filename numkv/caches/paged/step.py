@@ -85,7 +85,6 @@ class Step(StateStep):
         self._written = store.reading_only.copy()
         self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
-        self._ranges: dict[int, Array] = {}  # of groups with chunks
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
         tables = [store.block_table(sequences.values(), group) for group in groups]
@@ -104,6 +103,11 @@ class Step(StateStep):
             self._positions, self._lens, self._starts, self._slots, self._tables = into._arrays()
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
+        self._ranges = {
+            number: store.target.index(group.ranges(self.positions), np.int64)
+            for number, group in enumerate(store.groups)
+            if group.chunk
+        }
         self._place = store.target.place()
         # How much of each sequence is kept, once the step has ended.
         self._kept: list[int] = []
@@ -476,8 +480,6 @@ class Step(StateStep):
         of = self._store.groups[group]
         options = check_options(sm_scale, cap, of.window, sinks, return_lse, out)
         tables = self._tables[group], q, self._lens, self._starts
-        if of.chunk and group not in self._ranges:
-            self._ranges[group] = pool.target.index(of.ranges(self.positions), np.int64)
         return attend(pool, *tables, options, ranges=self._ranges.get(group))
 
     @writes
