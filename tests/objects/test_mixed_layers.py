@@ -258,8 +258,8 @@ def test_a_layer_in_pages_is_a_cache_of_its_own(target, to, host, rotate):
     ]
     rng = np.random.default_rng(1)
     new = [rng.standard_normal((2, 10, 2, dim)).astype(np.float32) for dim in dims]
-    mixed.set_scales(2, k=0.25, v=[0.5, 2.0])
-    alone[2].set_scales(0, k=0.25, v=[0.5, 2.0])
+    mixed.set_scales(2, k=0.25, v=np.array([0.5, 2.0], np.float32))
+    alone[2].set_scales(0, k=0.25, v=np.array([0.5, 2.0], np.float32))
     seq, step = mixed.add(), mixed.reserve([0], 10)
     for layer, cache in enumerate(alone):
         cache.add()
