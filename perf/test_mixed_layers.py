@@ -12,11 +12,11 @@ import numkv
 SIZE, HEADS, DIM = 16, 4, 64
 
 
-def make(pages, num_blocks=4096):
+def make(pages):
     """Eight layers in bf16; in pages there is a ninth, in int8."""
     kinds = ["bf16"] * 8 + ["int8"] * pages
     return numkv.PagedKVCache(
-        8 + pages, HEADS, DIM, num_blocks=num_blocks, block_size=SIZE, kind=kinds, windows=[-1] * (8 + pages)
+        8 + pages, HEADS, DIM, max_nbytes=340_000_000, block_size=SIZE, kind=kinds, windows=[-1] * (8 + pages)
     )  # fmt: skip
 
 

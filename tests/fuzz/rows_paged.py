@@ -187,7 +187,8 @@ def _states(d: Draw) -> object:
 
 
 def _write_state(function, given):
-    return function(given["layer"], *given["states"])
+    states = given["states"]
+    return function(given["layer"], *(states if type(states) is list else [states]))
 
 
 def _begun(scene, d, ours, theirs) -> None:

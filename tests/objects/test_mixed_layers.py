@@ -244,3 +244,45 @@ def test_neighbours_in_a_page_stay_as_they_are(cpu):
         for other in groups[cache._store.places[layer][1]].layers:
             for x in cache._store.place(other)[0].arrays():
                 assert other > layer or (x == other + 1).all()
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_layer_in_pages_is_a_cache_of_its_own(target, to, host, rotate):
+    """Bit for bit, in kinds with scales of rows, of groups of elements and of heads; also moved, swapped and copied."""
+    kinds, dims = ["int8", "int4", "fp8_e4m3"], [8, 16, 8]
+    options = {"num_blocks": 24, "block_size": 4, "rotate": rotate, "target": target}
+    mixed = numkv.PagedKVCache(3, 2, dims, kind=kinds, **options)
+    alone = [
+        numkv.PagedKVCache(1, 2, dim, kind=kind, **options)
+        for kind, dim in zip(kinds, dims, strict=True)
+    ]
+    rng = np.random.default_rng(1)
+    new = [rng.standard_normal((2, 10, 2, dim)).astype(np.float32) for dim in dims]
+    mixed.set_scales(2, k=0.25, v=np.array([0.5, 2.0], np.float32))
+    alone[2].set_scales(0, k=0.25, v=np.array([0.5, 2.0], np.float32))
+    seq, step = mixed.add(), mixed.reserve([0], 10)
+    for layer, cache in enumerate(alone):
+        cache.add()
+        own = cache.reserve([0], 10)
+        for which, number in ((step, layer), (own, 0)):
+            which.append(number, *(to(x) for x in new[layer]))
+        cache.commit(own)
+    mixed.commit(step)
+    angles = np.arange(16)[:, None] * [1.0, 0.3, 0.1, 0.01]
+    shift = numkv.rope_shift(*(f(angles).astype(np.float32) for f in (np.cos, np.sin)))
+
+    def same(of, numbers):
+        for layer, (cache, number) in enumerate(zip(alone, numbers, strict=True)):
+            q = to(rng.standard_normal((1, 4, dims[layer])).astype(np.float32))
+            found = host(of[0].decode_attention(layer, [of[1]], q))
+            assert found.tobytes() == host(cache.decode_attention(0, [number], q)).tobytes()
+        of[0].check()
+
+    same((mixed, seq), [0] * 3)
+    for cache in (mixed, *alone):
+        cache.compact(0, [0, 1, 4, 5, 6, 8, 9], shift)
+    same((mixed, seq), [0] * 3)
+    again = mixed.swap_in(mixed.swap_out(seq))
+    mixed.remove(seq)
+    same((mixed, again), [0] * 3)
+    same((mixed.copy(), again), [0] * 3)

@@ -92,7 +92,6 @@ class Step(StateStep):
         self._written = store.reading_only.copy()
         self._begin_states([state.slot for state in sequences.values()], state_slots)
         self._copies: dict[int, tuple[Any, ...]] = {}
-        self._ranges: dict[int, Array] = {}  # of groups with chunks
         self._prefixes: dict[Any, Any] = {}  # of `attend_shared`
         self._bound: list[dict[int, Any]] = []  # layers that bound calls may still write to
         groups = range(len(store.groups))
@@ -120,6 +119,11 @@ class Step(StateStep):
             store.target.mark_queries(self._starts, "fewer")
             self._rows, self._longest = into.num_tokens, into.max_length
             self._widths = [table.shape[1] for table in self._tables]
+        self._ranges = {
+            number: store.target.index(group.ranges(self.positions), np.int64)
+            for number, group in enumerate(store.groups)
+            if group.chunk
+        }
         self._place = store.target.place()
         self._kept: list[int] = []  # how much of each sequence, once the step has ended
         self._noting: Marker | None = None
@@ -505,8 +509,6 @@ class Step(StateStep):
         args = pool, self._tables[group], q, self._lens, self._starts, options
         if shared:
             return attend_shared(self, group, shared, *args)
-        if of.chunk and group not in self._ranges:
-            self._ranges[group] = pool.target.index(of.ranges(self.positions), np.int64)
         return attend(*args, ranges=self._ranges.get(group))
 
     @writes

@@ -45,7 +45,7 @@ class StateStep:
     sequences: tuple[int, ...]
 
     def _begin_states(self, read: list[int], write: NDArray[np.int32] | None) -> None:
-        self._slots_written = np.array([not x for x in self._store.layers.states], np.bool_)
+        self._slots_written = self._store.without_states.copy()
         if write is not None:
             before = np.array(read, np.int32)
             self._state_slots = np.where(before < 0, write, before).astype(np.int32), write

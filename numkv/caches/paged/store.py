@@ -255,6 +255,11 @@ class BlockStore:
         """Which layers have no rows of their own."""
         return np.array([rows is None for rows in self.layers.rows])
 
+    @functools.cached_property
+    def without_states(self) -> NDArray[np.bool_]:
+        """Which layers keep no states."""
+        return np.array([not of_layer for of_layer in self.layers.states], np.bool_)
+
     def refuse_sharing(self, name: str, layer: int) -> None:
         """Refuse to write to a layer that reads another's rows."""
         source = self.layers.sources[layer]
