@@ -155,7 +155,9 @@ def _ray() -> Any:
     """Ray, which is an extra."""
     try:
         import ray
-    except ImportError:
+
+        ray.init  # noqa: B018 (a folder of this name can be imported too)
+    except (ImportError, AttributeError):
         from numkv.errors import NotSupported
 
         raise NotSupported(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def cluster():
     """Three nodes of two CPUs each; shards are spread over them."""
+    import ray
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "NUMBA_NUM_THREADS")}
