@@ -12,6 +12,11 @@ from numkv.ray.wire import Answer, Message
 
 __all__ = ["RayShards"]
 
+#: Places that are tried for an actor.
+_PLACES = 3
+#: What errors begin with where there was no answer, which may be as there is no place at all.
+_LATE = "no answer in"
+
 
 class RayShards:
     """A `Transport` whose shards are Ray actors.
@@ -68,10 +73,15 @@ class RayShards:
     def start(self, specs: Sequence[ShardSpec]) -> None:
         """Make the shards, and wait until they are there; see `Transport.start`."""
         self._specs = list(specs)
-        self._actors = [self._made(spec) for spec in specs]
+        self._actors = [self._made(spec) for spec in specs]  # all at once
         try:
             for shard in range(len(specs)):
-                self._wait(shard)
+                try:
+                    self._wait(shard)
+                except ShardDown as down:
+                    if down.reason.startswith(_LATE):
+                        raise
+                    self.replace(shard)
         except BaseException:
             self.close()
             raise
@@ -97,13 +107,16 @@ class RayShards:
 
     def replace(self, shard: int) -> None:
         """Make a shard anew; see `Transport.replace`."""
-        self._kill(shard)
-        self._actors[shard] = self._made(self._specs[shard])
-        try:
-            self._wait(shard)
-        except ShardDown:
+        for left in range(_PLACES - 1, -1, -1):
             self._kill(shard)
-            raise
+            self._actors[shard] = self._made(self._specs[shard])
+            try:
+                self._wait(shard)
+                return
+            except ShardDown as down:  # on a node that is gone, say, which Ray has not noticed yet
+                if not left or down.reason.startswith(_LATE):
+                    self._kill(shard)
+                    raise
 
     def _kill(self, shard: int) -> None:
         actor, self._actors[shard] = self._actors[shard], None
@@ -131,7 +144,7 @@ class _Coming:
         try:
             found: Answer = self._ray.get(self._reference, timeout=timeout)
         except self._ray.exceptions.GetTimeoutError:
-            raise ShardDown(self._shard, f"no answer in {timeout} s") from None
+            raise ShardDown(self._shard, f"{_LATE} {timeout} s") from None
         except self._ray.exceptions.RayError as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ShardDown(self._shard, first) from None
@@ -142,7 +155,9 @@ def _ray() -> Any:
     """Ray, which is an extra."""
     try:
         import ray
-    except ImportError:
+
+        ray.init  # noqa: B018 (a folder of this name can be imported too)
+    except (ImportError, AttributeError):
         from numkv.errors import NotSupported
 
         raise NotSupported(

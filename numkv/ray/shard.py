@@ -83,9 +83,10 @@ class Shard:
         Answer
             Errors are part of it; nothing is raised.
         """
-        with num_threads(
-            self._threads
-        ):  # a choice of this thread, which may be another one each time
+        if self._threads is None:
+            return self._handled(*message)
+        # A choice of this Python thread, which may be another one each time.
+        with num_threads(self._threads):
             return self._handled(*message)
 
     def _handled(self, number: int, operations: list[Operation]) -> Answer:

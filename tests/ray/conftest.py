@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-ray = pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Four nodes of one CPU each; shards that ask for one land on different nodes."""
+    """Three nodes of two CPUs each; shards are spread over them."""
+    import ray
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "NUMBA_NUM_THREADS")}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before["PYTHONPATH"]])])
     os.environ["NUMBA_NUM_THREADS"] = "1"  # of the workers, which inherit it
-    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    small = {"num_cpus": 2, "object_store_memory": 80 << 20}
     made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     try:
-        for _ in range(3):
+        for _ in range(2):
             made.add_node(**small)
         for name, value in before.items():
             if value is None:
