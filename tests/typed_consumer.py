@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import numkv
-from numkv.blocks import BlocksRemoved, BlocksStored, BlockPool
+from numkv.blocks import BlockPool, BlocksRemoved, BlocksStored
 from numkv.planning import ModelNeeds, needs_of
 from numkv.store import PrefixStore, StoreStats
 
@@ -80,7 +80,7 @@ def heard(event: BlocksStored | BlocksRemoved) -> None:
     print(event)
 
 
-def management(config: dict[str, Any]) -> int:
+def management(config: dict[str, Any]) -> int | None:
     pool = BlockPool(64, 16, on_event=heard)
     pool.check()
     needs = needs_of(config)
