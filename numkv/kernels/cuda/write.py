@@ -302,7 +302,8 @@ def _write_rows(
     if octets:
         return jit(make_write_rows, key, signature, 4 if compute == "float32" else 2)
     # With fewer registers, groups of INT4 would spill.
-    return jit(make_write_rows, key, signature, 3 if "int4" in (k_kind, v_kind) else 6)
+    of_groups = 3 if compute == "float32" else 2
+    return jit(make_write_rows, key, signature, of_groups if "int4" in (k_kind, v_kind) else 6)
 
 
 def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
