@@ -171,7 +171,7 @@ class PagedKVCache(WholeCache):
                 cached=length,
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
-            if self._store.watch is not None:  # a copied row is nobody's whom a later report reaches
+            if self._store.watch is not None:  # no later report would reach a row that is copied
                 self._store.collect(wait=True)
                 self._spread_bad()
             others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
