@@ -25,6 +25,7 @@ from numkv.files.rows import check_scales
 from numkv.files.sequences import block_pieces, packed, unpacked
 from numkv.kinds import Kind
 from numkv.storage.buffer import Buffer, are_scales
+from numkv.storage.latents import LATENT
 from numkv.storage.pool import Pool
 
 __all__ = ["CLASSES", "describe", "plan"]
@@ -70,13 +71,13 @@ def describe(cache: Any, prefix: str) -> Saved:
             tensors.append(Tensor.of(f"{i}.table.{group}", in_file.astype(np.int32)))
     fills = _fills(store, states.values(), ids)
     for slot, pool in enumerate(store.pools):
-        for side in _SIDES:
+        for side, _ in pool.stored:
             tensors += _block_tensors(pool, side, slot, ids, fills)
     for layer in range(store.num_layers):
         pool, _ = store.place(layer)
-        for side in _SIDES:
-            if pool.buffer(side).kind.scales_per == "head":
-                scales = np.array(store.target.to_host(pool.buffer(side).scales))
+        for side, buffer in pool.stored:
+            if buffer.kind.scales_per == "head":
+                scales = np.array(store.target.to_host(buffer.scales))
                 tensors.append(Tensor.of(f"{side}_head_scale.{layer}", scales))
     return Saved(fields, tensors, [(cache, True)])
 
@@ -212,7 +213,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         cache: Any = PagedKVCache(
             geometry.num_layers, geometry.num_kv_heads, dim, num_blocks=num_blocks,
             block_size=geometry.block_size, target=options.place.name, head_dim_v=dim_v,
-            k_kind=of_k, v_kind=of_v, windows=list(windows), rotate=seed is not None,
+            k_kind=of_k, v_kind=LATENT if geometry.is_latent else of_v, windows=list(windows), rotate=seed is not None,
         )  # fmt: skip
         expect(cache._store.geometry[-1] == seed, f"rows are rotated by seed {seed}")
         ids = cache.blocks.allocate(blocks)
@@ -241,8 +242,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
     first = int(ids[0]) if n else 0
     direct = target.values_on_host and np.array_equal(ids, np.arange(first, first + n))
     arrays = []
-    for side in _SIDES:
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
         for suffix, x, has in (
             ("", buffer.words, True),
             ("_scale", buffer.scales, buffer.kind.has_scales),
@@ -256,7 +256,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
                     check_scales(f"{side}{suffix}.{slot}", buffer.kind, to)
             arrays.append(to)
     if not direct:
-        k, k_scale, v, v_scale = arrays
+        k, k_scale, v, v_scale = arrays * 2 if pool.is_latent else arrays
         source = target.index(np.arange(n), np.int32)
         pool.from_host((k, v, k_scale, v_scale)).copy_blocks(
             source, pool, target.index(ids, np.int32)
@@ -264,8 +264,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
 
 
 def _read_head_scales(file: Container, layer: int, pool: Pool) -> None:
-    for side in _SIDES:
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
         if buffer.kind.scales_per == "head":
             name = f"{side}_head_scale.{layer}"
             scales = file.array(name)

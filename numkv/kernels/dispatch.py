@@ -20,7 +20,7 @@ Spec = TypeVar("Spec", bound=Callable[..., Any])
 
 #: Files of kernels that every target has.
 FILES = (
-    "append", "attention", "compress", "copy", "finite", "hadamard", "mass", "merge", "shift", "write",
+    "append", "attention", "compress", "copy", "finite", "hadamard", "latents", "mass", "merge", "shift", "write",
 )  # fmt: skip
 
 #: Names of all operations.

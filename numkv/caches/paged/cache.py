@@ -72,7 +72,7 @@ class PagedKVCache(WholeCache):
     head_dim_v : int, optional
         Elements of a V row.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V where they differ from `kind`.
+        Storage kinds of K and of V where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
     rotate : bool

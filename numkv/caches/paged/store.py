@@ -162,9 +162,7 @@ class BlockStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, scales included."""
-        sides = [
-            side for pool in self.layer_pools.values() for side in (pool.k_buffer, pool.v_buffer)
-        ]
+        sides = [side for pool in self.layer_pools.values() for _, side in pool.stored]
         arrays = {id(x): x for side in sides for x in (side.words, side.scales)}
         return sum(int(x.nbytes) for x in arrays.values())
 
@@ -175,7 +173,7 @@ class BlockStore:
         sizes = (int(pool.k.shape[1]), self.block_size, pool.head_dim, pool.head_dim_v)
         windows = tuple(self.window_of(layer) for layer in range(self.num_layers))
         seed = None if pool.k_rotation is None else pool.k_rotation.seed
-        return (sizes, pool.k_kind.name, pool.v_kind.name, windows, seed)
+        return (sizes, pool.k_kind.name, pool.v_storage, windows, seed)
 
     def place(self, layer: int) -> tuple[Pool, int]:
         """The pool of a layer, and the number of its group."""

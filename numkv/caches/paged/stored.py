@@ -20,8 +20,8 @@ from numkv.caches.paged.store import BlockStore, SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kinds_of
-from numkv.storage.pool import Pool
+from numkv.kinds import Kind
+from numkv.storage.latents import pool_and_kinds
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
 from numkv.targets.streamed import on_stream
@@ -81,7 +81,7 @@ class StoredSequences:
         layers = check_size("num_layers", num_layers, 1, _MOST_LAYERS)
         windows_of = _windows(windows, layers)
         place = targets.get(target)
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
@@ -95,7 +95,7 @@ class StoredSequences:
         groups = group_layers(windows_of)
         blocks = BlockPool(shape[0], shape[2])  # which bounds both numbers
         pools = [
-            Pool.allocate(place, shape, dim, dim_v, of_k, of_v, rotated) for _ in groups[0].layers
+            make.allocate(place, shape, dim, dim_v, of_k, of_v, rotated) for _ in groups[0].layers
         ]
         places = {
             layer: (slot, group)

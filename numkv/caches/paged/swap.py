@@ -16,6 +16,7 @@ from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 from numkv.errors import DimensionMismatch, NumkvError
 from numkv.kinds import Kind, kind
 from numkv.storage.buffer import Buffer, are_scales
+from numkv.storage.latents import LATENT
 
 __all__ = [
     "Geometry", "SwappedSequence", "check_sequence", "check_swapped", "check_table", "copy_in", "copy_out",
@@ -72,11 +73,13 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
     for pool in store.pools:
         staging = pool.like(len(ids))
         pool.copy_blocks(source, staging, to)
-        sides = (staging.k_buffer, staging.v_buffer)
+        sides = [side for _, side in staging.stored]
         words = [store.target.to_host(side.words) for side in sides]
         scales = [
             _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
         ]
+        if staging.is_latent:  # nothing for V
+            words, scales = [words[0], words[0][:0]], [scales[0], scales[0][:0]]
         buffers.append((*words, *scales))
     return SwappedSequence(
         state.length, state.tokens, state.extra, store.geometry, logical, buffers,
@@ -102,7 +105,10 @@ def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]]
         return found if _by_head(side) else _NO_HEAD_SCALES
 
     pools = [store.place(layer)[0] for layer in range(store.num_layers)]
-    return tuple((on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools)
+    return tuple(
+        (on_host(pool.k_buffer), _NO_HEAD_SCALES if pool.is_latent else on_host(pool.v_buffer))
+        for pool in pools
+    )
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
@@ -147,6 +153,7 @@ class Geometry(NamedTuple):
     dims: tuple[int, int]
     kinds: tuple[Kind, Kind]
     groups: list[LayerGroup]
+    is_latent: bool = False
 
     @classmethod
     def read(cls, given: Any) -> Geometry:
@@ -161,10 +168,11 @@ class Geometry(NamedTuple):
         _expect(
             isinstance(k_kind, str) and isinstance(v_kind, str), "names of kinds", (k_kind, v_kind)
         )
-        kinds = kind(k_kind), kind(v_kind)
+        is_latent = v_kind == LATENT
+        kinds = kind(k_kind), kind(k_kind if is_latent else v_kind)
         for of, elements in zip(kinds, (dim, dim_v), strict=True):
             of.words_per_row(elements)
-        return cls(heads, block_size, (dim, dim_v), kinds, group_layers(windows))
+        return cls(heads, block_size, (dim, dim_v), kinds, group_layers(windows), is_latent)
 
     @property
     def num_layers(self) -> int:
@@ -185,11 +193,14 @@ class Geometry(NamedTuple):
         ]
         for of, dim in zip(self.kinds, self.dims, strict=True):
             found.append((of.scale_word, of.scale_shape(rows, dim) if of.has_scales else None))
+        if self.is_latent:  # V is in the rows of K
+            found[1::2] = [(dtype, None) for dtype, _ in found[1::2]]
         return found
 
     def head_scale_shapes(self) -> list[int] | None:
         """How many scales of heads K and V have in each layer; None if neither kind has any."""
         by_head = [of.scales_per == "head" for of in self.kinds]
+        by_head[1] &= not self.is_latent
         return [self.num_kv_heads * has for has in by_head] if any(by_head) else None
 
 
