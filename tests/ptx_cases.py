@@ -13,6 +13,7 @@ import numpy as np
 import operands
 import paged_problems
 import problems
+import ptx_latents
 import ptx_prefill
 import tolerances
 from kernels import test_compress as codes
@@ -365,6 +366,7 @@ def cases():
         case(dequantise, kind)
     _attention(case)
     ptx_prefill.add_cases(case)
+    ptx_latents.add_cases(case)
     for shape, kind in (
         (codes.Shape(64, 1, 0, tokens=150), "fp32"),
         (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),

@@ -50,9 +50,9 @@ def first_part(rows: Buffer, dim: int) -> Buffer:
             expected=rows.dim,
             actual=dim,
         )
-    words, scales = rows.words[..., : of.words_per_row(dim)], rows.scales
+    words, scales = rows.words[:, :, :, : of.words_per_row(dim)], rows.scales
     if of.scales_per == "group":
-        scales = scales[..., : -(-dim // of.group_size)]
+        scales = scales[:, :, :, : -(-dim // of.group_size)]
     return replace(rows, words=words, scales=scales)
 
 
@@ -156,7 +156,7 @@ class LatentPool(Pool):
         return self.target.watch(of_k, of_k, marker)
 
     def check_rows(self, k: Any, v: Any, *, check_finite: bool | None) -> tuple[Array, Array]:
-        """Check new rows ``(num_tokens, num_kv_heads, head_dim)``; `v` is None, and comes back as a part of them."""
+        """Check new rows ``(num_tokens, num_kv_heads, head_dim)``; `v` is None, and comes back as these rows."""
         check_finite = check_flag("check_finite", check_finite, True)
         if v is not None:
             raise NotSupported(
@@ -166,7 +166,7 @@ class LatentPool(Pool):
         check_apart(self.target, self.written(), {"k": k})
         if check_finite:
             self.k_buffer.check_finite("k", k)
-        return k, k[..., : self.head_dim_v]
+        return k, k
 
 
 def _no_rows(side: tuple[Array, str, Array, str, Array]) -> tuple[Array, str, Array, str, Array]:
