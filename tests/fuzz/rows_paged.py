@@ -18,6 +18,7 @@ from fuzz.common import (
     SCALE,
     SM_SCALE,
     WRITE,
+    WRITE_LATENTS,
     Q,
     choose_kind,
     integer,
@@ -45,8 +46,7 @@ class Paged(Single):
             "block_size": d.choice([1, 2, 3]),
             "kind": self.kind,
             "head_dim_v": self.dim_v,
-            "rotate": self.rotate,
-        }
+        } | self.be_latent()
         if d.randrange(3) == 0:
             options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
         elif d.randrange(3) == 0:
@@ -306,6 +306,7 @@ Paged.rows = [
     Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),
     Row("Step.append", {"layer": LAYER, **APPEND}, "Step", _chosen, 8),
     Row("Step.write", {"layer": LAYER, **WRITE}, "Step", _chosen, 3),
+    Row("Step.write_latents", {"layer": LAYER, **WRITE_LATENTS}, "Step", _chosen, 2),
     Row("Step.attention", {"layer": LAYER, "q": Q, **OPTIONS}, "Step", _chosen, 3),
     Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
