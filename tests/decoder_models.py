@@ -22,6 +22,11 @@ _OF_ENCODER_DECODERS = {
     "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96,
     "is_decoder": True, "is_encoder_decoder": False,
 }  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "num_key_value_heads": 4, **_ROUTED,
+}  # fmt: skip
+_EXPERTS_OF_KIMI = {"num_experts_per_token": 2, "num_expert_group": 1, "first_k_dense_replace": 4}
 _SLIDING_EVERY_OTHER = ["sliding_attention", "full_attention"] * 2
 
 # By family: config class, and what differs from the sizes above.
@@ -215,6 +220,32 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
+
+
+# Those with latent attention, of which transformers keeps latents, too.
+LATENT_FAMILIES = {
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT),
+    "youtu": ("YoutuConfig", _LATENT),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT),
+    "minicpm3": ("MiniCPM3Config", _LATENT),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        _LATENT | {
+            "head_dim": 8, "num_layers": 2, "ffn_hidden_size": 96, "zero_expert_num": 1, "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+        },
+    ),
+    "axk1": ("AXK1Config", _LATENT),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        _LATENT | _EXPERTS_OF_KIMI | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig", _LATENT | _EXPERTS_OF_KIMI | {"layer_group_size": 2},
+    ),
+}  # fmt: skip
+FAMILIES |= LATENT_FAMILIES
 
 
 def make(family, dtype=torch.float32, **changes):

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import fault_bound
+import fault_latents
 import fault_states
 import numpy as np
 from fault_base import (
@@ -133,6 +134,7 @@ _LAYER = {
     "append": lambda c: c.append(*rows(9, 7)),
     "write one token": lambda c: c.write(projections(1), **FUSED),
     "write": lambda c: c.write(projections(5), **FUSED),
+    **fault_latents.OF_LAYER,
     "truncate": lambda c: c.truncate(4),
     "seq_len": lambda c: setattr(c, "seq_len", 3),
     "compact": lambda c: c.compact([0, 2, 5, 9], _SHIFT),
@@ -249,7 +251,7 @@ _PAGED_CACHE = {
 }
 _STEP = {
     "append": lambda c: c.step.append(1, *rows(5, 9)),
-    "write": lambda c: c.step.write(1, projections(5), **FUSED),
+    "write": lambda c: c.step.write(1, projections(5), **FUSED), **fault_latents.OF_STEP,
     "attention": lambda c: c.step.attention(0, queries(5), return_lse=True),
     "attention_weights": lambda c: c.step.attention_weights(0, queries(5)),
     "arrays": lambda c: list(c.step.arrays(1)),
@@ -597,4 +599,4 @@ def _subjects():
 
 
 #: By name: what is tried.
-SUBJECTS = _subjects()
+SUBJECTS = _subjects() | fault_latents.SUBJECTS

@@ -358,6 +358,40 @@ def write(qkv, num_q_heads, num_kv_heads, head_dim, mode, cos, sin, q_w, k_w, ep
     return q, k, v
 
 
+def latent_rows(rows, width, mode, cos, sin, weight, eps, positions):
+    """What a cache of latents must store of projections ``(tokens, heads, d)``: norm of `width` elements, then RoPE."""
+    latent, key = np.split(np.asarray(rows).astype(np.float64), [width], axis=-1)
+    if mode in NORM_MODES:
+        latent = rms_norm(latent, weight, eps)
+    if mode != 0:
+        key = np.stack(
+            [
+                rope(x, cos[p], sin[p], mode in INTERLEAVED_MODES)
+                for x, p in zip(key, positions, strict=True)
+            ]
+        )
+    return np.concatenate([latent, key], axis=-1)
+
+
+def latent_attention(q, rows, width, sm_scale):
+    """The newest tokens' absorbed queries ``(T, q heads, d)`` over one sequence's rows ``(n, d)``: output, lse.
+
+    A row is a key as it is, and its first `width` elements are the value.
+    """
+    q, rows = np.asarray(q).astype(np.float64), np.asarray(rows).astype(np.float64)
+    first = len(rows) - len(q)
+    found = [
+        [
+            attention_row(
+                x, rows[: first + t + 1], rows[: first + t + 1, :width], sm_scale, 0, None
+            )
+            for x in of_token
+        ]
+        for t, of_token in enumerate(q)
+    ]
+    return (np.array([[x[i] for x in of_token] for of_token in found]) for i in (0, 1))
+
+
 def rope_tables(positions, rotary_dim, base=10000.0, dtype=np.float32):
     """``cos, sin (positions, rotary_dim / 2)``."""
     angles = np.outer(np.arange(positions), base ** (-np.arange(0, rotary_dim, 2) / rotary_dim))

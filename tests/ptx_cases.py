@@ -15,6 +15,7 @@ import operands
 import paged_problems
 import problems
 import ptx_choice
+import ptx_latents
 import ptx_prefill
 import ptx_sight
 import tolerances
@@ -395,6 +396,7 @@ def cases():
     _attention(case)
     ptx_prefill.add_cases(case)
     ptx_choice.add_cases(case)
+    ptx_latents.add_cases(case)
     for shape, kind in (
         (codes.Shape(64, 1, 0, tokens=150), "fp32"),
         (codes.Shape(24, 3, 9, heads=2, group=3, tokens=40, begin=3), "fp16"),

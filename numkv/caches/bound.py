@@ -50,6 +50,10 @@ class Rows(NamedTuple):
     @classmethod
     def check(cls, pool: Pool, num_q_heads: Any, kind: Any, check_finite: Any) -> Rows:
         """Check what a caller binds for a pool."""
+        if pool.is_latent:
+            raise NotSupported(
+                "bind: expected a cache of K and V, got one of latents; call append or write_latents, then attention"
+            )
         rows = cls(
             named(kind), check_size("num_q_heads", num_q_heads, 1), check_flag("check_finite", check_finite, True)
         )  # fmt: skip

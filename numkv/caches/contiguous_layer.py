@@ -10,9 +10,9 @@ from numkv import targets
 from numkv.caches.layer import Layer
 from numkv.checks import check_size
 from numkv.errors import DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kinds_of
+from numkv.kinds import Kind
 from numkv.numbers import check_flag
-from numkv.storage.pool import Pool
+from numkv.storage.latents import pool_and_kinds
 
 __all__ = ["ContiguousLayer"]
 
@@ -33,7 +33,8 @@ class ContiguousLayer(Layer):
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`. With ``v_kind="latent"`` V is the first `head_dim_v`
+        elements of each row of K, and no memory of its own: see docs/latent.md.
     rotate : bool
         Whether rows are rotated before they are stored, which spreads large elements over the row and makes
         quantisation more accurate: random signs, then a Hadamard transform; undone in all that is read. See
@@ -85,7 +86,7 @@ class ContiguousLayer(Layer):
         head_dim_v: int | None = None,
     ) -> None:
         place = targets.get(target)
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind)
         size = check_size("capacity", capacity)
         heads = check_size("num_kv_heads", num_kv_heads, 1)
         dim = check_size("head_dim", head_dim, 1)
@@ -95,7 +96,7 @@ class ContiguousLayer(Layer):
                 f"`capacity`: expected at most {np.iinfo(np.int32).max} tokens, got {size}",
                 actual=size,
             )
-        pool = Pool.allocate(
+        pool = make.allocate(
             place, (1, heads, size), dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
         )
         super().__init__(pool, np.zeros(1, np.int32), size, residual_window, num_sink_tokens)

@@ -91,6 +91,10 @@ class FullPrecisionWindow:
         num_sinks = check_size("num_sink_tokens", num_sink_tokens)
         if window == 0 and num_sinks == 0:
             return None
+        if pool.is_latent:
+            raise NotSupported(
+                "`residual_window`: expected 0, and no num_sink_tokens, for latents, got some; leave them out"
+            )
         if not (pool.k_kind.has_scales or pool.v_kind.has_scales):
             name, n = ("residual_window", window) if window else ("num_sink_tokens", num_sinks)
             raise NotSupported(

@@ -13,6 +13,7 @@ from numkv.arrays import CacheArrays
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.bound_single import BoundLayer, bind_layer
+from numkv.caches.latent_write import LayerOfLatents
 from numkv.caches.layer_write import write_again, write_here
 from numkv.caches.single import SingleSequence
 from numkv.checks import check_index, check_kept, check_size
@@ -34,7 +35,7 @@ __all__ = ["Layer"]
 _MOST_POSITIONS = 2**62
 
 
-class Layer(SingleSequence):
+class Layer(LayerOfLatents):
     """What contiguous and paged layers have in common: a block table over buffers, and a length."""
 
     _derived = (*SingleSequence._derived, "_table", "_table_view", "_version", "_on_target")
@@ -249,14 +250,16 @@ class Layer(SingleSequence):
             return None
         return super()._ready_table(layer)
 
-    def append(self, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None) -> None:
+    def append(
+        self, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
+    ) -> None:
         """Append ready rows: no norm, no RoPE.
 
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, head_dim)
             New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
-            fp32, fp16 or bf16.
+            fp32, fp16 or bf16. No `v` where V is a part of K (``v_kind="latent"``).
         check_finite : bool
             Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are
             written, as zeros: later calls raise until these tokens are truncated.

@@ -13,8 +13,9 @@ from numkv.caches.paged_pool import PagedPool
 from numkv.checks import check_size, host_array
 from numkv.compaction.moves import slots_of
 from numkv.errors import CacheFull, DimensionMismatch, NumkvError
-from numkv.kinds import Kind, kind
+from numkv.kinds import Kind
 from numkv.numbers import check_flag
+from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
 
 __all__ = ["PagedLayer", "PagedPool"]
 
@@ -40,7 +41,7 @@ class PagedLayer(Layer):
         Where blocks come from; fixes kind, target, shapes and `rotate`. Without it the layer owns one of
         `max_blocks_per_seq` blocks.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`.
     rotate : bool, optional
         Whether rows are rotated before they are stored (see `numkv.ContiguousLayer`): False, or as the pool does.
     residual_window : int
@@ -298,10 +299,13 @@ def _check_same(
         given["target"] = (target, pool.target)
     if rotate is not None:
         given["rotate"] = (check_flag("rotate", rotate), pool.rotate)
-    for name, of_arg, of_pool in (("k_kind", k_kind, pool.kind), ("v_kind", v_kind, pool.v_kind)):
-        asked = both if of_arg is None else of_arg
-        if asked is not None:
-            given[name] = (kind(asked).name, of_pool.name)
+    make, of_k, of_v = pool_and_kinds(pool.kind if both is None else both, k_kind, v_kind)
+    if both is not None or k_kind is not None:
+        given["k_kind"] = (of_k.name, pool.kind.name)
+    if v_kind is not None:
+        given["v_kind"] = (LATENT if make is LatentPool else of_v.name, pool.pool.v_storage)
+    elif both is not None:
+        given["v_kind"] = (of_v.name, pool.v_kind.name)
     for name, (asked, has) in given.items():
         if asked != has:
             raise DimensionMismatch(

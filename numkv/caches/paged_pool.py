@@ -13,9 +13,10 @@ from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.checks import check_size
 from numkv.drawing.page import Drawn
 from numkv.errors import NumkvError
-from numkv.kinds import Kind, kinds_of
+from numkv.kinds import Kind
 from numkv.numbers import check_flag
 from numkv.storage.buffer import are_scales
+from numkv.storage.latents import pool_and_kinds
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
@@ -42,7 +43,7 @@ class PagedPool(Drawn):
     target : {"cpu", "cuda"}
         Where the buffers are and the kernels run.
     k_kind, v_kind : str or Kind, optional
-        Storage kinds of K and of V, where they differ from `kind`.
+        Storage kinds of K and of V, where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`.
     rotate : bool
         Whether rows are rotated before they are stored; see `numkv.ContiguousLayer`.
     head_dim_v : int, optional
@@ -87,9 +88,9 @@ class PagedPool(Drawn):
         )
         dim = check_size("head_dim", head_dim, 1)
         dim_v = dim if head_dim_v is None else check_size("head_dim_v", head_dim_v, 1)
-        of_k, of_v = kinds_of(kind, k_kind, v_kind)
+        make, of_k, of_v = pool_and_kinds(kind, k_kind, v_kind)
         self._access = Access()
-        self._pool = Pool.allocate(
+        self._pool = make.allocate(
             targets.get(target), shape, dim, dim_v, of_k, of_v, check_flag("rotate", rotate)
         )
         self.blocks = BlockPool(shape[0], shape[2])
@@ -273,7 +274,7 @@ class PagedPool(Drawn):
             raise NumkvError(
                 f"check: expected books of {self.num_blocks} blocks of {self.block_size} tokens, got {self.blocks!r}"
             )
-        for buffer in (self._pool.k_buffer, self._pool.v_buffer):
+        for _, buffer in self._pool.stored:
             if buffer.kind.scales_per == "head":
                 scales = buffer.target.to_host(buffer.scales)
                 if not are_scales(buffer.kind, scales):
@@ -287,6 +288,6 @@ class PagedPool(Drawn):
             f"block_size={self.block_size}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}"
             f"{'' if self.head_dim_v == self.head_dim else f', head_dim_v={self.head_dim_v}'}, kind={self.kind}"
-            f"{'' if self.kind is self.v_kind else f'/{self.v_kind}'}"
+            f"{'' if self.kind.name == self._pool.v_storage else f'/{self._pool.v_storage}'}"
             f"{', rotate=True' if self.rotate else ''}, target={self.target})"
         )

@@ -203,7 +203,8 @@ class SingleSequence(Watched):
 
     def _storage(self) -> str:
         """What a ``repr`` says of storage."""
-        described = str(self.kind) + ("" if self.kind is self.v_kind else f"/{self.v_kind}")
+        v_storage = self._pool.v_storage
+        described = str(self.kind) + ("" if self.kind.name == v_storage else f"/{v_storage}")
         if self.rotate:
             described += ", rotate=True"
         if self._full_precision is not None:
@@ -231,6 +232,10 @@ class SingleSequence(Watched):
 
     def _check_all_in_buffers(self, name: str) -> None:
         """Refuse to show memory that does not have all tokens."""
+        if self._pool.is_latent and name == "jit":
+            raise NotSupported(
+                "`jit`: expected a cache of K and V, got one of latents, whose V is a part of K; take `arrays`"
+            )
         if self._full_precision is not None:
             raise NotSupported(
                 f"`{name}`: expected a cache without full-precision tokens, got {self._full_precision}; they lie "
@@ -346,11 +351,11 @@ class SingleSequence(Watched):
     def _check_scales(self) -> None:
         longest = int(self._lengths.max(initial=0))
         every = np.broadcast_to(np.arange(longest), (len(self._lengths), longest))
-        for which in "kv":
-            kind = self._pool.buffer(which).kind
+        for which, buffer in self._pool.stored:
+            kind = buffer.kind
             if not kind.is_scaled:
                 continue
-            scales = self._target.to_host(self._pool.buffer(which).scales).view(kind.scale_dtype)
+            scales = self._target.to_host(buffer.scales).view(kind.scale_dtype)
             if kind.scales_per == "head":
                 if not are_scales(kind, scales):
                     raise NumkvError(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.checks import check_array, check_flag, check_integers
-from numkv.errors import DimensionMismatch
+from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
 from numkv.storage.pool import Pool, source_dtypes
 from numkv.targets.base import Array, Target
@@ -163,6 +163,11 @@ class RopeShift:
         offset : int
             How many positions further they are to stand.
         """
+        if pool.is_latent:
+            raise NotSupported(
+                "`shift`: expected None for latents, whose rotary part is the end of a row that may share one scale, "
+                "got one; keep the positions that tokens had"
+            )
         self._check(offset, pool.head_dim)
         self._tables_on(pool.target)  # what is returned needs no more memory, but for rotated keys
         if pool.rotate:

@@ -90,13 +90,13 @@ def describe(cache: Any, prefix: str) -> Saved:
     fills = _fills(store, states.values(), ids)
     for slot, (pool, groups) in enumerate(store.parts):
         own = _own_blocks(states.values(), groups, ids)
-        for side in _SIDES:
+        for side, _ in pool.stored:
             tensors += _block_tensors(pool, side, slot, ids[own], fills[own])
     for layer in store.layers.storing:
         pool, _ = store.place(layer)
-        for side in _SIDES:
-            if pool.buffer(side).kind.scales_per == "head":
-                scales = np.array(store.target.to_host(pool.buffer(side).scales))
+        for side, buffer in pool.stored:
+            if buffer.kind.scales_per == "head":
+                scales = np.array(store.target.to_host(buffer.scales))
                 tensors.append(Tensor.of(f"{side}_head_scale.{layer}", scales))
     return Saved(fields, tensors, [(cache, True)])
 
@@ -296,8 +296,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
     in_a_row = np.array_equal(ids, np.arange(first, first + n))
     direct = target.values_on_host and in_a_row and pool.k.flags.c_contiguous
     arrays = []
-    for side in _SIDES:
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
         for suffix, x, has in (
             ("", buffer.words, True),
             ("_scale", buffer.scales, buffer.kind.has_scales),
@@ -311,7 +310,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
                     check_scales(f"{side}{suffix}.{slot}", buffer.kind, to)
             arrays.append(to)
     if not direct:
-        k, k_scale, v, v_scale = arrays
+        k, k_scale, v, v_scale = arrays * 2 if pool.is_latent else arrays
         source = target.index(np.arange(n), np.int32)
         pool.from_host((k, v, k_scale, v_scale)).copy_blocks(
             source, pool, target.index(ids, np.int32)
@@ -319,8 +318,7 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
 
 
 def _read_head_scales(file: Container, layer: int, pool: Pool) -> None:
-    for side in _SIDES:
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
         if buffer.kind.scales_per == "head":
             name = f"{side}_head_scale.{layer}"
             scales = file.array(name)

@@ -77,7 +77,7 @@ def kind_fields(pool: Pool) -> dict[str, Any]:
     rotation = pool.k_rotation
     return {
         "k_kind": pool.k_kind.name,
-        "v_kind": pool.v_kind.name,
+        "v_kind": pool.v_storage,
         "rotation": None if rotation is None else rotation.seed,
     }
 

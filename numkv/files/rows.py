@@ -69,7 +69,7 @@ def row_specs(
     return specs
 
 
-def row_bytes(kinds: tuple[Kind, Kind], dims: tuple[int, int], heads: int) -> int:
+def row_bytes(kinds: tuple[Kind, ...], dims: tuple[int, ...], heads: int) -> int:
     """Bytes of a token in a layer."""
     with claims("rows"):
         return sum(kind.row_bytes(dim) * heads for kind, dim in zip(kinds, dims, strict=True))
@@ -131,8 +131,7 @@ def tensors_of_pool(
     """
     found = []
     part = slice(None) if block is None else slice(block, block + 1)
-    for side in ("k", "v"):
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
 
         def arrays(buffer: Buffer = buffer) -> tuple[Any, Any]:
             scales = buffer.scales[part] if buffer.kind.has_scales else buffer.scales
@@ -247,8 +246,7 @@ def fill_pool(
     file: Container, prefix: str, layer: int, pool: Pool, slots: Slots, host: HostBuffers
 ) -> None:
     """Read the rows of a layer into some slots of a pool; see `tensors_of_pool`."""
-    for side in ("k", "v"):
-        buffer = pool.buffer(side)
+    for side, buffer in pool.stored:
         scales = host.of(buffer.scales) if buffer.kind.has_scales else None
         arrays = host.of(buffer.words), scales
         fill_rows(file, f"{prefix}{side}", str(layer), buffer.kind, arrays, slots)

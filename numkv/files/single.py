@@ -31,6 +31,7 @@ from numkv.files.rows import (
 )
 from numkv.kinds import Kind, kind_of_dtype
 from numkv.storage.buffer import Buffer
+from numkv.storage.latents import LATENT
 from numkv.storage.pool import Pool
 
 __all__ = ["CLASSES", "describe", "plan"]
@@ -120,7 +121,14 @@ class _Sizes:
         self.layers = fields.integer("num_layers")
         self.heads = fields.integer("num_kv_heads", 1)
         self.dims = fields.integer("head_dim", 1), fields.integer("head_dim_v", 1)
-        self.kinds = read_kinds(fields)
+        self.is_latent = name != "KVCache" and fields.text("v_kind") == LATENT
+        if self.is_latent:  # V is in the rows of K
+            of_k = fields.kind("k_kind")
+            self.kinds = of_k, of_k
+            expect(self.dims[1] <= self.dims[0], "rows of V are longer than those of K")
+        else:
+            self.kinds = read_kinds(fields)
+        self.sides = _SIDES[: 1 if self.is_latent else 2]
         self.rotate = read_rotation(fields)
         self.window = fields.integer("residual_window")
         self.sinks = fields.integer("num_sink_tokens")
@@ -186,7 +194,8 @@ class _Sizes:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""
-        tokens = self.capacity * row_bytes(self.kinds, self.dims, self.heads)
+        count = len(self.sides)
+        tokens = self.capacity * row_bytes(self.kinds[:count], self.dims[:count], self.heads)
         if self.is_windowed:
             most = MOST if self.most is None else self.most
             kept = min(self.sinks, most) + min(self.window, most)
@@ -223,7 +232,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
 def _take(
     file: Container, prefix: str, layer: int, kinds: tuple[Kind, Kind], sizes: _Sizes, tokens: int
 ) -> None:
-    for side, kind, dim in zip(_SIDES, kinds, sizes.dims, strict=True):
+    for side, kind, dim in zip(sizes.sides, kinds, sizes.dims, strict=False):
         for name, spec in row_specs(
             f"{prefix}{side}", str(layer), kind, dim, sizes.heads, tokens
         ).items():
@@ -235,7 +244,7 @@ def _make(sizes: _Sizes, options: Options) -> Any:
     k_kind, v_kind = sizes.kinds
     target = options.place.name
     more: dict[str, Any] = {
-        "k_kind": k_kind, "v_kind": v_kind,
+        "k_kind": k_kind, "v_kind": LATENT if sizes.is_latent else v_kind,
         "residual_window": sizes.window, "num_sink_tokens": sizes.sinks,
     }  # fmt: skip
     dim, dim_v = sizes.dims
@@ -281,7 +290,7 @@ def _read(cache: Any, sizes: _Sizes, prefix: str, file: Container) -> None:
         pool = cache._pools[layer]
         blocks = cache.block_indices if isinstance(cache, PagedLayer) else [layer]
         slots = slots_in(blocks, int(pool.k.shape[2]), begin, end)
-        for side in _SIDES:
+        for side in sizes.sides:
             scales = read_head_scales(file, f"{prefix}{side}", str(layer), pool.buffer(side).kind)
             if scales is not None:
                 _give_scales(cache, sizes, pool.buffer(side), side, scales)

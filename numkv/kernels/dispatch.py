@@ -20,8 +20,8 @@ Spec = TypeVar("Spec", bound=Callable[..., Any])
 
 #: Files of kernels that every target has.
 FILES = (
-    "append", "attention", "choice", "compress", "copy", "finite", "hadamard", "mask", "mass", "merge", "shift",
-    "write",
+    "append", "attention", "choice", "compress", "copy", "finite", "hadamard", "latents", "mask", "mass", "merge",
+    "shift", "write",
 )  # fmt: skip
 
 #: Names of all operations.

@@ -430,6 +430,47 @@ class Operations(OperationsOfCodes, OperationsOfChoice, SmallCalls):
         raise NotImplementedError
 
     @staticmethod
+    def scatter_latents(
+        rows: Array,
+        rows_kind: str,
+        cos: Array,
+        sin: Array,
+        how: tuple[bool, bool, bool, float, int],
+        weight: Array,
+        positions: Array,
+        pool: Array,
+        pool_kind: str,
+        scale: Array,
+        slot_mapping: Array,
+        look: int = 0,
+    ) -> None:
+        """Normalise the first part of new rows, rotate what follows, and write them.
+
+        Parameters
+        ----------
+        rows : array (num_tokens, num_kv_heads, head_dim)
+            Latents with their rotary parts, in the words of `rows_kind`.
+        rows_kind : str
+            Their kind.
+        cos, sin
+            See `write_rows`; elements ``width`` to ``width + rotary_dim`` of a row are rotated.
+        how : tuple
+            Whether latents are normalised; whether rotary parts are rotated; whether pairs are neighbours; what the
+            mean square gets added; `width`, the elements of a latent.
+        weight : array (width,)
+            Norm weight in the computing dtype: float64 if one of the kinds is fp64, else float32.
+        positions
+            See `scatter_write`.
+        pool, pool_kind, scale
+            See `append_rows`.
+        slot_mapping
+            See `scatter_write`.
+        look
+            See `append_both`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
     def scatter_write(
         qkv: Array,
         qkv_kind: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,9 @@ class Pool:
 
     k_buffer: Buffer
     v_buffer: Buffer
+
+    #: Whether V is the first part of K's rows: see `numkv.storage.latents`.
+    is_latent: ClassVar[bool] = False
 
     @classmethod
     def allocate(
@@ -141,6 +144,16 @@ class Pool:
         """Bytes of the buffers, scales included."""
         return self.k_buffer.nbytes + self.v_buffer.nbytes
 
+    @property
+    def stored(self) -> tuple[tuple[str, Buffer], ...]:
+        """The buffers that have memory of their own, by the names of their sides."""
+        return ("k", self.k_buffer), ("v", self.v_buffer)
+
+    @property
+    def v_storage(self) -> str:
+        """How V is stored, as `v_kind` of a cache says it: the name of a kind, or ``"latent"``."""
+        return self.v_buffer.kind.name
+
     def buffer(self, which: str) -> Buffer:
         """The buffer of ``"k"`` or ``"v"``."""
         return self.k_buffer if which == "k" else self.v_buffer
@@ -168,8 +181,8 @@ class Pool:
         to : Pool
             Where they go.
         """
-        self.k_buffer.copy_blocks(source_ids, to.k_buffer, to_ids)
-        self.v_buffer.copy_blocks(source_ids, to.v_buffer, to_ids)
+        for (_, source), (_, target) in zip(self.stored, to.stored, strict=True):
+            source.copy_blocks(source_ids, target, to_ids)
 
     def move_tokens(self, source_slots: NDArray[np.int64], to_slots: NDArray[np.int64]) -> None:
         """Move the rows of tokens as they are stored, scales included.
@@ -194,8 +207,12 @@ class Pool:
             The other pool, on the same target.
         """
         here, there = (self.target.index(slots, np.int64) for slots in (source_slots, to_slots))
-        self.k_buffer.copy_tokens(here, to.k_buffer, there)
-        self.v_buffer.copy_tokens(here, to.v_buffer, there)
+        self.copy_slots(here, there, to)
+
+    def copy_slots(self, here: Array, there: Array, to: Pool) -> None:
+        """`copy_tokens` by slots that are on the target."""
+        for (_, source), (_, target) in zip(self.stored, to.stored, strict=True):
+            source.copy_tokens(here, target, there)
 
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """Words of K and V, then their scales."""
@@ -225,6 +242,17 @@ class Pool:
     def to_host(self) -> tuple[np.ndarray[Any, Any], ...]:
         """All arrays in host memory."""
         return tuple(self.target.to_host(x) for x in self.arrays())
+
+    def take(self, arrays: tuple[np.ndarray[Any, Any], ...]) -> None:
+        """Take over the content of another pool's `to_host`, where buffers are in host memory."""
+        content = {"k": arrays[::2], "v": arrays[1::2]}
+        for name, buffer in self.stored:
+            words, scales = content[name]
+            buffer.words[...] = words
+            if scales.shape == buffer.scales.shape:
+                buffer.scales[...] = scales
+            else:  # of heads, of all layers
+                buffer.scales = scales
 
     def copy(self, ids: Array | None = None) -> Pool:
         """A pool of this one's kinds and shapes with the same content, in memory of its own.
@@ -267,7 +295,7 @@ class Pool:
             )
         shape = tuple(int(n) for n in self.k.shape[:3])
         sizes = (shape, self.head_dim, self.head_dim_v, self.k_kind.name, self.v_kind.name)
-        return _made_again, (self.target.name, *sizes, self.rotate, self.to_host())
+        return _made_again, (self.target.name, *sizes, self.rotate, self.to_host(), type(self))
 
     def values(self, which: str) -> Array:
         """The K or V buffer as it is stored; see `Buffer.elements`."""
@@ -348,16 +376,10 @@ def _with_copied_scales(side: Buffer, source: Buffer) -> Buffer:
 
 def _made_again(
     target: str, shape: tuple[int, int, int], head_dim: int, head_dim_v: int, k_kind: str, v_kind: str,
-    rotate: bool, arrays: tuple[np.ndarray[Any, Any], ...],
+    rotate: bool, arrays: tuple[np.ndarray[Any, Any], ...], made: type[Pool] = Pool,
 ) -> Pool:  # fmt: skip
     """A pool out of a pickle: kinds and target are this process's, and buffers lie where kernels like them."""
     kinds = kind(k_kind), kind(v_kind)
-    pool = Pool.allocate(targets.get(target), shape, head_dim, head_dim_v, *kinds, rotate)
-    k, v, k_scale, v_scale = arrays
-    for buffer, words, scales in ((pool.k_buffer, k, k_scale), (pool.v_buffer, v, v_scale)):
-        buffer.words[...] = words
-        if scales.shape == buffer.scales.shape:
-            buffer.scales[...] = scales
-        else:  # of heads, of all layers
-            buffer.scales = scales
+    pool = made.allocate(targets.get(target), shape, head_dim, head_dim_v, *kinds, rotate)
+    pool.take(arrays)
     return pool

@@ -135,7 +135,7 @@ def _append(q: Any, pending: Pending, plan: Any) -> tuple[Step, Pool]:
     check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
     step = plan.step(books, keep=layer.record_past)
     k = _new_rows(pending.keys, pool.k_kind, "key_states")
-    v = _new_rows(pending.values, pool.v_kind, "value_states")
+    v = None if pool.is_latent else _new_rows(pending.values, pool.v_kind, "value_states")
     k, v = pool.check_rows(k, v, check_finite=True)
     pool = layer.make_room(step)
     pool.scatter(k, v, step.slots)

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from numkv.attention.options import check_options
 from numkv.errors import NotSupported
 from numkv.transformers.append_attend import append_and_attend, at_once
+from numkv.transformers.latents import LatentRows, attend_absorbed
 from numkv.transformers.layers import Rows
 from numkv.transformers.masks import Plan
 
@@ -60,7 +61,7 @@ def attention(
     NotSupported
         If something is asked for that would not be right.
     """
-    if type(key) is Rows:
+    if isinstance(key, Rows):
         return _over_cache(
             query, key, value, attention_mask, dropout, scaling, softcap, s_aux, others
         ), None
@@ -75,7 +76,7 @@ def _over_cache(
 ) -> Any:  # fmt: skip
     """Attend over what a `NumkvCache` holds, the new rows included."""
     pending = key.pending
-    if type(value) is not Rows or value.pending is not pending:
+    if type(value) is not type(key) or value.pending is not pending:
         raise NotSupported(
             "NumkvCache: expected K and V of one layer, got those of two, or one from elsewhere"
         )
@@ -90,11 +91,16 @@ def _over_cache(
             "NumkvCache: expected a forward pass without gradients, as numkv computes none; call the model under "
             "torch.no_grad() or torch.inference_mode(), or train it without this cache"
         )
-    out = at_once(query, pending, mask, scaling, softcap, s_aux)
+    latent = type(key) is LatentRows
+    out = None if latent else at_once(query, pending, mask, scaling, softcap, s_aux)
     if out is not None:
         return out
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
     options = check_options(None if scaling is None else float(scaling), softcap, -1, sinks)
+    if latent:
+        if scaling is None:  # which rows of latents do not say
+            options = options._replace(sm_scale=query.shape[3] ** -0.5)
+        return attend_absorbed(query, value, pending, mask, options)
     return append_and_attend(query, pending, mask, options)
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 )
 
 from numkv.errors import NotSupported
+from numkv.transformers.latents import LatentLayer
 from numkv.transformers.layers import HybridLayer, NumkvLayer, columns_to_crop
 from numkv.transformers.options import Options
 
@@ -25,6 +26,11 @@ _OF_TRANSFORMERS = {"linear_attention", "conv", "dummy"}
 _BOTH_WAYS = {
     "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
     "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+# Models with latent attention whose `expand_kv` makes K and V of all latents by one weight, and that choose no tokens.
+_LATENT = {
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
+    "minicpm3", "youtu",
 }  # fmt: skip
 # Models that do with K and V what no config says.
 _OWN_WAYS = {
@@ -61,14 +67,17 @@ class NumkvCache(Cache):  # type: ignore[misc]
     Raises
     ------
     NotSupported
-        If the model has layers that would not be right: latent attention, which stores something else than K and V,
-        attention that chooses tokens by an index, ALiBi, cross attention. If `residual_window` is given and neither K
-        nor V is quantised.
+        If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
+        attention. If `residual_window` is given and neither K nor V is quantised. Of models with latent attention, if
+        `rotate`, `residual_window` or a `v_kind` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one.
 
     Notes
     -----
+    Latent attention (DeepSeek V2 and V3, Kimi Linear, GLM 4.7 Flash and others) keeps one row for each token, of the
+    latent and the rotary key, in one kind; K and V of the heads are never made.
+
     Full layers keep all tokens, sliding and chunked ones what a token may still see. Padding is not stored. Linear and
     convolutional layers are transformers' own, as are layers that share another's rows. With 8-bit floats all scales
     are 1.
@@ -98,8 +107,14 @@ class NumkvCache(Cache):  # type: ignore[misc]
         config = config.get_text_config(decoder=True)
         _check_config(config)
         types, arguments = _layers_of(config)
+        latent = _is_set(config, "kv_lora_rank")
+        if latent and (rotate or residual_window or (v_kind is not None and v_kind != k_kind)):
+            raise NotSupported(
+                "NumkvCache: expected no rotate, residual_window or v_kind for latent attention, whose V is a part of "
+                "K's rows, got one; pass kind alone"
+            )
         layers = [
-            _layer(number, name, options, given)
+            _layer(number, name, options, given, latent)
             for number, (name, given) in enumerate(zip(types, arguments, strict=True))
         ]
         if not any(isinstance(layer, NumkvLayer) for layer in layers):
@@ -183,7 +198,7 @@ class NumkvCache(Cache):  # type: ignore[misc]
         return found[0] if found else 0
 
 
-def _layer(number: int, name: str, options: Options, given: dict[str, Any]) -> Any:
+def _layer(number: int, name: str, options: Options, given: dict[str, Any], latent: bool) -> Any:
     """The cache of one layer."""
     given = dict(given)
     window = given.pop("sliding_window", None)
@@ -197,7 +212,7 @@ def _layer(number: int, name: str, options: Options, given: dict[str, Any]) -> A
     reach = -1 if window is None else int(window) - 1
     if name in _HYBRID:
         return HybridLayer(options, reach, **given)
-    return NumkvLayer(options, reach)
+    return (LatentLayer if latent else NumkvLayer)(options, reach)
 
 
 def _layers_of(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
@@ -218,8 +233,8 @@ def _check_config(config: Any) -> None:
     reason = _OWN_WAYS.get(model)
     if getattr(config, "is_encoder_decoder", False):
         reason = "encoder and decoder, with cross attention between them"
-    elif _is_set(config, "kv_lora_rank"):
-        reason = "latent attention, which stores what K and V are made of"
+    elif _is_set(config, "kv_lora_rank") and model not in _LATENT:
+        reason = "latent attention of its own way"
     elif _is_set(config, "alibi") or model in ("bloom", "mpt"):
         reason = "ALiBi, which adds to scores within the model"
     elif not getattr(config, "is_causal", True):

@@ -40,15 +40,18 @@ class Pending:
         The rows.
     done : tuple of Plan, Step and Pool, or None
         The step that stored them, and the pool then, for layers that share them.
+    weight : tensor or None
+        Of latents, what makes K and V of them; see `numkv.transformers.latents`.
     """
 
-    __slots__ = ("done", "keys", "layer", "values")
+    __slots__ = ("done", "keys", "layer", "values", "weight")
 
     def __init__(self, layer: NumkvLayer, keys: Any, values: Any) -> None:
         self.layer = layer
         self.keys = keys
         self.values = values
         self.done: tuple[Any, Step, Pool] | None = None
+        self.weight: Any = None
 
 
 class Rows(torch.Tensor):  # type: ignore[misc]
@@ -92,6 +95,8 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_compileable = False
     is_croppable = True
+    #: What its rows lie in.
+    pool_class = Pool
 
     def __init__(self, options: Options, reach: int = -1) -> None:
         super().__init__()
@@ -120,7 +125,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         k_kind, v_kind = self.options.kinds(_kind_of(key_states), _kind_of(value_states))
         self.books = self.options.empty_books(int(batch), self.block_size, self.reach)
         shape = (self.books.num_blocks, int(heads), self.block_size)
-        self.pool = Pool.allocate(
+        self.pool = self.pool_class.allocate(
             targets.get("cpu"), shape, int(dim), int(value_states.shape[3]), k_kind, v_kind,
             self.options.rotate,
         )  # fmt: skip

@@ -179,6 +179,8 @@ def pool_append(
     of_k, of_v = pool.k_buffer, pool.v_buffer
     if not (type(k) is type(v) is type(of_k.words) is np.ndarray and type(look) is bool):
         return -1
+    if pool.is_latent:  # rows of V there are none
+        return -1
     if k.size >= SMALL or v.size >= SMALL:
         return -1
     kind, dtype = of_k.kind, k.dtype
@@ -267,7 +269,7 @@ def pool_write(
     of_k, of_v = pool.k_buffer, pool.v_buffer
     if not (type(qkv) is type(of_k.words) is np.ndarray and type(num_q_heads) is int):
         return -1, None
-    if qkv.ndim != 2 or qkv.size >= SMALL or of_k.rotation is not None:
+    if qkv.ndim != 2 or qkv.size >= SMALL or of_k.rotation is not None or pool.is_latent:
         return -1, None
     if not (type(eps) is float and 0.0 <= eps <= _MOST and type(look) is bool):
         return -1, None

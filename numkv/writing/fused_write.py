@@ -11,7 +11,7 @@ import numpy as np
 
 from numkv import targets
 from numkv.checks import check_apart, check_array, check_number, check_size, check_writable
-from numkv.errors import DimensionMismatch
+from numkv.errors import DimensionMismatch, NotSupported
 from numkv.kinds import QUERY_DTYPES, Kind, kind_of_dtype
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool, refuse_non_finite
@@ -19,7 +19,9 @@ from numkv.storage.tables import one_block_each, one_query_each
 from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
 
-__all__ = ["DEFAULT_EPS", "Projection", "QKMode"]
+__all__ = [
+    "DEFAULT_EPS", "Projection", "QKMode", "check_mode", "check_positions", "check_tables", "empty",
+]  # fmt: skip
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -53,7 +55,7 @@ class QKMode(enum.IntEnum):
 DEFAULT_EPS = 1e-6
 
 
-def _check_mode(qk_mode: Any) -> QKMode:
+def check_mode(qk_mode: Any) -> QKMode:
     """A mode from its number."""
     number = check_size("qk_mode", qk_mode)
     if number not in QKMode.__members__.values():
@@ -64,7 +66,8 @@ def _check_mode(qk_mode: Any) -> QKMode:
 
 
 @functools.cache
-def _empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """What stands in for an array of no elements that a mode does not need."""
     return targets.by_key(target).empty(shape, dtype)
 
 
@@ -106,8 +109,12 @@ class Projection:
         q_norm_weight: Any, k_norm_weight: Any, eps: Any, q_out: Any,
     ) -> Self:  # fmt: skip
         """Check the arguments of a fused write; see `numkv.ContiguousLayer.write`."""
+        if pool.is_latent:
+            raise NotSupported(
+                "`write`: expected a cache of K and V, got one of latents; call write_latents, or append"
+            )
         target = pool.target
-        mode = qk_mode if type(qk_mode) is QKMode else _check_mode(qk_mode)
+        mode = qk_mode if type(qk_mode) is QKMode else check_mode(qk_mode)
         heads = check_size("num_q_heads", num_q_heads)
         kv_heads, dim = int(pool.k.shape[1]), pool.head_dim
         if kv_heads == 0 or heads % kv_heads:
@@ -124,10 +131,10 @@ class Projection:
         names = (kind.name, pool.k_kind.name, pool.v_kind.name)
         compute: np.dtype[Any] = _FLOAT64 if "fp64" in names else _FLOAT32
         if mode is QKMode.COPY:
-            cos = sin = _empty(target.key, (0, 0), _FLOAT32)
+            cos = sin = empty(target.key, (0, 0), _FLOAT32)
         else:
-            cos, sin = _check_tables(target, cos, sin, mode, dim)
-        q_weight = k_weight = _empty(target.key, (0,), compute)
+            cos, sin = check_tables(target, cos, sin, mode, dim)
+        q_weight = k_weight = empty(target.key, (0,), compute)
         if mode.normalises:
             weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
             for name, weight in weights.items():
@@ -167,13 +174,8 @@ class Projection:
 
     def check_positions(self, first: int) -> None:
         """Refuse positions, from `first` on, for which the tables have no row."""
-        if not self.rotates or 0 <= first <= self.cos.shape[0] - self.num_tokens:
-            return
-        if self.num_tokens:
-            raise IndexError(
-                f"`cos`: expected a row for each of the positions [{first}, {first + self.num_tokens}), "
-                f"got {self.cos.shape[0]} rows; make the tables longer"
-            )
+        if self.rotates:
+            check_positions(self.cos, first, self.num_tokens)
 
     def check_finite(self, pool: Pool) -> None:
         """Refuse NaN and infinity in those of k and v that the pool quantises; q may hold anything."""
@@ -291,9 +293,19 @@ def _rows_of(block: Pool) -> tuple[Array, Array]:
     return k, v
 
 
-def _check_tables(
+def check_positions(cos: Array, first: int, num_tokens: int) -> None:
+    """Refuse positions, from `first` on, for which tables have no row."""
+    if num_tokens and not 0 <= first <= cos.shape[0] - num_tokens:
+        raise IndexError(
+            f"`cos`: expected a row for each of the positions [{first}, {first + num_tokens}), "
+            f"got {cos.shape[0]} rows; make the tables longer"
+        )
+
+
+def check_tables(
     target: Target, cos: Any, sin: Any, mode: QKMode, head_dim: int
 ) -> tuple[Array, Array]:
+    """Check tables for a mode that rotates, of at most `head_dim` elements."""
     if cos is None or sin is None:
         name = "cos" if cos is None else "sin"
         raise DimensionMismatch(

@@ -115,12 +115,14 @@ OPTIONS = {
 
 
 def _rows(width: str):
-    def make(d: Draw) -> np.ndarray:
+    def make(d: Draw) -> object:
         if width == "dim" or not d.n:
             d.n = d.scene.tokens_of_rows(d)
+        if width == "dim_v" and getattr(d.scene, "latent", False):
+            return OMIT
         return d.floats((d.n, d.scene.heads, getattr(d.scene, width)), d.scene.dtype_of_rows(d))
 
-    return Arg("floats", make)
+    return Arg("floats", make, True)
 
 
 NEW_K, NEW_V = _rows("dim"), _rows("dim_v")
@@ -158,7 +160,9 @@ def _qkv(d: Draw) -> np.ndarray:
 
 def _angles(function):
     def make(d: Draw) -> object:
-        angles = np.outer(np.arange(40), 0.5 ** np.arange(d.scene.dim // 2))
+        s = d.scene
+        width = s.dim - s.dim_v if getattr(s, "latent", False) else s.dim
+        angles = np.outer(np.arange(40), 0.5 ** np.arange(width // 2))
         return function(angles).astype(np.float32) if d.given.get("qk_mode") else OMIT
 
     return Arg("floats", make, True)
@@ -192,6 +196,23 @@ WRITE = {
     "eps": number(1e-6, 1e-5),
     "q_out": Arg("output", _q_out),
     "check_finite": CHECK_FINITE,
+}
+
+
+def _latent_rows(d: Draw) -> np.ndarray:
+    d.n = d.scene.tokens_of_rows(d)
+    return d.floats((d.n, d.scene.heads, d.scene.dim), np.float32)
+
+
+#: Arguments of the fused write of latents.
+WRITE_LATENTS = {
+    "rows": Arg("floats", _latent_rows),
+    **{name: WRITE[name] for name in ("qk_mode", "cos", "sin", "eps", "check_finite")},
+    "norm_weight": Arg(
+        "floats",
+        lambda d: d.floats((d.scene.dim_v,)) if d.given.get("qk_mode") in (1, 4) else OMIT,
+        True,
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from fuzz.common import (
     SCALE,
     SM_SCALE,
     WRITE,
+    WRITE_LATENTS,
     Q,
     choose_kind,
     integer,
@@ -46,8 +47,7 @@ class Paged(Single):
             "block_size": d.choice([1, 2, 3]),
             "kind": self.kind,
             "head_dim_v": self.dim_v,
-            "rotate": self.rotate,
-        }
+        } | self.be_latent()
         if d.randrange(3) == 0:
             options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
         elif d.randrange(3) == 0:
@@ -309,6 +309,7 @@ Paged.rows = [
     Row("Step.mark_written", {"layer": LAYER}, "Step", _chosen, 0.3),
     Row("Step.append", {"layer": LAYER, **APPEND}, "Step", _chosen, 8),
     Row("Step.write", {"layer": LAYER, **WRITE}, "Step", _chosen, 3),
+    Row("Step.write_latents", {"layer": LAYER, **WRITE_LATENTS}, "Step", _chosen, 2),
     Row(
         "Step.attention",
         {"layer": LAYER, "q": Q, **OPTIONS, "causal": FLAG, "shared_len": SHARED_LEN},

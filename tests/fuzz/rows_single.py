@@ -24,6 +24,7 @@ from fuzz.common import (
     TARGET,
     WINDOW,
     WRITE,
+    WRITE_LATENTS,
     Q,
     choose_kind,
     integer,
@@ -57,6 +58,16 @@ class Single(Scene):
         # As `rope_shift` turns 8 elements, no fewer.
         self.dim = self.dim_v = d.choice([8, 8, 16, 32])
         self.rotate = d.randrange(5) == 0
+        self.latent = False
+
+    def be_latent(self) -> dict[str, object]:
+        """Sometimes, have V be a part of K: what a cache then is made with."""
+        d = self.d
+        self.latent = d.randrange(4) == 0
+        if not self.latent:
+            return {"rotate": self.rotate}
+        self.dim_v = self.dim - d.choice([0, 2, 4])
+        return {"head_dim_v": self.dim_v, "v_kind": "latent"}
 
     def dtype_of_rows(self, d: Draw) -> object:
         """Rows in float32, of codes in others too."""
@@ -113,7 +124,8 @@ class Layers(Single):
         super().__init__(rng)
         d = self.d
         self.paged = bool(d.randrange(2))
-        options = {"kind": self.kind, "rotate": self.rotate, **residual(d, self.kind)}
+        of_pool = {"kind": self.kind, **self.be_latent()}
+        options = {**of_pool, **({} if self.latent else residual(d, self.kind))}
         if not self.paged:
             capacity = d.choice([1, 5, 20, 40])
             made = [numkv.ContiguousLayer(capacity, self.heads, self.dim, **options) for _ in "ab"]
@@ -124,7 +136,6 @@ class Layers(Single):
             made = [numkv.PagedLayer(blocks, size, self.heads, self.dim, **options) for _ in "ab"]
             self.objects["PagedPool"] = Pair(*(layer.pool for layer in made))
         else:
-            of_pool = {"kind": self.kind, "rotate": self.rotate}
             pools = [
                 numkv.PagedPool(blocks + 2, size, self.heads, self.dim, **of_pool) for _ in "ab"
             ]
@@ -132,7 +143,7 @@ class Layers(Single):
             sizes = (blocks, size, self.heads, self.dim)
             other = [numkv.PagedLayer(*sizes, pool=pool) for pool in pools]
             self.objects["other"] = Pair(*other)
-            del options["kind"], options["rotate"]
+            options = {name: x for name, x in options.items() if name not in of_pool}
             made = [numkv.PagedLayer(*sizes, pool=pool, **options) for pool in pools]
         self.objects["PagedLayer"] = Pair(*made)
 
@@ -163,6 +174,7 @@ def _layer_rows(cls: str) -> list[Row]:
         Row(f"{cls}.decode_attention", {"q": Q, "window_left": WINDOW, **OPTIONS}, cls, weight=3),
         Row(f"{cls}.attention_weights", WEIGHTS, cls),
         Row(f"{cls}.write", {**WRITE, "pos_offset": POSITION}, cls, weight=2),
+        Row(f"{cls}.write_latents", {**WRITE_LATENTS, "pos_offset": POSITION}, cls, weight=1),
         Row(f"{cls}.truncate", {"length": LENGTH}, cls, weight=0.7),
         Row(f"{cls}.compact", {"keep": KEEP, "shift": SHIFT_OPTION}, cls, weight=0.7),
         Row(f"{cls}.set_scales", SCALES, cls, weight=0.5),

@@ -10,7 +10,7 @@ from transformers import DynamicCache  # noqa: E402
 
 from numkv.transformers import NumkvCache  # noqa: E402
 
-QUICK = ("llama", "gemma2", "gpt_oss", "llama4", "gemma4", "lfm2", "falcon_h1")
+QUICK = ("llama", "gemma2", "gpt_oss", "llama4", "gemma4", "lfm2", "falcon_h1", "deepseek_v3")
 
 
 def generated(model, new_tokens, cache):

@@ -27,7 +27,7 @@ def model():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (transformers.DeepseekV3Config(), "latent"),
+        (transformers.DeepseekV32Config(), "latent"),
         (transformers.FalconConfig(alibi=True), "ALiBi"),
         (transformers.BloomConfig(), "ALiBi"),
         (transformers.T5Config(), "cross attention"),

@@ -135,7 +135,7 @@ def check_scales(store: BlockStore, states: Iterable[SequenceState]) -> str:
     tokens = [_places(store, states, group) for group in range(len(store.groups))]
     for layer in store.layers.storing:
         pool, group = store.place(layer)
-        for name, side in (("k", pool.k_buffer), ("v", pool.v_buffer)):
+        for name, side in pool.stored:
             if side.kind.scales_per != "none" and not _finite(side, *tokens[group]):
                 return f"layer {layer}: expected finite scales of committed tokens, got others in `{name}`"
     return ""

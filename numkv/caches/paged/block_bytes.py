@@ -40,7 +40,7 @@ class BlockBytes:
         self._target, self._pools = of.target, of.pools
         self.seen_by_host = of.target.values_on_host
         pool = of.pools[0]
-        sides = (pool.k_buffer, pool.v_buffer)
+        sides = [side for _, side in pool.stored]
         scaled = [side for side in sides if side.kind.has_scales]
         #: Of each part of a layer the shape within a block, dtype, and the kind that it has the scales of.
         self._parts: list[tuple[tuple[int, ...], Any, Kind | None]] = [
@@ -59,7 +59,7 @@ class BlockBytes:
 
     @staticmethod
     def _arrays(pool: Any) -> list[Any]:
-        sides = (pool.k_buffer, pool.v_buffer)
+        sides = [side for _, side in pool.stored]
         return [side.words for side in sides] + [
             side.scales for side in sides if side.kind.has_scales
         ]
@@ -122,12 +122,15 @@ class BlockBytes:
         source = self._target.index(chosen, np.int32)
         to = self._target.index(ids[chosen], np.int32)
         for pool, arrays in zip(self._pools, staged, strict=True):
-            k, v, *scales = arrays
+            count = len(pool.stored)
+            words, scales = list(arrays[:count]), list(arrays[count:])
             full = []
-            for side in (pool.k_buffer, pool.v_buffer):
+            for _, side in pool.stored:
                 none = np.empty((0, 0, 0), np.dtype(side.scales.dtype))
                 full.append(scales.pop(0) if side.kind.has_scales else none)
-            pool.from_host((k, v, *full)).copy_blocks(source, pool, to)
+            if pool.is_latent:  # nothing for V
+                words, full = words * 2, full * 2
+            pool.from_host((*words, *full)).copy_blocks(source, pool, to)
 
 
 class Room:

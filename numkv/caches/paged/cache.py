@@ -78,7 +78,8 @@ class PagedKVCache(WholeCache):
     head_dim_v : int or sequence of int, optional
         Elements of a V row.
     k_kind, v_kind : str, Kind or sequence of them, optional
-        Storage kinds of K and of V where they differ from `kind`.
+        Storage kinds of K and of V where they differ from `kind`; ``v_kind="latent"`` as of `numkv.ContiguousLayer`,
+        where the rows of all layers are alike.
     windows : sequence of int, optional
         `window_left` of each layer: earlier tokens that a query attends to, -1 for all.
     rotate : bool

@@ -164,12 +164,7 @@ def _moved_in(store: BlockStore, plans: list[Relocation]) -> list[tuple[Ints, Po
 
 def _copy(source: Pool, here: Array, to: Pool, there: Array) -> Callable[[], object]:
     """What copies the rows of some slots, on the target, to others."""
-
-    def copy() -> None:
-        source.k_buffer.copy_tokens(here, to.k_buffer, there)
-        source.v_buffer.copy_tokens(here, to.v_buffer, there)
-
-    return copy
+    return lambda: source.copy_slots(here, there, to)
 
 
 def _parts(store: BlockStore, plans: list[Relocation]) -> list[tuple[int, slice]]:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from numkv.caches.paged.states import StateShape, check_states
 from numkv.checks import check_size
-from numkv.errors import DimensionMismatch
-from numkv.kinds import Kind, kind, kinds_of
+from numkv.errors import DimensionMismatch, NotSupported
+from numkv.kinds import Kind, kind
+from numkv.storage.latents import LATENT, LatentPool, pool_and_kinds
+from numkv.storage.pool import Pool
 
 __all__ = ["LayerOptions", "LayerRows", "Layers", "shows_options"]
 
@@ -51,22 +53,34 @@ def shows_options(function: _F) -> _F:
 
 
 class LayerRows(NamedTuple):
-    """The rows of one layer."""
+    """The rows of one layer; of latents V is the first part of K, and has its kind."""
 
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
     k_kind: Kind
     v_kind: Kind
+    is_latent: bool = False
+
+    @property
+    def pool_class(self) -> type[Pool]:
+        """What makes buffers for such rows."""
+        return LatentPool if self.is_latent else Pool
+
+    @property
+    def v_storage(self) -> str:
+        """How V is stored, as `v_kind` of a cache says it: the name of a kind, or ``"latent"``."""
+        return LATENT if self.is_latent else self.v_kind.name
 
     def parts(self, block_size: int) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape within a block and dtype of words of K, their scales, words of V, and theirs.
+        """Shape within a block and dtype of words of K, their scales, words of V, and theirs; of latents K's alone.
 
         Scales of heads are not in blocks: they have no bytes here.
         """
         shape = self.num_kv_heads, block_size
         found: list[tuple[tuple[int, ...], Any]] = []
-        for of, dim in ((self.k_kind, self.head_dim), (self.v_kind, self.head_dim_v)):
+        sides = (self.k_kind, self.head_dim), (self.v_kind, self.head_dim_v)
+        for of, dim in sides[: 1 if self.is_latent else 2]:
             found.append(((*shape, of.words_per_row(dim)), of.word))
             scales = of.scale_shape((1, *shape), dim)[1:] if of.has_scales else (0,)
             found.append((scales, of.scale_word))
@@ -84,7 +98,7 @@ class LayerRows(NamedTuple):
 
     def plain(self) -> tuple[Any, ...]:
         """The same in numbers and names, for geometries and headers of files."""
-        return (*self[:3], self.k_kind.name, self.v_kind.name)
+        return (*self[:3], self.k_kind.name, self.v_storage)
 
     @classmethod
     def read(cls, given: Any) -> LayerRows:
@@ -94,7 +108,10 @@ class LayerRows(NamedTuple):
             check_size("num_kv_heads", heads, 1), check_size("head_dim", dim, 1),
             check_size("head_dim_v", dim_v, 1),
         )  # fmt: skip
-        found = cls(*sizes, kind(k_kind), kind(v_kind))
+        is_latent = v_kind == LATENT
+        found = cls(*sizes, kind(k_kind), kind(k_kind if is_latent else v_kind), is_latent)
+        if is_latent and found.head_dim_v > found.head_dim:
+            raise ValueError(f"expected at most {found.head_dim} elements of a latent, got {dim_v}")
         found.k_kind.words_per_row(found.head_dim)
         found.v_kind.words_per_row(found.head_dim_v)
         return found
@@ -156,6 +173,8 @@ class Layers(NamedTuple):
         found: dict[str, Any] = {
             name: [getattr(self.first if x is None else x, name) for x in rows] for name in names
         }
+        if self.first.is_latent:
+            found["v_kind"] = LATENT
         shares = {layer: source for layer, source in enumerate(self.sources) if layer != source}
         own = {
             "num_kv_heads": [None if x is None else x.num_kv_heads for x in rows],
@@ -227,9 +246,11 @@ class Layers(NamedTuple):
             if key not in made:
                 heads, dim, dim_v, both, k_kind, v_kind = entries
                 dim = check_size("head_dim", dim, 1)
+                make, of_k, of_v = pool_and_kinds(both, k_kind, v_kind)
                 made[key] = LayerRows(
                     check_size("num_kv_heads", heads, 1), dim,
-                    dim if dim_v is None else check_size("head_dim_v", dim_v, 1), *kinds_of(both, k_kind, v_kind),
+                    dim if dim_v is None else check_size("head_dim_v", dim_v, 1), of_k, of_v,
+                    make is LatentPool,
                 )  # fmt: skip
             rows.append(made[key])
         if not any(rows):
@@ -244,7 +265,17 @@ class Layers(NamedTuple):
                 )
         states = check_states(more.get("states"), layers)
         of_each = tuple(states.get(layer, ()) for layer in range(layers))
-        return cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources), of_each)
+        found = cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources), of_each)
+        found._refuse_mixed_latents()
+        return found
+
+    def _refuse_mixed_latents(self) -> None:
+        """Refuse latents beside other rows: pages have room for a V of its own."""
+        if not self.alike and any(rows is not None and rows.is_latent for rows in self.rows):
+            raise NotSupported(
+                "`v_kind`: expected rows of one shape and kind in all layers that have some, where V is a part of K, "
+                "got latents beside other rows; keep a PagedKVCache for each"
+            )
 
     @classmethod
     def read(cls, first: Any, windows: tuple[int, ...], more: Any) -> Layers:
@@ -269,6 +300,7 @@ class Layers(NamedTuple):
         for layer, source in enumerate(found.sources):
             if source != layer and (found.rows[layer] is not None or found.rows[source] is None):
                 raise ValueError(f"`geometry`: expected rows to read for layer {layer}, got none")
+        found._refuse_mixed_latents()
         return found
 
 

@@ -74,7 +74,7 @@ def new_store(
         rows = layers.first
         shape = (blocks.num_blocks, rows.num_kv_heads, blocks.block_size)
         pools = [
-            Pool.allocate(
+            rows.pool_class.allocate(
                 target, shape, rows.head_dim, rows.head_dim_v, rows.k_kind, rows.v_kind, rotate
             )
             for _ in groups[0].layers
@@ -124,13 +124,8 @@ def _filled(
         # Blocks of other groups are copied too: pages are bytes.
         old.pool.copy_blocks(ids, new.pool, ids)
     for layer in store.layers.storing:
-        for old_side, side in zip(
-            *(
-                (x.k_buffer, x.v_buffer)
-                for x in (store.layer_pools[layer], made.layer_pools[layer])
-            ),
-            strict=True,
-        ):
+        pools = store.layer_pools[layer], made.layer_pools[layer]
+        for (_, old_side), (_, side) in zip(*(pool.stored for pool in pools), strict=True):
             if side.kind.scales_per == "head":
                 scales = np.array(store.target.to_host(old_side.scales))
                 side.scales[:] = target.asarray(scales)
@@ -144,7 +139,7 @@ def state_of(store: BlockStore) -> dict[str, Any]:
     """What a pickle holds of buffers and books on the CPU, in memory of its own."""
     own = copied(store)
     by_head = {
-        layer: [np.array(x) for x in (pool.k_scale, pool.v_scale)]
+        layer: [np.array(side.scales) for _, side in pool.stored]
         for layer, pool in own.layer_pools.items()
         if "head" in (pool.k_kind.scales_per, pool.v_kind.scales_per)
     }
@@ -169,11 +164,10 @@ def store_of(state: dict[str, Any]) -> BlockStore:
         made.pages[...] = state["words"][0]
     else:
         for part, arrays in zip(made.parts, state["words"], strict=True):
-            for x, content in zip(part.pool.arrays(), arrays, strict=True):
-                x[...] = content
+            part.pool.take(arrays)
     for layer, scales in state["by_head"].items():
         pool = made.layer_pools[layer]
-        for side, content in zip((pool.k_buffer, pool.v_buffer), scales, strict=True):
+        for (_, side), content in zip(pool.stored, scales, strict=True):
             if side.kind.scales_per == "head":
                 side.scales[...] = content
     made.__dict__["followers"] = state["followers"]

@@ -16,6 +16,7 @@ from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
+from numkv.caches.paged.latents import StepOfLatents
 from numkv.caches.paged.shared import attend_shared
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
@@ -33,7 +34,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step(StateStep):
+class Step(StateStep, StepOfLatents):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -232,7 +233,7 @@ class Step(StateStep):
 
     @writes
     def append(
-        self, layer: int, k: Any, v: Any, *, check_finite: bool = True, stream: Any = None
+        self, layer: int, k: Any, v: Any = None, *, check_finite: bool = True, stream: Any = None
     ) -> None:
         """Write ready rows of the new tokens.
 
@@ -241,7 +242,7 @@ class Step(StateStep):
         layer : int
             Which layer.
         k, v : array (num_tokens, num_kv_heads, head_dim)
-            Rows of all sequences, one after another.
+            Rows of all sequences, one after another; no `v` where V is a part of K (``v_kind="latent"``).
         check_finite : bool
             Whether rows to be quantised are checked for NaN and infinity: on the CPU first; on CUDA by the kernel that
             writes them, and a later call raises, `PagedKVCache.commit` at the latest that finds it.

@@ -214,9 +214,7 @@ class BlockStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, scales included."""
-        sides = [
-            side for pool in self.layer_pools.values() for side in (pool.k_buffer, pool.v_buffer)
-        ]
+        sides = [side for pool in self.layer_pools.values() for _, side in pool.stored]
         of_states = 0 if self.states is None else self.states.nbytes
         if self.pages is not None:  # which the words lie in, and scales of rows
             of_heads = {id(x.scales): x.scales for x in sides if x.kind.scales_per == "head"}

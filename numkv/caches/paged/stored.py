@@ -229,7 +229,7 @@ class StoredSequences(Drawn):
         Returns
         -------
         LayerRows
-            A tuple of `num_kv_heads`, `head_dim`, `head_dim_v`, `k_kind` and `v_kind`.
+            A tuple of `num_kv_heads`, `head_dim`, `head_dim_v`, `k_kind`, `v_kind`, and whether V is a part of K.
         """
         number = check_index("layer", layer, self.num_layers)
         rows = self._store.layers.rows[self._store.layers.sources[number]]
@@ -277,7 +277,8 @@ class StoredSequences(Drawn):
 
     def __repr__(self) -> str:
         rows = self._store.layers.first
-        kinds = str(rows.k_kind) + ("" if rows.k_kind is rows.v_kind else f"/{rows.v_kind}")
+        kinds = str(rows.k_kind)
+        kinds += "" if rows.v_storage == rows.k_kind.name else f"/{rows.v_storage}"
         kinds += ", rotate=True" if self.rotate else ""
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "

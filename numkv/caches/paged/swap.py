@@ -80,11 +80,13 @@ def copy_out(store: BlockStore, state: SequenceState) -> SwappedSequence:
         to = store.target.index(np.arange(len(ids)), np.int32)
         staging = pool.like(len(ids))
         pool.copy_blocks(source, staging, to)
-        sides = (staging.k_buffer, staging.v_buffer)
+        sides = [side for _, side in staging.stored]
         words = [store.target.to_host(side.words) for side in sides]
         scales = [
             _NO_SCALES if _by_head(side) else store.target.to_host(side.scales) for side in sides
         ]
+        if staging.is_latent:  # nothing for V
+            words, scales = [words[0], words[0][:0]], [scales[0], scales[0][:0]]
         buffers.append((*words, *scales))
     states = () if store.states is None or state.slot < 0 else store.states.out(state.slot)
     return SwappedSequence(
@@ -112,9 +114,13 @@ def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]]
         return found if _by_head(side) else _NO_HEAD_SCALES
 
     none = _NO_HEAD_SCALES, _NO_HEAD_SCALES
-    return tuple(
-        none if pool is None else (on_host(pool.k_buffer), on_host(pool.v_buffer)) for pool in pools
-    )
+    found = []
+    for pool in pools:
+        of_k, of_v = none if pool is None else (on_host(pool.k_buffer), on_host(pool.v_buffer))
+        if pool is not None and pool.is_latent:  # V has those of K
+            of_v = _NO_HEAD_SCALES
+        found.append((of_k, of_v))
+    return tuple(found)
 
 
 def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32]) -> SequenceState:
@@ -211,6 +217,8 @@ class Geometry(NamedTuple):
         ]
         for of, dim in sides:
             found.append((of.scale_word, of.scale_shape(shape, dim) if of.has_scales else None))
+        if rows.is_latent:  # V is in the rows of K
+            found[1::2] = [(dtype, None) for dtype, _ in found[1::2]]
         return found
 
     def head_scale_shapes(self) -> list[list[int]]:
@@ -221,8 +229,10 @@ class Geometry(NamedTuple):
             if rows is None:
                 found.append([0, 0])
                 continue
-            kinds = rows.k_kind, rows.v_kind
-            found.append([rows.num_kv_heads * (of.scales_per == "head") for of in kinds])
+            counts = [
+                rows.num_kv_heads * (of.scales_per == "head") for of in (rows.k_kind, rows.v_kind)
+            ]
+            found.append([counts[0], 0] if rows.is_latent else counts)
         return found if any(map(any, found)) else []
 
     def kinds_of(self, layer: int) -> tuple[Kind, Kind]:

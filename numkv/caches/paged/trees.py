@@ -110,5 +110,4 @@ class Tree:
                 store.target.index(np.concatenate([self._slots[g][i] for g in groups]), np.int64)
                 for i in (order[changed], changed)
             )
-            pool.k_buffer.copy_tokens(source, pool.k_buffer, dest)
-            pool.v_buffer.copy_tokens(source, pool.v_buffer, dest)
+            pool.copy_slots(source, dest, pool)

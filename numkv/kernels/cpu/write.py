@@ -44,7 +44,7 @@ CHECKED, LOOK, LOOK_FOR_NAN = map(int, Checks)
 
 
 @register_jitable(fastmath={"reassoc", "contract"})
-def _sum_of_squares(x):
+def sum_of_squares(x):
     """In whatever order is fast; the flags hold for this function only."""
     total = x.dtype.type(0)
     for d in range(len(x)):
@@ -53,25 +53,25 @@ def _sum_of_squares(x):
 
 
 @register_jitable
-def _convert_row(source, target, convert):
+def convert_row(source, target, convert):
     for d in range(len(target)):
         target[d] = convert(source[d])
 
 
 @register_jitable
-def _scale_row(x, factor, factors):
+def scale_row(x, factor, factors):
     for d in range(len(x)):
         x[d] = x[d] * factor * factors[d]
 
 
 @register_jitable
-def _rotate_halves(low, high, c, s):
+def rotate_halves(low, high, c, s):
     for i in range(len(low)):
         low[i], high[i] = rotate_pair(low[i], high[i], c[i], s[i])
 
 
 @register_jitable
-def _rotate_neighbours(x, c, s):
+def rotate_neighbours(x, c, s):
     for i in range(len(c)):
         x[2 * i], x[2 * i + 1] = rotate_pair(x[2 * i], x[2 * i + 1], c[i], s[i])
 
@@ -223,8 +223,8 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         k_scales, v_scales = by_row(k_scale), by_row(v_scale)
         # Weights may be strided.
         q_factors, k_factors = np.empty(len(q_weight), F), np.empty(len(k_weight), F)
-        _convert_row(q_weight, q_factors, F)
-        _convert_row(k_weight, k_factors, F)
+        convert_row(q_weight, q_factors, F)
+        convert_row(k_weight, k_factors, F)
         for t in range(num_tokens * worker // workers, num_tokens * (worker + 1) // workers):
             if BY_SLOT:
                 slot, angle = np.int64(places[t]), np.int64(angles[t])
@@ -233,20 +233,20 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
             block, offset = slot // block_size, slot % block_size
             row = row_of(qkv, (np.int64(t),))
             if rotate:
-                _convert_row(row_of(cos, (angle,)), c, F)
-                _convert_row(row_of(sin, (angle,)), s, F)
+                convert_row(row_of(cos, (angle,)), c, F)
+                convert_row(row_of(sin, (angle,)), s, F)
             for h in range(num_q_heads + (num_kv_heads if slot >= 0 else 0)):
-                _convert_row(row[h * dim : (h + 1) * dim], x, load)
+                convert_row(row[h * dim : (h + 1) * dim], x, load)
                 if normalise:
-                    root = root_mean_square(_sum_of_squares(x), F(dim), F(eps))
+                    root = root_mean_square(sum_of_squares(x), F(dim), F(eps))
                     factors = q_factors if h < num_q_heads else k_factors
-                    _scale_row(x, F(1) / F(root), factors)
+                    scale_row(x, F(1) / F(root), factors)
                 if rotate and interleaved:
-                    _rotate_neighbours(x, c, s)
+                    rotate_neighbours(x, c, s)
                 elif rotate:
-                    _rotate_halves(low, high, c, s)
+                    rotate_halves(low, high, c, s)
                 if h < num_q_heads:
-                    _convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
+                    convert_row(x, row_of(q_out, (np.int64(t), np.int64(h))), store_q)
                 else:
                     g = np.int64(h - num_q_heads)
                     place = (block, g, offset)
@@ -255,7 +255,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 continue
             for g in range(num_kv_heads):
                 first = v_first + g * dim_v
-                _convert_row(row[first : first + dim_v], x_v, load)
+                convert_row(row[first : first + dim_v], x_v, load)
                 place = (block, np.int64(g), offset)
                 store_v(x_v, row_of(v_pool, place), row_of(v_scales, place))
         return num_tokens
