@@ -539,17 +539,6 @@ class PagedKVCache(WholeCache):
         self._check_step(step)
         step._alone(lambda: self._end(step, np.zeros(len(step.sequences), np.int64), None))
 
-    def _check_step(self, step: Any) -> None:
-        if not isinstance(step, Step) or not step._belongs_to(self._store):
-            raise NumkvError(
-                "`step`: expected an open step of this cache, got "
-                f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
-            )
-
-    def _check_open(self, step: Step) -> None:
-        if not step.open:
-            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
-
     # -- from the host
 
     @on_stream

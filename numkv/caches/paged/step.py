@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Unpack
 
@@ -18,11 +17,12 @@ from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.latents import StepOfLatents
 from numkv.caches.paged.shared import attend_shared
+from numkv.caches.paged.step_reports import ToldStep
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_flag, check_index
-from numkv.errors import DimensionMismatch, NonFiniteInput, NotSupported, NumkvError
+from numkv.errors import DimensionMismatch, NotSupported, NumkvError
 from numkv.storage.own_kernels import cache_arrays
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array, Target
@@ -34,7 +34,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step(StateStep, StepOfLatents):
+class Step(StateStep, StepOfLatents, ToldStep):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -297,20 +297,6 @@ class Step(StateStep, StepOfLatents):
         pool.scatter(k, v, slots, look)
         self._written[layer] |= not captured
 
-    def _watch_nothing(self) -> None:
-        """Say that the call that comes looks for nothing, unless it says so."""
-        if self._store.watch is not None:
-            self._store.watch.latest = None
-
-    def _look(self, looked_at: Any) -> int:
-        """A number for a call that is made again."""
-        if looked_at is None:
-            return 0
-        of_k, of_v, _ = looked_at
-        marker = self._marker(False)._replace(watch=None)
-        look: int = self._store.watch.look((of_k, of_v, marker))
-        return look
-
     @writes
     def write(
         self,
@@ -565,41 +551,6 @@ class Step(StateStep, StepOfLatents):
     def _again(self) -> Any:
         """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
         return self._store.again if self._buffers is None else None
-
-    def _captured(self, name: str) -> bool:
-        """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
-        if self._buffers is None:
-            self._store.target.refuse_capture(f"Step.{name}")
-            return False
-        return self._store.target.hold(self._buffers, self._store)
-
-    def _marker(self, captured: bool) -> Marker:
-        """What notes a new token whose rows are not what they should be; it keeps nothing large alive."""
-        if captured and self._buffers is not None:
-            return self._buffers._marker()
-        if self._noting is None:
-            store = weakref.ref(self._store)
-            sequences, places, new_lens = self.sequences, self._places, self.new_lens
-            kept, tree = self._kept, self._tree
-
-            def mark(token: int, error: NonFiniteInput, call: int) -> None:
-                of, ends = store(), np.cumsum(new_lens)
-                i = int(np.searchsorted(ends, token, "right"))
-                if tree is not None and kept:
-                    token = tree.moved.get(token, int(ends[i]))
-                if of is None or (kept and token - int(ends[i] - new_lens[i]) >= kept[i]):
-                    return  # rolled back
-                of.bad.tell(sequences[i], int(places[token]), error, call)
-
-            self._noting = Marker(self._store.watch, mark)
-        return self._noting
-
-    def _refuse_bad(self) -> None:
-        """Refuse to go on with a step of which a kernel has found rows to be NaN or infinite."""
-        self._store.collect()
-        if self._store.bad:
-            for seq, length in zip(self.sequences, self._ends, strict=True):
-                self._store.bad.refuse(seq, length)
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""

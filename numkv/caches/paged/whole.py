@@ -14,6 +14,7 @@ from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.memory import copied, state_of, store_of
 from numkv.caches.paged.prefix_match import PartOfBlock
 from numkv.caches.paged.reading import ReadableSequences
+from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_index
@@ -323,6 +324,17 @@ class WholeCache(ReadableSequences):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._adopt(store_of(state["store"]), state["sequences"], state["next"])
+
+    def _check_step(self, step: Any) -> None:
+        if not isinstance(step, Step) or not step._belongs_to(self._store):
+            raise NumkvError(
+                "`step`: expected an open step of this cache, got "
+                f"{'one of another' if isinstance(step, Step) else type(step).__name__}"
+            )
+
+    def _check_open(self, step: Any) -> None:
+        if not step.open:
+            raise NumkvError("`step`: expected an open step of this cache, got an ended one")
 
     def _refuse_open_steps(self, name: str) -> None:
         for seq, state in self._sequences.items():
