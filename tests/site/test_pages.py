@@ -103,6 +103,8 @@ def test_names_on_the_api_pages_are_public_and_complete():
     for page in (DOCS / "api").glob("*.md"):
         for name in re.findall(r"^::: numkv\.(\S+)$", page.read_text(), re.M):
             value = numkv
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(f"numkv.{name.partition('.')[0]}")
             for part in name.split("."):
                 value = (
                     getattr(value, part, None)
