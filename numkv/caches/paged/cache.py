@@ -31,10 +31,17 @@ import numpy as np
 
 from numkv.access import writes
 from numkv.blocks.prefix import plain_extra
-from numkv.caches.paged import prefix_match
 from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, prompt_ids
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.compact import plan_compaction
+from numkv.caches.paged.prefix_match import (
+    block_names,
+    find_part,
+    last_name,
+    register,
+    register_blocks,
+    with_checkpoint,
+)
 from numkv.caches.paged.reservation import end_step, kept_tokens, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
@@ -156,7 +163,7 @@ class PagedKVCache(WholeCache):
         extra = plain_extra(extra)  # no reference to the caller's object is kept
         size = self.block_size
         full = ids[: max(0, len(ids) - 1) // size * size]
-        names = prefix_match.block_names(self._store, full, extra)
+        names = block_names(self._store, full, extra)
         with longest_found(self._store, full, names, extra) as match:
             blocks, length = match.blocks, match.blocks * size
             digests = [of_group[:blocks] for of_group in names]
@@ -164,15 +171,13 @@ class PagedKVCache(WholeCache):
                 length, match.tables, extra, ids[:length].copy(), digests, blocks, [0] * self.num_groups,
                 cached=length,
             )  # fmt: skip
-            before = prefix_match.last_name(self._store, digests, extra)
+            before = last_name(self._store, digests, extra)
             others = (x for seq, x in self._sequences.items() if seq not in self._store.bad)
             part = None
             if self._store.states is None:  # between checkpoints there are none to begin with
-                part = prefix_match.find_part(
-                    self._store, ids[length : len(ids) - 1], before, others
-                )
+                part = find_part(self._store, ids[length : len(ids) - 1], before, others)
             elif blocks:
-                state = prefix_match.with_checkpoint(self._store.states, state, size)
+                state = with_checkpoint(self._store.states, state, size)
             if part is None:
                 return self._insert(state, shared=state.by_depth())
             return self._insert_with_part(state, part, ids)
@@ -499,7 +504,7 @@ class PagedKVCache(WholeCache):
         if slots is not None:
             slots.register(ending.checkpoints)
         try:
-            prefix_match.register(self._store, ending.names)
+            register(self._store, ending.names)
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)
@@ -582,7 +587,7 @@ class PagedKVCache(WholeCache):
         peak = self.blocks._peak()
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
-            state = prefix_match.register_blocks(self._store, copy_in(self._store, swapped, ids))
+            state = register_blocks(self._store, copy_in(self._store, swapped, ids))
             if self._store.states is not None and swapped.states:
                 taken = self._store.states.books.allocate(1)
                 slot = int(taken[0])

@@ -18,7 +18,6 @@ from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.latents import StepOfLatents
 from numkv.caches.paged.shared import attend_shared
-from numkv.caches.paged.step_again import StepAgain
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
 from numkv.caches.paged.trees import Tree
@@ -35,7 +34,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step(StateStep, StepOfLatents, StepAgain):
+class Step(StateStep, StepOfLatents):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -256,6 +255,24 @@ class Step(StateStep, StepOfLatents, StepAgain):
             return
         self._append_again(layer, pool, group, k, v, check_finite, stream)
 
+    def _append_again(
+        self, layer: int, pool: Pool, group: int, k: Any, v: Any, check_finite: bool, stream: Any
+    ) -> None:  # fmt: skip
+        """Append as an earlier call did, or in the general way."""
+        again = self._store.again
+        what = "append", layer, check_finite, len(self.positions)
+        call, own = again.find(what, stream, (k, v), pool.k, self._place), self._slots[group]
+        if call.replay is not None:
+            self._refuse_bad()
+            numbers = (0, self._look(call.replay.note))
+            if call.run((again.pointer(own),), numbers) is None:
+                self._written[layer] = True
+                return
+        call.long(
+            lambda: self._append_here(layer, pool, own, k, v, check_finite), lambda: (own,),
+            lambda: self._store.watch.latest, after=self._place,
+        )  # fmt: skip
+
     def _append_here(
         self, layer: int, pool: Pool, slots: Array, k: Any, v: Any, check_finite: bool
     ) -> None:
@@ -275,6 +292,15 @@ class Step(StateStep, StepOfLatents, StepAgain):
         """Say that the call that comes looks for nothing, unless it says so."""
         if self._store.watch is not None:
             self._store.watch.latest = None
+
+    def _look(self, looked_at: Any) -> int:
+        """A number for a call that is made again."""
+        if looked_at is None:
+            return 0
+        of_k, of_v, _ = looked_at
+        marker = self._marker(False)._replace(watch=None)
+        look: int = self._store.watch.look((of_k, of_v, marker))
+        return look
 
     @writes
     def write(
@@ -335,6 +361,37 @@ class Step(StateStep, StepOfLatents, StepAgain):
             return self._write_again(layer, pool, slots, given, check_finite, stream)
         with self._on(stream, qkv):
             return self._write_here(layer, pool, slots, given, check_finite).q_out
+
+    def _write_again(
+        self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool, stream: Any
+    ) -> Array:  # fmt: skip
+        """Write as an earlier call did, or in the general way."""
+        qkv, num_q_heads, cos, sin, qk_mode, q_weight, k_weight, eps, q_out = given
+        kinds = type(num_q_heads), type(qk_mode), type(eps)
+        what = "write", layer, kinds, num_q_heads, qk_mode, eps, check_finite, len(self.positions)
+        arrays = (qkv, cos, sin, q_weight, k_weight, q_out)
+        again, own = self._store.again, (slots, self._positions)
+        call = again.find(what, stream, arrays, pool.k, self._place)
+        if call.replay is not None:
+            self._refuse_bad()
+            positions, looked_at = call.replay.note
+            if positions < 0 or max(self._ends, default=0) <= positions:
+                numbers = (0, self._look(looked_at))
+                q = call.run([*map(again.pointer, own)], numbers)
+                if q is not again.missed:
+                    self._written[layer] = True
+                    return q
+        made: list[Projection] = []
+
+        def write() -> Array:
+            made.append(self._write_here(layer, pool, slots, given, check_finite))
+            return made[0].q_out
+
+        def note() -> tuple[int, Any]:
+            return int(made[0].cos.shape[0]) if made[0].rotates else -1, self._store.watch.latest
+
+        found: Array = call.long(write, lambda: own, note, frozenset({5}), self._place)
+        return found
 
     def _write_here(
         self, layer: int, pool: Pool, slots: Array, given: tuple[Any, ...], check_finite: bool
@@ -404,6 +461,24 @@ class Step(StateStep, StepOfLatents, StepAgain):
             with self._on(stream, q):
                 return self._attend_here(pool, group, q, *asked, visible)
         return self._attend_again(layer, pool, group, q, asked, stream)
+
+    def _attend_again(
+        self, layer: int, pool: Pool, group: int, q: Any, asked: tuple[Any, ...], stream: Any
+    ) -> Any:
+        """Attend as an earlier call did, or in the general way."""
+        sm_scale, logits_soft_cap, sinks, return_lse, out = asked
+        again, own = self._store.again, (self._tables[group], self._lens, self._starts)
+        kinds, shape = (type(sm_scale), type(logits_soft_cap)), own[0].shape
+        what = "attend", layer, kinds, sm_scale, logits_soft_cap, return_lse, shape, len(self.positions)  # fmt: skip
+        call = again.find(what, stream, (q, sinks, out), pool.k, self._place)
+        if call.replay is not None:
+            found = call.run([*map(again.pointer, own)])
+            if found is not again.missed:
+                return found
+        return call.long(
+            lambda: self._attend_here(pool, group, q, *asked), lambda: own, lambda: None,
+            frozenset({2}), self._place,
+        )  # fmt: skip
 
     def _attend_here(
         self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any,
@@ -477,6 +552,11 @@ class Step(StateStep, StepOfLatents, StepAgain):
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
             )  # fmt: skip
             return found if self._buffers is None else found[: self._buffers.num_seqs]
+
+    @property
+    def _again(self) -> Any:
+        """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
+        return self._store.again if self._buffers is None else None
 
     def _captured(self, name: str) -> bool:
         """Whether a call becomes a part of a CUDA graph, which keeps what it needs; refused where tables may go."""
