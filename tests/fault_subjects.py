@@ -34,7 +34,6 @@ from numkv.blocks.prefix import block_digests
 
 # ---------------------------------------------------------------- caches of one sequence
 
-
 _SHIFT = numkv.rope_shift(*TABLES)
 
 
@@ -129,12 +128,11 @@ def _copy_layer(layer):
     layer.copied = layer.copy()
 
 
-_LAYER = {
+_LAYER = fault_latents.OF_LAYER | {
     "append one token": lambda c: c.append(*rows(1, 7)),
     "append": lambda c: c.append(*rows(9, 7)),
     "write one token": lambda c: c.write(projections(1), **FUSED),
     "write": lambda c: c.write(projections(5), **FUSED),
-    **fault_latents.OF_LAYER,
     "truncate": lambda c: c.truncate(4),
     "seq_len": lambda c: setattr(c, "seq_len", 3),
     "compact": lambda c: c.compact([0, 2, 5, 9], _SHIFT),

@@ -212,10 +212,18 @@ SIZES = ["num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size", "
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_of_a_cache(name):
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 2, "num_blocks": 1, "block_size": 1}
-    for odd in NO_NUMBERS.values():
-        if odd is not None or name != "head_dim_v":
-            with pytest.raises(TypeError, match=f"`{name}`: expected an integer"):
+    of_each_layer = name in ("num_kv_heads", "head_dim", "head_dim_v")
+    for what, odd in NO_NUMBERS.items():
+        if odd is None and name in ("head_dim_v", "num_blocks"):
+            continue
+        if of_each_layer and what == "list":  # a number for each layer, of which there is one
+            odd = [3.7]
+        if of_each_layer and what == "array":
+            with pytest.raises(numkv.DimensionMismatch, match=f"`{name}`: expected 1 number"):
                 numkv.PagedKVCache(**sizes | {name: odd})
+            continue
+        with pytest.raises(TypeError, match=f"`{name}`: expected an integer"):
+            numkv.PagedKVCache(**sizes | {name: odd})
     with pytest.raises(numkv.DimensionMismatch, match=f"`{name}`"):
         numkv.PagedKVCache(**sizes | {name: -1})
 
