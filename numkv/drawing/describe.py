@@ -47,6 +47,10 @@ def picture_of(cache: Any) -> Picture:
 
 def _kinds(cache: Any) -> str:
     both = str(cache.kind) if cache.kind == cache.v_kind else f"{cache.kind}/{cache.v_kind}"
+    layers = getattr(getattr(cache, "_store", None), "layers", None)  # of a PagedKVCache
+    rows = getattr(cache, "_pool", None) if layers is None else layers.first
+    if getattr(rows, "is_latent", False):
+        both = f"{cache.kind}, latent"
     return f"{both}, rotated" if getattr(cache, "rotate", False) else both
 
 
@@ -160,7 +164,7 @@ def _paged_cache(cache: Any) -> Picture:
 
 
 def _swapped(swapped: Any) -> Picture:
-    (heads, block_size, dim, dim_v), kind, v_kind, windows, seed = swapped.geometry
+    (heads, block_size, dim, dim_v), kind, v_kind, windows, seed, *_ = swapped.geometry
     dims = str(dim) if dim == dim_v else f"{dim} and {dim_v}"
     facts = [
         str(kind) if kind == v_kind else f"{kind}/{v_kind}",

@@ -94,6 +94,12 @@ class ShardedKVCache(ReadableShards):
         alike = {**options, "target": "cpu"}
         targets.get(options.get("target", "cpu"))
         model = PagedKVCache(num_layers, num_kv_heads, head_dim, num_blocks=1, **alike)
+        layers = model._store.layers
+        if not layers.plain or layers.first.is_latent:
+            raise NotSupported(
+                "ShardedKVCache: expected rows of K and V that are alike in all layers, without chunks, shares and "
+                "states, got latents or layers that are not alike; keep such a cache in one process"
+            )
         self._access = Access()
         self._model = model
         self._windows = [model.window_of(layer) for layer in range(model.num_layers)]
