@@ -215,7 +215,6 @@ class CacheModel(RuleBasedStateMachine):
         seq = cache.add(prompt, extra=None if extra is None else {"adapter": extra})
         cached = cache.cached_len(seq)
         assert cached == cache.length(seq) <= len(prompt) - 1
-        assert cached % cache.block_size == 0
         self.known[seq] = Sequence(prompt[:cached], extra)
         self.slide(self.known[seq])
         new = {seq: prompt[cached:]}
