@@ -509,7 +509,7 @@ _EVERYWHERE = {
     "bind": lambda subject, it: fault_bound.bind(it),
 }
 #: Methods that need no memory, or are an object's life and not its use.
-LEFT_OUT = {
+LEFT_OUT = fault_states.LEFT_OUT | {
     "init": "makes the object",
     "close": "gives memory back",
     "set_config": "keeps its argument",

@@ -107,8 +107,8 @@ def test_blocks_of_a_paged_cache():
     cache.remove(b)
     assert "░░······  0 of 8 in use" in drawn(cache)
     c = cache.add(np.arange(8))
-    assert "4 tokens (4 found), blocks 0\n" in drawn(cache)
-    assert cache.cached_len(c) == 4
+    assert "7 tokens (7 found), blocks 0 2\n" in drawn(cache)
+    assert cache.cached_len(c) == 7
 
 
 def test_full_precision_tokens():

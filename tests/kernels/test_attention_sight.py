@@ -285,7 +285,9 @@ def test_a_mask_with_too_few_words_is_refused(target, to, rng):
     rows, _, _ = problem.stored()
     arrays = [to(x) for x in (problem.q, *rows, problem.lens, problem.starts)]
     with pytest.raises(DimensionMismatch, match="2 words"):
-        numkv.prefill_attention(*arrays, mask=to(np.zeros((len(problem.q), 1), np.uint32)), validate=True)
+        numkv.prefill_attention(
+            *arrays, mask=to(np.zeros((len(problem.q), 1), np.uint32)), validate=True
+        )
 
 
 def test_tree_mask_is_that_of_parents(rng):

@@ -30,6 +30,8 @@ __all__ = ["block_scores", "choose_blocks", "key_bounds", "tables_of_heads"]
 
 # Elements below which one thread does it all.
 SERIAL_WORK = 200_000
+# Blocks of a unit of work.
+CHUNK = 64
 PLACES = 32 // DIGIT_BITS
 DIGITS = 1 << DIGIT_BITS
 
@@ -74,27 +76,34 @@ def make_block_scores():
             on_threads(launch, workers)
             return
         heads, dim, blocks = low.shape[1], low.shape[2], scores.shape[2]
-        group, scale = q.shape[1] // heads, np.float32(sm_scale)
-        x = np.empty((group, 2, dim), np.float32)
-        items = scores.shape[0] * heads
+        rows, scale = q.shape[1], np.float32(sm_scale)
+        group, chunks = rows // heads, (blocks + CHUNK - 1) // CHUNK
+        x = np.empty((rows, 2, dim), np.float32)
+        items, known = scores.shape[0] * chunks, np.int64(-1)
         for item in range(items * worker // workers, items * (worker + 1) // workers):
-            b, h = item // heads, item % heads
+            b, first = item // chunks, item % chunks * CHUNK
+            if b != known:
+                known = b
+                for i in range(rows):
+                    for d in range(dim):
+                        x[i, 0, d], x[i, 1, d] = parts_of(scale * q[b, i, d])
             used = min((seq_lens[b] + block_size - 1) // block_size, blocks)
-            for i in range(group):
-                for d in range(dim):
-                    x[i, 0, d], x[i, 1, d] = parts_of(scale * q[b, h * group + i, d])
-            for j in range(blocks):
-                best = np.float32(-np.inf)
-                if j < used:
-                    block = np.int64(block_table[b, j])
+            for j in range(first, min(first + CHUNK, blocks)):
+                if j >= used:
+                    scores[b, :, j] = np.float32(-np.inf)
+                    continue
+                block = np.int64(block_table[b, j])
+                for h in range(heads):  # whose bounds lie one after another
+                    best = np.float32(-np.inf)
                     below, above = low[block, h], high[block, h]
                     for i in range(group if below[0] <= above[0] else 0):
-                        negative, positive, total = x[i, 0], x[i, 1], np.float32(0)
+                        negative, positive = x[h * group + i, 0], x[h * group + i, 1]
+                        total = np.float32(0)
                         for d in range(dim):
                             total += negative[d] * below[d] + positive[d] * above[d]
                         total = total if total == total else np.float32(np.inf)
                         best = max(best, total)
-                scores[b, h, j] = best
+                    scores[b, h, j] = best
 
     return kernel
 
