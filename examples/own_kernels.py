@@ -14,15 +14,15 @@ load, slot_of = device.load_row("int8"), device.slot_of
 
 
 @njit
-def attention(a, seq, q, out):
-    """Attention of one query token (q heads, dim) over a sequence: a softmax that is computed as rows come."""
+def attention(a, i, q, out):
+    """Attention of one query token (q heads, dim) over row i of the table: a softmax that is computed as rows come."""
     group = q.shape[0] // a.k.shape[1]
     row = np.empty(q.shape[1], np.float32)
     for h in range(q.shape[0]):
         most, total = -np.inf, 0.0
         out[h] = 0
-        for position in range(a.context_lens[seq]):
-            slot = slot_of(a.block_table[seq], position, a.k.shape[2])
+        for position in range(a.context_lens[i]):
+            slot = slot_of(a.block_table[i], position, a.k.shape[2])
             load(a.k, a.k_scale, slot, h // group, row)  # codes times scale
             score = (q[h] * row).sum() / np.sqrt(q.shape[1])
             higher = max(most, score)
@@ -34,12 +34,12 @@ def attention(a, seq, q, out):
 
 
 @cuda.jit
-def norms_of_keys(a, seq, head, out):
+def norms_of_keys(a, i, head, out):
     """The length of each key of one head: a thread for each token."""
     position = cuda.grid(1)
-    if position < a.context_lens[seq]:
+    if position < a.context_lens[i]:
         row = cuda.local.array(64, np.float32)
-        load(a.k, a.k_scale, slot_of(a.block_table[seq], position, a.k.shape[2]), head, row)
+        load(a.k, a.k_scale, slot_of(a.block_table[i], position, a.k.shape[2]), head, row)
         total = np.float32(0)
         for d in range(64):
             total += row[d] * row[d]

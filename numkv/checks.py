@@ -99,6 +99,9 @@ def _remedy(name: str, actual: tuple[int, ...], shape: Shape) -> str:
             if actual[axis] == 1 and _fits((*actual[:axis], *actual[axis + 1 :]), shape):
                 index = ", ".join([":"] * axis + ["0"])
                 return f"it has an axis too many: pass {name}[{index}]"
+        rest = actual[1:]
+        if actual[0] == 1 and len(rest) > 2 and _fits((rest[1], rest[0], *rest[2:]), shape):
+            return f"it is (batch, heads, tokens, …): pass {name}[0].swapaxes(0, 1)"
     elif len(actual) + 1 == len(shape):
         if _fits((1, *actual), shape):
             return f"an axis is missing: pass {name}[None]"

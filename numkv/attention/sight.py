@@ -68,6 +68,11 @@ def check_sight(given: Visible | None, window_left: int) -> Sight | None:
     if not given:
         return None
     for name in given:
+        if name in ("window", "sliding_window"):
+            raise TypeError(
+                f"`{name}`: expected `window_left`, earlier tokens that a query sees beside its own; pass "
+                f"window_left={name} - 1, or `windows` to a PagedKVCache when it is made"
+            )
         if name not in _NAMES:
             raise TypeError(
                 f"`{name}`: expected an argument of this call, got an unknown one; of what queries see there are "

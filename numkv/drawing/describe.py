@@ -41,7 +41,7 @@ def picture_of(cache: Any) -> Picture:
             return _LOOKS[cls.__name__](cache)
     raise TypeError(
         f"`cache`: expected a cache, a layer, a pool, a compressor or a swapped sequence, got {type(cache).__name__}; "
-        "pass what numkv has made"
+        "pass one of these; of a cache for transformers look at its `nbytes`"
     )
 
 

@@ -18,7 +18,7 @@ from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
-from numkv.errors import NotSupported
+from numkv.errors import CacheFull, NotSupported
 
 __all__ = ["Ending", "Reservation", "end_step", "kept_tokens", "reserve_room"]
 
@@ -61,7 +61,13 @@ def reserve_room(
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
     peak = store.blocks._peak()
-    taken = store.blocks.allocate(sum(wanted))
+    try:
+        taken = store.blocks.allocate(sum(wanted))
+    except CacheFull as error:
+        raise CacheFull(
+            f"`new_lens`: {sum(lens)} new tokens need {sum(wanted)} blocks of {store.block_size}: {error}, remove or "
+            "swap out sequences, or make the cache with more blocks"
+        ) from None
     slots = None
     try:
         if store.states is not None:

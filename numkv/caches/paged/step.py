@@ -446,10 +446,14 @@ class Step(StateStep, StepOfLatents, ToldStep):
 
         Raises
         ------
+        NumkvError
+            If the layer has no rows of the new tokens yet.
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
+        if self._buffers is None and not self._written[layer] and self.num_tokens:
+            self._refuse_unwritten(layer, pool, q, stream)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
         chunk = self._store.groups[group].chunk
         if self._again is None or visible or chunk or self._tree is not None:
@@ -572,6 +576,16 @@ class Step(StateStep, StepOfLatents, ToldStep):
     def _belongs_to(self, store: BlockStore) -> bool:
         """Whether the step writes to these buffers."""
         return self._store is store
+
+    def _refuse_unwritten(self, layer: int, pool: Pool, q: Any, stream: Any) -> NoReturn:
+        """Refuse to attend to what another sequence may have left in the new tokens' blocks."""
+        with self._on(stream, q):
+            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+            self._check_tokens("q", int(q.shape[0]))
+        raise NumkvError(
+            f"`layer`: expected one with the step's rows, got layer {layer} without; "
+            f"call step.append({layer}, k, v) or step.write first, or step.mark_written({layer})"
+        )
 
     def _check_tokens(self, name: str, tokens: int) -> None:
         if tokens != self._rows:

@@ -76,6 +76,11 @@ class StoredSequences(Drawn):
         store: PrefixStore | None = None,
         **more: Unpack[LayerOptions],
     ) -> None:
+        if "sliding_window" in more or "window_left" in more:
+            raise TypeError(
+                "PagedKVCache: expected `windows`, for each layer the earlier tokens that a query sees, got "
+                "`sliding_window` or `window_left`; pass windows=[sliding_window - 1] * num_layers, -1 for all tokens"
+            )
         if unknown := more.keys() - LayerOptions.__annotations__.keys():
             raise TypeError(
                 f"PagedKVCache: expected {', '.join(LayerOptions.__annotations__)} beside the arguments before them, "
