@@ -82,8 +82,8 @@ def attend_cascade(
             "`shared_len`: expected 0 beside a window, a mask, ranges or slopes, got another number"
         )
     tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
-    each = chunk_tokens(num_q_heads // int(pool.k.shape[1]))
-    if not tokens or not shared_len or not num_q_heads or not each:
+    each = chunk_tokens(num_q_heads // int(pool.k.shape[1])) if num_q_heads else 0
+    if not tokens or not shared_len or not each:
         return attend(pool, block_table, q, seq_lens, q_starts, options)
     shape = (tokens, num_q_heads, pool.head_dim_v)
     out = options.out

@@ -302,8 +302,12 @@ def _bad_iterable(x, d):
 
 
 def _good_iterable(x, d):
-    flat = list(x)
-    make = d.choice([list, tuple, np.array, iter, dict.fromkeys, lambda y: (i for i in y)])
+    if x is None:  # where an iterable may be left out
+        return Hostile(x)
+    flat, makers = list(x), [list, tuple, iter, lambda y: (i for i in y)]
+    if all(np.ndim(i) == 0 for i in flat):
+        makers += [np.array, dict.fromkeys]
+    make = d.choice(makers)
     if make == dict.fromkeys:  # which has each key once
         flat = list(make(flat))
     return Hostile(make(flat), list(flat))
