@@ -580,6 +580,7 @@ class Step(StateStep, StepOfLatents, ToldStep):
     def _refuse_unwritten(self, layer: int, pool: Pool, q: Any, stream: Any) -> NoReturn:
         """Refuse to attend to what another sequence may have left in the new tokens' blocks."""
         with self._on(stream, q):
+            self._captured("attention")
             q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
             self._check_tokens("q", int(q.shape[0]))
         raise NumkvError(
