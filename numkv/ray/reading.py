@@ -126,16 +126,9 @@ class ReadableShards(WholeShardedCache):
 
     @writes
     def decode_attention(
-        self,
-        layer: int,
-        sequences: Iterable[int],
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-    ) -> Any:
+        self, layer: int, sequences: Iterable[int], q: Any, *, sm_scale: float | None = None,
+        logits_soft_cap: float = 0.0, sinks: Any = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         """Attend with the query of the newest committed token of any sequences.
 
         Parameters

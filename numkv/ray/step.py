@@ -211,19 +211,9 @@ class ShardedStep:
 
     @writes
     def write(
-        self,
-        layer: int,
-        qkv: Any,
-        *,
-        num_q_heads: int,
-        cos: Any = None,
-        sin: Any = None,
-        qk_mode: QKMode | int,
-        q_norm_weight: Any = None,
-        k_norm_weight: Any = None,
-        eps: float = 1e-6,
-        check_finite: bool = True,
-    ) -> NDArray[Any]:
+        self, layer: int, qkv: Any, *, num_q_heads: int, cos: Any = None, sin: Any = None, qk_mode: QKMode | int,
+        q_norm_weight: Any = None, k_norm_weight: Any = None, eps: float = 1e-6, check_finite: bool = True,
+    ) -> NDArray[Any]:  # fmt: skip
         """Split and normalise the new tokens' projections, apply RoPE, and note K and V, in this process.
 
         Parameters
@@ -263,15 +253,9 @@ class ShardedStep:
 
     @writes
     def attention(
-        self,
-        layer: int,
-        q: Any,
-        *,
-        sm_scale: float | None = None,
-        logits_soft_cap: float = 0.0,
-        sinks: Any = None,
-        return_lse: bool = False,
-    ) -> Any:
+        self, layer: int, q: Any, *, sm_scale: float | None = None, logits_soft_cap: float = 0.0,
+        sinks: Any = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
         """Attend with the new tokens' queries, each to itself and earlier tokens, within the layer's window.
 
         Parameters

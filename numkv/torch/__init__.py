@@ -27,6 +27,7 @@ except ImportError as error:
 from numkv.torch.functions import (
     append,
     attention_weights,
+    cascade_attention,
     decode_attention,
     merge_states,
     paged_append,
@@ -70,6 +71,7 @@ __all__ = [
     "WrapperCache",
     "append",
     "attention_weights",
+    "cascade_attention",
     "decode_attention",
     "merge_states",
     "paged_append",

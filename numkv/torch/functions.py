@@ -13,7 +13,7 @@ from numkv.torch import operators
 from numkv.torch.tensors import on_tensors
 
 __all__ = [
-    "append", "attention_weights", "decode_attention", "merge_states", "paged_append",
+    "append", "attention_weights", "cascade_attention", "decode_attention", "merge_states", "paged_append",
     "paged_decode_attention", "paged_prefill_attention", "paged_write", "prefill_attention", "rope_shift",
 ]  # fmt: skip
 
@@ -26,6 +26,7 @@ def _function(name: str) -> Any:
 
 append = _function("append")
 attention_weights = _function("attention_weights")
+cascade_attention = _function("cascade_attention")
 decode_attention = _function("decode_attention")
 merge_states = _function("merge_states")
 paged_append = _function("paged_append")

@@ -56,16 +56,17 @@ class StepOfLatents:
             self._refuse_bad()
             p = LatentRows.check(pool, rows, qk_mode, cos, sin, norm_weight, eps)
             self._check_tokens("rows", p.num_tokens)
+            # A captured call may run with any position that fits.
             last = self._longest - 1 if captured else self.positions.max(initial=-1)
             if p.rotates and last >= p.cos.shape[0]:
                 raise IndexError(
                     f"`cos`: expected a row for position {last}, got {p.cos.shape[0]} rows; make the tables longer"
                 )
-            check_finite = check_flag("check_finite", check_finite, True)
-            first = check_finite and pool.looks_first
-            if first:
+            looks = check_flag("check_finite", check_finite, True)
+            if looks and pool.looks_first:
                 p.check_finite(pool)
+                looks = False
             self._watch_nothing()
-            look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
+            look = p.watch(pool, self._marker(captured)) if looks else 0
             p.scatter(pool, self._slots[group], self._positions, look)
             self._written[layer] |= not captured
