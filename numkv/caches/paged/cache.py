@@ -42,7 +42,7 @@ from numkv.caches.paged.prefix_match import (
     register_blocks,
     with_checkpoint,
 )
-from numkv.caches.paged.reservation import end_step, kept_tokens, reserve_room
+from numkv.caches.paged.reservation import end_step, kept_tokens, refuse_without_slots, reserve_room
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import Extra, SequenceState, held
 from numkv.caches.paged.stored import PagedStats
@@ -576,6 +576,8 @@ class PagedKVCache(WholeCache):
                 f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
             )
         check_swapped(self._store, swapped)
+        if swapped.states and self._store.states is not None:
+            refuse_without_slots(self._store.states, 1)
         peak = self.blocks._peak()
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:

@@ -20,7 +20,14 @@ from numkv.caches.paged.trees import Tree
 from numkv.checks import check_integers, host_array
 from numkv.errors import CacheFull, NotSupported
 
-__all__ = ["Ending", "Reservation", "end_step", "kept_tokens", "reserve_room"]
+__all__ = [
+    "Ending",
+    "Reservation",
+    "end_step",
+    "kept_tokens",
+    "refuse_without_slots",
+    "reserve_room",
+]
 
 
 class Reservation(NamedTuple):
@@ -61,6 +68,8 @@ def reserve_room(
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
     peak = store.blocks._peak()
+    if store.states is not None:
+        refuse_without_slots(store.states, len(states))
     try:
         taken = store.blocks.allocate(sum(wanted))
     except CacheFull as error:
@@ -125,6 +134,16 @@ def _plan_tables(
         for need, table, copy in zip(needs, tables, copied, strict=True)
     ]
     return wanted, copied
+
+
+def refuse_without_slots(slots: StateSlots, wanted: int) -> None:
+    """Refuse sequences for whose states there is no room, before blocks are taken, which may be those of prefixes."""
+    free = slots.books.num_free
+    if wanted > free:
+        raise CacheFull(
+            f"`sequences`: expected at most {free}, for whose states there are slots, got {wanted}; remove or swap out "
+            "sequences, or make the cache with more `num_states`"
+        )
 
 
 def kept_tokens(step: Step, accepted: Any, paths: Any) -> tuple[Ints, Ints | None]:

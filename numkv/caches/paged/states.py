@@ -227,10 +227,12 @@ class StateSlots:
         return length > 0 and length % self.every == 0
 
     def new_name(self) -> bytes:
-        """A name for a checkpoint of tokens whose ids are not known: no other has it."""
-        return sha256(
-            b"state" + str(next(self._unnamed)).encode() + repr(id(self)).encode()
-        ).digest()
+        """A name for a checkpoint of tokens whose ids are not known: no other one of these slots has it.
+
+        A copy counts from 0 again, but slots have been taken since.
+        """
+        taken = self.books.stats().allocations
+        return sha256(f"state {next(self._unnamed)} {taken}".encode()).digest()
 
     def register(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
         """Have slots found by names, but for names that other slots have.

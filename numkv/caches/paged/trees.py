@@ -72,7 +72,12 @@ class Tree:
 
     def order_of(self, paths: Any, new_lens: Ints) -> tuple[Ints, Ints]:
         """Check paths; return how many tokens each sequence keeps, and all tokens with those of paths first."""
-        numbers = list(paths)
+        try:
+            numbers = list(paths)
+        except TypeError:
+            raise TypeError(
+                f"`paths`: expected a path for each sequence, got {type(paths).__name__}"
+            ) from None
         if len(numbers) != len(new_lens):
             raise DimensionMismatch(
                 f"`paths`: expected a path for each of {len(new_lens)} sequences, got {len(numbers)}",
