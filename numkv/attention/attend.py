@@ -21,6 +21,7 @@ from numkv.targets.base import Target
 
 __all__ = [
     "attend",
+    "check_blocks",
     "check_group",
     "check_lengths",
     "check_own_memory",
@@ -260,6 +261,18 @@ def _check_free(seq_lens: Any, q_starts: Any, capacity: int) -> tuple[int, int]:
         if wrong.any():
             return finding, int(wrong.argmax())
     return values.FINE, -1
+
+
+def check_blocks(
+    name: str, table: Any, lens: Any, block_size: int, num_blocks: int, where: str = "for sequence"
+) -> None:
+    """Refuse rows of a table, on the host, that name blocks below their lengths which no pool has."""
+    b = values.first_bad_blocks(table, lens, block_size, num_blocks)
+    if b >= 0:
+        used = table[b, : -(-int(lens[b]) // block_size)].tolist()
+        raise IndexError(
+            f"`{name}`: expected blocks in [0, {num_blocks}) up to each length, got {used} {where} {b}"
+        )
 
 
 def too_many_queries(queries: int, length: int, where: str = "") -> DimensionMismatch:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.arrays import Array
-from numkv.attention.attend import attend
+from numkv.attention.attend import attend, check_own_memory
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import Sight
 from numkv.checks import check_array, check_writable
@@ -92,6 +92,7 @@ def attend_cascade(
     else:
         out = check_array(target, "out", out, (q.dtype,), shape)
         check_writable("out", out)
+        check_own_memory(target, out, q, pool, {"block_table": block_table, "seq_lens": seq_lens})
     q_kind = kind_of_dtype(q.dtype)
     assert q_kind is not None
     exact = q_kind if q_kind.dtype.itemsize >= 4 else kind("fp32")

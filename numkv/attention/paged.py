@@ -8,12 +8,11 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.attend import attend, check_blocks, check_lengths, check_queries
 from numkv.attention.cascade import Prefix, attend_cascade
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible, is_free, with_sight
 from numkv.checks import check_flag, check_integers, check_size
-from numkv.kernels import validate as values
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
 from numkv.storage.tables import one_query_each
@@ -50,13 +49,7 @@ def _check_batch(
     )
     if target.values_on_host or validate:
         on_host, lens_on_host = target.to_host(table), target.to_host(lens).astype(np.int64)
-        b = values.first_bad_blocks(on_host, lens_on_host, block_size, num_blocks)
-        if b >= 0:
-            used = on_host[b, : -(-int(lens_on_host[b]) // block_size)].tolist()
-            raise IndexError(
-                f"`block_table`: expected blocks in [0, {num_blocks}) up to each length, got {used} "
-                f"for sequence {b}"
-            )
+        check_blocks("block_table", on_host, lens_on_host, block_size, num_blocks)
     return lens
 
 

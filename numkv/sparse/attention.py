@@ -8,11 +8,11 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention.attend import attend, check_lengths, check_queries
+from numkv.attention.attend import attend, check_lengths, check_own_memory, check_queries
 from numkv.attention.options import check_options
 from numkv.checks import check_array, check_flag, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.sparse.blocks import check_blocks, look_at_table, too_many_parts
+from numkv.sparse.blocks import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
 from numkv.storage.given import stored_pool
 from numkv.storage.pool import Pool
@@ -131,6 +131,8 @@ def sparse_decode_attention(
     else:
         out = check_array(target, "out", out, (q.dtype,), (num_seqs, num_q_heads, dim_v))
         check_writable("out", out)
+        _refuse_strided(target, out, "out")
+        check_own_memory(target, out, q, pool, {"tables": tables, "seq_lens": lens})
     if num_seqs and num_q_heads:
         numbered = target.empty((rows, columns), _INT32[0])
         target.ops.tables_of_heads(tables, pool_heads, numbered)
@@ -144,7 +146,7 @@ def sparse_decode_attention(
         )  # fmt: skip
         result, lse = got if options.return_lse else (got, None)
         if not whole:
-            _put(target, result.reshape((num_seqs, num_q_heads, dim_v)), out)
+            out[...] = result.reshape((num_seqs, num_q_heads, dim_v))
     if not options.return_lse:
         return out
     if lse is None:
@@ -222,7 +224,7 @@ def token_decode_attention(
         on_host, most = target.to_host(lens), int(pool.k.shape[0]) * int(pool.k.shape[2])
         of_all = target.to_host(slots)
         for b in range(num_seqs):
-            check_blocks(targets.get("cpu"), f"slots[{b}]", of_all[b, : int(on_host[b])], most)
+            check_numbers(targets.get("cpu"), f"slots[{b}]", of_all[b, : int(on_host[b])], most)
     options = check_options(sm_scale, logits_soft_cap, -1, sinks, return_lse, out)
     return attend(pool, slots, q, lens, starts, options, by_slot=True, validate=validate)
 
@@ -239,19 +241,14 @@ def _in_one_piece(x: Any) -> bool:
 
 def _whole(target: Target, x: Array, name: str = "q") -> Array:
     """An array in one piece: itself, or on the CPU a copy."""
-    if _in_one_piece(x):
-        return x
-    if not target.values_on_host:
+    _refuse_strided(target, x, name)
+    return x if _in_one_piece(x) else np.ascontiguousarray(x)
+
+
+def _refuse_strided(target: Target, x: Array, name: str) -> None:
+    """Refuse a strided array on CUDA, where nothing here copies it."""
+    if not (target.values_on_host or _in_one_piece(x)):
         raise NotSupported(f"`{name}`: expected an array in one piece on CUDA, got a strided view")
-    copy: Array = np.ascontiguousarray(x)
-    return copy
-
-
-def _put(target: Target, x: Array, out: Array) -> None:
-    """Copy a result into a strided array."""
-    if not target.values_on_host:
-        raise NotSupported("`out`: expected an array in one piece on CUDA, got a strided view")
-    out[...] = x
 
 
 def _parts(pool: Pool) -> Pool:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 
 from numkv.arrays import Array
+from numkv.attention.attend import check_blocks
 from numkv.checks import check_integers
 from numkv.errors import DimensionMismatch
-from numkv.kernels import validate as values
 from numkv.targets.base import Target
 
-__all__ = ["check_blocks", "check_table"]
+__all__ = ["check_numbers", "check_table", "look_at_table", "too_many_parts"]
 
 _INT32 = (np.dtype(np.int32),)
 
 
-def check_blocks(target: Target, name: str, x: Array, end: int) -> None:
+def check_numbers(target: Target, name: str, x: Array, end: int) -> None:
     """Look whether numbers are in ``[0, end)``; on CUDA that waits."""
     on_host = target.to_host(x)
     bad = (on_host < 0) | (on_host >= end)
@@ -51,12 +51,7 @@ def look_at_table(table: Any, lens: Any, block_size: int, num_blocks: int, name:
         raise IndexError(
             f"`seq_lens`: expected lengths in [0, {capacity}], got {lens[b]} for row {b} of `{name}`"
         )
-    b = values.first_bad_blocks(table, lens, block_size, num_blocks)
-    if b >= 0:
-        used = table[b, : -(-int(lens[b]) // block_size)].tolist()
-        raise IndexError(
-            f"`{name}`: expected blocks in [0, {num_blocks}) up to each length, got {used} in row {b}"
-        )
+    check_blocks(name, table, lens, block_size, num_blocks, "in row")
 
 
 def too_many_parts(num_blocks: int, heads: int) -> DimensionMismatch:

@@ -20,7 +20,7 @@ from numkv.checks import (
 )
 from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
-from numkv.sparse.blocks import check_blocks, check_table
+from numkv.sparse.blocks import check_numbers, check_table
 from numkv.storage.given import stored_pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
@@ -113,7 +113,7 @@ class KeyBounds:
         DimensionMismatch, UnsupportedDType, NotSupported
             As `numkv.paged_decode_attention`; also if the pool has other sizes.
         """
-        update(self.low, self.high, k_pool, blocks, counts, k_scale, validate, stream)
+        _update(k_pool, blocks, counts, self.low, self.high, k_scale, validate, stream)
 
     def scores(
         self, q: Any, block_table: Any, seq_lens: Any, block_size: int, *, sm_scale: float | None = None,
@@ -149,7 +149,7 @@ class KeyBounds:
         DimensionMismatch, UnsupportedDType
             If an array has another shape or dtype.
         """
-        return scores(
+        return _scores(
             q, self.low, self.high, block_table, seq_lens, block_size, sm_scale, validate, stream
         )
 
@@ -158,24 +158,16 @@ class KeyBounds:
         return f"KeyBounds(num_blocks={blocks}, num_kv_heads={heads}, head_dim={dim}, target={self._target.key})"
 
 
-def update(
-    low: Any, high: Any, k_pool: Any, blocks: Any, counts: Any, k_scale: Any, validate: bool | None,
-    stream: Any,
+def _update(
+    k_pool: Any, blocks: Any, counts: Any, low: Any, high: Any, k_scale: Any = None,
+    validate: bool | None = False, stream: Any = None,
 ) -> None:  # fmt: skip
     """See `KeyBounds.update`."""
     target = targets.of(k_pool)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays = (k_pool, blocks, counts, low, high, k_scale)
-        target.run(_update_here, _UPDATE, stream, arrays, (validate,))
+        target.run(_update, _UPDATE, stream, arrays, (validate,))
         return
-    _update_here(k_pool, blocks, counts, low, high, k_scale, validate)
-
-
-def _update_here(
-    k_pool: Any, blocks: Any, counts: Any, low: Any, high: Any, k_scale: Any = None,
-    validate: bool | None = False, stream: Any = None,
-) -> None:  # fmt: skip
-    target = targets.of(k_pool)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, ("k_pool", "k_pool"), k_pool, k_pool, (k_scale, k_scale), _POOL)
     shape = (int(pool.k.shape[0]), int(pool.k.shape[1]), pool.head_dim)
@@ -191,8 +183,8 @@ def _update_here(
     blocks = check_integers(target, "blocks", blocks, ("n",))
     counts = check_integers(target, "counts", counts, (int(blocks.shape[0]),))
     if target.values_on_host or validate:
-        check_blocks(target, "blocks", blocks, shape[0])
-        check_blocks(target, "counts", counts, int(pool.k.shape[2]) + 1)
+        check_numbers(target, "blocks", blocks, shape[0])
+        check_numbers(target, "counts", counts, int(pool.k.shape[2]) + 1)
     if not blocks.shape[0]:
         return
     target.ops.key_bounds(
@@ -201,26 +193,16 @@ def _update_here(
     )  # fmt: skip
 
 
-def scores(
-    q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, block_size: Any, sm_scale: float | None,
-    validate: bool | None, stream: Any,
+def _scores(
+    q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, block_size: Any,
+    sm_scale: float | None = None, validate: bool | None = False, stream: Any = None,
 ) -> Array:  # fmt: skip
     """See `KeyBounds.scores`."""
     target: Target = targets.of(low)
     if (stream is not None or target.has_streams) and stream is not target.here:
         arrays, asked = (q, low, high, block_table, seq_lens), (block_size, sm_scale, validate)
-        found: Array = target.run(_scores_here, _SCORES, stream, arrays, asked)
+        found: Array = target.run(_scores, _SCORES, stream, arrays, asked)
         return found
-    return _scores_here(
-        q, low, high, block_table, seq_lens, block_size=block_size, sm_scale=sm_scale, validate=validate
-    )  # fmt: skip
-
-
-def _scores_here(
-    q: Any, low: Any, high: Any, block_table: Any, seq_lens: Any, *, block_size: Any,
-    sm_scale: float | None = None, validate: bool | None = False, stream: Any = None,
-) -> Array:  # fmt: skip
-    target = targets.of(low)
     num_blocks, heads, dim = (int(n) for n in low.shape)
     q = check_queries(target, q, heads, dim, "num_seqs")
     size = check_size("block_size", block_size, 1)

@@ -20,7 +20,7 @@ from numkv.targets.base import Array, Target
 from numkv.targets.call import Marker
 
 __all__ = [
-    "DEFAULT_EPS", "Projection", "QKMode", "check_mode", "check_positions", "check_tables", "empty",
+    "DEFAULT_EPS", "Projection", "QKMode", "Rotating", "check_mode", "check_positions", "check_tables", "empty",
 ]  # fmt: skip
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -71,8 +71,31 @@ def empty(target: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return targets.by_key(target).empty(shape, dtype)
 
 
+class Rotating:
+    """What projections and rows of latents do alike: they are rotated by tables, or not."""
+
+    __slots__ = ()
+    mode: QKMode
+    cos: Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens."""
+        raise NotImplementedError
+
+    @property
+    def rotates(self) -> bool:
+        """Whether something is rotated."""
+        return self.mode is not QKMode.COPY
+
+    def check_positions(self, first: int) -> None:
+        """Refuse positions, from `first` on, for which the tables have no row."""
+        if self.rotates:
+            check_positions(self.cos, first, self.num_tokens)
+
+
 @dataclass(slots=True)  # a frozen one takes a microsecond longer to make
-class Projection:
+class Projection(Rotating):
     """Checked projections, and what is to happen to them.
 
     Attributes
@@ -166,16 +189,6 @@ class Projection:
     def num_tokens(self) -> int:
         """Tokens."""
         return int(self.qkv.shape[0])
-
-    @property
-    def rotates(self) -> bool:
-        """Whether q and k are rotated."""
-        return self.mode is not QKMode.COPY
-
-    def check_positions(self, first: int) -> None:
-        """Refuse positions, from `first` on, for which the tables have no row."""
-        if self.rotates:
-            check_positions(self.cos, first, self.num_tokens)
 
     def check_finite(self, pool: Pool) -> None:
         """Refuse NaN and infinity in those of k and v that the pool quantises; q may hold anything."""

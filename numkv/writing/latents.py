@@ -16,8 +16,8 @@ from numkv.targets.call import Marker
 from numkv.writing.fused_write import (
     DEFAULT_EPS,
     QKMode,
+    Rotating,
     check_mode,
-    check_positions,
     check_tables,
     empty,
 )
@@ -28,7 +28,7 @@ _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 @dataclass(slots=True)
-class LatentRows:
+class LatentRows(Rotating):
     """Checked rows, and what is to happen to them.
 
     Attributes
@@ -92,16 +92,6 @@ class LatentRows:
     def num_tokens(self) -> int:
         """Tokens."""
         return int(self.rows.shape[0])
-
-    @property
-    def rotates(self) -> bool:
-        """Whether rotary parts are rotated."""
-        return self.mode is not QKMode.COPY
-
-    def check_positions(self, first: int) -> None:
-        """Refuse positions, from `first` on, for which the tables have no row."""
-        if self.rotates:
-            check_positions(self.cos, first, self.num_tokens)
 
     def check_finite(self, pool: Pool) -> None:
         """Refuse NaN and infinity in rows that the pool quantises."""

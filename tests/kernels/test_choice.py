@@ -244,6 +244,18 @@ def test_out_and_strides(target, to, host, rng):
             sparse.sparse_decode_attention(to(p.q), k, v, tables, lens, out=strided)
 
 
+def test_out_has_memory_of_its_own(rng):
+    """What is read stays as it is, where the result is copied into a strided array too."""
+    paged, _ = stored(rng, "fp32", problems.Shape(4, 2, 4, (9, 3)))
+    before = paged.v_pool.copy()
+    flat = paged.v_pool.reshape(-1)
+    strided = np.lib.stride_tricks.as_strided(flat, (2, 4, 4), (128, 32, 4))
+    for out in (flat[:32].reshape(2, 4, 4), strided):
+        with pytest.raises(numkv.NotSupported, match="out"):
+            bad(paged, out=out, seq_lens=np.array([[9, 9], [3, 3]]))
+        np.testing.assert_array_equal(paged.v_pool, before)
+
+
 def bad(paged, **changed):
     p = paged.problem
     given = {

@@ -103,7 +103,7 @@ def calls_with_a_stream(target):
         "step append": lambda s: step.append(0, rows, rows, stream=s),
         "step write": lambda s: step.write(0, qkv, num_q_heads=2, qk_mode=0, stream=s),
         "step attention": lambda s: step.mark_written(0) or step.attention(0, q, stream=s),
-        "step weights": lambda s: step.attention_weights(0, q, stream=s),
+        "step weights": lambda s: step.mark_written(0) or step.attention_weights(0, q, stream=s),
     }  # fmt: skip
 
 

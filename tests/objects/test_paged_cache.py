@@ -123,6 +123,26 @@ def test_bad_reservations_take_nothing(cpu, args, error, match):
     refused(cache, error, match, cache.reserve, *args)
 
 
+def test_a_layer_without_rows_is_not_attended_to(target, to):
+    """Its new blocks may hold what another sequence has left there."""
+    cache = numkv.PagedKVCache(2, 1, 8, num_blocks=2, block_size=4, kind="fp32", target=target)
+    rows, q = (to(np.full((3, n, 8), 5, np.float32)) for n in (1, 2))
+    seq = cache.add()
+    step = cache.reserve([seq], 3)
+    for layer in range(2):
+        step.append(layer, rows, rows)
+    cache.commit(step)
+    cache.remove(seq)
+    step = cache.reserve([cache.add()], 3)
+    step.append(1, rows, rows)
+    for call in (step.attention, step.attention_weights):
+        with pytest.raises(numkv.NumkvError, match=r"layer 0 without; call step.append\(0, k, v\)"):
+            call(0, q)
+        call(1, q)
+    step.mark_written(0)
+    step.attention(0, q)
+
+
 def test_bad_steps_change_nothing(target, to):
     cache = make(target=target)
     seqs = [cache.add(), cache.add()]

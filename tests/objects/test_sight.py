@@ -198,6 +198,26 @@ def test_ids_of_a_path_are_found_by_others(target, to, rng):
     assert found == [4, 0]
 
 
+def test_rows_that_have_moved_are_not_moved_again(target, to, rng, monkeypatch):
+    """A commit that fails after it has moved rows of a path wants the rows once more."""
+    from numkv.caches.paged import cache as module
+
+    trees = Trees(rng, target, to)
+    step = trees.cache.reserve([trees.cache.add()], 3, parents=[-1, -1, 1])
+    trees.write(step)
+
+    def failing(*args):
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no more"):
+        patch.setattr(module, "register", failing)
+        trees.cache.commit(step, token_ids=[4, 5, 6], paths=[[1, 2]])
+    with pytest.raises(numkv.NumkvError, match="append them, or roll the step back"):
+        trees.cache.commit(step, token_ids=[4, 5, 6], paths=[[1, 2]])
+    trees.cache.rollback(step)
+    trees.cache.check()
+
+
 def test_what_trees_refuse(target, to, rng):
     trees = Trees(rng, target, to)
     seq, other = trees.prompt(5), trees.prompt(2)

@@ -511,13 +511,14 @@ class PagedKVCache(WholeCache):
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)
+            step._written &= order is None  # rows of a tree have moved
             raise
         step._end(keep)
         try:
             self._exchange(ending.states, ending.released)
         except BaseException:
             step._kept.clear()
-            step._written &= order is None  # rows of a tree have moved
+            step._written &= order is None
             step.open = any(self._sequences[seq].reserved is not None for seq in step.sequences)
             raise
         self._release_slots(ending.slots)

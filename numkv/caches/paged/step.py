@@ -452,13 +452,14 @@ class Step(StateStep, StepOfLatents, ToldStep):
             See `numkv.decode_attention`.
         """
         pool, group = self._layer(layer)
-        if self._buffers is None and not self._written[layer] and self.num_tokens:
-            self._refuse_unwritten(layer, pool, q, stream)
         asked = sm_scale, logits_soft_cap, sinks, return_lse, out
         chunk = self._store.groups[group].chunk
-        if self._again is None or visible or chunk or self._tree is not None:
+        if (
+            self._again is None or visible or chunk or self._tree is not None
+            or not self._written[layer]
+        ):  # fmt: skip
             with self._on(stream, q):
-                return self._attend_here(pool, group, q, *asked, visible)
+                return self._attend_here(layer, pool, group, q, *asked, visible)
         return self._attend_again(layer, pool, group, q, asked, stream)
 
     def _attend_again(
@@ -476,18 +477,17 @@ class Step(StateStep, StepOfLatents, ToldStep):
             if found is not again.missed:
                 return found
         return call.long(
-            lambda: self._attend_here(pool, group, q, *asked), lambda: own, lambda: None,
+            lambda: self._attend_here(layer, pool, group, q, *asked), lambda: own, lambda: None,
             frozenset({2}), self._place,
         )  # fmt: skip
 
     def _attend_here(
-        self, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any, out: Any,
-        visible: Any = None,
+        self, layer: int, pool: Pool, group: int, q: Any, sm_scale: Any, cap: Any, sinks: Any, return_lse: Any,
+        out: Any, visible: Any = None,
     ) -> Any:  # fmt: skip
         """Attend on the stream of the call."""
         self._captured("attention")
-        q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-        self._check_tokens("q", int(q.shape[0]))
+        q = self._check_queries(layer, pool, q)
         of = self._store.groups[group]
         if of.chunk and (visible or self._tree is not None):
             raise NotSupported(
@@ -535,6 +535,8 @@ class Step(StateStep, StepOfLatents, ToldStep):
 
         Raises
         ------
+        NumkvError
+            If the layer has no rows of the new tokens yet.
         DimensionMismatch, UnsupportedDType, NotSupported, IndexError, ValueError
             See `numkv.decode_attention`.
         """
@@ -542,8 +544,7 @@ class Step(StateStep, StepOfLatents, ToldStep):
         with self._on(stream, q):
             self._captured("attention_weights")
             Tree.refuse(self._tree, "attention_weights")
-            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-            self._check_tokens("q", int(q.shape[0]))
+            q = self._check_queries(layer, pool, q)
             self._store.refuse_chunks("attention_weights", layer)
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
             found = attention_mass(
@@ -577,16 +578,16 @@ class Step(StateStep, StepOfLatents, ToldStep):
         """Whether the step writes to these buffers."""
         return self._store is store
 
-    def _refuse_unwritten(self, layer: int, pool: Pool, q: Any, stream: Any) -> NoReturn:
-        """Refuse to attend to what another sequence may have left in the new tokens' blocks."""
-        with self._on(stream, q):
-            self._captured("attention")
-            q = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
-            self._check_tokens("q", int(q.shape[0]))
-        raise NumkvError(
-            f"`layer`: expected one with the step's rows, got layer {layer} without; "
-            f"call step.append({layer}, k, v) or step.write first, or step.mark_written({layer})"
-        )
+    def _check_queries(self, layer: int, pool: Pool, q: Any) -> Array:
+        """Check queries of a layer; without rows, its new blocks hold what another sequence may have left there."""
+        checked = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
+        self._check_tokens("q", int(checked.shape[0]))
+        if self._buffers is None and not self._written[layer] and self.num_tokens:
+            raise NumkvError(
+                f"`layer`: expected one with the step's rows, got layer {layer} without; "
+                f"call step.append({layer}, k, v) or step.write first, or step.mark_written({layer})"
+            )
+        return checked
 
     def _check_tokens(self, name: str, tokens: int) -> None:
         if tokens != self._rows:
