@@ -126,6 +126,10 @@ def test_a_layer_that_reads_another_is_not_written_to(cpu):
         cache.step_buffers(4)
     with pytest.raises(numkv.NotSupported, match="chunks of 4"):
         step.attention_weights(2, queries(LAYERS[2], 2))
+    with pytest.raises(numkv.NumkvError, match=r"layer 3 without; call step.append\(0, k, v\)"):
+        step.attention(3, queries(LAYERS[0], 2))
+    step.append(0, *rows)
+    step.attention(3, queries(LAYERS[0], 2))
 
 
 @pytest.mark.parametrize(

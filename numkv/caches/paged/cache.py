@@ -501,8 +501,8 @@ class PagedKVCache(WholeCache):
                 self._store.bad.refuse(seq, state.length + n)
         ids = ids if ids is None or order is None else ids[order]
         ending = end_step(self._store, states, step, keep, ids)
-        if order is not None:
-            step._move_kept(order)
+        if order is not None and step._tree is not None:
+            step._tree.move(self._store, order, step._written)
         slots = self._store.states
         if slots is not None:
             slots.register(ending.checkpoints)

@@ -456,7 +456,7 @@ class Step(StateStep, StepOfLatents, ToldStep):
         chunk = self._store.groups[group].chunk
         if (
             self._again is None or visible or chunk or self._tree is not None
-            or not self._written[layer]
+            or not self._has_rows(layer)
         ):  # fmt: skip
             with self._on(stream, q):
                 return self._attend_here(layer, pool, group, q, *asked, visible)
@@ -544,8 +544,8 @@ class Step(StateStep, StepOfLatents, ToldStep):
         with self._on(stream, q):
             self._captured("attention_weights")
             Tree.refuse(self._tree, "attention_weights")
-            q = self._check_queries(layer, pool, q)
             self._store.refuse_chunks("attention_weights", layer)
+            q = self._check_queries(layer, pool, q)
             options = check_options(sm_scale, logits_soft_cap, self._store.groups[group].window)
             found = attention_mass(
                 pool, self._tables[group], q, self._lens, self._starts, self._longest, options, lse=lse
@@ -560,12 +560,6 @@ class Step(StateStep, StepOfLatents, ToldStep):
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""
         return self._store.target.on(stream, *arrays, self._store.pools[0].k, after=self._place)
-
-    def _move_kept(self, order: Ints) -> None:
-        """Give the tokens that come first in an order the first places."""
-        self._written[:] = False  # an interrupt leaves rows that nobody can tell apart
-        self._tree.move(self._store, order)  # type: ignore[union-attr]
-        self._written[:] = True  # as `commit` has found
 
     def _end(self, keep: Ints) -> None:
         """Take no more rows; so many tokens of each sequence are kept."""
@@ -582,12 +576,17 @@ class Step(StateStep, StepOfLatents, ToldStep):
         """Check queries of a layer; without rows, its new blocks hold what another sequence may have left there."""
         checked = check_queries(pool.target, q, int(pool.k.shape[1]), pool.head_dim, "num_tokens")
         self._check_tokens("q", int(checked.shape[0]))
-        if self._buffers is None and not self._written[layer] and self.num_tokens:
+        if self._buffers is None and not self._has_rows(layer) and self.num_tokens:
+            source = self._store.layers.sources[layer]
             raise NumkvError(
                 f"`layer`: expected one with the step's rows, got layer {layer} without; "
-                f"call step.append({layer}, k, v) or step.write first, or step.mark_written({layer})"
+                f"call step.append({source}, k, v) or step.write first, or step.mark_written({source})"
             )
         return checked
+
+    def _has_rows(self, layer: int) -> bool:
+        """Whether new tokens' rows have been written to a layer, or to the one whose rows it reads."""
+        return bool(self._written[self._store.layers.sources[layer]])
 
     def _check_tokens(self, name: str, tokens: int) -> None:
         if tokens != self._rows:

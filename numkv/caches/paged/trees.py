@@ -103,16 +103,18 @@ class Tree:
             keep[i] = len(steps)
         return keep, order
 
-    def move(self, store: BlockStore, order: Ints) -> None:
-        """Give the tokens that come first in an order the first places."""
+    def move(self, store: BlockStore, order: Ints, written: NDArray[np.bool_]) -> None:
+        """Give the tokens that come first in an order the first places; all layers are `written`, but meanwhile."""
         to = np.arange(len(order))
         changed = (order > to).nonzero()[0]  # those of paths move down, the others may be lost
         self.moved = dict(zip(order.tolist(), to.tolist(), strict=True))
         if not len(changed):
             return
+        written[:] = False  # an interrupt leaves rows that nobody can tell apart
         for pool, groups in store.parts:
             source, dest = (
                 store.target.index(np.concatenate([self._slots[g][i] for g in groups]), np.int64)
                 for i in (order[changed], changed)
             )
             pool.copy_slots(source, dest, pool)
+        written[:] = True  # as `commit` has found
