@@ -248,7 +248,7 @@ def check_lengths(
             expected=num_tokens,
             actual=int(q_starts[-1]),
         )
-    queries = int(q_starts[b + 1] - q_starts[b])
+    queries = int(q_starts[b + 1]) - int(q_starts[b])
     raise too_many_queries(queries, int(seq_lens[b]), f" of sequence {b}")
 
 
