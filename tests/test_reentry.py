@@ -121,24 +121,30 @@ def test_two_python_threads_are_inside_a_kernel_at_once(rng):
     short = q[:1], k[:, :, :16], v[:, :, :16], [16]
     expected = numkv.decode_attention(*short)
     numkv.prefill_attention(q[:10], k, v, [tokens], [0, 10])
-    span = []
 
-    def one_long_call():
-        span.append(time.perf_counter())
-        numkv.prefill_attention(q, k, v, [tokens], [0, queries])
-        span.append(time.perf_counter())
+    def tenths_of_a_long_call():
+        """Those of its middle eight tenths in which a short call ended."""
+        span, ends = [], []
 
-    thread = threading.Thread(target=one_long_call)
-    thread.start()
-    ends = []
-    while len(span) < 2:
-        assert np.array_equal(numkv.decode_attention(*short), expected)
-        ends.append(time.perf_counter())
-    thread.join()
-    begin, end = span
-    # A lock would let short calls through at the begin or the end of the long one only.
-    tenths = {int(10 * (t - begin) / (end - begin)) for t in ends if begin < t < end}
-    assert len(tenths & set(range(1, 9))) >= 5
+        def one_long_call():
+            span.append(time.perf_counter())
+            numkv.prefill_attention(q, k, v, [tokens], [0, queries])
+            span.append(time.perf_counter())
+
+        thread = threading.Thread(target=one_long_call)
+        thread.start()
+        while len(span) < 2:
+            assert np.array_equal(numkv.decode_attention(*short), expected)
+            ends.append(time.perf_counter())
+        thread.join()
+        begin, end = span
+        return {int(10 * (t - begin) / (end - begin)) for t in ends if begin < t < end} & set(
+            range(1, 9)
+        )
+
+    # A lock would let short calls through at the begin or the end of the long one only. A busy machine may stop this
+    # thread for most of a long call, so any of them will do.
+    assert any(len(tenths_of_a_long_call()) >= 3 for _ in range(20))
 
 
 def test_scratch_memory_is_lent_to_one_call_at_a_time():
