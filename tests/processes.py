@@ -11,6 +11,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Seconds after which a process or thread of a test counts as hanging: it may have to compile on a machine that has
+#: much else to do.
+PATIENCE = 900
+
 #: Numba's threading layers that there are here; TBB is looked for by the dynamic linker.
 LAYERS = ["omp", "workqueue"]
 with contextlib.suppress(ImportError):
@@ -37,7 +41,7 @@ def decode(problem):
 """
 
 
-def run(script: str, *, timeout: float = 120, common: str = COMMON, **environment: str):
+def run(script: str, *, timeout: float = PATIENCE, common: str = COMMON, **environment: str):
     """Run a script and return what it printed last, read as JSON; it has to end well and say nothing on stderr."""
     settings = os.environ | {"PYTHONPATH": str(ROOT), "NUMKV_PROGRESS": "0"} | environment
     done = subprocess.run(

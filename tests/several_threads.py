@@ -3,6 +3,8 @@
 import sys
 import threading
 
+from processes import PATIENCE
+
 
 def in_threads(*functions):
     """Run functions at once; raises the first error of any."""
@@ -22,7 +24,7 @@ def in_threads(*functions):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(240)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
     finally:
         sys.setswitchinterval(before)

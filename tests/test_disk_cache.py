@@ -11,6 +11,7 @@ from pathlib import Path
 import numba
 import pytest
 from numba import types
+from processes import PATIENCE
 
 from numkv.kernels import builder, disk_cache
 
@@ -186,6 +187,7 @@ MODULE = """
 import json, sys
 from llvmlite import ir
 from numba import types
+from processes import PATIENCE
 from numba.extending import intrinsic, register_jitable
 from numkv.kernels import builder
 
@@ -225,7 +227,7 @@ def processes_of(folder, count):
     ]  # fmt: skip
     printed = []
     for process in started:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors
         assert not errors
         printed.append(output.strip())

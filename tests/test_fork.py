@@ -15,7 +15,7 @@ def digest(problem):
     return hashlib.sha256(decode(problem).tobytes()).hexdigest()
 
 def in_child(function, *args):
-    # What a child's call returns, what it raises, or "hangs" after 5 seconds.
+    # What a child's call returns, what it raises, or "hangs" after minutes.
     here, there = os.pipe()
     pid = os.fork()
     if not pid:
@@ -26,7 +26,7 @@ def in_child(function, *args):
         os.write(there, result.encode())
         os._exit(0)
     os.close(there)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 300
     while time.monotonic() < end:
         if os.waitpid(pid, os.WNOHANG)[0]:
             with os.fdopen(here) as pipe:
@@ -60,7 +60,7 @@ stop.set()
 thread.join()
 
 with multiprocessing.get_context("fork").Pool(2) as pool:
-    for i, found in enumerate(pool.map_async(digest, [large] * 4).get(timeout=20)):
+    for i, found in enumerate(pool.map_async(digest, [large] * 4).get(timeout=300)):
         results[f"large in a pool's worker, {i}"] = found
 
 results["large in the parent, afterwards"] = digest(large)
@@ -98,7 +98,7 @@ def test_a_fork_waits_for_the_compiler(tmp_path):
         started.wait()
         pid = os.fork()
         if not pid:
-            signal.alarm(20)
+            signal.alarm(300)
             warnings.simplefilter("ignore")  # a script's function is not kept on disk
             os._exit(builder.build(slowly, (types.int64,), label="slowly")(7))
         thread.join()

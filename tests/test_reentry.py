@@ -41,11 +41,13 @@ def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
         gc.collect()
         finalised, nested = nested, 0
 
-        signal.signal(signal.SIGALRM, lambda *_: attend_inside())
-        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
-        rounds = 0
+        def handler(*_):
+            attend_inside()
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # or handlers would pile up where calls take longer than this
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
         while nested < 50:
-            rounds += 1
             wrong += not np.array_equal(decode(outer), expected[0])
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps([wrong, finalised]))
@@ -97,8 +99,12 @@ def test_threads_and_signals_on_every_layer(layer):
                 if not np.array_equal(decode(problems[i]), expected[i]):
                     wrong.append(i)
 
-        signal.signal(signal.SIGALRM, lambda *_: work(3, 1))
-        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        def handler(*_):
+            work(3, 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         threads = [threading.Thread(target=work, args=(i, 30)) for i in (1, 2)]
         for thread in threads:
             thread.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 from ptx_on_cuda import device
 
 import numkv
@@ -22,7 +23,7 @@ AFTER = "a kernel that was launched earlier, by numkv or others in this process,
 def test_in_a_process_of_its_own(what):
     run = subprocess.run(
         [sys.executable, str(TESTS / "two_devices.py"), what],
-        capture_output=True, text=True, timeout=250, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": str(TESTS.parent)},
     )  # fmt: skip
     assert run.stdout.endswith("fine\n"), run.stdout + run.stderr

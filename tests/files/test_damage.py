@@ -1,5 +1,6 @@
 """Damaged and crafted files: refused with the path and the reason, before anything has been taken."""
 
+import gc
 import json
 import os
 import threading
@@ -49,7 +50,8 @@ def refused(path):
 
 
 def opened():
-    return len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()
+    return np.array([len(os.listdir("/proc/self/fd")), threading.active_count()])
 
 
 def test_a_file_that_ends_early_or_late_is_refused(saved, tmp_path):
@@ -65,7 +67,7 @@ def test_a_file_that_ends_early_or_late_is_refused(saved, tmp_path):
     for more in (b"\0", b"\0" * 64):
         bad.write_bytes(data + more)
         assert refused(bad)
-    assert opened() == before
+    assert (opened() <= before).all()  # threads of earlier tests may have ended meanwhile
     bad.write_bytes(data)
     assert not refused(bad)
 

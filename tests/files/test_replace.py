@@ -92,7 +92,7 @@ def test_processes_that_save_to_one_path_leave_one_whole_file(tmp_path):
     for _ in range(20):
         numkv.save(path, cache)
         assert whole(path) in (3, 4)
-    assert process.communicate(timeout=120)[1] == ""
+    assert process.communicate(timeout=processes.PATIENCE)[1] == ""
     assert process.returncode == 0
     assert os.listdir(tmp_path) == ["file"]
     assert whole(tmp_path / "file") in (3, 4)
@@ -109,7 +109,7 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, r
         assert process.stdout.readline() == "ready\n"
         time.sleep(float(rng.random()) * 0.05)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=processes.PATIENCE)
         assert whole(path) in range(1, 3 + turn)
     left = [x for x in os.listdir(tmp_path) if x != "file"]
     assert all(x.startswith(".file.") and x.endswith(".partial") for x in left)
@@ -134,7 +134,7 @@ for limit in (0, 100, 70_000, 1_000_000):
 def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path):
     path = tmp_path / "file"
     numkv.save(path, cache_of(1))
-    out, err = script(FULL, 2, path).communicate(timeout=120)
+    out, err = script(FULL, 2, path).communicate(timeout=processes.PATIENCE)
     assert (out, err) == (f"OSError {errno.EFBIG}\n['file']\n" * 4, "")
     assert whole(path) == 1
 

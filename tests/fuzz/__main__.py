@@ -29,7 +29,7 @@ CALLS = 100
 #: Episodes that a worker plays before it says what came of them.
 AT_ONCE = 10
 #: Seconds that one call may take, which may have to compile kernels.
-PATIENCE = 150
+PATIENCE = 600
 
 
 class Report:

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from block_books import SIZE, cached, prompt, refused, state_of, unchanged
+from processes import PATIENCE
 from several_threads import in_threads
 
 import numkv
@@ -145,11 +146,13 @@ def test_only_functions_are_told():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_finds_sound_books():
+def test_a_forked_child_finds_sound_books(monkeypatch):
     """However busy other threads of the parent are with the pool."""
+    monkeypatch.setattr("numkv.blocks.turns._LONGEST_WAIT", PATIENCE)  # for its turn among them
     pool, over = BlockPool(64, SIZE), threading.Event()
     names, tokens = prompt(20)
     pool.release(pool.allocate(1))  # compiled before
+    pool.check()
 
     def busy():
         while not over.is_set():
@@ -172,7 +175,7 @@ def test_a_forked_child_finds_sound_books():
                     os._exit(0)
                 except BaseException:
                     os._exit(1)
-            end, status = time.monotonic() + 20, (0, 0)
+            end, status = time.monotonic() + PATIENCE, (0, 0)
             while not status[0] and time.monotonic() < end:
                 status = os.waitpid(pid, os.WNOHANG)
                 time.sleep(0.001)

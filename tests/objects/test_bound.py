@@ -223,7 +223,7 @@ def test_a_child_goes_on_alone():
         layer.truncate(2000)
         pid = os.fork()
         if not pid:
-            signal.alarm(20)
+            signal.alarm(300)
             outs = bound(q, k[:1], v[:1]), step(0, q, k[:1], v[:1])
             os._exit(0 if all(np.array_equal(out, expected) for out in outs) else 3)
         print(json.dumps([workers > 1, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]))

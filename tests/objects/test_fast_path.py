@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 
 import numkv
 from numkv import QKMode
@@ -221,7 +222,7 @@ print(parallel._is_initialized)
 def test_small_calls_start_no_threads():
     env = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env, timeout=500, check=True
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, env=env, timeout=PATIENCE, check=True
     )  # fmt: skip
     assert done.stdout.split() == ["False"]
 

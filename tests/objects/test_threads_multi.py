@@ -36,7 +36,7 @@ def at_once(*jobs, rounds=60, again=False):
 
     def run(i, job):
         start.wait()
-        while done[i] < rounds and refused[i] < (10_000 if again else rounds - done[i]):
+        while done[i] < rounds and refused[i] < (1_000_000 if again else rounds - done[i]):
             try:
                 job()
                 done[i] += 1

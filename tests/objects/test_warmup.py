@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 
 import numkv
 from numkv.cli import main
@@ -27,7 +28,7 @@ print(cache_stats())
 def test_what_is_warm_is_not_compiled_again(tmp_path):
     """Other sizes than those of the warm-up, in another process."""
     env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
-    options = {"capture_output": True, "text": True, "env": env, "timeout": 500}
+    options = {"capture_output": True, "text": True, "env": env, "timeout": PATIENCE}
     first = subprocess.run([sys.executable, "-m", "numkv", "warmup"], **options, check=True)
     assert "kernels compiled, 0 there already" in first.stdout
     second = subprocess.run([sys.executable, "-c", CHECK], **options, check=True)
@@ -40,7 +41,7 @@ def test_processes_put_kernels_on_disk_for_this_one(tmp_path):
     code = "import numkv; print(numkv.warmup(['fp16', 'bf16'], dtypes=['fp16'], processes=2))"
     env = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(filter(None, sys.path))}
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=500, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=PATIENCE, check=True
     )  # fmt: skip
     assert "'misses': 0" in run.stdout
     assert "'hits': 0" not in run.stdout

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 
 pytest.importorskip("ray.cluster_utils")  # `ray` alone may be this folder
 
@@ -23,6 +24,7 @@ from numkv.ray import Limits, RayShards, ShardedKVCache, ShardLost
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 PROMPTS = ["def add(a, b):\n    return", "import json\nimport os\n\n\nclass Config:\n" * 3]
 TOKENS = 12
+PATIENT = Limits(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,8 @@ def sharded(model, *, heads=1, context=1, **options) -> ShardedBatch:
     config = model.config
     cache = ShardedKVCache(
         config.num_layers, config.num_kv_heads, config.head_dim, num_blocks=24, kind="fp32",
-        heads=heads, context=context, stripe=16, transport=RayShards(num_cpus=1), **options,
+        heads=heads, context=context, stripe=16, limits=PATIENT,
+        transport=RayShards(num_cpus=1, start_timeout=PATIENCE), **options,
     )  # fmt: skip
     return ShardedBatch(Network(config, model.weights, 256, "cpu"), cache)
 
@@ -118,8 +121,8 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
 
 def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
     cache = ShardedKVCache(
-        1, 2, 8, num_blocks=400, context=2, stripe=16, limits=Limits(timeout=5.0),
-        transport=RayShards(num_cpus=0),
+        1, 2, 8, num_blocks=400, context=2, stripe=16, limits=PATIENT,
+        transport=RayShards(num_cpus=0, start_timeout=PATIENCE),
     )  # fmt: skip
     with cache:
         a, b = cache.add(), cache.add()
@@ -136,9 +139,13 @@ def test_an_actor_that_does_not_answer_is_lost_with_its_sequences(cluster):
         pid = ray.get(cache._transport._actors[column].__ray_call__.remote(pid_of))
         step = cache.reserve([b], 1)
         os.kill(pid, signal.SIGSTOP)
+        cache._channels[column]._limits = Limits(
+            timeout=5.0
+        )  # others may have to load kernels first
         one = np.ones((1, 2, 8), np.float32)
         with pytest.raises(ShardLost, match=r"no answer in 5\.0 s") as lost:
             step.append_attend(0, one, one, np.ones((1, 4, 8), np.float32))
+        cache._channels[column]._limits = PATIENT
         assert b in lost.value.sequences
         assert cache.length(b) == 0
         cache.check()
@@ -178,7 +185,7 @@ def test_actors_end_with_the_process_that_made_them(cluster):
         driver.kill()
         driver.wait()
         driver.stdout.close()
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(alive, pids))

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import pytest
 from numba import types
+from processes import PATIENCE
 
 from numkv.kernels import builder, disk_cache
 
@@ -192,7 +193,7 @@ def start(tmp_path):
 
 def result(process):
     """What it printed: results, kernels compiled, and warnings."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     results, misses, said = json.loads(output)
     assert results == [7, 8]
@@ -238,7 +239,7 @@ KILLED = {
 def test_a_process_that_is_killed_while_it_writes(start, tmp_path, when):
     """The next one finds nothing that it could mistake for a kernel; what was left goes with the next clearing."""
     killed = start(before=KILLED[when])
-    killed.communicate(timeout=120)
+    killed.communicate(timeout=PATIENCE)
     assert killed.returncode == -9
     assert not files(tmp_path)
     (left,) = tmp_path.rglob("*.tmp")

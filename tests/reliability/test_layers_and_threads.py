@@ -76,9 +76,7 @@ print(json.dumps(found))
 def hashes(layer, kinds, lengths):
     """Hashes of a layer, by what was computed, for each number of threads."""
     given = f"THREADS, KINDS, LENGTHS = {THREADS}, {kinds}, {lengths}\n"
-    return processes.run(
-        given + SCRIPT, timeout=600, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="8"
-    )
+    return processes.run(given + SCRIPT, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="8")
 
 
 def check(kinds, lengths):

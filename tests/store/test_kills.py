@@ -19,7 +19,7 @@ def killed(folder, kills, *more):
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, processes.ROOT / "tests/killed_writers.py", folder, str(kills), *more],
-        capture_output=True, text=True, env=settings, timeout=500, check=False,
+        capture_output=True, text=True, env=settings, timeout=processes.PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert not done.stderr
@@ -44,8 +44,9 @@ def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
     assert sum(sizes) <= most + 4 * (most / 16 + max(sizes))
 
 
-def test_writers_wait_while_another_one_evicts(tmp_path):
+def test_writers_wait_while_another_one_evicts(tmp_path, monkeypatch):
     """Else they would write without a bound, as often as that one is stopped in the middle."""
+    monkeypatch.setattr("numkv.store.folder._PATIENCE", processes.PATIENCE)
     of = cache(store_in(tmp_path, max_nbytes=20_000))
     seq, _ = started(of, prompt(0))
     assert of.store.flush() == 0
@@ -107,10 +108,12 @@ def test_a_process_that_ends_writes_what_waits(tmp_path):
     from stored_prefixes import cache, prompt, started, store_in
     from numkv.store.folder import Folder
     write = Folder.write
-    Folder.write = lambda *args: (time.sleep(0.05), write(*args))[1]
+    ending = threading.Event()
+    Folder.write = lambda *args: (ending.wait(), time.sleep(0.05), write(*args))[2]
     of = cache(store_in({str(tmp_path)!r}))
     started(of, prompt(1))
     print(of.store.stats().written)
+    ending.set()
     """
-    assert processes.run(script) < 5
+    assert processes.run(script) == 0
     assert started(cache(store_in(tmp_path)), prompt(1))[1] == 20

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from processes import PATIENCE
 from stored_prefixes import (
     SIZE,
     cache,
@@ -259,7 +260,7 @@ def test_a_full_host_tier_gives_blocks_up_and_says_so(tmp_path, monkeypatch):
     go, write = threading.Event(), Folder.write
 
     def slow(self, key, pieces, stamp):
-        assert go.wait(60)
+        assert go.wait(PATIENCE)
         write(self, key, pieces, stamp)
 
     monkeypatch.setattr(Folder, "write", slow)
@@ -362,7 +363,7 @@ def test_sequences_that_are_swapped_in_are_written_too(tmp_path):
 def test_compaction_writes_no_moved_rows(tmp_path, monkeypatch):
     """A block that waits is taken out of the pool before its rows move."""
     go, write = threading.Event(), Folder.write
-    monkeypatch.setattr(Folder, "write", lambda *args: (go.wait(60), write(*args))[1])
+    monkeypatch.setattr(Folder, "write", lambda *args: (go.wait(PATIENCE), write(*args))[1])
     of, text = cache(store_in(tmp_path)), prompt(1)
     seq, _ = started(of, text)
     of.compact(seq, [0, 5, 6, 7, 8, 9, 20])
@@ -403,7 +404,7 @@ def test_caches_of_several_threads_share_a_store(tmp_path):
 
 def test_a_forked_child_begins_with_an_empty_queue(tmp_path, monkeypatch):
     go, write = threading.Event(), Folder.write
-    monkeypatch.setattr(Folder, "write", lambda *args: (go.wait(60), write(*args))[1])
+    monkeypatch.setattr(Folder, "write", lambda *args: (go.wait(PATIENCE), write(*args))[1])
     of = cache(store_in(tmp_path))
     started(of, prompt(1))
     child = os.fork()
@@ -412,9 +413,9 @@ def test_a_forked_child_begins_with_an_empty_queue(tmp_path, monkeypatch):
         try:
             go.set()
             assert of.store.stats().waiting == 0
-            assert of.store.flush(30) == 0
+            assert of.store.flush(PATIENCE) == 0
             started(of, prompt(2))
-            assert of.store.flush(30) == 0
+            assert of.store.flush(PATIENCE) == 0
             status = 0
         finally:
             os._exit(status)
@@ -447,7 +448,7 @@ def test_threads_end_when_there_is_nothing_to_do(tmp_path, monkeypatch):
     of = cache(store_in(tmp_path))
     started(of, prompt(1))
     of.store.flush()
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE
     while of.store._engine._threads and time.monotonic() < until:
         time.sleep(0.01)
     assert of.store._engine._threads == 0
