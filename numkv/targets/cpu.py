@@ -257,7 +257,5 @@ def _instead(x: Any) -> str:
     if x is None:
         return "this argument cannot be left out"
     if isinstance(x, (bool, int, float, complex)):
-        return (
-            f"pass an array, or a list of integers where it is of integers, not the one number {x}"
-        )
+        return "pass an array"
     return "convert it with numpy.asarray"
