@@ -137,4 +137,4 @@ class Explained:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in cls.__dict__:
-            cls.__init__ = _explained(cls.__dict__["__init__"])  # type: ignore[misc]
+            cls.__init__ = _explained(cls.__dict__["__init__"])  # type: ignore[method-assign]
