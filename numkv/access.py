@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
+from numkv.keywords import explain
 
 __all__ = ["Access", "HasAccess", "busy", "drops", "overtaken", "reads", "writes"]
 
@@ -93,6 +94,9 @@ def writes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
             if writer.setdefault("call", kwargs) is not kwargs:
                 raise busy(self, name)
             return method(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+            raise
         finally:
             if "call" in writer and writer["call"] is kwargs:
                 del writer["call"]
@@ -113,6 +117,9 @@ def drops(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
                 raise busy(self, name)
             access.dropped |= 1
             return method(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+            raise
         finally:
             if "call" in writer and writer["call"] is kwargs:
                 access.dropped = (access.dropped | 1) + 1
@@ -131,7 +138,11 @@ def reads(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         before = access.dropped
         if before & 1:
             raise overtaken(self, name)
-        result = method(self, *args, **kwargs)
+        try:
+            result = method(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+            raise
         if access.dropped != before:
             raise overtaken(self, name)
         return result

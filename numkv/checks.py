@@ -272,6 +272,25 @@ def check_integers(
         return x  # what most are
     if isinstance(x, (list, tuple)) and target.values_on_host:
         x = _from_list(name, x, dtypes[-1])
+        if x.dtype in dtypes and _fits((1, *x.shape), shape):  # a list has no axes to add by None
+            raise DimensionMismatch(
+                _message(
+                    name, f"{x.dtype} {_describe(shape)}", x, f"an axis is missing: pass [{name}]"
+                ),
+                expected=shape,
+                actual=x.shape,
+            )
+    elif isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
+        remedy = (
+            "pass a list of integers"
+            if len(shape) == 1
+            else "pass a list of integers for each sequence"
+        )
+        if type(x) is int and len(shape) == 1:
+            remedy = f"pass [{x}]"
+        raise UnsupportedDType(
+            f"`{name}`: expected {' or '.join(map(str, dtypes))} {_describe(shape)}, got the one number {x}; {remedy}"
+        )
     return check_array(target, name, x, dtypes, shape)
 
 

@@ -192,20 +192,36 @@ def _no_sinks(target: str, dtype: np.dtype[Any]) -> Array:
     return targets.by_key(target).empty((0,), dtype)
 
 
-def check_group(num_q_heads: int, num_kv_heads: int) -> None:
-    """Refuse q heads that cannot be shared out over the kv heads."""
+def check_group(num_q_heads: int, num_kv_heads: int, given: str = "", num_tokens: int = 0) -> None:
+    """Refuse q heads that cannot be shared out over the kv heads.
+
+    `given` names the arrays of keys and values where the caller has passed them, and not a cache.
+    """
     if num_kv_heads == 0 or num_q_heads % num_kv_heads:
+        if given:
+            remedy = (
+                f"give every kv head as many q heads, and check that {given} have their heads before their tokens: "
+                "caches are head-major, of another order pass a view with swapaxes"
+            )
+        elif num_kv_heads and num_tokens and num_tokens % num_kv_heads == 0:
+            remedy = "q is (tokens, q heads, dim): if its heads come first, pass q.swapaxes(0, 1)"
+        else:
+            remedy = (
+                "the cache was made with so many kv heads, and each serves as many q heads: pass the queries of all "
+                "heads, or make the cache with the model's num_kv_heads"
+            )
         raise DimensionMismatch(
             f"`q`: expected a number of q heads that is a multiple of num_kv_heads={num_kv_heads}, "
-            f"got {num_q_heads}; give every kv head as many q heads, and check that K and V have their heads "
-            "before their tokens: caches are head-major, of another order pass a view with swapaxes",
+            f"got {num_q_heads}; {remedy}",
             expected=num_kv_heads,
             actual=num_q_heads,
         )
 
 
-def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str) -> Array:
-    """Check the queries of a decode or prefill."""
+def check_queries(
+    target: Target, q: Any, num_kv_heads: int, head_dim: int, rows: str, given: str = ""
+) -> Array:
+    """Check the queries of a decode or prefill; see `check_group` for `given`."""
     if (
         target.values_on_host and is_plain(q, 3) and q.shape[2] == head_dim
         and num_kv_heads and q.shape[1] % num_kv_heads == 0 and kind_of_dtype(q.dtype) is not None
@@ -213,7 +229,7 @@ def check_queries(target: Target, q: Any, num_kv_heads: int, head_dim: int, rows
         plain: Array = q
         return plain
     checked: Array = check_array(target, "q", q, QUERY_DTYPES, (rows, "num_q_heads", head_dim))
-    check_group(checked.shape[1], num_kv_heads)
+    check_group(checked.shape[1], num_kv_heads, given, checked.shape[0])
     return checked
 
 

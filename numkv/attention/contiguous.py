@@ -143,7 +143,7 @@ def decode_attention(
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
     head_dim = words * pool.k_buffer.kind.elements_per_word
-    q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs")
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs", "`k` and `v`")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
             f"`q`: expected one query for each of the {num_seqs} sequences of `k`, got {q.shape[0]}; "
@@ -230,7 +230,7 @@ def prefill_attention(
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
     num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
     head_dim = words * pool.k_buffer.kind.elements_per_word
-    q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens")
+    q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "`k` and `v`")
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
     starts = target.index(starts, np.int64)

@@ -12,6 +12,7 @@ from numkv import targets
 from numkv.arrays import Array
 from numkv.checks import check_apart, check_array, check_flag, check_integers
 from numkv.errors import DimensionMismatch, NotSupported
+from numkv.keywords import meant
 from numkv.rows.mask import COLUMNS
 from numkv.targets.base import Target
 from numkv.targets.call import Call
@@ -60,6 +61,8 @@ class Sight(NamedTuple):
 
 
 _NAMES = frozenset(Visible.__annotations__)
+#: Those that calls of attention have beside these.
+_KNOWN = (*sorted(_NAMES), "sm_scale", "logits_soft_cap", "sinks", "return_lse", "out", "stream")
 _ARRAYS = ("ranges", "mask", "alibi_slopes")
 
 
@@ -75,8 +78,11 @@ def check_sight(given: Visible | None, window_left: int) -> Sight | None:
             )
         if name not in _NAMES:
             raise TypeError(
-                f"`{name}`: expected an argument of this call, got an unknown one; of what queries see there are "
-                f"{', '.join(sorted(_NAMES))}"
+                f"`{name}`: expected an argument of this call, got an unknown one"
+                + (
+                    meant(name, _KNOWN)
+                    or f"; of what queries see there are {', '.join(sorted(_NAMES))}"
+                )
             )
     causal = check_flag("causal", given.get("causal"), True)
     made = Sight(causal, given.get("ranges"), given.get("mask"), given.get("alibi_slopes"))

@@ -8,11 +8,44 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from numkv.drawing.picture import format_bytes
 
-__all__ = ["KernelProgress", "Progress", "UsageError", "format_bytes", "table"]
+__all__ = ["KernelProgress", "Progress", "Size", "UsageError", "format_bytes", "table"]
+
+
+class Size(int):
+    """A number of bytes, and in which units sizes beside it are written: in those that it was given in.
+
+    Parameters
+    ----------
+    size : number
+        Bytes.
+    decimal : bool
+        Whether it was given in powers of 1000 (MB, GB) and not of 1024 (MiB, GiB).
+    """
+
+    decimal: bool
+
+    def __new__(cls, size: Any, decimal: bool = False) -> Size:
+        made = super().__new__(cls, size)
+        made.decimal = decimal
+        return made
+
+    def text(self, size: int | None = None) -> str:
+        """Write a size, this one if none is given.
+
+        Parameters
+        ----------
+        size : int, optional
+            Bytes.
+
+        Returns
+        -------
+        str
+        """
+        return format_bytes(int(self) if size is None else size, self.decimal)
 
 
 class UsageError(Exception):

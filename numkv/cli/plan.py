@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from numkv.cli.output import UsageError, format_bytes, table
+from numkv.cli.output import Size, UsageError, table
 from numkv.cli.plan_nodes import plan_nodes
 from numkv.demo.cache import CacheChoice
 from numkv.kinds import kinds
@@ -16,13 +16,13 @@ from numkv.planning import LayerNeeds, ModelNeeds, Rows, needs_of
 
 __all__ = ["DEFAULT_MEMORY", "parse_bytes", "run"]
 
-DEFAULT_MEMORY = 8 * 1024**3
+DEFAULT_MEMORY = Size(8 * 1024**3)
 
 _CONTEXTS = (4096, 32768)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp])(i?))?b?", re.IGNORECASE)
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str) -> Size:
     """Read a size: ``8GiB`` is 8 · 1024³ bytes, ``8GB`` 8 · 1000³, a bare number bytes.
 
     Parameters
@@ -32,7 +32,8 @@ def parse_bytes(text: str) -> int:
 
     Returns
     -------
-    int
+    Size
+        It is written in the same units again.
 
     Raises
     ------
@@ -44,7 +45,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 8GiB")
     number, prefix, binary = match.groups()
     power = " kmgtp".index((prefix or " ").lower())
-    return int(Fraction(number) * (1024 if binary else 1000) ** power)
+    return Size(Fraction(number) * (1024 if binary else 1000) ** power, bool(prefix) and not binary)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -116,7 +117,7 @@ def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[C
     header = ["cache", *["bytes/token/layer"] * alike, "bytes/token"]
     header += [f"from {full_at:,} tokens on"] * bool(full_at)
     header += ["bytes/token that is read"] * across
-    header.append(f"tokens in {format_bytes(memory)}")
+    header.append(f"tokens in {memory.text()}")
     if arguments.tokens is not None:
         header.append(f"memory for {arguments.tokens:,} tokens")
     rows = []
@@ -131,7 +132,7 @@ def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[C
         fitting = needs.tokens_in(memory, *pair, block_size=size, source_tokens=source)
         row.append("any number" if fitting is None else f"{fitting:,}")
         if arguments.tokens is not None:
-            row.append(format_bytes(_sequence(arguments, needs, choice, arguments.tokens)))
+            row.append(arguments.memory.text(_sequence(arguments, needs, choice, arguments.tokens)))
         rows.append(row)
     return table(header, rows)
 
@@ -162,12 +163,12 @@ def _per_sequence(
         for n in contexts:
             cost = _sequence(arguments, needs, choice, n)
             row.append(
-                f"{format_bytes(cost)}: {arguments.memory // cost:,}" if cost else "0 B: any number"
+                f"{arguments.memory.text(cost)}: {arguments.memory // cost:,}"
+                if cost
+                else "0 B: any number"
             )
         rows.append(row)
-    return f"One sequence, and how many fit in {format_bytes(arguments.memory)}:\n\n" + table(
-        header, rows
-    )
+    return f"One sequence, and how many fit in {arguments.memory.text()}:\n\n" + table(header, rows)
 
 
 def _notes(
@@ -183,9 +184,8 @@ def _notes(
     if "int4" in listed:
         notes.append("Those of int4 are: 2 bytes for each 32 elements.")
     if needs.state_bytes():
-        notes.append(
-            f"States take {format_bytes(needs.state_bytes())} of each sequence, however long; they are counted."
-        )
+        states = arguments.memory.text(needs.state_bytes())
+        notes.append(f"States take {states} of each sequence, however long; they are counted.")
     if arguments.block_size is not None:
         notes.append(
             f"Lengths are rounded up to blocks of {arguments.block_size} tokens, with one more for each window."

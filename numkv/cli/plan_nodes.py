@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from numkv.cli.output import UsageError, format_bytes, table
+from numkv.cli.output import Size, UsageError, format_bytes, table
 from numkv.demo.cache import CacheChoice
 from numkv.planning import ModelNeeds
 from numkv.planning.scale import Load, Network, Sharding, best_sharding, cost_of
@@ -74,14 +74,14 @@ def plan_nodes(
             for n in sorted(set(arguments.nodes))]  # fmt: skip
     lines = [
         f"{load.batch:,} sequences of {load.context:,} tokens, {choice.label}; a node has "
-        f"{format_bytes(int(network.memory))} and attends to {format_bytes(int(network.memory_bandwidth))}/s; a "
+        f"{arguments.memory.text()} and attends to {format_bytes(int(network.memory_bandwidth), True)}/s; a "
         f"message takes {1e6 * network.latency:,.0f} µs, costs its caller {1e6 * network.message:,.0f} µs, and "
-        f"travels at {format_bytes(int(network.bandwidth))}/s:",
+        f"travels at {format_bytes(int(network.bandwidth), True)}/s:",
         "",
         table(
             ("nodes", "used", "groups × heads × context", "ms/step", "tokens/s", "heads only", "messages", "network",
              "attention", "memory/node", "a link must give"),
-            [_row(nodes, best, heads) for nodes, best, heads in ways],
+            [_row(arguments.memory, nodes, best, heads) for nodes, best, heads in ways],
         ),
         "",
         *_remarks(load, network),
@@ -105,7 +105,9 @@ def _load(
     return Load(len(rows), heads, first.heads, first.dim, first.dim_v, row_bytes, batch, context)
 
 
-def _row(nodes: int, best: Sharding | None, heads: Sharding | None) -> tuple[str, ...]:
+def _row(
+    memory: Size, nodes: int, best: Sharding | None, heads: Sharding | None
+) -> tuple[str, ...]:
     if best is None:
         return (f"{nodes:,}", "-", "rows do not fit", *["-"] * 8)
     cost = best.cost
@@ -117,8 +119,8 @@ def _row(nodes: int, best: Sharding | None, heads: Sharding | None) -> tuple[str
         f"{best.tokens_per_second:,.1f}",
         "do not fit" if heads is None else f"{heads.tokens_per_second:,.1f}",
         *(f"{100 * x / cost.total:.0f} %" for x in (cost.latency + cost.messages, cost.network, cost.read)),
-        format_bytes(int(best.memory)),
-        f"{format_bytes(int(best.bandwidth_needed))}/s",
+        memory.text(int(best.memory)),
+        f"{format_bytes(int(best.bandwidth_needed), True)}/s",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import html
 
 from numkv.drawing.describe import picture_of
 from numkv.drawing.picture import Picture, State
+from numkv.keywords import Explained
 
 __all__ = ["Drawn", "page_of"]
 
@@ -31,7 +32,7 @@ _LABEL = (
 )
 
 
-class Drawn:
+class Drawn(Explained):
     """What notebooks show as a drawing."""
 
     def _repr_html_(self) -> str:

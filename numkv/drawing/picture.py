@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 __all__ = ["Picture", "State", "Strip", "format_bytes", "in_short", "plural"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class State(Enum):
@@ -157,24 +158,29 @@ class Picture:
         return [state for state in State if state in drawn]
 
 
-def format_bytes(size: int) -> str:
+def format_bytes(size: int, decimal: bool = False) -> str:
     """Write a number of bytes with a unit: in full where that is short, else with three digits.
 
     Parameters
     ----------
     size : int
         Bytes.
+    decimal : bool
+        Whether units are powers of 1000 (kB, MB, …), as of bytes in a second, and not of 1024 (KiB, MiB, …).
 
     Returns
     -------
     str
         Such as ``"640 B"``, ``"8 GiB"`` or ``"1.25 MiB"``.
     """
-    power = min(max(size.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    if size % 1024**power == 0:
-        return f"{size // 1024**power} {_UNITS[power]}"
-    value = size / 1024**power
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {_UNITS[power]}"
+    base, units = (1000, _DECIMAL_UNITS) if decimal else (1024, _UNITS)
+    power = 0
+    while size >= base ** (power + 1) and power < len(units) - 1:
+        power += 1
+    if size % base**power == 0:
+        return f"{size // base**power} {units[power]}"
+    value = size / base**power
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {units[power]}"
 
 
 def plural(n: int, what: str) -> str:

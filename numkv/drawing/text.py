@@ -27,7 +27,7 @@ def show(cache: Any, *, file: TextIO | None = None) -> None:
     Parameters
     ----------
     cache : object
-        Any cache, layer or pool, a compressor, or a `SwappedSequence`.
+        Any cache, layer or pool, one for transformers too, a compressor, or a `SwappedSequence`.
     file : text stream, optional
         Where to print; ``sys.stdout`` by default. Lines fit a terminal, and are 80 wide elsewhere.
 

@@ -107,8 +107,13 @@ def _save(path: str, checked: Any, cache: Any) -> None:
         name = type(cache).__name__
         family = next((x for x in _FAMILIES if x.classes.get(name) is type(cache)), None)
         if family is None:
+            remedy = (
+                "pickle it: pickle.dump(cache, file)"
+                if name == "NumkvCache"
+                else "pass one of these"
+            )
             raise TypeError(
-                f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}"
+                f"`cache`: expected one of numkv's caches or sequences of PagedKVCache.swap_out, got {name}; {remedy}"
             )
         if hasattr(cache, "_refuse_told"):
             cache._refuse_told()

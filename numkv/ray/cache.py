@@ -352,7 +352,7 @@ class ShardedKVCache(ReadableShards):
             raise IndexError(
                 f"`accepted`: expected numbers up to {step.new_lens.tolist()}, got {keep.tolist()}"
             )
-        ids = None if token_ids is None else ids_of_step(token_ids, step.num_tokens)
+        ids = None if token_ids is None else ids_of_step(token_ids, step)
         if step.unwritten_layers and keep.any():
             raise NumkvError(
                 f"`step`: expected rows of the new tokens in all layers, got none in layer {step.unwritten_layers[0]}; "

@@ -212,7 +212,7 @@ def token_decode_attention(
         return target.run(token_decode_attention, _TOKENS, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = stored_pool(target, _NAMES, k_pool, v_pool, (k_scale, v_scale), _POOL)
-    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs")
+    q = check_queries(target, q, int(pool.k.shape[1]), pool.head_dim, "num_seqs", "the pools")
     num_seqs = int(q.shape[0])
     starts = one_query_each(target.device_key, num_seqs)
     slots = check_array(target, "slots", slots, _INT32, (num_seqs, "most"))

@@ -92,10 +92,9 @@ class CpuTarget:
                     f"`{name}`: expected an array in host memory, got {type(x).__name__}, which "
                     f"NumPy cannot take without a copy ({error}); bring it to the host first"
                 ) from error
-        remedy = "pass a list" if isinstance(x, (int, float)) else "convert it with numpy.asarray"
         raise UnsupportedDType(
             f"`{name}`: expected a NumPy array (or an object with __array_interface__ or "
-            f"__dlpack__), got {type(x).__name__}; {remedy}"
+            f"__dlpack__), got {type(x).__name__}; {_instead(x)}"
         )
 
     @staticmethod
@@ -251,3 +250,12 @@ class CpuTarget:
         x = self.asarray(x, name)
         check_real(name, x, dtype, shape)
         return np.require(x, dtype, "A")
+
+
+def _instead(x: Any) -> str:
+    """What to do about something that is no array."""
+    if x is None:
+        return "this argument cannot be left out"
+    if isinstance(x, (bool, int, float, complex)):
+        return "pass an array"
+    return "convert it with numpy.asarray"

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from numkv.keywords import explain
+
 __all__ = ["has_streams", "on_stream"]
 
 #: Names of targets with streams that have been made: without any, there is nothing to choose.
@@ -26,7 +28,11 @@ def on_stream(method: _F) -> _F:
     @functools.wraps(method)
     def run(self: Any, /, *args: Any, stream: Any = None, **kwargs: Any) -> Any:
         if stream is None and not has_any:
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except TypeError as error:
+                explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+                raise
         target, own = self._runs_on()
         if stream is None and not target.has_streams:
             return method(self, *args, **kwargs)

@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported
 from numkv.transformers.latents import LatentLayer
 from numkv.transformers.layers import HybridLayer, NumkvLayer, columns_to_crop
@@ -42,7 +43,7 @@ _OWN_WAYS = {
 }
 
 
-class NumkvCache(Cache):  # type: ignore[misc]
+class NumkvCache(Cache, Drawn):  # type: ignore[misc]
     """A cache for ``model.generate`` and ``model(…)``, with K and V in any of numkv's kinds.
 
     The model needs the attention implementation ``numkv``; `numkv.transformers.use` sets it.
@@ -122,6 +123,14 @@ class NumkvCache(Cache):  # type: ignore[misc]
                 f"NumkvCache: expected a model with layers of attention, got {config.model_type!r}, which has none"
             )
         super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        own = [layer for layer in self.layers if isinstance(layer, NumkvLayer)]
+        length = max(layer.get_seq_length() for layer in own)
+        return (
+            f"NumkvCache(seq_len={length}, batch={self._batch()}, num_layers={len(self.layers)}, "
+            f"kind={own[0].storage}, nbytes={self.nbytes})"
+        )
 
     @property
     def nbytes(self) -> int:

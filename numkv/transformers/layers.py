@@ -228,6 +228,15 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.reach + 1 if self.reach >= 0 else -1
 
     @property
+    def storage(self) -> str:
+        """The kinds of K and V, of latents the one kind; before the first pass what was asked for."""
+        pool, options = self.pool, self.options
+        both = (pool.k_kind, pool.v_kind) if pool is not None else (options.k_kind, options.v_kind)
+        k_kind, v_kind = (str(kind or "the model's") for kind in both)
+        said = k_kind if k_kind == v_kind else f"{k_kind}/{v_kind}"
+        return f"{said}, rotated" if options.rotate else said
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         recent = 0 if self.recent is None else self.recent.nbytes

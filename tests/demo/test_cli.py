@@ -517,6 +517,20 @@ def test_format_bytes(size, text):
     assert format_bytes(size) == text
 
 
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1_500_000, "1.50 MB"),
+        (45_600_000, "45.6 MB"),
+        (10**11, "100 GB"),
+    ],
+)
+def test_format_bytes_in_powers_of_1000(size, text):
+    assert format_bytes(size, decimal=True) == text
+
+
 def test_table():
     assert table(["a", "bb"], [["ccc", "1"]]) == "a    bb\n---  --\nccc   1"
 

@@ -22,6 +22,37 @@ def test_plan_by_sizes(capsys):
     assert cells(output, "bf16")[2] == f"{36 * 8 * (128 + 64) * 2:,}"
 
 
+def test_plan_writes_sizes_in_the_units_of_the_memory(capsys):
+    options = (
+        "--layers",
+        4,
+        "--kv-heads",
+        4,
+        "--head-dim",
+        64,
+        "--context",
+        4096,
+        "--kind",
+        "fp16",
+    )
+    output = run(capsys, "plan", *options, "--memory", "100MB", "--tokens", 1000)
+    assert "tokens in 100 MB" in output
+    assert cells(output, "fp16")[2:] == ["4,096", "24,414", "4.10", "MB"]
+    assert "how many fit in 100 MB:" in output
+    assert "16.8 MB: 5" in output
+    assert "iB" not in output
+    output = run(capsys, "plan", *options, "--memory", "100MiB")
+    assert "16 MiB: 6" in output
+    assert "MB" not in output
+    nodes = run(
+        capsys, "plan", *options, "--nodes", 8, "--memory", "100GB", "--bandwidth", "1.25GB"
+    )
+    assert "a node has 100 GB and" in nodes
+    assert "travels at 1.25 GB/s" in nodes
+    assert "iB" not in nodes
+    assert "1.25 GB/s" in run(capsys, "plan", *options, "--nodes", 8, "--bandwidth", "1.25GB")
+
+
 def test_plan_lists_the_kinds_that_can_store_such_rows(capsys):
     options = ("--layers", 1, "--kv-heads", 1, "--head-dim", 127)
     output = run(capsys, "plan", *options)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from paged_caches import check_attention, fill, grow, make, started, write
 
+import numkv
 from numkv.caches.paged.prefix_match import split_at_window
 from numkv.caches.paged.store import held
 
@@ -249,3 +250,68 @@ def test_what_follows_is_forgotten_with_what_is_evicted(cpu):
         cache.remove(started(cache, to, [n, n, n + 1, n]))
     assert cache._store.followers._count <= 2 * 4 + 256
     assert cache.cached_len(cache.add([399, 399, 400, 1, 1])) == 3
+
+
+# ---------------------------------------------------------------- prompts that are passed once more
+
+
+def passed(cache, seq, ids, num_tokens):
+    """What `commit` says of ids; the step is rolled back where it is an error."""
+    step = cache.reserve([seq], [num_tokens])
+    for layer in range(cache.num_layers):
+        step.append(layer, *np.ones((2, num_tokens, 1, 8), np.float32))
+    try:
+        cache.commit(step, token_ids=ids)
+    except ValueError as error:
+        cache.rollback(step)
+        return str(error)
+    return ""
+
+
+def found_of(prompt, before):
+    """A cache with a sequence whose prompt is found as far as `before` begins alike."""
+    cache = numkv.PagedKVCache(1, 1, 8, num_blocks=32, block_size=4, kind="fp32")
+    assert passed(cache, cache.add(), before, len(before)) == ""
+    return cache, cache.add(prompt)
+
+
+def test_a_prompt_that_is_passed_once_more_is_refused():
+    prompt = np.arange(20)
+    cache, seq = found_of(prompt, prompt[:9])
+    assert cache.cached_len(seq) == 9
+    said = passed(cache, seq, prompt, 20)
+    assert "the 9 tokens that `add` has found for sequence 1" in said
+    assert said.endswith("commit what is left, prompt[cache.cached_len(seq):]")
+    assert "has found for sequence 1" in passed(cache, seq, prompt[:10], 10)  # a first part of it
+    said = passed(cache, seq, prompt, 11)
+    assert said.endswith(
+        "`add` has found 9 tokens of sequence 1: leave them out, prompt[cache.cached_len(seq):]"
+    )
+    assert passed(cache, seq, prompt[:7], 11).endswith("got shape (7,)")
+    assert cache.length(seq) == 9
+    assert passed(cache, seq, prompt[9:], 11) == ""
+    assert passed(cache, seq, prompt, 20) == ""  # what is said later may be anything
+    cache.check()
+
+
+def test_a_prompt_that_repeats_itself_is_not():
+    """All of what is left is the beginning once more, and more than is left may be drafts."""
+    prompt = np.zeros(21, np.int64)
+    for ids in (prompt[12:], prompt):
+        cache, seq = found_of(prompt, prompt[:12])
+        assert cache.cached_len(seq) == 12
+        assert passed(cache, seq, ids, len(ids)) == ""
+
+
+def test_other_ids_than_those_of_the_prompt_are_taken():
+    """After a truncation, in a fork, and where they are not the prompt's beginning."""
+    prompt = np.arange(20)
+    cache, seq = found_of(prompt, prompt[:9])
+    fork = cache.fork(seq)
+    assert passed(cache, fork, prompt, 20) == ""
+    cache.truncate(seq, 4)
+    assert passed(cache, seq, prompt[:12], 12) == ""
+    cache, seq = found_of(prompt, prompt[:9])
+    assert passed(cache, seq, prompt + 1, 20) == ""
+    cache, seq = found_of(prompt, prompt[:9])
+    assert passed(cache, seq, [0], 1) == ""  # by chance the prompt's first

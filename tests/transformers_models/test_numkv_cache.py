@@ -1,6 +1,7 @@
 """What a `NumkvCache` holds, in which kinds and in how much memory, and a model that is switched to it."""
 
 import copy
+import io
 import pickle
 import types
 
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from decoder_models import make, prompts  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
+import numkv  # noqa: E402
 import numkv.transformers as on_transformers  # noqa: E402
 from numkv.transformers import NumkvCache  # noqa: E402
 from numkv.transformers.attention import attention  # noqa: E402
@@ -155,6 +157,44 @@ def test_copies_go_their_own_way():
     logits_of(model, caches[0], {**other, "attention_mask": torch.cat([mask, mask[:, :1] | 1], 1)})
     found = [logits_of(model, x, token) for x in caches[1:]]
     assert torch.equal(*found)
+
+
+def test_what_is_in_it_is_said_and_drawn(tmp_path):
+    """By `repr`, `numkv.show` and notebooks; blocks that sequences share are drawn so."""
+    model, given = on_numkv("gemma3"), prompts([20, 9, 14])
+    cache = NumkvCache(model.config, "fp32", capacity=600)
+    layers = len(cache)
+    assert (
+        repr(cache) == f"NumkvCache(seq_len=0, batch=0, num_layers={layers}, kind=fp32, nbytes=0)"
+    )
+    assert repr(NumkvCache(model.config)).endswith("kind=the model's, nbytes=0)")
+    assert shown(cache) == f"NumkvCache: fp32, {layers} layers, cpu, 0 B\n"
+    logits_of(model, cache, given)
+    said = f"NumkvCache(seq_len=20, batch=3, num_layers={layers}, kind=fp32, nbytes={cache.nbytes})"
+    assert repr(cache) == said
+    text = shown(cache)
+    full = next(layer for layer in cache.layers if not layer.is_sliding)
+    assert f"{full.books.num_blocks}, 256 tokens each\n" in text
+    assert "earlier tokens" in text
+    assert [line.split()[:2] for line in text.splitlines() if line[0] in "012"] == [
+        ["0", "20"], ["1", "9"], ["2", "14"],
+    ]  # fmt: skip
+    assert "shared" not in text
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    assert "▓···" in shown(cache)
+    assert cache._repr_html_().count("shared") > 1
+    with pytest.raises(TypeError, match=r"got NumkvCache; pickle it: pickle\.dump\(cache, file\)$"):
+        numkv.save(tmp_path / "cache", cache)
+    mixed = NumkvCache(model.config, k_kind="int8", v_kind="bf16", rotate=True)
+    assert "kind=int8/bf16, rotated, " in repr(mixed)
+    with pytest.raises(TypeError, match=r"^NumkvCache\(\) .*'dtype'; did you mean `kind`"):
+        NumkvCache(model.config, dtype="int8")
+
+
+def shown(cache):
+    stream = io.StringIO()
+    numkv.show(cache, file=stream)
+    return stream.getvalue()
 
 
 def test_sequences_selected_and_repeated():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from numkv import targets
 from numkv.blocks.prefix import token_ids
+from numkv.caches.paged.store import SequenceState
 from numkv.checks import check_integers, host_array
 from numkv.errors import DimensionMismatch
 
@@ -45,13 +47,64 @@ def numbers_of_new_tokens(new_lens: Any, n: int) -> NDArray[np.int64]:
     return lens
 
 
-def ids_of_step(tokens: Any, num_tokens: int) -> NDArray[np.int32]:
-    """Token ids of a step's tokens."""
-    ids = token_ids(tokens, "token_ids")
+def ids_of_step(
+    tokens: Any, step: Any, states: Mapping[int, SequenceState] | None = None
+) -> NDArray[np.int32]:
+    """Token ids of a step's tokens.
+
+    Parameters
+    ----------
+    tokens : array-like of int
+        What the caller passed.
+    step : Step
+        The step: how many tokens each of its sequences gets.
+    states : mapping of int to SequenceState, optional
+        Sequences that may have been added with a prompt of which a part was found.
+    """
+    ids, num_tokens = token_ids(tokens, "token_ids"), step.num_tokens
+    found = (
+        {seq: states[seq] for seq in step.sequences if _has_found(states[seq])} if states else {}
+    )
     if ids.shape != (num_tokens,):
+        remedy = ""
+        if found and ids.shape == (num_tokens + sum(state.length for state in found.values()),):
+            of = ", ".join(
+                f"{state.length} tokens of sequence {seq}" for seq, state in found.items()
+            )
+            remedy = f"; `add` has found {of}: leave them out, {_REST}"
         raise DimensionMismatch(
-            f"`token_ids`: expected an id for each of the step's {num_tokens} tokens, got shape {ids.shape}",
+            f"`token_ids`: expected an id for each of the step's {num_tokens} tokens, got shape {ids.shape}{remedy}",
             expected=num_tokens,
             actual=ids.shape,
         )
+    ends = np.cumsum(step.new_lens).tolist()
+    for seq, end, n in zip(step.sequences, ends, step.new_lens.tolist(), strict=True):
+        if seq in found and _begins_anew(ids[end - n : end], found[seq]):
+            raise ValueError(
+                f"`token_ids`: expected what comes behind the {found[seq].length} tokens that `add` has found for "
+                f"sequence {seq}, got its prompt from the beginning; roll the step back, then reserve, compute and "
+                f"commit what is left, {_REST}"
+            )
     return ids
+
+
+_REST = "prompt[cache.cached_len(seq):]"
+
+
+def _has_found(state: SequenceState) -> bool:
+    """Whether a sequence has tokens that `add` found, and no others yet."""
+    return state.prompt is not None and state.length == state.cached > 0
+
+
+def _begins_anew(ids: NDArray[np.int32], state: SequenceState) -> bool:
+    """Whether the first ids that come after `add` are the prompt once more, and not what was left of it.
+
+    That is sure where they repeat all that was found, and the prompt goes on otherwise: a prompt may repeat itself.
+    """
+    prompt, length = state.prompt, state.length
+    assert prompt is not None
+    if len(ids) < length:
+        return False
+    rest = prompt[length : length + len(ids)]
+    again = prompt[: len(ids)]
+    return np.array_equal(ids[: len(again)], again) and not np.array_equal(ids[: len(rest)], rest)

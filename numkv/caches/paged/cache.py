@@ -169,7 +169,7 @@ class PagedKVCache(WholeCache):
             digests = [of_group[:blocks] for of_group in names]
             state = SequenceState(
                 length, match.tables, extra, ids[:length].copy(), digests, blocks, [0] * self.num_groups,
-                cached=length,
+                cached=length, prompt=ids,
             )  # fmt: skip
             before = last_name(self._store, digests, extra)
             if self._store.watch is not None:  # no later report would reach a row that is copied
@@ -199,7 +199,7 @@ class PagedKVCache(WholeCache):
         int
             The new sequence.
         """
-        state = self._idle(seq)._replace(cached=0, pins=())
+        state = self._idle(seq)._replace(cached=0, pins=(), prompt=None)
         made = self._insert(state, shared=state.blocks())
         self._store.bad.fork(self._number(seq), made, state.length, self._store.calls)
         return made
@@ -266,6 +266,7 @@ class PagedKVCache(WholeCache):
             dropped=state.rows_dropped() if length < state.length else state.dropped,
             slot=slot,
             marks=marks,
+            prompt=None,
         )
         before, taken, released = state.slots(), after.slots(), held(dropped)
         self._spread_bad()
@@ -469,8 +470,8 @@ class PagedKVCache(WholeCache):
             If the step has ended already, or tokens are accepted and a layer has no rows of them.
         IndexError
             If more tokens are accepted than there are, or a path is none.
-        DimensionMismatch
-            If the number of ids is not that of the step's tokens.
+        DimensionMismatch, ValueError
+            If the number of ids is not that of the step's tokens, or they begin with what `add` has found already.
         NotSupported
             If layers keep states, and a sequence keeps some of its tokens, but not all.
         """
@@ -481,7 +482,7 @@ class PagedKVCache(WholeCache):
         """End a step that nobody else uses."""
         self._check_open(step)
         keep, order = kept_tokens(step, accepted, paths)
-        ids = None if given_ids is None else ids_of_step(given_ids, step.num_tokens)
+        ids = None if given_ids is None else ids_of_step(given_ids, step, self._sequences)
         missing = step.unwritten_layers
         if missing and keep.any():
             raise NumkvError(

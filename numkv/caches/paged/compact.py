@@ -212,6 +212,7 @@ def _known_prefix(store: BlockStore, state: SequenceState, kept: Ints) -> Sequen
     return state._replace(
         length=n,
         cached=int(np.searchsorted(kept, state.cached)),
+        prompt=None,
         tokens=state.tokens[:same],
         digests=[names[: same // size] for names in state.digests],
         registered=min(state.registered, same // size),

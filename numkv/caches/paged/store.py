@@ -57,6 +57,8 @@ class SequenceState(NamedTuple):
         Where its states lie, where layers keep some; -1 without tokens.
     marks : tuple of (int, bytes)
         Lengths at which there were checkpoints of its states, and their names.
+    prompt : int32 array (n,) or None
+        Ids that it was added with, until its first step ends, where the prefix cache had some of them.
     """
 
     length: int
@@ -72,6 +74,7 @@ class SequenceState(NamedTuple):
     dropped: int = 0
     slot: int = -1
     marks: tuple[tuple[int, bytes], ...] = ()
+    prompt: NDArray[np.int32] | None = None
 
     def blocks(self) -> NDArray[np.int32]:
         """Its blocks, of one group after another."""
@@ -94,7 +97,7 @@ class SequenceState(NamedTuple):
         """The sequence as a step begins or ends: `_replace`, in a third of its time."""
         return SequenceState(
             length, tables, self.extra, tokens, self.digests, self.registered, self.starts, reserved,
-            self.cached, self.pins, dropped, self.slot, self.marks,
+            self.cached, self.pins, dropped, self.slot, self.marks, self.prompt if length == self.length else None,
         )  # fmt: skip
 
     def rows_dropped(self) -> int:

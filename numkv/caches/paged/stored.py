@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from numkv.caches.paged.tiers import with_tiers
 from numkv.checks import check_flag, check_index, check_size
 from numkv.drawing.page import Drawn
 from numkv.errors import NotSupported, NumkvError
+from numkv.keywords import meant
 from numkv.kinds import Kind
 from numkv.store.prefix_store import PrefixStore
 from numkv.targets.base import Target
@@ -82,9 +84,10 @@ class StoredSequences(Drawn):
                 "`sliding_window` or `window_left`; pass windows=[sliding_window - 1] * num_layers, -1 for all tokens"
             )
         if unknown := more.keys() - LayerOptions.__annotations__.keys():
+            known = inspect.signature(StoredSequences.__init__).parameters
             raise TypeError(
                 f"PagedKVCache: expected {', '.join(LayerOptions.__annotations__)} beside the arguments before them, "
-                f"got {min(unknown)!r}"
+                f"got {min(unknown)!r}{meant(min(unknown), known)}"
             )
         sizes, kinds = (num_kv_heads, head_dim, head_dim_v), (kind, k_kind, v_kind)
         layers = Layers.check(num_layers, sizes, kinds, windows, more)

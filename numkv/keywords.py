@@ -1,0 +1,140 @@
+"""Which argument was meant, where a call got a name that it does not take: `meant`, and what puts it into messages.
+
+Other libraries call the same things otherwise. Python names the argument that it does not know, and no more; what is
+added here costs nothing in calls that are right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+__all__ = ["Explained", "explain", "meant"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_OF_CALLS = "`window_left` of `decode_attention`: sliding_window - 1"
+#: What others call an argument; and numkv's names, with how a message writes each.
+_MEANINGS: list[tuple[str, dict[str, str]]] = [
+    ("window window_size sliding_window", {
+        "window_left": "`window_left`, earlier tokens that a query sees beside its own: sliding_window - 1",
+        "windows": "`windows`, for each layer the earlier tokens that a query sees: [sliding_window - 1] * num_layers",
+        "max_seq_len": _OF_CALLS,
+        "capacity": _OF_CALLS,
+        "max_blocks_per_seq": _OF_CALLS,
+    }),
+    ("capacity max_len max_length max_seq_len max_seqlen max_tokens max_cache_len n_ctx num_tokens seq_len", {
+        "max_seq_len": "`max_seq_len`",
+        "capacity": "`capacity`",
+        "num_blocks": "`num_blocks`, of `block_size` tokens each",
+        "max_blocks_per_seq": "`max_blocks_per_seq`, of `block_size` tokens each",
+    }),
+    ("dtype cache_dtype kv_dtype kv_cache_dtype quantization bits nbits", {
+        "kind": '`kind`, such as kind="fp16" or kind="int8"',
+    }),
+    ("num_heads n_heads n_head heads nhead num_attention_heads", {
+        "num_kv_heads": "`num_kv_heads`, the heads of K and V",
+        "num_q_heads": "`num_q_heads`",
+    }),
+    ("n_kv_heads kv_heads n_head_kv num_key_value_heads num_heads_kv", {"num_kv_heads": "`num_kv_heads`"}),
+    ("scale softmax_scale scaling", {"sm_scale": "`sm_scale`, which scores are multiplied by"}),
+    ("layers n_layers n_layer num_hidden_layers", {"num_layers": "`num_layers`"}),
+    ("dim head_size d_head embed_dim", {"head_dim": "`head_dim`"}),
+    ("soft_cap softcap", {"logits_soft_cap": "`logits_soft_cap`"}),
+    ("n_blocks num_pages", {"num_blocks": "`num_blocks`"}),
+    ("is_causal", {"causal": "`causal`"}),
+    ("attn_mask attention_mask", {
+        "mask": "`mask`, a bit for each of the newest tokens, or `ranges`; padding is not stored and needs none",
+    }),
+    ("page_size", {"block_size": "`block_size`"}),
+    ("device", {"target": '`target`: "cpu" or "cuda"'}),
+    ("tokens input_ids", {"token_ids": "`token_ids`"}),
+]  # fmt: skip
+_NAMES = {name: meaning for names, meaning in _MEANINGS for name in names.split()}
+
+_TYPE_ERROR = re.compile(
+    r"(?P<name>\S+)\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'(?:\. Did you mean '\w+'\?)?"
+    r"|missing \d+ required .*)"
+)
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What a message says behind the name of an unknown argument.
+
+    Parameters
+    ----------
+    name : str
+        The name.
+    known : collection of str
+        Those that the call takes.
+
+    Returns
+    -------
+    str
+        Such as ``"; did you mean `kind`?"``; empty where nothing is like it.
+    """
+    said = [text for of, text in _NAMES.get(name, {}).items() if of in known]
+    if not said:
+        said = [f"`{near}`" for near in difflib.get_close_matches(name, known, 1, 0.7)]
+    return f"; did you mean {' or '.join(said)}?" if said else ""
+
+
+def explain(
+    error: TypeError,
+    function: Callable[..., Any],
+    given: Iterable[str],
+    shown: str,
+) -> None:
+    """Have the error of a call whose arguments do not fit say which ones were meant; others stay as they are.
+
+    Parameters
+    ----------
+    error : TypeError
+        What calling `function` raised.
+    function : callable
+        What was called.
+    given : iterable of str
+        Names that the caller passed.
+    shown : str
+        What users call `function`.
+    """
+    if type(error) is not TypeError or len(error.args) != 1 or type(error.args[0]) is not str:
+        return
+    found = _TYPE_ERROR.fullmatch(error.args[0])
+    if found is None or found["name"] != function.__qualname__:
+        return
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    said = shown + error.args[0].partition(". Did you mean")[0].removeprefix(found["name"])
+    if found["unknown"]:
+        said += meant(found["unknown"], known)
+    else:
+        for name in [name for name in given if name not in known][:1]:
+            said += f"; it has no '{name}'" + meant(name, known)
+    error.args = (said,)
+
+
+def _explained(init: _F) -> _F:
+    """An ``__init__`` whose calls with wrong arguments say which ones were meant, by the name of the class."""
+
+    @functools.wraps(init)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except TypeError as error:
+            explain(error, init, kwargs, type(self).__name__)
+            raise
+
+    return run  # type: ignore[return-value]
+
+
+class Explained:
+    """A base of classes whose constructors say which argument was meant."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _explained(cls.__dict__["__init__"])  # type: ignore[method-assign]
