@@ -406,9 +406,8 @@ def _add_accuracy(commands: Any) -> None:
         "accuracy",
         help="error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
         description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the "
-        "model's predictions at full context, how well it copies names from far back, and the error of attention "
-        "over random rows. Says which caches lie on the lower envelope of loss over bytes, and which are not worth "
-        "their bytes. The defaults take about TIME; with --kind, what was measured before can be added.",
+        "model's predictions at full context, how well it copies names from far back, and the error of attention over "
+        "random rows; say which caches are not worth their bytes. The defaults take about TIME; see --add.",
     )
     _add_kind_option(
         parser,
@@ -455,7 +454,7 @@ def _add_accuracy(commands: Any) -> None:
         nargs="+",
         type=Path,
         metavar="JSON",
-        help="show the caches of these accuracy.json too, which had the same options but for --kind",
+        help="show the caches of these accuracy.json too, measured with the same options but --kind",
     )
     parser.set_defaults(run=accuracy.run)
 

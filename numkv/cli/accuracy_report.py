@@ -205,9 +205,9 @@ class Report:
         """What the needles are."""
         told = self.settings
         return (
-            f"Recall: {told['needle_texts']} texts of {told['context']:,} tokens, lines of the same modules, into which "
-            f"definitions of {self.caches[0].recall.num_needles} random names were put. Each name is used once, about as "
-            "many tokens further on as the column says; its first 4 letters are given, 8 are to be told. Copied: share "
+            f"Recall: {told['needle_texts']} texts of {told['context']:,} tokens, lines of the same modules, with "
+            f"definitions of {self.caches[0].recall.num_needles} random names. Each name is used once, about as many "
+            "tokens further on as the column says; its first 4 letters are given, 8 are to be told. Copied: share "
             "of these that the model finds most probable. fp32 is what the model can do, which is less the further it "
             "has to look back. No needle: fp32 on texts whose definitions have other names, what can be guessed."
         )
@@ -228,8 +228,8 @@ class Report:
         """What the random rows are."""
         return (
             "Relative L2 error of the attention output against float64 on the unrounded rows: "
-            f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, head dim {accuracy.HEAD_DIM}, "
-            f"queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel of K and of V is "
+            f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, "
+            f"{accuracy.NUM_Q_HEADS} q heads, head dim {accuracy.HEAD_DIM}, queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel of K and of V is "
             f"{accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added instead. Sharp: a query "
             f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called per-row, of one "
             "scale for each row, is a baseline that is computed in NumPy; numkv stores no such kind."
@@ -240,8 +240,8 @@ class Report:
         return (
             "int4 has a scale and an offset for each 32 elements; rotate: rows are rotated before they are quantised; "
             "window and sinks: so many newest and first tokens in full precision, counted in bytes per token; codesN: "
-            "heads compressed to N bits an element; sketch: a sign for each element of a key on top; lastN: fp16 rows of "
-            "the newest N tokens alone."
+            "heads compressed to N bits an element; sketch: a sign for each element of a key on top; lastN: fp16 "
+            "rows of the newest N tokens alone."
         )
 
     def about_rotation(self) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numkv.demo.batch import PREFILL_CHUNK, Session
-from numkv.demo.cache import CacheChoice, CacheFactory
+from numkv.demo.cache import CacheFactory
 from numkv.demo.evaluate import Document, log_softmax
 from numkv.demo.model import Model
 from numkv.demo.tokenizer import Tokenizer
@@ -240,7 +240,7 @@ def recall(
     total = len(caches) * sum(len(text.tokens) for text in texts)
     done, found = 0, []
     for label, factory in caches.items():
-        session = model.start(capacity, factory or CacheChoice("fp32", target=target), target)
+        session = model.start(capacity, factory, target)
         told: list[tuple[Needle, float, NDArray[Any]]] = []
         for text in texts:
             told += _told(session, text, chunk)
