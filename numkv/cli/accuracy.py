@@ -19,7 +19,7 @@ from numkv.demo.compressed import CompressorChoice
 from numkv.demo.evaluate import Document, Score, evaluate
 from numkv.demo.model import Model
 from numkv.demo.newest import NewestChoice
-from numkv.demo.recall import Recall, haystacks, recall
+from numkv.demo.recall import Haystack, Recall, haystacks, recall
 from numkv.kinds import kinds
 
 __all__ = [
@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         "rows": arguments.rows,
         "target": arguments.target,
     }
+    texts = _texts(model, documents, arguments.needles, context)
     earlier = [_read(path, settings) for path in arguments.add or []]
     choices = [replace(choice, target=arguments.target) for choice in arguments.kind]
     caches = {choice.label: choice for choice in choices}
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
             list(caches.values()), arguments.rows, arguments.target, progress
         )
     with blas_threads_for(model.weights):
-        measured, without = _measure(model, documents, caches, rows, arguments, context)
+        measured, without = _measure(model, documents, texts, caches, rows, arguments, context)
     by_label = {x.label: x for part in (*(x for x, _ in earlier), measured) for x in part}
     report = Report(
         sorted(by_label.values(), key=lambda x: (x.label != "fp32", -x.num_bytes)),
@@ -105,9 +106,23 @@ def run(arguments: argparse.Namespace) -> None:
         write(report, arguments.out)
 
 
+def _texts(
+    model: Model, documents: Sequence[Document], count: int, context: int
+) -> tuple[list[Haystack], list[Haystack]]:
+    """Texts with names to copy, and the same texts with other names where these are defined."""
+    try:
+        texts, others = (
+            haystacks(model.tokenizer, documents, context=context, num_texts=count, defined=x)
+            for x in (True, False)
+        )
+    except ValueError as error:
+        raise UsageError(f"names to copy: {error}") from None
+    return texts, others
+
+
 def _measure(
-    model: Model, documents: Sequence[Document], caches: dict[str, Choice], rows: dict[str, RowErrors],
-    arguments: argparse.Namespace, context: int,
+    model: Model, documents: Sequence[Document], texts: tuple[list[Haystack], list[Haystack]],
+    caches: dict[str, Choice], rows: dict[str, RowErrors], arguments: argparse.Namespace, context: int,
 ) -> tuple[list[Measured], Recall]:  # fmt: skip
     """The caches on the model, fp32 first, and what of the needles can be guessed without them."""
     compared: dict[str, Any] = {label: x for label, x in caches.items() if label != "fp32"}
@@ -119,15 +134,9 @@ def _measure(
             progress=progress.update, **options,
         )  # fmt: skip
     everything = {"fp32": reference, **compared}
-    texts, other = (
-        haystacks(
-            model.tokenizer, documents, context=context, num_texts=arguments.needles, defined=there
-        )
-        for there in (True, False)
-    )
     with Progress("needles") as progress:
-        (without,) = recall(model, other, {"no needle": reference}, **options)
-        found = recall(model, texts, everything, progress=progress.update, **options)
+        (without,) = recall(model, texts[1], {"no needle": reference}, **options)
+        found = recall(model, texts[0], everything, progress=progress.update, **options)
     scores[0] = replace(scores[0], label="fp32")
     measured = [
         Measured(label, choice.bytes_at(model.config, context), score, one, rows.get(label))

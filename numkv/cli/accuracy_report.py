@@ -228,11 +228,12 @@ class Report:
         """What the random rows are."""
         return (
             "Relative L2 error of the attention output against float64 on the unrounded rows: "
-            f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, "
-            f"{accuracy.NUM_Q_HEADS} q heads, head dim {accuracy.HEAD_DIM}, queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel of K and of V is "
-            f"{accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added instead. Sharp: a query "
-            f"is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is called per-row, of one "
-            "scale for each row, is a baseline that is computed in NumPy; numkv stores no such kind."
+            f"{self.settings['rows']:,} tokens, {accuracy.NUM_KV_HEADS} kv heads, {accuracy.NUM_Q_HEADS} q heads, "
+            f"head dim {accuracy.HEAD_DIM}, queries of the newest {accuracy.NUM_QUERIES} tokens. Outlier: one channel "
+            f"of K and of V is {accuracy.OUTLIER:g} times the others. Offset: it has {accuracy.OUTLIER:g} added "
+            f"instead. Sharp: a query is the sum of {accuracy.NUM_SOUGHT} keys, and attends to few tokens. What is "
+            "called per-row, of one scale for each row, is a baseline that is computed in NumPy; numkv stores no such "
+            "kind."
         )
 
     def about_caches(self) -> str:

@@ -120,7 +120,7 @@ def haystacks(
     context : int
         Tokens of a text.
     num_texts, num_needles : int
-        How many texts, and names in each.
+        How many texts, and names in each; fewer where the context has less than 100 tokens for each.
     defined : bool
         Whether definitions have the names that are used; if not, other names: what can be guessed without them.
 
@@ -133,8 +133,9 @@ def haystacks(
     ValueError
         If there are no lines, or no needle fits into the context.
     """
+    count = min(num_needles, max(1, context // 100))
     made = [
-        _haystack(tokenizer, _lines(documents, i), context, num_needles, i, defined)
+        _haystack(tokenizer, _lines(documents, i), context, count, i, defined)
         for i in range(num_texts)
     ]
     if not all(haystack.needles for haystack in made):
@@ -167,8 +168,9 @@ def _haystack(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text)[len(start) :]
 
-    # Where pieces are to go: definitions, and uses with the needle's group. Uses end in time for the last to fit.
-    uses = np.linspace(context / 2, context * 0.95, num_needles)
+    # Where pieces are to go: definitions, and uses with the needle's group, the last of which has to fit.
+    last_use = max(context / 2, min(context * 0.95, context - 100))
+    uses = np.linspace(context / 2, last_use, num_needles)
     pieces: list[tuple[float, int, str, str]] = []
     for i, place in enumerate(uses):
         name, other = (
