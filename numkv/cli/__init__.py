@@ -404,24 +404,37 @@ def _add_eval(commands: Any) -> None:
 def _add_accuracy(commands: Any) -> None:
     parser = commands.add_parser(
         "accuracy",
-        help="error and bytes of storage kinds and compressed heads, as tables and a picture",
+        help="error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
         description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the "
-        "model's predictions at full context, and the error of attention over random rows. The defaults take "
-        "about a quarter of an hour.",
+        "model's predictions at full context, how well it copies names from far back, and the error of attention over "
+        "random rows; say which caches are not worth their bytes. The defaults take about TIME; see --add.",
     )
     _add_kind_option(
         parser,
         accuracy.DEFAULT_CACHES,
         "caches to judge",
         parse_cache,
-        f"{_MORE}; or codesN and codesN+sketch, heads compressed to N bits",
+        f"{_MORE}; or codesN and codesN+sketch, heads compressed to N bits; or lastN, the newest N tokens alone",
     )
     _add_model_options(parser)
     _add_text_options(
         parser,
         accuracy.DEFAULT_MODULES,
-        "these held-out modules, or all; compressed heads take a token at a time, some minutes for each setting "
-        f"with all of them (default: {' '.join(accuracy.DEFAULT_MODULES)})",
+        f"these held-out modules, or all (default: {' '.join(accuracy.DEFAULT_MODULES)})",
+    )
+    parser.add_argument(
+        "--windows",
+        type=_at_least(0),
+        default=accuracy.DEFAULT_WINDOWS,
+        metavar="N",
+        help="windows to predict of each text, 0 for all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--needles",
+        type=_at_least(1),
+        default=accuracy.DEFAULT_NEEDLES,
+        metavar="N",
+        help="texts with names to copy, 8 in each (default: %(default)s)",
     )
     parser.add_argument(
         "--rows",
@@ -434,7 +447,14 @@ def _add_accuracy(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="also write accuracy.md there and, where matplotlib is installed, accuracy.svg",
+        help="also write accuracy.md and accuracy.json there and, where matplotlib is installed, accuracy.svg",
+    )
+    parser.add_argument(
+        "--add",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="show the caches of these accuracy.json too, measured with the same options but --kind",
     )
     parser.set_defaults(run=accuracy.run)
 

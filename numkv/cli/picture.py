@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from numkv.demo.accuracy import better_caches
 from numkv.kinds import kinds
 
 __all__ = ["Panel", "draw"]
@@ -22,6 +23,7 @@ _BY_SCALES = {
 _FAMILIES = {
     **{kind.name: _BY_SCALES[kind.scales_per] for kind in kinds()},
     "codes": ("#f58518", "^"),
+    "last": ("#eeca3b", "<"),
     "per-row": ("#b279a2", "X"),
 }
 _OTHER = ("#000000", "v")
@@ -37,15 +39,18 @@ class Panel:
         What is shown, and over what.
     points : sequence of tuple of str, float, float
         Label, bytes and error; errors of 0 are left out, as axes are logarithmic.
+    linear : bool
+        Whether the axis of bytes is linear.
     """
 
     title: str
     x_label: str
     points: Sequence[tuple[str, float, float]]
+    linear: bool = False
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Draw panels, two in a line.
+    """Draw panels, two in a line, each with its lower envelope: the least error for so many bytes.
 
     Parameters
     ----------
@@ -88,6 +93,12 @@ def _style(label: str) -> tuple[str, str]:
 
 def _plot(panel: Panel, ax: Any) -> None:
     points = _shown(panel)
+    better = better_caches({label: (x, y) for label, x, y in points})
+    envelope = sorted((x, y) for label, x, y in points if better[label] is None)
+    if len(envelope) > 1:
+        ax.step(
+            *zip(*envelope, strict=True), where="post", color="#bbbbbb", linewidth=1.5, zorder=1
+        )
     codes = sorted(
         (x, y) for label, x, y in points if label.startswith("codes") and "+" not in label
     )
@@ -98,11 +109,12 @@ def _plot(panel: Panel, ax: Any) -> None:
         hollow = "rotate" in label
         face = "white" if hollow else colour
         ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
-    ax.set_xscale("log", base=2)
+    if not panel.linear:
+        ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.minorticks_off()
     ax.margins(0.12)
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
     ax.set_xlabel(panel.x_label)
     ax.set_title(panel.title, fontsize=10)
     ax.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ __all__ = [
     "ROWS",
     "Rows",
     "attended",
+    "better_caches",
     "exact_attention",
     "per_row_attention",
     "relative_error",
@@ -237,3 +238,32 @@ def relative_error(actual: Array, expected: Array) -> float:
     float
     """
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def better_caches(points: Mapping[str, tuple[float, float]]) -> dict[str, str | None]:
+    """Which caches lie on the lower envelope of loss over bytes, and what is better than each of the others.
+
+    A cache lies above the envelope if another one takes no more bytes and loses no more, and less of one of them.
+
+    Parameters
+    ----------
+    points : mapping of str to tuple of float, float
+        Bytes and loss of each cache.
+
+    Returns
+    -------
+    dict of str to (str or None)
+        For each cache the one that loses least of those that are better, and of these the one of fewest bytes; None for
+        a cache on the envelope.
+    """
+    found: dict[str, str | None] = {}
+    for label, (size, loss) in points.items():
+        better = [
+            (other_loss, other_size, other)
+            for other, (other_size, other_loss) in points.items()
+            if other_size <= size
+            and other_loss <= loss
+            and (other_size, other_loss) != (size, loss)
+        ]
+        found[label] = min(better)[2] if better else None
+    return found

@@ -16,6 +16,7 @@ import numkv
 from numkv import targets
 from numkv.demo.cache import Cache, CacheChoice
 from numkv.demo.config import ModelConfig
+from numkv.demo.newest import NewestChoice
 
 __all__ = ["CompressedCache", "CompressorChoice", "parse_cache"]
 
@@ -238,21 +239,23 @@ class CompressorChoice:
         return CompressedCache(compressors, capacities[0])
 
 
-def parse_cache(text: str) -> CacheChoice | CompressorChoice:
-    """Read the label of a storage kind or of a compressor.
+def parse_cache(text: str) -> CacheChoice | CompressorChoice | NewestChoice:
+    """Read the label of a storage kind, of a compressor, or of a cache of the newest tokens alone.
 
     Parameters
     ----------
     text : str
-        What `CacheChoice.parse` or `CompressorChoice.parse` reads.
+        What `CacheChoice.parse`, `CompressorChoice.parse` or `NewestChoice.parse` reads.
 
     Returns
     -------
-    CacheChoice or CompressorChoice
+    CacheChoice, CompressorChoice or NewestChoice
 
     Raises
     ------
     UnsupportedDType, NotSupported
         If it is no such label.
     """
+    if text.startswith("last"):
+        return NewestChoice.parse(text)
     return (CompressorChoice if text.startswith("codes") else CacheChoice).parse(text)

@@ -11,7 +11,7 @@ import hashlib
 import math
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from numkv.demo.cache import CacheChoice, CacheFactory
 from numkv.demo.config import read_json
 from numkv.demo.model import Model
 
-__all__ = ["Document", "HeldOut", "Score", "evaluate", "held_out"]
+__all__ = ["Document", "HeldOut", "Score", "evaluate", "held_out", "log_softmax"]
 
 Array = NDArray[np.floating[Any]]
 
@@ -130,6 +130,8 @@ class Score:
         nats.
     agreement : float
         Share of tokens for which the most probable next token is the reference's.
+    by_document : tuple of float
+        `bits_per_byte` of each text that has any.
     """
 
     label: str
@@ -138,11 +140,12 @@ class Score:
     bits_per_byte: float
     kl_divergence: float
     agreement: float
+    by_document: tuple[float, ...] = ()
 
 
 @dataclass
 class _Sums:
-    nats: float = 0.0
+    nats: list[float] = field(default_factory=list)  # by text
     divergence: float = 0.0
     agreed: int = 0
 
@@ -153,6 +156,7 @@ def evaluate(
     caches: Mapping[str, CacheFactory],
     *,
     context: int | None = None,
+    windows: int | None = None,
     reference: CacheFactory | None = None,
     target: str = "cpu",
     chunk: int = PREFILL_CHUNK,
@@ -173,6 +177,9 @@ def evaluate(
         What to judge: a name, and what makes the cache, such as a `CacheChoice`.
     context : int, optional
         Tokens in a window; the model's whole context by default.
+    windows : int, optional
+        At most so many windows of each text, at even distances, and not the first, which has no context before it,
+        where there are others; all of them by default.
     reference : callable, optional
         The cache that predictions are compared with; fp32 by default.
     target : str
@@ -191,14 +198,20 @@ def evaluate(
     size = model.config.max_context if context is None else context
     if not 2 <= size <= model.config.max_context:
         raise ValueError(f"context: expected 2 to {model.config.max_context}, got {size}")
+    if windows is not None and windows < 1:
+        raise ValueError(f"windows: expected 1 or more, or None for all, got {windows}")
     texts = [np.array(model.tokenizer.encode(document.text)) for document in documents]
+    chosen = [_some(list(_windows(len(tokens), size)), windows) for tokens in texts]
     factories = [reference or CacheChoice("fp32", target=target), *caches.values()]
     sessions = [model.start(size, factory, target) for factory in factories]
     sums = [_Sums() for _ in sessions]
-    total = sum(window[1] - window[0] for tokens in texts for window in _windows(len(tokens), size))
+    total = sum(end - begin for of_text in chosen for begin, end, _ in of_text)
     num_done = num_scored = 0
-    for tokens in texts:
-        for begin, end, first in _windows(len(tokens), size):
+    sizes = []
+    for document, tokens, of_text in zip(documents, texts, chosen, strict=True):
+        for s in sums:
+            s.nats.append(0.0)
+        for begin, end, first in of_text:
             for session in sessions:
                 session.rewind()
             for start in range(begin, end, chunk):
@@ -209,20 +222,47 @@ def evaluate(
                 num_done += stop - start
                 if progress is not None:
                     progress(num_done, total)
+        scored = [tokens[first + 1 : end + 1] for _, end, first in of_text]
+        sizes.append(_num_bytes(model, document, scored, windows is None))
     if num_scored == 0:
         raise ValueError("documents: expected texts of two tokens or more")
-    num_bytes = sum(len(d.text.encode()) for d in documents)
     return [
         Score(
             label=label,
             num_tokens=num_scored,
-            num_bytes=num_bytes,
-            bits_per_byte=s.nats / math.log(2) / num_bytes,
+            num_bytes=sum(sizes),
+            bits_per_byte=sum(s.nats) / math.log(2) / sum(sizes),
             kl_divergence=s.divergence / num_scored,
             agreement=s.agreed / num_scored,
+            by_document=tuple(
+                nats / math.log(2) / n for nats, n in zip(s.nats, sizes, strict=True) if n
+            ),
         )
         for label, s in zip(("reference", *caches), sums, strict=True)
     ]
+
+
+def _some(windows: list[tuple[int, int, int]], most: int | None) -> list[tuple[int, int, int]]:
+    """At most so many of the windows, at even distances."""
+    if most is None:
+        return windows
+    later = windows[1:] or windows
+    count = min(most, len(later))
+    return [later[(2 * i + 1) * len(later) // (2 * count)] for i in range(count)]
+
+
+def _num_bytes(
+    model: Model, document: Document, scored: Sequence[NDArray[np.int64]], whole: bool
+) -> int:
+    """Bytes of a text that are predicted."""
+    if whole:
+        return len(document.text.encode())
+    size = 0
+    for tokens in scored:
+        stream = model.tokenizer.stream()
+        size += sum(len(stream.push(int(token)).encode()) for token in tokens)
+        size += len(stream.finish().encode())
+    return size
 
 
 def _windows(num_tokens: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -246,15 +286,26 @@ def _score(
         logits = session.forward(inputs)[skip:]
         if len(targets) == 0:
             continue
-        log_p = _log_softmax(logits)
+        log_p = log_softmax(logits)
         if expected is None:
             expected = log_p
-        total.nats -= float(log_p[np.arange(len(targets)), targets].sum())
+        total.nats[-1] -= float(log_p[np.arange(len(targets)), targets].sum())
         total.divergence += float((np.exp(expected) * (expected - log_p)).sum())
         total.agreed += int((log_p.argmax(-1) == expected.argmax(-1)).sum())
 
 
-def _log_softmax(logits: Array) -> Array:
+def log_softmax(logits: Array) -> Array:
+    """Logarithms of probabilities, in float64.
+
+    Parameters
+    ----------
+    logits : array (..., vocab_size)
+        Scores.
+
+    Returns
+    -------
+    float64 array (..., vocab_size)
+    """
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return result

@@ -15,6 +15,7 @@ from numkv.demo.cache import CacheChoice
 from numkv.demo.compressed import CompressedCache, CompressorChoice, parse_cache
 from numkv.demo.evaluate import Document, evaluate
 from numkv.demo.model import Model
+from numkv.demo.newest import NewestChoice
 from numkv.storage import Rotation
 
 
@@ -113,6 +114,35 @@ def test_attended_with_compressed_heads():
     assert accuracy.relative_error(out, attention(rows.k, rows.v, rows.q)) < 0.3
 
 
+def test_the_newest_tokens_alone():
+    rows = accuracy.ROWS["Gaussian"](40)
+    newest = [
+        attention(rows.k[i - 8 : i], rows.v[i - 8 : i], rows.q[i - 33 : i - 32])[0]
+        for i in range(33, 41)
+    ]
+    out = accuracy.attended(NewestChoice(8), rows)
+    assert accuracy.relative_error(out, np.array(newest)) < 2e-3
+    assert accuracy.relative_error(out, attention(rows.k, rows.v, rows.q)) > 0.3
+    with pytest.raises(numkv.NotSupported, match="last8: expected one text, got 2"):
+        NewestChoice(8)(accuracy.row_shape(), [4, 4])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_better_caches(seed):
+    rng = np.random.default_rng(seed)
+    sizes, losses = rng.integers(1, 9, (2, 30))
+    points = {str(i): x for i, x in enumerate(zip(sizes.tolist(), losses.tolist(), strict=True))}
+    found = accuracy.better_caches(points)
+    least = {n: min(y for x, y in points.values() if x <= n) for n in sizes.tolist()}
+    for label, (size, loss) in points.items():
+        fewer = [y for x, y in points.values() if x < size]
+        above = loss > least[size] or loss in fewer
+        assert (found[label] is not None) == above
+        if above:
+            assert points[found[label]][1] == least[size]
+            assert points[found[label]][0] <= size
+
+
 def test_rotation_spreads_an_outlier():
     rows = accuracy.ROWS["outlier"](256)
     expected = attention(rows.k, rows.v, rows.q)
@@ -137,6 +167,7 @@ def test_rotation_spreads_an_outlier():
         ("int4+window128+sinks4", CacheChoice("int4", residual_window=128, num_sink_tokens=4)),
         ("codes3", CompressorChoice(3)),
         ("codes4+sketch", CompressorChoice(4, True)),
+        ("last256", NewestChoice(256)),
     ],
 )
 def test_labels(label, choice):
@@ -221,6 +252,7 @@ def test_compressed_heads_after_errors(model):
         ("codes4", 2 * 2 * 2 * (4 + 4)),
         ("codes3+sketch", 2 * 2 * (2 * (3 + 4) + 1 + 4)),
         ("int8+rotate", 2 * 2 * 2 * (8 + 4)),
+        ("last4", 2 * 2 * 2 * 16 * 4 / 16),
         ("int8+window3+sinks1", 2 * 2 * 2 * (8 + 4 + 4 * 32 / 16)),
     ],
 )
@@ -230,6 +262,8 @@ def test_bytes_at(model, label, size):
     session = model.start(16, choice)
     session.forward(TOKENS)
     cache = session.batch.cache
+    if label.startswith("last"):  # it has more, of which queries see this
+        return
     if isinstance(cache, CompressedCache):
         assert sum(x.bytes_per_token for x in cache.compressors) == size
     else:
@@ -264,23 +298,34 @@ def test_pieces_of_a_text_do_not_matter(model):
 
 
 @pytest.fixture
-def options(tiny, tmp_path):
+def options(tmp_path):
+    write_checkpoint(tmp_path / "tiny", max_position_embeddings=128)
     path = tmp_path / "text.py"
     path.write_text("import os\n" * 3)
     kinds = ("--kind", "bf16", "int8", "codes4")
-    return ("accuracy", "--model", tiny, "--file", path, "--context", 8, "--rows", 24, *kinds)
+    sizes = ("--rows", 24, "--needles", 1)
+    return ("accuracy", "--model", tmp_path / "tiny", "--file", path, *sizes, *kinds)
 
 
 def test_accuracy(options, tmp_path, capsys):
     output = run(capsys, *options, "--out", tmp_path / "report")
-    model_table, row_table = output.split("bits/element")
-    assert cells(model_table, "fp32")[1:] == [
-        "256", cells(model_table, "fp32")[2], "+0.00000", "reference", "reference",
-    ]  # fmt: skip
-    assert cells(model_table, "bf16")[1] == "128"
-    assert cells(model_table, "codes4")[1] == "64"
-    assert 0 < float(cells(model_table, "bf16")[4]) < float(cells(model_table, "codes4")[4])
-    assert f"{tmp_path / 'text.py'}: 30 bytes in windows of 8 tokens" in output
+    parts = output.split("\n\n")
+    model_table, recall_table = parts[:2]
+    (row_table,) = (x for x in parts if "bytes/token/head" in x)
+    assert cells(model_table, "fp32")[1:3] == ["256", "32.00"]
+    assert cells(model_table, "fp32")[4:8] == ["+0.00000", "reference", "reference", "reference"]
+    assert cells(model_table, "bf16")[1:3] == ["128", "16.00"]
+    assert cells(model_table, "codes4")[1:3] == ["64", "8.00"]  # 4 bits of 8 elements, and a scale
+    assert 0 < float(cells(model_table, "bf16")[6]) < float(cells(model_table, "codes4")[6])
+    assert [cells(model_table, x)[-1] for x in ("fp32", "bf16", "codes4")] == ["yes"] * 3
+    assert (
+        f"{tmp_path / 'text.py'}: 30 bytes, 1 of each module's windows of 128 tokens"
+        in " ".join(output.split())
+    )
+    labels = [x.split()[0] for x in recall_table.splitlines()[2:7]]
+    assert labels == ["fp32", "bf16", "int8", "codes4", "no"]
+    copied = cells(recall_table, "int8")[3]
+    assert copied == cells(model_table, "int8")[9]
     assert "fp32" not in row_table
     assert cells(row_table, "int8")[1:3] == [f"{2 * (128 + 4)}", "8.25"]
     assert cells(row_table, "codes4")[1:3] == [f"{2 * (64 + 4)}", "4.25"]
@@ -292,8 +337,51 @@ def test_accuracy(options, tmp_path, capsys):
     assert "From per-row 4 bits to per-row 4 bits+rotate: Gaussian " in output
     written = (tmp_path / "report" / "accuracy.md").read_text()
     assert "| int8 | 264 | 8.25 | " in written
+    assert recall_table.splitlines()[2].split()[2] in written
     assert "| bf16 | 128 | " in written
     assert max(len(x) for x in written.splitlines() if not x.startswith("|")) <= 120
+
+
+def test_earlier_results_are_added(options, tmp_path, capsys):
+    options = options[: options.index("--kind")]
+    both = run(capsys, *options, "--kind", "bf16", "int8")
+    run(capsys, *options, "--kind", "bf16", "--out", tmp_path)
+    file = tmp_path / "accuracy.json"
+    assert run(capsys, *options, "--kind", "int8", "--add", file) == both
+    wrong = ["--kind", "int8", "--add", str(file), "--needles", "2"]
+    assert main([*(str(x) for x in options), *wrong]) == 2
+    expected = f"--add {file}: expected needle_texts 2 as in this report, got 1"
+    assert expected in capsys.readouterr().err
+    file.write_text('{"settings": {}}')
+    assert main([*(str(x) for x in options), *wrong]) == 2
+    assert "expected an accuracy.json of this command" in capsys.readouterr().err
+
+
+def test_a_cache_above_the_envelope_is_told(options, capsys):
+    options = options[: options.index("--kind")]
+    output = run(capsys, *options, "--kind", "int8", "codes8", "last2")
+    (worse,) = (x for x in output.split("\n\n") if x.startswith("not worth its bytes"))
+    rows = [line.split() for line in worse.splitlines()[2:]]
+    model_table = output.split("\n\n")[0]
+    found = {}
+    for label in ("fp32", "int8", "codes8", "last2"):
+        row = cells(model_table, label)
+        kl = 0.0 if label == "fp32" else float(row[6])
+        found[label] = int(row[1]), kl
+        better = cells(worse, label)[5] if row[-1] == "no" else None
+        if better is not None:
+            x, y = found[label], found.setdefault(better, _point(model_table, better))
+            assert y[0] <= x[0]
+            assert y[1] <= x[1]
+    assert len(rows) == sum(cells(model_table, x)[-1] == "no" for x in found)
+    assert rows  # int8 and codes8 take the same bytes: one of them loses more
+    envelope = next(x for x in output.split("\n\n") if x.startswith("Lower envelope"))
+    assert "fp32" not in envelope
+
+
+def _point(table, label):
+    row = cells(table, label)
+    return int(row[1]), float(row[6])
 
 
 def test_without_matplotlib_there_is_no_picture(options, tmp_path, capsys, monkeypatch):
@@ -301,7 +389,10 @@ def test_without_matplotlib_there_is_no_picture(options, tmp_path, capsys, monke
     arguments = [*options[:-2], "--out", tmp_path / "report"]
     assert main([str(x) for x in arguments]) == 0
     assert "no picture: matplotlib is missing; pip install" in capsys.readouterr().err
-    assert [x.name for x in (tmp_path / "report").iterdir()] == ["accuracy.md"]
+    assert sorted(x.name for x in (tmp_path / "report").iterdir()) == [
+        "accuracy.json",
+        "accuracy.md",
+    ]
     assert "accuracy.svg" not in (tmp_path / "report" / "accuracy.md").read_text()
 
 
@@ -311,6 +402,9 @@ def test_without_matplotlib_there_is_no_picture(options, tmp_path, capsys, monke
         (["--kind", "codes4+window"], "argument --kind: expected codes with a number of bits"),
         (["--kind", "fp17"], "expected one of fp64"),
         (["--rows", "15"], "argument --rows: expected an integer of 16 or more, got '15'"),
+        (["--context", "50"], "names to copy: context: expected room for names"),
+        (["--kind", "last0"], "expected last with a number of tokens, 1 or more, got 'last0'"),
+        (["--add", "/nowhere/accuracy.json"], "/nowhere/accuracy.json: no such file"),
         (["--context", "4096"], "--context 4,096: the model has 2,048"),
         (["--modules", "all", "csv"], "--modules: expected some of "),
         (["--file", "/nowhere"], "/nowhere: no such file or directory"),

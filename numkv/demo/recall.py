@@ -1,0 +1,282 @@
+"""Long-range recall: whether a model still finds in its cache what a text said once, far back.
+
+Texts are lines of held-out modules, of the kind that the bundled model knows. Into them go needles: definitions of
+names of random letters, which no other text has, and further on a line that uses each name. Its first letters are
+given, and the others can be told from the definition alone: a model that finds it copies them (induction), one whose
+cache has lost it guesses.
+
+Source: Olsson et al., "In-context Learning and Induction Heads" (arXiv:2209.11895), for copying as a measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.demo.batch import PREFILL_CHUNK, Session
+from numkv.demo.cache import CacheFactory
+from numkv.demo.evaluate import Document, log_softmax
+from numkv.demo.model import Model
+from numkv.demo.tokenizer import Tokenizer
+
+__all__ = ["DISTANCES", "Haystack", "Needle", "Recall", "haystacks", "recall"]
+
+#: How far back definitions are, as shares of the context. The bundled model, most of whose training had windows of 256
+#: to 1,024 bytes, finds nothing that is much further away, whatever the cache.
+DISTANCES = (0.1, 0.2, 0.3, 0.4)
+#: Letters of a name, and those that are given.
+_LETTERS, _GIVEN = 12, 4
+_LONGEST_LINE = 80
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Where a name is to be copied.
+
+    Attributes
+    ----------
+    begin, end : int
+        Its tokens to tell, ``[begin, end)``.
+    num_bytes : int
+        Their bytes.
+    group : int
+        Index of its distance.
+    distance : int
+        Tokens from the name's definition to its use.
+    """
+
+    begin: int
+    end: int
+    num_bytes: int
+    group: int
+    distance: int
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with needles.
+
+    Attributes
+    ----------
+    tokens : int array (num_tokens,)
+        The text.
+    needles : tuple of Needle
+        What is to be copied, from the first to the last.
+    """
+
+    tokens: NDArray[np.int64]
+    needles: tuple[Needle, ...]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How a cache did.
+
+    Attributes
+    ----------
+    label : str
+        Name of the cache.
+    num_needles : int
+        Names to copy.
+    bits_per_byte : float
+        Bits the model needs for a byte of the names.
+    copied : float
+        Share of the names' tokens that are the most probable ones.
+    by_distance : tuple of float
+        The same for each distance alone, from the nearest.
+    """
+
+    label: str
+    num_needles: int
+    bits_per_byte: float
+    copied: float
+    by_distance: tuple[float, ...]
+
+
+def haystacks(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    *,
+    context: int,
+    num_texts: int = 4,
+    num_needles: int = 8,
+    defined: bool = True,
+) -> list[Haystack]:
+    """Make texts with needles, the same each time.
+
+    Names are used in the second half of a text, and defined before by `DISTANCES` of the context.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer
+        The model's.
+    documents : sequence of Document
+        Where the other lines are from.
+    context : int
+        Tokens of a text.
+    num_texts, num_needles : int
+        How many texts, and names in each; fewer where the context has less than 100 tokens for each.
+    defined : bool
+        Whether definitions have the names that are used; if not, other names: what can be guessed without them.
+
+    Returns
+    -------
+    list of Haystack
+
+    Raises
+    ------
+    ValueError
+        If there are no lines, or no needle fits into the context.
+    """
+    count = min(num_needles, max(1, context // 100))
+    made = [
+        _haystack(tokenizer, _lines(documents, i), context, count, i, defined)
+        for i in range(num_texts)
+    ]
+    if not all(haystack.needles for haystack in made):
+        raise ValueError(
+            f"context: expected room for names and what is between, got {context} tokens"
+        )
+    return made
+
+
+def _lines(documents: Sequence[Document], first: int) -> list[str]:
+    """Lines of all documents from one on; none is blank twice, and none is very long."""
+    first = first % max(len(documents), 1)
+    lines = [
+        line
+        for document in (*documents[first:], *documents[:first])
+        for line in document.text.splitlines(keepends=True)
+        if line.endswith("\n") and len(line) <= _LONGEST_LINE
+    ]
+    if not lines:
+        raise ValueError("documents: expected texts with lines, got none")
+    return lines
+
+
+def _haystack(
+    tokenizer: Tokenizer, lines: list[str], context: int, num_needles: int, seed: int, defined: bool
+) -> Haystack:
+    rng = np.random.default_rng(seed)
+    start = tokenizer.encode("")
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text)[len(start) :]
+
+    # Where pieces are to go: definitions, and uses with the needle's group, the last of which has to fit.
+    last_use = max(context / 2, min(context * 0.95, context - 100))
+    uses = np.linspace(context / 2, last_use, num_needles)
+    pieces: list[tuple[float, int, str, str]] = []
+    for i, place in enumerate(uses):
+        name, other = (
+            "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), _LETTERS)) for _ in "ab"
+        )
+        group = i % len(DISTANCES)
+        there = name if defined else other
+        pieces.append((place - DISTANCES[group] * context, -1, f"    def {there}(self):\n", name))
+        pieces.append((place, group, f"        self.{name[:_GIVEN]}", name))
+    tokens, needles, places = list(start), [], {}
+    more = _endless(lines)
+    for place, group, text, name in sorted(pieces):
+        while len(tokens) < place:
+            tokens += encode(next(more))
+        if group < 0:
+            places[name] = len(tokens)
+            tokens += encode(text)
+            continue
+        distance = len(tokens) - places[name]
+        tokens += encode(text)
+        begin, rest = len(tokens), name[_GIVEN:]
+        tokens += encode(rest)
+        needles.append(Needle(begin, len(tokens), len(rest), group, distance))
+        tokens += encode("()\n")
+    kept = [needle for needle in needles if needle.end <= context]
+    last = kept[-1].end if kept else 0
+    return Haystack(np.array(tokens[:last], np.int64), tuple(kept))
+
+
+def _endless(lines: list[str]) -> Iterator[str]:
+    while True:
+        yield from lines
+
+
+def recall(
+    model: Model,
+    texts: Sequence[Haystack],
+    caches: Mapping[str, CacheFactory],
+    *,
+    target: str = "cpu",
+    chunk: int = PREFILL_CHUNK,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Recall]:
+    """Measure how well names are copied from caches.
+
+    All tokens of a text are given, also those of the names, whatever the model would have said.
+
+    Parameters
+    ----------
+    model : Model
+        The reader.
+    texts : sequence of Haystack
+        From `haystacks`.
+    caches : mapping of str to callable
+        What to judge: a name, and what makes the cache, such as a `CacheChoice`.
+    target : str
+        Where all the caches live.
+    chunk : int
+        Tokens that are computed at once; see `numkv.demo.evaluate.evaluate`.
+    progress : callable, optional
+        Called with the number of tokens done and their total.
+
+    Returns
+    -------
+    list of Recall
+        One for each cache, in order.
+    """
+    capacity = max(len(text.tokens) for text in texts)
+    total = len(caches) * sum(len(text.tokens) for text in texts)
+    done, found = 0, []
+    for label, factory in caches.items():
+        session = model.start(capacity, factory, target)
+        told: list[tuple[Needle, float, NDArray[Any]]] = []
+        for text in texts:
+            told += _told(session, text, chunk)
+            done += len(text.tokens)
+            if progress is not None:
+                progress(done, total)
+        found.append(_summed(label, told))
+    return found
+
+
+def _told(session: Session, text: Haystack, chunk: int) -> list[tuple[Needle, float, NDArray[Any]]]:
+    """Needles of a text with their bits, and which of their tokens are the most probable ones."""
+    inputs, expected = text.tokens[:-1], text.tokens[1:]
+    first = text.needles[0].begin - 1
+    session.rewind()
+    if first:
+        session.prefill(inputs[:first], chunk=chunk)
+    parts = [
+        log_softmax(session.forward(inputs[i : i + chunk]))
+        for i in range(first, len(inputs), chunk)
+    ]
+    log_p, expected = np.concatenate(parts), expected[first:]
+    bits = -log_p[np.arange(len(expected)), expected] / math.log(2)
+    right = log_p.argmax(axis=-1) == expected
+    spans = [slice(n.begin - 1 - first, n.end - 1 - first) for n in text.needles]
+    return [(n, float(bits[s].sum()), right[s]) for n, s in zip(text.needles, spans, strict=True)]
+
+
+def _summed(label: str, told: Sequence[tuple[Needle, float, NDArray[Any]]]) -> Recall:
+    groups = [[right for n, _, right in told if n.group == g] for g in range(len(DISTANCES))]
+    return Recall(
+        label,
+        len(told),
+        sum(bits for _, bits, _ in told) / sum(n.num_bytes for n, _, _ in told),
+        float(np.concatenate([right for _, _, right in told]).mean()),
+        tuple(float(np.concatenate(g).mean()) if g else math.nan for g in groups),
+    )
