@@ -239,16 +239,16 @@ def attend_to_choice(
     num_seqs, heads, columns = (int(n) for n in tables.shape)
     num_q_heads, dim_v, rows = int(q.shape[1]), pool.head_dim_v, num_seqs * heads
     shape, float32 = (num_seqs, num_q_heads, dim_v), np.dtype(np.float32)
-    out, sinks = options.out, options.sinks
+    out, sinks, read = options.out, options.sinks, {"tables": tables, "seq_lens": lens}
+    if sinks is not None:
+        sinks = read["sinks"] = check_sinks(target, sinks, float32, num_q_heads, validate)
     if out is None:
         out = target.empty(shape, q.dtype)
     else:
         out = check_array(target, "out", out, (q.dtype,), shape)
         check_writable("out", out)
         _refuse_strided(target, out, "out")
-        check_own_memory(target, out, q, pool, {"tables": tables, "seq_lens": lens, "sinks": sinks})
-    if sinks is not None:
-        sinks = check_sinks(target, sinks, float32, num_q_heads, validate)
+        check_own_memory(target, out, q, pool, read)
     if not (num_seqs and num_q_heads):
         none = target.empty((num_seqs, num_q_heads), float32)
         return (out, none) if options.return_lse else out
