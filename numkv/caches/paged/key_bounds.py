@@ -2,9 +2,10 @@
 
 Rows come into blocks in many ways: appended and written, by kernels of a user's own, copied from other blocks and from
 the host, moved by compactions. None of these computes bounds. What the cache notes, on the host and once for all
-layers, is how many of a block's first rows its bounds still speak for; whoever frees, fills or moves rows lowers that
-number. The step that reads sparsely bounds the blocks anew of which it wants more rows than that, and always those that
-it writes to itself: in decode one block for each sequence, after a prompt all of its blocks at once.
+layers, is how many of a block's first rows its bounds still speak for; whoever reserves, fills or moves rows lowers
+that number. The step that reads sparsely bounds the blocks anew of which it wants more rows than that, and always those
+that it writes to itself: in decode one block for each sequence, after a prompt all of its blocks at once. Of the latter
+the number stays as it is, as the step may write to them again.
 
 A number that is too low costs time, and nothing else. Rows that were dropped from the end of a block may still be in
 its bounds, which are larger than they need be then; the block is the newest one of its sequence, which is read anyway,
@@ -43,8 +44,8 @@ class BlockBounds:
         Where they are.
     layers : Layers
         What is stored: rows of one shape and kind.
-    num_blocks, num_parts : int
-        How many blocks, and buffers; see `BlockStore.parts`.
+    num_blocks, block_size, num_parts : int
+        How many blocks, the tokens in each, and how many buffers; see `BlockStore.parts`.
 
     Raises
     ------
@@ -54,7 +55,9 @@ class BlockBounds:
         If there is no room.
     """
 
-    def __init__(self, target: Target, layers: Layers, num_blocks: int, num_parts: int) -> None:
+    def __init__(
+        self, target: Target, layers: Layers, num_blocks: int, block_size: int, num_parts: int
+    ) -> None:
         if not layers.alike:
             raise NotSupported(
                 "`key_bounds`: expected False where layers have rows of several shapes or kinds, got True; keep a "
@@ -70,7 +73,7 @@ class BlockBounds:
         self._arrays = [
             (target.zeros(shape, np.float32), target.zeros(shape, np.float32)) for _ in range(num_parts)
         ]  # fmt: skip
-        self._covered = np.zeros((num_blocks, num_parts), np.int32)
+        self._covered, self._block_size = np.zeros((num_blocks, num_parts), np.int32), block_size
         self._lock = threading.Lock()  # steps of several threads may read a prefix that they share
 
     @property
@@ -106,19 +109,22 @@ class BlockBounds:
         counts : int64 array (n,)
             How many of their first rows are to be bounded.
         written : bool array (n,)
-            Which of them may have been written to since, however much is known.
+            Which of them are of a step that may write to them, and to them again: no more is known of them afterwards.
         """
         low, high = self._arrays[part]
         with self._lock:  # held until the kernel is done, or launched
             stale = (self._covered[blocks, part] < counts) | written
             if stale.any():
                 ids, where = np.unique(blocks[stale], return_inverse=True)
-                rows = np.zeros(len(ids), np.int64)
+                rows, known = np.zeros(len(ids), np.int64), self._covered[ids, part]
                 np.maximum.at(rows, where, counts[stale])
+                known[where[~written[stale]]] = (
+                    self._block_size
+                )  # not to be written by this step any more
                 index = self._target.index
                 self._covered[ids, part] = 0  # an interrupt leaves what nobody can tell
                 self._target.ops.key_bounds(
                     pool.k, pool.k_kind.name, pool.k_scale, index(ids, np.int64), index(rows, np.int64), low, high
                 )  # fmt: skip
-                self._covered[ids, part] = rows
+                self._covered[ids, part] = np.minimum(known, rows)
         return low, high

@@ -74,7 +74,8 @@ def new_store(
     }
     num_groups, pages, bounds = len(groups), None, None
     if key_bounds:
-        bounds = BlockBounds(target, layers, blocks.num_blocks, len(groups[0].layers))
+        sizes = blocks.num_blocks, blocks.block_size, len(groups[0].layers)
+        bounds = BlockBounds(target, layers, *sizes)
     if layers.alike:
         rows = layers.first
         shape = (blocks.num_blocks, rows.num_kv_heads, blocks.block_size)

@@ -328,7 +328,6 @@ class BlockStore:
 
     def clear(self, ids: NDArray[np.int32]) -> None:
         """Clear blocks that have just been allocated, where bytes of other layers' rows might be no scales."""
-        self.forget_bounds(ids)
         if self._clear_page is None or not len(ids):
             return
         if self.target.values_on_host:
