@@ -23,7 +23,7 @@ from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 
-__all__ = ["Prefix", "attend_cascade", "converted"]
+__all__ = ["Prefix", "attend_cascade", "converted", "gathered"]
 
 _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
@@ -137,19 +137,19 @@ def _of_prefixes(
         tables += [prefix.seq] * len(own)
     number, columns = len(tables), int(block_table.shape[1])
     words = block_table.view(_FLOAT32).reshape((int(block_table.shape[0]), 1, columns))
-    table = _gathered(target, words, np.array(tables)).reshape((number, columns)).view(np.int32)
-    queries = _gathered(target, q, np.concatenate(source))
+    table = gathered(target, words, np.array(tables)).reshape((number, columns)).view(np.int32)
+    queries = gathered(target, q, np.concatenate(source))
     lens = target.index(np.full(number, shared_len), np.int64)
     starts = target.index(np.array(ends), np.int64)
     o, lse = attend(
         pool, table, queries, lens, starts, options._replace(sight=Sight(causal=False))
     )  # fmt: skip
     of_heads = lse.reshape((*lse.shape, 1))
-    lse = _gathered(target, of_heads, back)
-    return _gathered(target, o, back), lse.reshape(tuple(lse.shape[:2]))
+    lse = gathered(target, of_heads, back)
+    return gathered(target, o, back), lse.reshape(tuple(lse.shape[:2]))
 
 
-def _gathered(target: Target, x: Array, numbers: NDArray[np.int64]) -> Array:
+def gathered(target: Target, x: Array, numbers: NDArray[np.int64]) -> Array:
     """Rows ``(num_tokens, num_heads, dim)`` of an array by their numbers."""
     made = target.empty((len(numbers), *x.shape[1:]), x.dtype)
     here, there = (

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.prefix import block_digests
 from numkv.caches.paged.cache import PagedKVCache
+from numkv.caches.paged.key_bounds import bounds_nbytes
 from numkv.caches.paged.memory import block_nbytes
 from numkv.caches.paged.prefix_match import register_blocks
 from numkv.caches.paged.states import StateSlots
@@ -79,6 +80,8 @@ def describe(cache: Any, prefix: str) -> Saved:
             for seq, state in states.items()
         ],
     }
+    if cache.key_bounds:  # which are found anew when they are wanted
+        fields["key_bounds"] = 1
     tensors: list[Tensor] = []
     for i, state in enumerate(states.values()):
         tensors.append(Tensor.of(f"{i}.tokens", np.asarray(state.tokens, np.int32)))
@@ -244,6 +247,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         expect(more["checkpoint_every"] % geometry.block_size == 0, "checkpoints between blocks")
         slots = {part.slot for part in parts if part.length}
         expect(len(slots) <= more["num_states"], "states in more slots than there are")
+    bounded = bool(fields.has("key_bounds") and fields.integer("key_bounds", most=1))
     counts = [blocks] * len(geometry.parts)
     if fields.has("blocks_of_parts"):
         counts = fields.integers("blocks_of_parts", len(counts))
@@ -261,7 +265,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
         states = [part.read(geometry, blocks, file) for part in parts]
         cache: Any = PagedKVCache(
             num_blocks=num_blocks, block_size=geometry.block_size, target=options.place.name,
-            rotate=seed is not None, **geometry.layers.arguments(), **more,
+            rotate=seed is not None, key_bounds=bounded, **geometry.layers.arguments(), **more,
         )  # fmt: skip
         expect(cache._store.geometry[4] == seed, f"rows are rotated by seed {seed}")
         ids = cache.blocks.allocate(blocks)
@@ -271,7 +275,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
             expect(len(own) == counts[slot], f"{counts[slot]} blocks of part {slot}")
             _read_blocks(file, slot, pool, ids[own])
         for layer in geometry.layers.storing:
-            _read_head_scales(file, layer, cache._store.place(layer)[0])
+            _read_head_scales(file, layer, cache._store.place(layer)[0], bounded)
         seen: dict[int, int] = {}
         states = [
             part.with_slot(x, cache, file, seen) for part, x in zip(parts, states, strict=True)
@@ -285,6 +289,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
 
     # Books of a block: its digest, its tokens, references and lists.
     of_block = block_nbytes(geometry.layers, geometry.groups, geometry.block_size)
+    of_block += bounds_nbytes(geometry.layers) * len(geometry.groups[0].layers) * bounded
     of_states = more.get("num_states", 0) * StateSlots.slot_nbytes(shapes_of_states)
     return Plan(of_states + num_blocks * (of_block + 4 * geometry.block_size + 128), build)
 
@@ -317,12 +322,13 @@ def _read_blocks(file: Container, slot: int, pool: Pool, ids: NDArray[np.int32])
         )
 
 
-def _read_head_scales(file: Container, layer: int, pool: Pool) -> None:
+def _read_head_scales(file: Container, layer: int, pool: Pool, bounded: bool) -> None:
     for side, buffer in pool.stored:
         if buffer.kind.scales_per == "head":
             name = f"{side}_head_scale.{layer}"
             scales = file.array(name)
             check_scales(name, buffer.kind, scales)
+            expect(not bounded or bool((scales == 1).all()), "scales of 1 beside bounds of keys")
             buffer.scales[:] = buffer.target.asarray(scales)
 
 

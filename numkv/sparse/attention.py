@@ -8,10 +8,18 @@ import numpy as np
 
 from numkv import targets
 from numkv.arrays import Array
-from numkv.attention.attend import attend, check_lengths, check_own_memory, check_queries
-from numkv.attention.options import check_options
+from numkv.attention.attend import (
+    attend,
+    check_lengths,
+    check_own_memory,
+    check_queries,
+    check_sinks,
+)
+from numkv.attention.cascade import converted, gathered
+from numkv.attention.options import AttentionOptions, check_options
 from numkv.checks import check_array, check_flag, check_integers, check_writable
 from numkv.errors import DimensionMismatch, NotSupported
+from numkv.kinds import kind, kind_of_dtype
 from numkv.sparse.blocks import check_numbers, look_at_table, too_many_parts
 from numkv.storage.buffer import Buffer
 from numkv.storage.given import stored_pool
@@ -20,7 +28,7 @@ from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["sparse_decode_attention", "token_decode_attention"]
+__all__ = ["attend_to_choice", "sparse_decode_attention", "token_decode_attention"]
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
@@ -114,44 +122,17 @@ def sparse_decode_attention(
             expected=num_seqs,
             actual=int(q.shape[0]),
         )
-    num_q_heads = int(q.shape[1])
     lens = _lengths(target, seq_lens, (num_seqs, heads))
     parts = num_blocks * pool_heads
     if parts > np.iinfo(np.int32).max:
         raise too_many_parts(num_blocks, pool_heads)
     if target.values_on_host or validate:
         look_at_table(
-            target.to_host(tables).reshape(num_seqs * heads, columns), target.to_host(lens).astype(np.int64), size,
-            num_blocks, "tables",
+            target.to_host(tables).reshape(num_seqs * heads, columns),
+            target.to_host(lens).astype(np.int64).reshape(-1), size, num_blocks, "tables",
         )  # fmt: skip
-    options = check_options(sm_scale, logits_soft_cap, -1, None, return_lse, None)
-    dim_v, rows, lse = pool.head_dim_v, num_seqs * heads, None
-    if out is None:
-        out = target.empty((num_seqs, num_q_heads, dim_v), q.dtype)
-    else:
-        out = check_array(target, "out", out, (q.dtype,), (num_seqs, num_q_heads, dim_v))
-        check_writable("out", out)
-        _refuse_strided(target, out, "out")
-        check_own_memory(target, out, q, pool, {"tables": tables, "seq_lens": lens})
-    if num_seqs and num_q_heads:
-        numbered = target.empty((rows, columns), _INT32[0])
-        target.ops.tables_of_heads(tables, pool_heads, numbered)
-        group = num_q_heads // heads
-        whole = _in_one_piece(out)
-        if whole:
-            options = options._replace(out=out.reshape((rows, group, dim_v)))
-        got = attend(
-            _parts(pool), numbered, _whole(target, q).reshape((rows, group, pool.head_dim)), lens,
-            one_query_each(target.device_key, rows), options, validate=validate,
-        )  # fmt: skip
-        result, lse = got if options.return_lse else (got, None)
-        if not whole:
-            out[...] = result.reshape((num_seqs, num_q_heads, dim_v))
-    if not options.return_lse:
-        return out
-    if lse is None:
-        lse = target.empty((num_seqs, num_q_heads), np.dtype(np.float32))
-    return out, lse.reshape((num_seqs, num_q_heads))
+    options = check_options(sm_scale, logits_soft_cap, -1, None, return_lse, out)
+    return attend_to_choice(pool, tables, lens, q, options, validate=validate)
 
 
 def token_decode_attention(
@@ -229,10 +210,92 @@ def token_decode_attention(
     return attend(pool, slots, q, lens, starts, options, by_slot=True, validate=validate)
 
 
+def attend_to_choice(
+    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions, *, validate: bool = False
+) -> Any:  # fmt: skip
+    """Attend with checked queries, each over blocks that its kv heads have of their own.
+
+    Parameters
+    ----------
+    pool : Pool
+        K and V, in one piece; rotated, if they are, as `attend` knows it.
+    tables : int32 array (num_seqs, num_kv_heads, max_blocks)
+        Blocks of each kv head, checked.
+    lens : int array (num_seqs, num_kv_heads)
+        Tokens in them, checked.
+    q : array (num_seqs, num_q_heads, head_dim)
+        Queries, checked.
+    options : AttentionOptions
+        From `check_options`; without a window and `sight`. Sinks are merged afterwards.
+    validate : bool
+        See `numkv.attention.attend.attend`.
+
+    Returns
+    -------
+    array or tuple of array
+        The output, and the lse if asked for.
+    """
+    target = pool.target
+    num_seqs, heads, columns = (int(n) for n in tables.shape)
+    num_q_heads, dim_v, rows = int(q.shape[1]), pool.head_dim_v, num_seqs * heads
+    shape, float32 = (num_seqs, num_q_heads, dim_v), np.dtype(np.float32)
+    out, sinks, read = options.out, options.sinks, {"tables": tables, "seq_lens": lens}
+    if sinks is not None:
+        sinks = read["sinks"] = check_sinks(target, sinks, float32, num_q_heads, validate)
+    if out is None:
+        out = target.empty(shape, q.dtype)
+    else:
+        out = check_array(target, "out", out, (q.dtype,), shape)
+        check_writable("out", out)
+        _refuse_strided(target, out, "out")
+        check_own_memory(target, out, q, pool, read)
+    if not (num_seqs and num_q_heads):
+        none = target.empty((num_seqs, num_q_heads), float32)
+        return (out, none) if options.return_lse else out
+    if sinks is not None:
+        return _with_sinks(pool, tables, lens, q, options, out, sinks)
+    numbered = target.empty((rows, columns), _INT32[0])
+    target.ops.tables_of_heads(tables, int(pool.k.shape[1]), numbered)
+    group, whole = num_q_heads // heads, _in_one_piece(out)
+    got = attend(
+        _parts(pool), numbered, _whole(target, q).reshape((rows, group, pool.head_dim)), lens.reshape((rows,)),
+        one_query_each(target.device_key, rows),
+        options._replace(out=out.reshape((rows, group, dim_v)) if whole else None), validate=validate,
+    )  # fmt: skip
+    result, lse = got if options.return_lse else (got, None)
+    if not whole:
+        out[...] = result.reshape(shape)
+    return out if lse is None else (out, lse.reshape((num_seqs, num_q_heads)))
+
+
+def _with_sinks(
+    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions, out: Array, sinks: Array
+) -> Any:  # fmt: skip
+    """Attend without sinks, then merge what they add to the sums: states of nothing, with the sinks as lse."""
+    target, float32 = pool.target, np.dtype(np.float32)
+    num_seqs, num_q_heads = int(q.shape[0]), int(q.shape[1])
+    of_q = kind_of_dtype(q.dtype)
+    assert of_q is not None
+    exact = of_q if of_q.dtype.itemsize >= 4 else kind("fp32")  # 16 bits: rounded at the end
+    wide = q if exact is of_q else converted(target, q, target.empty(q.shape, exact.dtype))
+    got, lse = attend_to_choice(
+        pool, tables, lens, wide, options._replace(sinks=None, out=None, return_lse=True)
+    )
+    of_sinks = gathered(target, sinks.reshape((1, num_q_heads, 1)), np.zeros(num_seqs, np.int64))
+    merged = target.empty(got.shape, exact.dtype)
+    total, words = target.empty((num_seqs, num_q_heads), float32), target.words
+    target.ops.merge_states(
+        words(got), lse, words(target.zeros(got.shape, exact.dtype)),
+        of_sinks.reshape((num_seqs, num_q_heads)), exact.name, words(merged), total,
+    )  # fmt: skip
+    converted(target, merged, out)
+    return (out, total) if options.return_lse else out
+
+
 def _lengths(target: Target, x: Any, shape: tuple[int, int]) -> Array:
-    """Lengths of heads as kernels take them: one after another, in int64 on the CPU."""
+    """Lengths of heads as kernels take them: in one piece, in int64 on the CPU."""
     lens = check_integers(target, "seq_lens", x, shape)
-    return target.index(_whole(target, lens, "seq_lens").reshape((shape[0] * shape[1],)), np.int64)
+    return target.index(_whole(target, lens, "seq_lens"), np.int64)
 
 
 def _in_one_piece(x: Any) -> bool:
@@ -270,5 +333,5 @@ def _parts_of(name: str, x: Buffer) -> Buffer:
             )
     words, *scales = (y.reshape((blocks * heads, 1, size, *y.shape[3:])) for y in arrays)
     if x.kind.scales_per == "head":  # all 1, as none were given
-        return Buffer(x.target, words, x.scales[:1], x.kind)
-    return Buffer(x.target, words, scales[0] if scales else x.scales, x.kind)
+        return Buffer(x.target, words, x.scales[:1], x.kind, x.rotation)
+    return Buffer(x.target, words, scales[0] if scales else x.scales, x.kind, x.rotation)

@@ -10,6 +10,7 @@ import numpy as np
 from numkv import targets
 from numkv.arrays import Array
 from numkv.attention.attend import check_queries
+from numkv.attention.options import AttentionOptions
 from numkv.checks import (
     check_array,
     check_bytes,
@@ -22,10 +23,11 @@ from numkv.errors import DimensionMismatch
 from numkv.kinds import kind_of_dtype
 from numkv.sparse.blocks import check_numbers, check_table
 from numkv.storage.given import stored_pool
+from numkv.storage.pool import Pool
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["KeyBounds"]
+__all__ = ["KeyBounds", "scores_of"]
 
 _FLOAT32 = np.dtype(np.float32)
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
@@ -210,14 +212,31 @@ def _scores(
     table, lens = check_table(
         target, block_table, seq_lens, int(q.shape[0]), size, num_blocks, check_flag("validate", validate)
     )  # fmt: skip
-    out = target.empty((int(q.shape[0]), heads, int(table.shape[1])), _FLOAT32)
-    of_q = kind_of_dtype(q.dtype)
-    assert of_q is not None
-    if 0 in out.shape:
-        return out
-    if not q.shape[1]:
+    if not q.shape[1] and q.shape[0] and table.shape[1]:
         raise DimensionMismatch(
             "`q`: expected a q head for each kv head, got none", expected=heads, actual=0
         )
-    target.ops.block_scores(target.words(q), of_q.name, low, high, table, lens, size, scale, out)
+    return _bounded(target, q, low, high, table, lens, size, scale)
+
+
+def scores_of(
+    pool: Pool, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, options: AttentionOptions
+) -> Array:  # fmt: skip
+    """Bound the scores of checked queries with the keys of a pool, by bounds of its blocks as they are stored."""
+    scale = options.scale(pool.head_dim)
+    if pool.k_rotation is not None:
+        q = pool.k_rotation.forward(pool.target, q)
+    return _bounded(pool.target, q, low, high, table, lens, size, scale)
+
+
+def _bounded(
+    target: Target, q: Array, low: Array, high: Array, table: Array, lens: Array, size: int, scale: float
+) -> Array:  # fmt: skip
+    """What `KeyBounds.scores` returns, of checked arguments."""
+    out = target.empty((int(q.shape[0]), int(low.shape[1]), int(table.shape[1])), _FLOAT32)
+    of_q = kind_of_dtype(q.dtype)
+    assert of_q is not None
+    if 0 not in out.shape and q.shape[1]:
+        words = target.words(q)
+        target.ops.block_scores(words, of_q.name, low, high, table, lens, size, scale, out)
     return out

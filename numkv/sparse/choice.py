@@ -11,9 +11,10 @@ from numkv.arrays import Array
 from numkv.checks import check_array, check_flag, check_size
 from numkv.errors import DimensionMismatch
 from numkv.sparse.blocks import check_table
+from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["BlockChoice", "choose_blocks"]
+__all__ = ["BlockChoice", "check_counts", "choose_blocks", "chosen"]
 
 _CALL = Call("scores block_table seq_lens", "block_size top first newest validate")
 _FLOAT32 = np.dtype(np.float32)
@@ -98,14 +99,7 @@ def _choose_here(
     )
     num_seqs, heads, columns = (int(n) for n in scores.shape)
     size = check_size("block_size", block_size, 1)
-    first, newest = check_size("first", first), check_size("newest", newest, 1)
-    top = check_size("top", top, 1)
-    if top < first + newest:
-        raise DimensionMismatch(
-            f"`top`: expected at least {first + newest} blocks, {first} first and {newest} newest ones, got {top}",
-            expected=first + newest,
-            actual=top,
-        )
+    counts = check_counts("top", top, first, newest)
     table, lens = check_table(
         target, block_table, seq_lens, num_seqs, size, 2**31 - 1, check_flag("validate", validate)
     )  # fmt: skip
@@ -115,6 +109,28 @@ def _choose_here(
             expected=int(table.shape[1]),
             actual=columns,
         )
+    return chosen(target, scores, table, lens, size, counts)
+
+
+def check_counts(name: str, top: Any, first: Any, newest: Any) -> tuple[int, int, int]:
+    """How many blocks are chosen, and how many of the first and of the newest ones whatever their scores."""
+    first, newest = check_size("first", first), check_size("newest", newest, 1)
+    top = check_size(name, top, 1)
+    if top < first + newest:
+        raise DimensionMismatch(
+            f"`{name}`: expected at least {first + newest} blocks, {first} first and {newest} newest ones, got {top}",
+            expected=first + newest,
+            actual=top,
+        )
+    return top, first, newest
+
+
+def chosen(
+    target: Target, scores: Array, table: Array, lens: Array, size: int, counts: tuple[int, int, int]
+) -> tuple[Array, Array]:  # fmt: skip
+    """Blocks by checked scores, tables, lengths and `check_counts`: their tables and lengths."""
+    num_seqs, heads, columns = (int(n) for n in scores.shape)
+    top, first, newest = counts
     top = min(top, columns)
     tables = target.empty((num_seqs, heads, top), np.dtype(np.int32))
     of_heads = target.empty((num_seqs, heads), np.dtype(np.int64))

@@ -38,7 +38,8 @@ _PLAIN = {
 }
 # What a model calls for each token and layer; none of these keeps an array, or returns one but `out` and `q_out`.
 _MOMENTARY = {
-    "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "write", "write_latents",
+    "__call__", "append", "attention", "attention_weights", "decode_attention", "put", "sparse_attention", "write",
+    "write_latents",
 }  # fmt: skip
 
 

@@ -98,6 +98,8 @@ class PagedKVCache(WholeCache):
         Tokens from one checkpoint of states to the next; a multiple of `block_size`, which it is if None.
     max_nbytes : int, optional
         Bytes of all blocks and states, instead of `num_blocks`.
+    key_bounds : bool, optional
+        Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`; layers are alike then.
 
     Attributes
     ----------
@@ -573,10 +575,6 @@ class PagedKVCache(WholeCache):
         -----
         Nothing is allocated after an error.
         """
-        if not isinstance(swapped, SwappedSequence):
-            raise TypeError(
-                f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
-            )
         check_swapped(self._store, swapped)
         if swapped.states and self._store.states is not None:
             refuse_without_slots(self._store.states, 1)

@@ -85,6 +85,7 @@ def plan_compaction(
         store.clear(taken)
         forgotten = np.concatenate([old[~fresh], reused])
         old[fresh] = np.concatenate([reused, taken])
+        store.forget_bounds(old)
         ends = np.cumsum([len(plan.changed) for plan in plans])
         for plan, ids in zip(plans, np.split(old, ends[:-1]), strict=True):
             plan.table[plan.changed] = ids

@@ -38,6 +38,7 @@ class LayerOptions(TypedDict, total=False):
     num_states: int | None
     checkpoint_every: int | None
     max_nbytes: int | None
+    key_bounds: bool | None
 
 
 def shows_options(function: _F) -> _F:

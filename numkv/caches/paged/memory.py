@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.groups import LayerGroup, page_bytes
+from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import LayerRows, Layers
 from numkv.caches.paged.states import StateSlots
 from numkv.caches.paged.store import BlockStore, Part
@@ -38,7 +39,7 @@ def block_nbytes(layers: Layers, groups: list[LayerGroup], block_size: int) -> i
 
 def new_store(
     target: Target, layers: Layers, groups: list[LayerGroup], blocks: BlockPool, rotate: bool,
-    states: StateSlots | None = None,
+    states: StateSlots | None = None, key_bounds: bool = False,
 ) -> BlockStore:  # fmt: skip
     """Make buffers of zeros for the blocks of a pool.
 
@@ -56,6 +57,8 @@ def new_store(
         Whether rows are rotated before they are stored.
     states : StateSlots, optional
         Slots for states, where layers keep some.
+    key_bounds : bool
+        Whether bounds of keys are kept.
 
     Raises
     ------
@@ -69,7 +72,10 @@ def new_store(
         for number, group in enumerate(groups)
         for slot, layer in enumerate(group.layers)
     }
-    num_groups, pages = len(groups), None
+    num_groups, pages, bounds = len(groups), None, None
+    if key_bounds:
+        sizes = blocks.num_blocks, blocks.block_size, len(groups[0].layers)
+        bounds = BlockBounds(target, layers, *sizes)
     if layers.alike:
         rows = layers.first
         shape = (blocks.num_blocks, rows.num_kv_heads, blocks.block_size)
@@ -101,7 +107,9 @@ def new_store(
     for layer, source in enumerate(layers.sources):
         if source != layer:
             places[layer], layer_pools[layer] = places[source], layer_pools[source]
-    return BlockStore(target, layers, groups, parts, blocks, places, layer_pools, pages, states)
+    return BlockStore(
+        target, layers, groups, parts, blocks, places, layer_pools, pages, states, bounds=bounds
+    )
 
 
 def copied(store: BlockStore) -> BlockStore:
@@ -118,7 +126,8 @@ def _filled(
     """A store like another, with the content of some blocks."""
     rotate = store.parts[0].pool.rotate
     states = None if store.states is None else store.states.copy()
-    made = new_store(target, store.layers, store.groups, blocks, rotate, states)
+    kept = store.bounds is not None  # found anew when they are wanted
+    made = new_store(target, store.layers, store.groups, blocks, rotate, states, kept)
     ids = target.index(in_use, np.int32)
     for old, new in zip(store.parts, made.parts, strict=True):
         # Blocks of other groups are copied too: pages are bytes.
@@ -149,6 +158,7 @@ def state_of(store: BlockStore) -> dict[str, Any]:
         "rotate": own.parts[0].pool.rotate, "words": words, "by_head": by_head, "followers": own.followers,
         "states": None if own.states is None else
             (own.layers.with_states, own.states.every, own.states.books, own.states.content()),
+        "key_bounds": own.bounds is not None,
     }  # fmt: skip
 
 
@@ -159,7 +169,8 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     if state["states"] is not None:
         shapes, every, books, content = state["states"]
         slots = StateSlots(target, shapes, 0, every).with_content(content, books)
-    made = new_store(target, layers, state["groups"], state["blocks"], state["rotate"], slots)
+    args = state["groups"], state["blocks"], state["rotate"], slots, state["key_bounds"]
+    made = new_store(target, layers, *args)
     if made.pages is not None:
         made.pages[...] = state["words"][0]
     else:

@@ -17,6 +17,7 @@ from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.latents import StepOfLatents
 from numkv.caches.paged.shared import attend_shared
+from numkv.caches.paged.sparse_step import SparseStep
 from numkv.caches.paged.step_reports import ToldStep
 from numkv.caches.paged.step_states import StateStep
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, widened
@@ -34,7 +35,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step(StateStep, StepOfLatents, ToldStep):
+class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -78,10 +79,8 @@ class Step(StateStep, StepOfLatents, ToldStep):
         tree: Tree | None = None,
     ) -> None:
         self._store, self._buffers, self._tree = store, into, tree
-        self.sequences = tuple(sequences)
-        self.new_lens = new_lens
-        self.open = True
-        self._access = Access()
+        self.sequences, self.new_lens = tuple(sequences), new_lens
+        self.open, self._access = True, Access()
         lens = np.array([state.length for state in sequences.values()], np.int64) + new_lens
         starts = np.zeros(len(lens) + 1, np.int64)  # of each sequence's tokens among all
         np.cumsum(new_lens, out=starts[1:])
@@ -100,6 +99,7 @@ class Step(StateStep, StepOfLatents, ToldStep):
         block, offset = np.divmod(places, store.block_size)
         slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
         self._places = places
+        self._begin_bounds(tables, lens)
         if tree is not None:
             tree.put(store.target, slots)
         if into is None:

@@ -14,6 +14,7 @@ from numkv.blocks.pool import BlockPool
 from numkv.caches.paged.bad_rows import BadRows
 from numkv.caches.paged.followers import Followers
 from numkv.caches.paged.groups import LayerGroup
+from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.layers import Layers
 from numkv.caches.paged.states import StateSlots
 from numkv.errors import NotSupported
@@ -160,6 +161,8 @@ class BlockStore:
         Where blocks are looked for that the pool has not, and where full ones go; see `numkv.caches.paged.tiers`.
     bad : BadRows
         On CUDA, which sequences have rows that were NaN or infinite.
+    bounds : BlockBounds or None
+        Bounds of the keys in all blocks, where the cache keeps some.
     """
 
     target: Target
@@ -173,6 +176,7 @@ class BlockStore:
     states: StateSlots | None = None
     tiers: Any = None
     bad: BadRows = field(default_factory=BadRows)
+    bounds: BlockBounds | None = None
 
     @functools.cached_property
     def followers(self) -> Followers:
@@ -219,6 +223,7 @@ class BlockStore:
         """Bytes of the buffers, scales included."""
         sides = [side for pool in self.layer_pools.values() for _, side in pool.stored]
         of_states = 0 if self.states is None else self.states.nbytes
+        of_states += 0 if self.bounds is None else self.bounds.nbytes
         if self.pages is not None:  # which the words lie in, and scales of rows
             of_heads = {id(x.scales): x.scales for x in sides if x.kind.scales_per == "head"}
             of_pages = int(self.pages.nbytes)
@@ -302,6 +307,7 @@ class BlockStore:
 
     def copy_blocks(self, source: Sequence[int], to: Sequence[int], groups: Sequence[int]) -> None:
         """Copy blocks, each of one group, within the buffers that have rows of it."""
+        self.forget_bounds(to)
         if self.layers.alike:
             here, there = (self.target.index(np.array(x), np.int32) for x in (source, to))
             for part in self.parts:
@@ -333,6 +339,11 @@ class BlockStore:
         source = self.target.index(np.zeros(len(ids)), np.int32)
         to = self.target.index(ids, np.int32)
         self.target.ops.copy_blocks(self._clear_page, source, self.pages, to)
+
+    def forget_bounds(self, ids: Any) -> None:
+        """Say that blocks have other rows now, so that nothing is known of their keys."""
+        if self.bounds is not None:
+            self.bounds.forget(ids)
 
     def cut_tables(
         self, tables: list[NDArray[np.int32]], length: int

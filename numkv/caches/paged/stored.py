@@ -17,6 +17,7 @@ from numkv.access import Access
 from numkv.blocks.pool import BlockPool, PoolStats
 from numkv.caches.paged.audit import check_books, check_scales
 from numkv.caches.paged.groups import groups_of
+from numkv.caches.paged.key_bounds import bounds_nbytes
 from numkv.caches.paged.layers import LayerOptions, LayerRows, Layers, shows_options
 from numkv.caches.paged.memory import block_nbytes, new_store
 from numkv.caches.paged.states import StateSlots
@@ -103,12 +104,13 @@ class StoredSequences(Drawn):
         groups = groups_of(layers, size)
         num_states, every = _state_sizes(layers, more, size)
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
-        count = _num_blocks(
-            num_blocks, more.get("max_nbytes"), of_states, block_nbytes(layers, groups, size)
-        )
+        bounded = check_flag("key_bounds", more.get("key_bounds"))
+        of_block = block_nbytes(layers, groups, size)
+        of_block += bounds_nbytes(layers) * len(groups[0].layers) * bounded
+        count = _num_blocks(num_blocks, more.get("max_nbytes"), of_states, of_block)
         blocks = BlockPool(count, size)  # which bounds both numbers
         slots = StateSlots(place, layers.with_states, num_states, every) if every else None
-        made = new_store(place, layers, groups, blocks, rotated, slots)
+        made = new_store(place, layers, groups, blocks, rotated, slots, bounded)
         self._adopt(with_tiers(made, store), {}, 0)
 
     def _adopt(self, store: BlockStore, sequences: dict[int, SequenceState], number: int) -> None:
@@ -203,8 +205,13 @@ class StoredSequences(Drawn):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the K and V buffers, scales included."""
+        """Bytes of the K and V buffers, scales and bounds of keys included."""
         return self._store.nbytes
+
+    @property
+    def key_bounds(self) -> bool:
+        """Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`."""
+        return self._store.bounds is not None
 
     @property
     def generation(self) -> int:

@@ -142,6 +142,7 @@ def copy_in(store: BlockStore, swapped: SwappedSequence, ids: NDArray[np.int32])
     """
     ends = np.cumsum([len(logical) for logical in swapped.logical])
     by_group = np.split(ids, ends[:-1])
+    store.forget_bounds(ids)
     for (pool, groups), buffers in zip(store.parts, swapped.buffers, strict=True):
         own = np.concatenate([by_group[group] for group in groups])
         source = store.target.index(np.arange(len(own)), np.int32)
@@ -251,7 +252,9 @@ def _are_integers(x: Any, least: int) -> bool:
 def check_swapped(store: BlockStore, swapped: SwappedSequence) -> None:
     """Check that a swapped sequence fits the cache, and that its parts fit each other."""
     if not isinstance(swapped, SwappedSequence):
-        raise TypeError(f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}")
+        raise TypeError(
+            f"`swapped`: expected a SwappedSequence, got {type(swapped).__name__}; pass what `swap_out` returned"
+        )
     Geometry.read(swapped.geometry)
     _check_geometry(store.geometry, swapped.geometry)
     check_sequence(swapped)

@@ -245,6 +245,7 @@ class Tiers:
         """Bring blocks into the pool and register them; which of them there were."""
         books = self._of.blocks
         taken = books.allocate(len(missing))
+        self._of.forget_bounds(taken)
         try:
             good = self._fill(missing, where, taken)
             if good.any():

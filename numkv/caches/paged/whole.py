@@ -90,7 +90,7 @@ class WholeCache(ReadableSequences):
         NumkvError
             If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
         NotSupported
-            If the kind has no scales of heads, or the layer reads another one's rows.
+            If the kind has no scales of heads, the layer reads another one's rows, or the cache keeps bounds of keys.
         DimensionMismatch, UnsupportedDType, ValueError
             If they are no such scales.
         IndexError
@@ -103,6 +103,11 @@ class WholeCache(ReadableSequences):
         number = check_index("layer", layer, self.num_layers)
         self._store.refuse_sharing("set_scales", number)
         pool, _ = self._store.place(number)
+        if self._store.bounds is not None:
+            raise NotSupported(
+                "set_scales: expected a cache without key bounds, as choices of blocks go by scales of 1, got one with "
+                "key_bounds=True"
+            )
         if self._sequences:
             raise NumkvError(
                 f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "

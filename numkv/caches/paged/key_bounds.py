@@ -1,0 +1,130 @@
+"""Bounds of the keys in the blocks of a `PagedKVCache`, for steps that read sparsely.
+
+Rows come into blocks in many ways: appended and written, by kernels of a user's own, copied from other blocks and from
+the host, moved by compactions. None of these computes bounds. What the cache notes, on the host and once for all
+layers, is how many of a block's first rows its bounds still speak for; whoever reserves, fills or moves rows lowers
+that number. The step that reads sparsely bounds the blocks anew of which it wants more rows than that, and always those
+that it writes to itself: in decode one block for each sequence, after a prompt all of its blocks at once. Of the latter
+the number stays as it is, as the step may write to them again.
+
+A number that is too low costs time, and nothing else. Rows that were dropped from the end of a block may still be in
+its bounds, which are larger than they need be then; the block is the newest one of its sequence, which is read anyway,
+and its next row lowers the number.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.caches.paged.layers import Layers
+from numkv.errors import NotSupported
+from numkv.storage.pool import Pool
+from numkv.targets.base import Array, Target
+
+__all__ = ["BlockBounds", "bounds_nbytes"]
+
+Ints = NDArray[np.int64]
+
+
+def bounds_nbytes(layers: Layers) -> int:
+    """Bytes of the bounds of a block of one layer."""
+    return 8 * layers.first.num_kv_heads * layers.first.head_dim
+
+
+class BlockBounds:
+    """The smallest and the largest element of each column of the keys of every block, in all buffers.
+
+    Parameters
+    ----------
+    target : Target
+        Where they are.
+    layers : Layers
+        What is stored: rows of one shape and kind.
+    num_blocks, block_size, num_parts : int
+        How many blocks, the tokens in each, and how many buffers; see `BlockStore.parts`.
+
+    Raises
+    ------
+    NotSupported
+        If layers are not alike, or keep latents.
+    MemoryError
+        If there is no room.
+    """
+
+    def __init__(
+        self, target: Target, layers: Layers, num_blocks: int, block_size: int, num_parts: int
+    ) -> None:
+        if not layers.alike:
+            raise NotSupported(
+                "`key_bounds`: expected False where layers have rows of several shapes or kinds, got True; keep a "
+                "PagedKVCache for each, or the bounds by `numkv.sparse.KeyBounds`"
+            )
+        if layers.first.is_latent:
+            raise NotSupported(
+                "`key_bounds`: expected False for latents, whose models choose tokens by an indexer, got True; see "
+                "`numkv.sparse.token_decode_attention`"
+            )
+        shape = num_blocks, layers.first.num_kv_heads, layers.first.head_dim
+        self._target, self._nbytes = target, num_blocks * num_parts * bounds_nbytes(layers)
+        self._arrays = [
+            (target.zeros(shape, np.float32), target.zeros(shape, np.float32)) for _ in range(num_parts)
+        ]  # fmt: skip
+        self._covered, self._block_size = np.zeros((num_blocks, num_parts), np.int32), block_size
+        self._lock = threading.Lock()  # steps of several threads may read a prefix that they share
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bounds."""
+        return self._nbytes
+
+    def forget(self, ids: Any) -> None:
+        """Say that blocks have other rows now, or will have."""
+        self._covered[ids] = 0
+
+    def lower(self, ids: NDArray[np.int32], first: Ints) -> None:
+        """Say that rows from `first` on are written to blocks, each of which comes once."""
+        self._covered[ids] = np.minimum(self._covered[ids], first[:, None])
+
+    def covered(self, part: int) -> NDArray[np.int32]:
+        """How many of each block's first rows the bounds of a buffer speak for: a copy."""
+        return self._covered[:, part].copy()
+
+    def update(
+        self, part: int, pool: Pool, blocks: NDArray[np.int32], counts: Ints, written: NDArray[np.bool_]
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Bound blocks anew of which not enough is known; the arrays of the bounds.
+
+        Parameters
+        ----------
+        part : int
+            Which buffer.
+        pool : Pool
+            Its rows.
+        blocks : int32 array (n,)
+            Blocks; sequences that share one may each name it.
+        counts : int64 array (n,)
+            How many of their first rows are to be bounded.
+        written : bool array (n,)
+            Which of them are of a step that may write to them, and to them again: no more is known of them afterwards.
+        """
+        low, high = self._arrays[part]
+        with self._lock:  # held until the kernel is done, or launched
+            stale = (self._covered[blocks, part] < counts) | written
+            if stale.any():
+                ids, where = np.unique(blocks[stale], return_inverse=True)
+                rows, known = np.zeros(len(ids), np.int64), self._covered[ids, part]
+                np.maximum.at(rows, where, counts[stale])
+                known[where[~written[stale]]] = (
+                    self._block_size
+                )  # not to be written by this step any more
+                index = self._target.index
+                self._covered[ids, part] = 0  # an interrupt leaves what nobody can tell
+                self._target.ops.key_bounds(
+                    pool.k, pool.k_kind.name, pool.k_scale, index(ids, np.int64), index(rows, np.int64), low, high
+                )  # fmt: skip
+                self._covered[ids, part] = np.minimum(known, rows)
+        return low, high
