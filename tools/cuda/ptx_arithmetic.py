@@ -61,6 +61,11 @@ def fma32_zero(a: Values, b: Values, c: Values) -> Values:
     return np.where(abs(near) > abs(exact), np.nextafter(near, np.float32(0)), near)
 
 
+def fma32_sat(a: Values, b: Values, c: Values) -> Values:
+    """``fma.rn.sat``: between 0 and 1, and 0 in place of NaN."""
+    return np.fmin(np.fmax(fma32(a, b, c), np.float32(0)), np.float32(1))
+
+
 def _halves(a: Values) -> tuple[Values, Values]:
     """Veltkamp's split of float64 into two halves that multiply exactly."""
     scaled = 134217729.0 * a

@@ -242,6 +242,9 @@ def octet_side(SRC, DST, BY_SLOT):
                 largest = magnitude(x)
                 bad = put(x, mine_of, have, lanes, to, largest, look)
                 if bad and have[0] and largest >= np.uint32(0x7F800000):
+                    # Read anew, as registers are few.
+                    load(source + mine_of[0] * FROM, x, 0)
+                    load(source + (mine_of[1] if have[1] else np.int64(0)) * FROM, x, 8)
                     report(x, mine_of, look + row * dim, t, found, raised)
             else:
                 for octet in range(lane, octets, 2 * lanes):
@@ -303,7 +306,8 @@ def _append_octets(k_src: str, k_kind: str, v_src: str, v_kind: str, by_slot: bo
         for src, dst in ((k_src, k_kind), (v_src, v_kind))
     ]
     signature = (*sides[0], *sides[1], INDICES, types.UniTuple(i64, 5), array(i64, 1), array(i64, 1))  # fmt: skip
-    return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, 6)
+    blocks = 5 if "int4" in (k_kind, v_kind) else 6  # six would spill
+    return jit(make_append_octets, (k_src, k_kind, v_src, v_kind, by_slot), signature, blocks)
 
 
 @functools.cache

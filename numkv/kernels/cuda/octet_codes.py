@@ -18,6 +18,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.instructions import permute_bytes, shuffle_xor, shuffle_xor_float
 from numkv.kernels.cuda.instructions.scalars import (
+    fma_between_0_and_1,
     fma_to_zero,
     greater_float,
     load_global_float,
@@ -29,7 +30,7 @@ from numkv.kernels.cuda.octets import ELEMENTS, bytes_of, octet_storer
 from numkv.kinds import kind as kind_of
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import LOWEST, OFFSETS, lowest_level
-from numkv.rows.quantize import int8_code, int8_scale
+from numkv.rows.quantize import int8_code, int8_scale, is_finite
 
 __all__ = ["magnitude", "row_putter"]
 
@@ -156,30 +157,53 @@ def _put_int8(x, octets, have, lanes, to, largest, look):
 
 
 # ---------------------------------------------------------------- INT4: see `numkv.rows.int4` for what is computed
+#
+# A group is four octets, which four adjacent lanes have; of two groups, as each of them has two octets. These lanes
+# deal their octets anew, so that a lane has 16 elements of one group: those that share its bytes.
+#
+#     octets of lanes 0 to 3      a0 b0    a1 b1    a2 b2    a3 b3
+#     are after that              a0 a2    a1 a3    b0 b2    b1 b3
+#
+# So each group's scale is looked for by two lanes, and a lane has the low and high nibbles of the 8 bytes that it
+# stores.
+
+# Sixteenths: what is between 0 and 1 is what an instruction cuts off for nothing.
+_SIXTEENTH = 1 / 16
 
 
 @register_jitable
-def _place(x, scale, inverse, lowest, boost):
-    """The code of an element in the last bits of a float, 2**23 above it."""
-    q = _quotient(np.float32(x * boost), scale, inverse)
-    place = np.float32(np.float32(q - lowest) + np.float32(0.5))
-    place = smaller_float(greater_float(place, np.float32(0)), np.float32(15))
-    return q, fma_to_zero(place, np.float32(1), np.float32(8388608.0))
+def _place(x, minus_scale, inverse, shift):
+    """An element in units of the scale, and its code in the last bits of a float, 2**23 above it.
+
+    `shift` is ``(1/2 - lowest) / 16``. That the half is added at once with the lowest level, not after it, changes no
+    code: the sum is rounded by the same unit on both ways, next to every whole number.
+    """
+    q = np.float32(x * inverse)
+    q = cuda.fma(cuda.fma(q, minus_scale, x), inverse, q)
+    place = fma_between_0_and_1(q, np.float32(_SIXTEENTH), shift)
+    place = smaller_float(place, np.float32(15 * _SIXTEENTH))
+    return q, fma_to_zero(place, np.float32(16), np.float32(8388608.0))
 
 
 @register_jitable
-def _group_error(x, at, scale, inverse, lowest, boost):
-    """The squared error of an octet, in units of ``(scale / 512)**2``: integers, so that order makes no difference."""
-    total = np.float32(0)
+def _shift_of(lowest):
+    return np.float32(np.float32(np.float32(0.5) - lowest) * np.float32(_SIXTEENTH))
+
+
+@register_jitable
+def _group_error(x, at, scale, inverse, lowest):
+    """The squared error of 8 elements, in units of ``(scale / 512)**2``: integers, in any order the same."""
+    total = np.uint32(0)
+    shift, level_of_0 = _shift_of(lowest), np.float32(lowest * np.float32(-512))
     for i in range(8):
-        q, code = _place(np.float32(x[at + i]), scale, inverse, lowest, boost)
-        level = np.float32(np.float32(code - np.float32(8388608.0)) + lowest)
-        off = np.float32(abs(np.float32(q - level)))
-        error = np.float32(
-            fma_to_zero(off, np.float32(512), np.float32(8388608.0)) - np.float32(8388608.0)
-        )
-        total = cuda.fma(error, error, total)  # below 2**24: exact
-    return np.uint32(total)
+        q, code = _place(x[at + i], np.float32(-scale), inverse, shift)
+        code = np.float32(code - np.float32(8388608.0))
+        minus_level = cuda.fma(code, np.float32(-512), level_of_0)
+        off = np.float32(abs(cuda.fma(q, np.float32(512), minus_level)))
+        error = fma_to_zero(off, np.float32(1), np.float32(8388608.0)).view(np.uint32)
+        # The bits above the error, 75 * 2**24, only change the first byte of its square.
+        total = np.uint32(total + np.uint32(error * error))
+    return np.uint32(total & np.uint32(0x00FFFFFF))  # at most 8 squares of 1024
 
 
 @register_jitable
@@ -191,25 +215,22 @@ def _word_near(x, offset):
 
 
 @register_jitable
-def _quad_word(x, at):
-    """The word of the scale of a group of which this lane and three others have an octet each.
+def _scale_word(x):
+    """The word of the scale of a finite group, of which this lane and the next one have 16 elements each.
 
-    And what elements and scale are multiplied by before they are divided, so that nothing is lost to underflow.
+    Elements of tiny groups are multiplied by what it returns as well, so that nothing is lost to underflow.
     """
-    low = high = np.float32(x[at])
-    bad = np.float32(0)
-    for i in range(8):
-        value = np.float32(x[at + i])
-        low, high = smaller_float(low, value), greater_float(high, value)
-        bad = cuda.fma(value, np.float32(0), bad)  # NaN from what is not finite on
-    for step in (1, 2):
-        low = smaller_float(low, shuffle_xor_float(low, np.uint32(step)))
-        high = greater_float(high, shuffle_xor_float(high, np.uint32(step)))
-        bad = np.float32(bad + shuffle_xor_float(bad, np.uint32(step)))
+    low = high = x[0]
+    for i in range(1, ELEMENTS):
+        low, high = smaller_float(low, x[i]), greater_float(high, x[i])
+    low = smaller_float(low, shuffle_xor_float(low, np.uint32(1)))
+    high = greater_float(high, shuffle_xor_float(high, np.uint32(1)))
     span = np.float32(np.float32(high / np.float32(15)) - np.float32(low / np.float32(15)))
     reach = np.float32(greater_float(high, np.float32(-low)) / np.float32(-LOWEST))
     widest = greater_float(span, reach)
     boost = np.float32(2.0**64) if widest < np.float32(2.0**-60) else np.float32(1)
+    for i in range(ELEMENTS):
+        x[i] = np.float32(x[i] * boost)
     best, least = np.uint16(0), np.float32(np.inf)
     for i in range(3):
         step = np.float32(widest * np.float32(np.float32(23 + i) / np.float32(25)))
@@ -219,52 +240,26 @@ def _quad_word(x, at):
             smaller_float(greater_float(middle, np.float32(0)), np.float32(OFFSETS - 1))
         )
         word = _word_near(step, offset)
-        scale = bf16_to_float32(word)
+        scale, lowest = bf16_to_float32(word), lowest_level(word)
         unit = np.float32(scale / widest)
         scaled = np.float32(scale * boost)
         inverse = np.float32(np.float32(1) / scaled)
-        total = _group_error(x, at, scaled, inverse, lowest_level(word), boost)
+        total = _group_error(x, 0, scaled, inverse, lowest)
+        total = np.uint32(total + _group_error(x, 8, scaled, inverse, lowest))
         total = np.uint32(total + shuffle_xor(total, np.uint32(1)))
-        total = np.uint32(total + shuffle_xor(total, np.uint32(2)))
         error = np.float32(np.float32(np.float32(total) * unit) * unit)
         if error < least and step >= np.float32(2.0**-123):
             best, least = word, error
-    return (np.uint16(0x7FC0) if bad != bad else best), boost
+    return best, boost
 
 
 @register_jitable
-def _put_quad(x, at, octet, have, to, bad):
-    """Store an octet of INT4, together with the other three lanes of its group."""
-    word, boost = _quad_word(x, at)
-    if bad:
-        word = np.uint16(0)
-    scale, lowest = np.float32(bf16_to_float32(word) * boost), lowest_level(word)
-    inverse = np.float32(np.float32(1) / scale)
-    # Chosen, not branched to, as the lanes meet next. Where the scale is 0 or NaN, the last codes give +0.
-    low = _four_places(x, at, scale, inverse, lowest, boost)
-    high = _four_places(x, at + 4, scale, inverse, lowest, boost)
-    low = low if scale > np.float32(0) else np.uint32(0x0F0F0F0F)
-    high = high if scale > np.float32(0) else np.uint32(0x0F0F0F0F)
-    other_low, other_high = shuffle_xor(low, np.uint32(2)), shuffle_xor(high, np.uint32(2))
-    of_group = np.int64(octet & 3)
-    if have and of_group < 2:
-        group = np.int64(octet >> 2)
-        store_global_8(
-            to[0] + group * np.int64(16) + of_group * np.int64(8),
-            np.uint32(low | np.uint32(other_low << np.uint32(4))),
-            np.uint32(high | np.uint32(other_high << np.uint32(4))),
-        )  # fmt: skip
-        if of_group == 0:
-            store_global(to[1] + group * to[2], np.uint16(word))
-
-
-@register_jitable
-def _four_places(x, at, scale, inverse, lowest, boost):
+def _four_places(x, at, minus_scale, inverse, shift):
     """Four INT4 codes as the bytes of a word."""
-    _, a = _place(np.float32(x[at]), scale, inverse, lowest, boost)
-    _, b = _place(np.float32(x[at + 1]), scale, inverse, lowest, boost)
-    _, c = _place(np.float32(x[at + 2]), scale, inverse, lowest, boost)
-    _, d = _place(np.float32(x[at + 3]), scale, inverse, lowest, boost)
+    _, a = _place(x[at], minus_scale, inverse, shift)
+    _, b = _place(x[at + 1], minus_scale, inverse, shift)
+    _, c = _place(x[at + 2], minus_scale, inverse, shift)
+    _, d = _place(x[at + 3], minus_scale, inverse, shift)
     which = np.uint32(0x0040)
     low = permute_bytes(a.view(np.uint32), b.view(np.uint32), which)
     high = permute_bytes(c.view(np.uint32), d.view(np.uint32), which)
@@ -272,10 +267,58 @@ def _four_places(x, at, scale, inverse, lowest, boost):
 
 
 @register_jitable
+def _not_finite(x, largest):
+    """Which of a lane's octets have something that is not finite, as bits; those of all four lanes of its groups."""
+    marks = np.uint32(0)
+    if largest >= np.uint32(_INFINITY):
+        for i in range(8):
+            if not is_finite(np.float32(x[i])):
+                marks = np.uint32(marks | np.uint32(1))
+            if not is_finite(np.float32(x[8 + i])):
+                marks = np.uint32(marks | np.uint32(2))
+    marks = np.uint32(marks | shuffle_xor(marks, np.uint32(1)))
+    return np.uint32(marks | shuffle_xor(marks, np.uint32(2)))
+
+
+@register_jitable
 def _put_int4(x, octets, have, lanes, to, largest, look):
-    bad = False
+    bad, marks = False, np.uint32(0)
     if look > 0:  # the same for all
         bad = _of_row(largest, lanes) >= np.uint32(_INFINITY)
-    _put_quad(x, 0, octets[0], have[0], to, bad)
-    _put_quad(x, 8, octets[1], have[1], to, bad)
+    else:
+        marks = _not_finite(x, largest)
+    second = (octets[0] & 2) != 0  # whether this lane has the second octets' group
+    y = cuda.local.array(ELEMENTS, np.float32)
+    for i in range(8):
+        a, b = np.float32(x[i]), np.float32(x[8 + i])
+        y[i], given = b if second else a, a if second else b
+        y[8 + i] = shuffle_xor_float(given, np.uint32(2))
+    word, boost = _scale_word(y)
+    if bad:
+        word = np.uint16(0)
+    elif marks & (np.uint32(2) if second else np.uint32(1)):
+        word = np.uint16(0x7FC0)
+    scale = np.float32(bf16_to_float32(word) * boost)
+    inverse, shift = np.float32(np.float32(1) / scale), _shift_of(lowest_level(word))
+    # Chosen, not branched to. Where the scale is 0 or NaN, the last codes give +0.
+    a, b = _four_places(y, 0, -scale, inverse, shift), _four_places(y, 4, -scale, inverse, shift)
+    c, d = _four_places(y, 8, -scale, inverse, shift), _four_places(y, 12, -scale, inverse, shift)
+    four = np.uint32(4)  # of a lane with the second group, the octet that it had before comes last
+    first = np.uint32(
+        np.uint32(c | np.uint32(a << four)) if second else np.uint32(a | np.uint32(c << four))
+    )
+    other = np.uint32(
+        np.uint32(d | np.uint32(b << four)) if second else np.uint32(b | np.uint32(d << four))
+    )
+    is_there = scale > np.float32(0)
+    if have[1] if second else have[0]:
+        octet = octets[1] if second else octets[0]
+        group, part = np.int64(octet >> 2), np.int64(octet & 1)
+        store_global_8(
+            to[0] + group * np.int64(16) + part * np.int64(8),
+            first if is_there else np.uint32(0xFFFFFFFF),
+            other if is_there else np.uint32(0xFFFFFFFF),
+        )  # fmt: skip
+        if part == 0:
+            store_global(to[1] + group * to[2], np.uint16(word))
     return bad

@@ -12,8 +12,8 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic
 
 __all__ = [
-    "fma_to_zero", "greater_float", "load_global_8", "load_global_float", "load_global_word16", "other_float",
-    "smaller_float", "store_global", "store_global_8",
+    "fma_between_0_and_1", "fma_to_zero", "greater_float", "load_global_8", "load_global_float",
+    "load_global_word16", "other_float", "smaller_float", "store_global", "store_global_8",
 ]  # fmt: skip
 
 _PAIR = ir.VectorType(I32, 2)
@@ -126,6 +126,18 @@ def other_float(typing_context: Any, x: Any, lanes: Any) -> Any:
         return b.bitcast(found, args[0].type)
 
     return x(x, types.uint32), codegen
+
+
+@intrinsic
+def fma_between_0_and_1(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once, to nearest, and cut off at 0 and at 1; 0 for NaN: ``clip(fma(a, b, c), 0, 1)``."""
+
+    def codegen(context, b, sig, args):
+        floats = ir.FunctionType(F32, [F32] * 3)
+        asm = ir.InlineAsm(floats, "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f")
+        return b.call(asm, args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 fma_to_zero = _of_floats(
