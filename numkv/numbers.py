@@ -16,13 +16,17 @@ import numpy as np
 from numkv.errors import DimensionMismatch
 
 __all__ = [
+    "LARGEST_SCALE",
     "MOST_BYTES",
     "as_int",
     "check_bytes",
     "check_flag",
     "check_index",
     "check_number",
+    "check_scale",
     "check_size",
+    "check_soft_cap",
+    "check_window",
     "is_number",
     "memory_of_machine",
 ]
@@ -131,6 +135,40 @@ def check_number(
         bounds += "" if most == math.inf else f"{' and' if bounds else ' of'} at most {most:g}"
         raise ValueError(f"`{name}`: expected a finite number{bounds}, got {_short(x)}")
     return number
+
+
+# Bounds of numbers that kernels take as float32, multiplied by log2(e) on the way.
+LARGEST_SCALE = float(np.finfo(np.float32).max) / 2
+_SMALLEST_CAP = float(np.finfo(np.float32).tiny)
+
+
+def check_scale(sm_scale: Any) -> float | None:
+    """Take what scores are multiplied by; None stays None."""
+    if sm_scale is None:
+        return None
+    return check_number("sm_scale", sm_scale, -LARGEST_SCALE, LARGEST_SCALE)
+
+
+def check_soft_cap(cap: Any, sm_scale: float | None) -> float:
+    """Take a soft cap by which every score can be divided, or 0; None is 0."""
+    found = check_number("logits_soft_cap", cap, 0.0, LARGEST_SCALE, default=0.0)
+    if found and (found < _SMALLEST_CAP or abs(sm_scale or 1.0) / found > LARGEST_SCALE):
+        raise ValueError(
+            f"`logits_soft_cap`: expected 0 for none, or a number by which scores can be divided in float32, got {cap}"
+        )
+    return found
+
+
+def check_window(window_left: Any) -> int:
+    """Take a number of earlier tokens, or -1 for all; None is -1."""
+    if window_left is None:
+        return -1
+    try:
+        return check_size("window_left", window_left, -1)
+    except DimensionMismatch as error:
+        raise DimensionMismatch(
+            f"{error}; pass a number of earlier tokens, or -1 for all", error.expected, error.actual
+        ) from None
 
 
 def is_number(x: Any) -> bool:

@@ -445,6 +445,7 @@ def _one_head(n, seed=7):
 
 _COMPRESSOR = {
     "evict_outside_window": lambda c: c.evict_outside_window(4),
+    "truncate": lambda c: c.truncate(9),
     "decode_keys": lambda c: [c.decode_keys(), c.decode_values()],
 }
 _HEAD = _COMPRESSOR | {
@@ -453,6 +454,9 @@ _HEAD = _COMPRESSOR | {
     "extend, which grows": lambda c: c.extend(*_one_head(100)),
     "attention_scores": lambda c: c.attention_scores(queries(1, 1, 32)[0, 0]),
     "attend": lambda c: c.attend(queries(1, 1, 32)[0, 0]),
+    "attend with two queries": lambda c: c.attend(
+        queries(2, 1, 32)[:, 0], window_left=3, return_lse=True
+    ),
 }
 _HEADS = _COMPRESSOR | {
     "push_token": lambda c: c.push_token(*(x[0] for x in rows(1, 7, dim=32))),
@@ -460,6 +464,9 @@ _HEADS = _COMPRESSOR | {
     "extend, which grows": lambda c: c.extend(*rows(100, 7, dim=32)),
     "attention_scores": lambda c: c.attention_scores(queries(1, Q_HEADS, 32)[0]),
     "attend": lambda c: c.attend(queries(1, Q_HEADS, 32)[0]),
+    "attend with two queries": lambda c: c.attend(
+        queries(2, Q_HEADS, 32), logits_soft_cap=5.0, return_lse=True
+    ),
 }
 
 

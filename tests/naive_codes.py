@@ -65,9 +65,25 @@ def scores(q, keys, rotation, sketch, signs, residuals, sm_scale):
     return sm_scale * out
 
 
+def restrict(score, cap=0.0, window_left=-1):
+    """Scores ``(queries, q heads, tokens)`` of the newest tokens' queries, bounded; -inf for what one does not see."""
+    queries, _, tokens = score.shape
+    out = cap * np.tanh(score / cap) if cap else score.copy()
+    for i in range(queries):
+        position = tokens - queries + i
+        for t in range(tokens):
+            if t > position or 0 <= window_left < position - t:
+                out[i, :, t] = -np.inf
+    return out
+
+
 def attend(score, values):
-    """Softmax of scores ``(q heads, tokens)`` over values ``(heads, tokens, dim)``."""
+    """Softmax of scores ``(q heads, tokens)`` over values ``(heads, tokens, dim)``, and the natural log of its sum."""
     group = len(score) // len(values)
-    weights = np.exp(score - score.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
-    return np.stack([w @ values[i // group] for i, w in enumerate(weights)])
+    outs, lse = [], []
+    for i, row in enumerate(score):
+        seen = row > -np.inf
+        weights = np.exp(row[seen] - row[seen].max())
+        outs.append(weights @ values[i // group][seen] / weights.sum())
+        lse.append(row[seen].max() + np.log(weights.sum()))
+    return np.stack(outs), np.array(lse)

@@ -302,20 +302,20 @@ def cells(rng, kind):
 
 def compressed(rng, shape, kind):
     """Encoded, decoded, scored and attended to."""
-    problem = codes.Problem(rng, shape, "cuda", to, host, kind)
-    # Keys of one size, so that many tokens count.
-    sizes = np.linalg.norm(problem.rows.astype(np.float64), axis=-1, keepdims=True)
-    problem.rows = naive.round_to(problem.rows.astype(np.float64) / sizes, kind)
-    problem.by_head = np.swapaxes(problem.rows.astype(np.float64), 1, 2)
-    codes.check_encoded(problem.encoded())
+    problem = codes.unit_problem(rng, shape, "cuda", to, host, kind)
+    codes.check_encoded(problem)
     out = to(np.full((shape.heads, shape.tokens, shape.dim), np.nan, F32))
     back = to(np.ascontiguousarray(np.swapaxes(problem.rotation, 1, 2)))
-    ops().decode_rows(*problem.v[:2], shape.begin, to(problem.levels), back, out)
+    ops().decode_rows(*problem.v[:2], shape.begin, to(problem.v_levels), back, out)
     tolerances.assert_rows_close(host(out), problem.decoded(problem.v), 2e-6)
-    codes.assert_scores_close(problem.scores(0.3), problem.expected_scores(0.3), problem, 0.3)
     scale = 0.3 if shape.projections else 2.0
-    expected = codes.naive_codes.attend(problem.expected_scores(scale), problem.decoded(problem.v))
-    tolerances.assert_rows_close(problem.attend(scale), expected, 3e-5)
+    for options in ({}, {"window_left": 5, "cap": 0.7})[: 2 if shape.queries > 1 else 1]:
+        wanted = problem.expected_scores(scale, **options)
+        codes.assert_scores_close(problem.scores(scale, **options), wanted, problem, scale)
+        out, lse = problem.attend_lse(scale, **options)
+        wanted, wanted_lse = problem.expected(scale, **options)
+        tolerances.assert_rows_close(out, wanted, 3e-5)
+        assert np.allclose(lse, wanted_lse, rtol=0, atol=2e-5)
 
 
 # ---------------------------------------------------------------- the table
@@ -403,6 +403,7 @@ def cases():
         (codes.Shape(64, 4, 40, heads=2, group=5, tokens=140), "fp32"),
         (codes.Shape(32, 8, 0, group=2, tokens=20), "bf16"), (codes.Shape(136, 4, 0, tokens=30), "fp32"),
         (codes.Shape(16, 16, 0, tokens=9), "fp64"),
+        (codes.Shape(32, 4, 9, group=2, tokens=150, queries=3, v_bits=3), "fp32"),
     ):  # fmt: skip
         case(compressed, shape, kind, everyday=kind == "fp16")
     return {c.name: c for c in made}

@@ -151,6 +151,7 @@ CACHES = {
     ),
     "HeadCompressor": lambda t: compressor(t, numkv.HeadCompressor, bits=3),
     "MultiHeadCompressor sketch": lambda t: compressor(t, bits=4, projections=20, seed=5),
+    "MultiHeadCompressor values": lambda t: compressor(t, bits=4, v_bits=3),
     "MultiHeadCompressor empty": lambda t: numkv.MultiHeadCompressor(
         HEADS, numkv.CompressorConfig(DIM), num_q_heads=2 * HEADS, target=t
     ),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from numkv.attention.sight import Sight, check_sight
-from numkv.checks import check_flag, check_number, check_size
+from numkv.checks import check_flag
 from numkv.errors import DimensionMismatch
+from numkv.numbers import LARGEST_SCALE, check_scale, check_soft_cap, check_window
 
 __all__ = ["AttentionOptions", "check_options"]
 
@@ -69,42 +68,19 @@ def check_options(
         and type(window_left) is int and window_left == -1
     ):  # fmt: skip
         return _NONE  # what most calls of one token ask for
-    if sm_scale is not None and not (type(sm_scale) is float and -_LARGEST <= sm_scale <= _LARGEST):
-        sm_scale = check_number("sm_scale", sm_scale, -_LARGEST, _LARGEST)
+    if sm_scale is not None and not (
+        type(sm_scale) is float and -LARGEST_SCALE <= sm_scale <= LARGEST_SCALE
+    ):
+        sm_scale = check_scale(sm_scale)
     if type(logits_soft_cap) is not float or logits_soft_cap != 0:
-        logits_soft_cap = _check_cap(logits_soft_cap, sm_scale)
+        logits_soft_cap = check_soft_cap(logits_soft_cap, sm_scale)
     if type(window_left) is not int or not -1 <= window_left < 2**63:
-        window_left = _check_window(window_left)
+        window_left = check_window(window_left)
     if return_lse is not True:
         return_lse = check_flag("return_lse", return_lse)
     sight = check_sight(visible, window_left) if visible else None
     given = (sm_scale, logits_soft_cap, window_left, sinks, return_lse, out, sight)
     return tuple.__new__(AttentionOptions, given)  # in half the time of its own `__new__`
 
-
-def _check_cap(cap: Any, sm_scale: float | None) -> float:
-    """A soft cap by which every score can be divided, if there is one."""
-    found = check_number("logits_soft_cap", cap, 0.0, _LARGEST, default=0.0)
-    if found and (found < _SMALLEST or abs(sm_scale or 1.0) / found > _LARGEST):
-        raise ValueError(
-            f"`logits_soft_cap`: expected 0 for none, or a number by which scores can be divided in float32, got {cap}"
-        )
-    return found
-
-
-def _check_window(window_left: Any) -> int:
-    if window_left is None:
-        return -1
-    try:
-        return check_size("window_left", window_left, -1)
-    except DimensionMismatch as error:
-        raise DimensionMismatch(
-            f"{error}; pass a number of earlier tokens, or -1 for all", error.expected, error.actual
-        ) from None
-
-
-# Bounds of numbers that kernels take as float32, multiplied by log2(e) on the way.
-_LARGEST = float(np.finfo(np.float32).max) / 2
-_SMALLEST = float(np.finfo(np.float32).tiny)
 
 _NONE = AttentionOptions()

@@ -54,8 +54,8 @@ class HeadCompressor(Compressor):
     Notes
     -----
     Several threads may read at the same time, and beside one that pushes: they see the tokens from before, whole. One
-    thread at a time may write; a second one gets `NumkvError` and changes nothing. Beside `clear` and
-    `evict_outside_window` a reader gets `NumkvError`.
+    thread at a time may write; a second one gets `NumkvError` and changes nothing. Beside `clear`,
+    `truncate` and `evict_outside_window` a reader gets `NumkvError`.
 
     Examples
     --------
@@ -131,14 +131,17 @@ class HeadCompressor(Compressor):
     @on_stream
     @reads
     def attention_scores(
-        self, query: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> Array:
-        """Estimates of ``key . query / sqrt(head_dim)`` for all tokens, without softmax.
+        self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1, check_finite: bool = True, stream: Any = None,
+    ) -> Array:  # fmt: skip
+        """Estimates of ``key . query`` for all tokens, scaled, without softmax.
 
         Parameters
         ----------
-        query : array (head_dim,)
-            Of any float dtype.
+        query : array (head_dim,) or (num_queries, head_dim)
+            Of any float dtype; several are those of the newest tokens.
+        sm_scale, logits_soft_cap, window_left : float, float, int
+            See `numkv.decode_attention`.
         check_finite : bool
             Whether the query is checked for NaN and infinity first; on CUDA that waits for the device.
         stream : object, optional
@@ -146,52 +149,65 @@ class HeadCompressor(Compressor):
 
         Returns
         -------
-        float32 array (len,)
-            Without a sketch the products with `decode_keys`; with one, unbiased. Empty where there are no tokens,
-            whatever the length of the query.
+        float32 array (len,) or (num_queries, len)
+            Without a sketch the products with `decode_keys`; with one, unbiased. Later tokens, and those that the
+            window hides, have -inf. Empty where there are no tokens, whatever the length of the query.
 
         Raises
         ------
         NonFiniteInput
             If the query holds NaN or infinity.
         DimensionMismatch
-            If it has another length.
+            If it has another length, or there are more queries than tokens.
         UnsupportedDType, NotSupported
             If it has another dtype, layout or target.
+        ValueError, TypeError
+            If an option has another value or type.
         """
-        found = self._scores("query", self._one_query(query), check_finite)
-        return found.reshape((int(found.shape[1]),))
+        options = self._options(sm_scale, logits_soft_cap, window_left)
+        query, several = self._by_query("query", query, ("head_dim",))
+        found = self._scores("query", query, options, check_finite)
+        count, _, tokens = (int(n) for n in found.shape)
+        return found.reshape((count, tokens) if several else (tokens,))
 
     @on_stream
     @reads
-    def attend(self, query: Any, *, check_finite: bool = True, stream: Any = None) -> Array:
+    def attend(
+        self, query: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
+        stream: Any = None,
+    ) -> Any:  # fmt: skip
         """The values, weighted by the softmax of `attention_scores`.
 
         Parameters
         ----------
-        query : array (head_dim,)
-            Of any float dtype.
-        check_finite : bool
+        query : array (head_dim,) or (num_queries, head_dim)
+            Of any float dtype; several are those of the newest tokens, and see no later ones.
+        sm_scale, logits_soft_cap, window_left : float, float, int
+            See `numkv.decode_attention`.
+        return_lse : bool
+            Whether to return the log of the sum of exponentials too.
+        check_finite, stream
             See `attention_scores`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
 
         Returns
         -------
-        float32 array (head_dim,)
+        out : float32 array (head_dim,) or (num_queries, head_dim)
             Zeros where there are no tokens.
+        lse : float32 array (1,) or (num_queries,)
+            Natural log, -inf where there are no tokens; only with `return_lse`.
 
         Raises
         ------
-        NonFiniteInput, DimensionMismatch, UnsupportedDType, NotSupported
+        NonFiniteInput, DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; a query of another length is refused here when there are no tokens too.
         """
-        out = self._attend("query", self._one_query(query), check_finite)
-        return out.reshape((self._config.head_dim,))
-
-    def _one_query(self, query: Any) -> Array:
-        query = self._vectors("query", query, ("head_dim",))
-        return query.reshape((1, int(query.shape[0])))
+        options = self._options(sm_scale, logits_soft_cap, window_left)
+        query, several = self._by_query("query", query, ("head_dim",))
+        out, lse = self._attend("query", query, options, return_lse, check_finite)
+        count, dim = int(out.shape[0]), self._config.head_dim
+        out = out.reshape((count, dim) if several else (dim,))
+        return (out, lse.reshape((count,))) if return_lse else out
 
     @on_stream
     @reads
@@ -360,63 +376,71 @@ class MultiHeadCompressor(Compressor):
     @on_stream
     @reads
     def attention_scores(
-        self, queries: Any, *, check_finite: bool = True, stream: Any = None
-    ) -> Array:
-        """Estimates of ``key . query / sqrt(head_dim)`` for all q heads and tokens, without softmax.
+        self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1, check_finite: bool = True, stream: Any = None,
+    ) -> Array:  # fmt: skip
+        """Estimates of ``key . query`` for all q heads and tokens, scaled, without softmax.
 
         Parameters
         ----------
-        queries : array (num_q_heads, head_dim)
-            A query for each q head, of any float dtype.
-        check_finite : bool
-            Whether the queries are checked for NaN and infinity first; on CUDA that waits for the device.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
+        queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
+            A query for each q head, of any float dtype; several are those of the newest tokens.
+        sm_scale, logits_soft_cap, window_left, check_finite, stream
+            See `HeadCompressor.attention_scores`.
 
         Returns
         -------
-        float32 array (num_q_heads, len)
-            Without a sketch the products with `decode_keys`; with one, unbiased. Empty where there are no tokens,
-            whatever the length of the queries.
+        float32 array (num_q_heads, len) or (num_queries, num_q_heads, len)
+            See `HeadCompressor.attention_scores`.
 
         Raises
         ------
         DimensionMismatch
-            If there is another number of q heads, or queries have another length.
-        NonFiniteInput
-            If a query holds NaN or infinity.
-        UnsupportedDType, NotSupported
-            If the array has another dtype, layout or target.
+            If there is another number of q heads, queries have another length, or there are more than tokens.
+        NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
+            See `HeadCompressor.attention_scores`.
         """
-        queries = self._vectors("queries", queries, (self._num_q_heads, "head_dim"))
-        return self._scores("queries", queries, check_finite)
+        options = self._options(sm_scale, logits_soft_cap, window_left)
+        queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
+        found = self._scores("queries", queries, options, check_finite)
+        return found if several else found.reshape(tuple(int(n) for n in found.shape[1:]))
 
     @on_stream
     @reads
-    def attend(self, queries: Any, *, check_finite: bool = True, stream: Any = None) -> Array:
+    def attend(
+        self, queries: Any, *, sm_scale: float | None = None, logits_soft_cap: float | None = 0.0,
+        window_left: int | None = -1, return_lse: bool | None = False, check_finite: bool = True,
+        stream: Any = None,
+    ) -> Any:  # fmt: skip
         """The values of each q head's kv head, weighted by the softmax of `attention_scores`.
 
         Parameters
         ----------
-        queries : array (num_q_heads, head_dim)
-            A query for each q head, of any float dtype.
-        check_finite : bool
-            See `attention_scores`.
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
+        queries : array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
+            A query for each q head, of any float dtype; several are those of the newest tokens, and see no later ones.
+        sm_scale, logits_soft_cap, window_left, return_lse, check_finite, stream
+            See `HeadCompressor.attend`.
 
         Returns
         -------
-        float32 array (num_q_heads, head_dim)
-            Zeros where there are no tokens.
+        out : float32 array (num_q_heads, head_dim) or (num_queries, num_q_heads, head_dim)
+            Zeros where there are no tokens. It does not depend on how many queries a call has.
+        lse : float32 array (num_q_heads,) or (num_queries, num_q_heads)
+            Natural log, -inf where there are no tokens; only with `return_lse`.
 
         Raises
         ------
-        DimensionMismatch, NonFiniteInput, UnsupportedDType, NotSupported
+        DimensionMismatch, NonFiniteInput, UnsupportedDType, NotSupported, ValueError, TypeError
             See `attention_scores`; queries of another length are refused here when there are no tokens too.
         """
-        queries = self._vectors("queries", queries, (self._num_q_heads, "head_dim"))
-        return self._attend("queries", queries, check_finite)
+        options = self._options(sm_scale, logits_soft_cap, window_left)
+        queries, several = self._by_query("queries", queries, (self._num_q_heads, "head_dim"))
+        out, lse = self._attend("queries", queries, options, return_lse, check_finite)
+        if not several:
+            out = out.reshape((self._num_q_heads, self._config.head_dim))
+        if not return_lse:
+            return out
+        return out, lse if several else lse.reshape((self._num_q_heads,))
 
     @on_stream
     @reads

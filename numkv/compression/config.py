@@ -34,6 +34,10 @@ class CompressorConfig:
         no harm, one more bit per element is the better use of memory. None for no sketch; 2**20 at most.
     seed : int
         Seed of the rotations and the sketch, from 0 up.
+    v_bits : int, optional
+        Bits of an element of a value, where they are not `bits`, which is then of keys alone: an error of keys moves
+        weights, one of values only their sum, so that values often bear fewer. None for as many as of keys, and what
+        an equal number becomes.
 
     Raises
     ------
@@ -45,10 +49,11 @@ class CompressorConfig:
     bits: int = 4
     projections: int | None = None
     seed: int = 0
+    v_bits: int | None = None
 
     def __post_init__(self) -> None:
         # As plain integers: sums of small ones of NumPy overflow.
-        checked = {
+        checked: dict[str, int | None] = {
             "head_dim": _check_integer("head_dim", self.head_dim, 1, MAX_HEAD_DIM),
             "bits": _check_integer("bits", self.bits, 1, MAX_BITS),
             "seed": _check_integer("seed", self.seed, 0),
@@ -56,8 +61,21 @@ class CompressorConfig:
         if self.projections is not None:
             most = MAX_PROJECTIONS
             checked["projections"] = _check_integer("projections", self.projections, 1, most)
+        if self.v_bits is not None:
+            v_bits = _check_integer("v_bits", self.v_bits, 1, MAX_BITS)
+            checked["v_bits"] = None if v_bits == checked["bits"] else v_bits
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def kind(self) -> CodesKind:
+        """How keys are stored."""
+        return CodesKind(self.bits, self.projections)
+
+    @property
+    def v_kind(self) -> CodesKind:
+        """How values are stored."""
+        return CodesKind(self.bits if self.v_bits is None else self.v_bits)
 
 
 def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from numkv.compression.config import CompressorConfig
+from numkv.compression.config import CodesKind
 from numkv.rows.codes import packed_bytes
 from numkv.targets.base import Array, Target
 
@@ -25,11 +25,12 @@ class Encoded:
 
     @staticmethod
     def shapes(
-        num_heads: int, capacity: int, config: CompressorConfig, projections: int
+        num_heads: int, capacity: int, head_dim: int, kind: CodesKind
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of the four arrays."""
+        projections = kind.projections or 0
         return (
-            (num_heads, capacity, packed_bytes(config.head_dim, config.bits)),
+            (num_heads, capacity, packed_bytes(head_dim, kind.bits)),
             (num_heads, capacity),
             (num_heads, capacity, packed_bytes(projections, 1)),
             (num_heads, capacity if projections else 0),
@@ -41,11 +42,11 @@ class Encoded:
         target: Target,
         num_heads: int,
         capacity: int,
-        config: CompressorConfig,
-        projections: int,
+        head_dim: int,
+        kind: CodesKind,
     ) -> Self:
         """Buffers of zeros."""
-        codes, scales, signs, residuals = cls.shapes(num_heads, capacity, config, projections)
+        codes, scales, signs, residuals = cls.shapes(num_heads, capacity, head_dim, kind)
         return cls(
             target.zeros(codes, np.uint8),
             target.zeros(scales, np.float32),

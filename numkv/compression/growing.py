@@ -13,13 +13,15 @@ import numpy as np
 
 from numkv import targets
 from numkv.access import Access, drops, reads
-from numkv.checks import Shape, check_array, check_bytes, check_flag, check_size
+from numkv.checks import Shape, check_array, check_bytes, check_flag, check_index, check_size
 from numkv.compression.config import CodesKind, CompressorConfig
 from numkv.compression.encoded import Encoded
 from numkv.compression.quantiser import quantiser_of
 from numkv.drawing.page import Drawn
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
+from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
 from numkv.kinds import QUERY_DTYPES, kind_of_dtype
+from numkv.numbers import check_scale, check_soft_cap, check_window
 from numkv.targets.base import Array, Target
 from numkv.targets.streamed import on_stream
 
@@ -76,8 +78,11 @@ class Compressor(Drawn):
 
     def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:
         heads, config = int(self._quantiser.rotation.shape[0]), self._config
-        keys = Encoded.allocate(self._target, heads, capacity, config, config.projections or 0)
-        return keys, Encoded.allocate(self._target, heads, capacity, config, 0)
+        keys, values = (
+            Encoded.allocate(self._target, heads, capacity, config.head_dim, kind)
+            for kind in (config.kind, config.v_kind)
+        )
+        return keys, values
 
     # -- what it is
 
@@ -94,12 +99,12 @@ class Compressor(Drawn):
     @property
     def kind(self) -> CodesKind:
         """How keys are stored: ``codes`` and their bits, with a sketch if there is one."""
-        return CodesKind(self._config.bits, self._config.projections)
+        return self._config.kind
 
     @property
     def v_kind(self) -> CodesKind:
         """How values are stored."""
-        return CodesKind(self._config.bits)
+        return self._config.v_kind
 
     @property
     def num_kv_heads(self) -> int:
@@ -190,10 +195,12 @@ class Compressor(Drawn):
 
     def _describe(self, heads: str) -> str:
         config = self._config
+        v_bits = "" if config.v_bits is None else f", v_bits={config.v_bits}"
         sketch = "" if config.projections is None else f", projections={config.projections}"
+        v_kind = "" if config.v_bits is None else f", v_kind={self.v_kind}"
         return (
             f"{type(self).__name__}(len={len(self)}, {heads}head_dim={config.head_dim}, "
-            f"bits={config.bits}{sketch}, seed={config.seed}, kind={self.kind}, target={self.target}, "
+            f"bits={config.bits}{v_bits}{sketch}, seed={config.seed}, kind={self.kind}{v_kind}, target={self.target}, "
             f"bytes_per_token={self.bytes_per_token}, nbytes={self.nbytes})"
         )
 
@@ -223,6 +230,26 @@ class Compressor(Drawn):
         stored = self._stored
         begin = max(stored.begin, stored.end - check_size("n", n))
         self._stored = stored._replace(begin=begin)
+
+    @drops
+    def truncate(self, length: int) -> None:
+        """Keep the first tokens only: what speculation added and a model refused is dropped; memory stays.
+
+        Parameters
+        ----------
+        length : int
+            How many tokens to keep, of those that are there: what `evict_outside_window` dropped does not count.
+
+        Raises
+        ------
+        IndexError
+            If `length` is negative or above ``len(self)``; nothing is dropped.
+        TypeError
+            If it is no integer.
+        """
+        stored = self._stored
+        kept = check_index("length", length, stored.tokens, inclusive=True)
+        self._stored = stored._replace(end=stored.begin + kept)
 
     @on_stream
     @reads
@@ -303,10 +330,8 @@ class Compressor(Drawn):
             raise NumkvError(
                 f"check: tokens are said to lie in [{begin}, {end}) of buffers for {stored.capacity}"
             )
-        for name, encoded, projections in (
-            ("keys", keys, self._config.projections or 0), ("values", values, 0),
-        ):  # fmt: skip
-            wanted = Encoded.shapes(self.num_kv_heads, stored.capacity, self._config, projections)
+        for name, encoded, kind in (("keys", keys, self.kind), ("values", values, self.v_kind)):
+            wanted = Encoded.shapes(self.num_kv_heads, stored.capacity, self.head_dim, kind)
             for array, shape in zip(encoded.arrays(), wanted, strict=True):
                 if tuple(array.shape) != shape:
                     raise NumkvError(
@@ -323,11 +348,11 @@ class Compressor(Drawn):
 
     def _codes(self, which: Side) -> Encoded:
         """Copies of what is stored of ``"keys"`` or ``"values"`` ``(num_heads, len, …)``."""
-        stored, config = self._stored, self._config
+        stored = self._stored
         encoded: Encoded = getattr(stored, which)
-        projections = config.projections or 0 if which == "keys" else 0
-        heads = self.num_kv_heads
-        copied = Encoded.allocate(self._target, heads, stored.tokens, config, projections)
+        kind = self.kind if which == "keys" else self.v_kind
+        sizes = self.num_kv_heads, stored.tokens, self.head_dim
+        copied = Encoded.allocate(self._target, *sizes, kind)
         if stored.tokens:
             encoded.move(self._target, copied, stored.begin)
         return copied
@@ -386,15 +411,15 @@ class Compressor(Drawn):
             room = max(stored.tokens + tokens, 2 * stored.tokens, _FIRST_CAPACITY)
             stored = self._moved(stored, room)
         quantiser = self._quantiser
-        for x, sketch, to in (
-            (keys, quantiser.sketch, stored.keys),
-            (values, quantiser.no_sketch, stored.values),
+        for x, levels, edges, sketch, to in (
+            (keys, quantiser.levels, quantiser.edges, quantiser.sketch, stored.keys),
+            (values, quantiser.v_levels, quantiser.v_edges, quantiser.no_sketch, stored.values),
         ):
             kind = kind_of_dtype(x.dtype)
             assert kind is not None
             self._target.ops.encode_rows(
-                self._target.words(x), kind.name, quantiser.rotation, quantiser.edges,
-                quantiser.levels, sketch, *to.arrays(), stored.end,
+                self._target.words(x), kind.name, quantiser.rotation, edges, levels, sketch,
+                *to.arrays(), stored.end,
             )  # fmt: skip
         self._stored = Stored(stored.keys, stored.values, stored.begin, stored.end + tokens)
 
@@ -404,46 +429,84 @@ class Compressor(Drawn):
         encoded: Encoded = getattr(stored, which)
         heads, dim = (int(n) for n in self._quantiser.rotation.shape[:2])
         out = self._target.empty((heads, stored.tokens, dim), np.float32)
+        quantiser = self._quantiser
+        levels = quantiser.levels if which == "keys" else quantiser.v_levels
         if stored.tokens:
             self._target.ops.decode_rows(
-                encoded.codes, encoded.scales, stored.begin, self._quantiser.levels,
-                self._quantiser.back, out,
-            )  # fmt: skip
+                encoded.codes, encoded.scales, stored.begin, levels, quantiser.back, out
+            )
         return out
+
+    def _options(self, sm_scale: Any, logits_soft_cap: Any, window_left: Any) -> CodesOptions:
+        """What is asked of scores, checked; see `numkv.decode_attention`."""
+        given = check_scale(sm_scale)
+        scale = 1 / math.sqrt(self._config.head_dim) if given is None else given
+        return CodesOptions(
+            scale, check_soft_cap(logits_soft_cap, given), check_window(window_left)
+        )
+
+    def _by_query(self, name: str, x: Any, shape: Shape) -> tuple[Array, bool]:
+        """Queries ``(num_queries, num_q_heads, …)`` of an array with that axis, or without; whether it has it."""
+        several = len(getattr(x, "shape", ())) > len(shape)
+        x = self._vectors(name, x, ("num_queries", *shape) if several else shape)
+        if len(shape) == 1:  # of one head
+            x = self._target.one_head(x) if several else x.reshape((1, 1, int(x.shape[0])))
+        elif not several:
+            x = self._target.token_major(self._target.one_head(x))
+        return x, several
 
     def _query(self, name: str, x: Array, check_finite: bool) -> tuple[Array, str]:
         if check_flag("check_finite", check_finite, True):
-            self._check_finite(name, self._target.one_head(x))
+            self._check_finite(name, x)
         kind = kind_of_dtype(x.dtype)
         assert kind is not None
         return self._target.words(x), kind.name
 
-    def _scores(self, name: str, queries: Array, check_finite: bool) -> Array:
-        """Scores ``(num_q_heads, len)`` of queries ``(num_q_heads, …)``."""
+    def _read(self, name: str, queries: Array) -> tuple[StoredCodes, int]:
+        """What these queries read, and how many tokens that is."""
+        stored, count = self._stored, int(queries.shape[0])
+        if count > max(stored.tokens, 1):
+            raise DimensionMismatch(
+                f"`{name}`: expected queries of the newest tokens, of which there are {stored.tokens}, got {count}; "
+                "append the tokens first",
+                expected=stored.tokens,
+                actual=count,
+            )
+        values = stored.values
+        codes = (*stored.keys.arrays(), values.codes, values.scales)
+        return StoredCodes(*codes, stored.begin, stored.end), stored.tokens
+
+    def _scores(
+        self, name: str, queries: Array, options: CodesOptions, check_finite: bool
+    ) -> Array:
+        """Scores ``(num_queries, num_q_heads, len)`` of queries ``(num_queries, num_q_heads, …)``."""
         q, q_kind = self._query(name, queries, check_finite)
-        stored = self._stored
-        out = self._target.empty((self._num_q_heads, stored.tokens), np.float32)
-        if not stored.tokens:  # whatever the length of the query
-            return out
+        if not self._stored.tokens and int(q.shape[0]) == 1:  # whatever the length of the query
+            return self._target.empty((1, self._num_q_heads, 0), np.float32)
         self._check_length(name, queries)
-        quantiser = self._quantiser
-        self._target.ops.score_codes(
-            q, q_kind, quantiser.rotation, quantiser.levels, quantiser.sketch, *stored.keys.arrays(),
-            stored.begin, stored.end, 1 / math.sqrt(self._config.head_dim), out,
-        )  # fmt: skip
+        stored, tokens = self._read(name, queries)
+        out = self._target.empty((int(q.shape[0]), self._num_q_heads, tokens), np.float32)
+        if tokens and int(q.shape[0]):
+            self._target.ops.score_codes(q, q_kind, self._quantiser.book, stored, options, out)
         return out
 
-    def _attend(self, name: str, queries: Array, check_finite: bool) -> Array:
-        """Outputs ``(num_q_heads, head_dim)`` of queries ``(num_q_heads, …)``."""
+    def _attend(
+        self, name: str, queries: Array, options: CodesOptions, return_lse: bool, check_finite: bool
+    ) -> tuple[Array, Array]:
+        """Outputs of queries ``(num_queries, num_q_heads, head_dim)``, and lse, which is empty where nobody asks."""
+        return_lse = check_flag("return_lse", return_lse)
         q, q_kind = self._query(name, queries, check_finite)
         self._check_length(name, queries)
-        shape, stored = (self._num_q_heads, self._config.head_dim), self._stored
-        if not stored.tokens:
-            return self._target.zeros(shape, np.float32)
-        out, quantiser = self._target.empty(shape, np.float32), self._quantiser
-        self._target.ops.attend_codes(
-            q, q_kind, quantiser.rotation, quantiser.back, quantiser.levels, quantiser.sketch,
-            *stored.keys.arrays(), stored.values.codes, stored.values.scales, stored.begin, stored.end,
-            1 / math.sqrt(self._config.head_dim), out,
-        )  # fmt: skip
-        return out
+        stored, tokens = self._read(name, queries)
+        shape = (int(q.shape[0]), self._num_q_heads)
+        of_lse = shape if return_lse else (0, 0)
+        if not tokens:
+            nothing = self._target.asarray(np.full(of_lse, -np.inf, np.float32))
+            return self._target.zeros((*shape, self._config.head_dim), np.float32), nothing
+        out = self._target.empty((*shape, self._config.head_dim), np.float32)
+        lse = self._target.empty(of_lse, np.float32)
+        if shape[0]:
+            self._target.ops.attend_codes(
+                q, q_kind, self._quantiser.book, stored, options, out, lse
+            )
+        return out, lse

@@ -11,6 +11,7 @@ import numpy as np
 from numkv.compression.codebook import edges_between, levels_for, mean_magnitude
 from numkv.compression.config import CompressorConfig
 from numkv.compression.haar import haar, stream
+from numkv.kernels.operations_of_codes import Codebook
 from numkv.targets.base import Array, Target
 
 __all__ = ["Quantiser", "quantiser_of"]
@@ -26,7 +27,9 @@ class Quantiser:
     Attributes
     ----------
     levels, edges : float32 array (2 ** bits,), (2 ** bits - 1,)
-        The codebook.
+        The codebook of keys.
+    v_levels, v_edges : float32 array
+        That of values; the same arrays where they have as many bits.
     rotation, back : float32 array (num_heads, head_dim, head_dim)
         Random rotations, and their transposes.
     sketch, no_sketch : float32 array (num_heads, head_dim, projections), (num_heads, head_dim, 0)
@@ -39,6 +42,8 @@ class Quantiser:
     back: Array
     sketch: Array
     no_sketch: Array
+    v_levels: Array
+    v_edges: Array
 
     @classmethod
     def make(cls, config: CompressorConfig, num_heads: int, target: Target) -> Self:
@@ -54,23 +59,35 @@ class Quantiser:
                 sketch[h, :, first : first + count] = haar(dim, random)[:, :count]
         if projections:
             sketch /= projections * mean_magnitude(dim)
-        levels = levels_for(dim, config.bits)
 
         def on_target(x: np.ndarray[Any, Any]) -> Array:
             return target.constant(np.ascontiguousarray(x, np.float32))
 
+        def codebook(bits: int) -> tuple[Array, Array]:
+            levels = levels_for(dim, bits)
+            return on_target(levels), on_target(edges_between(levels))
+
+        of_keys = codebook(config.bits)
+        of_values = of_keys if config.v_bits is None else codebook(config.v_bits)
         return cls(
-            on_target(levels),
-            on_target(edges_between(levels)),
+            *of_keys,
             on_target(rotation),
             on_target(rotation.transpose(0, 2, 1)),
             on_target(sketch),
             target.empty((num_heads, dim, 0), np.float32),
+            *of_values,
         )
 
     @property
+    def book(self) -> Codebook:
+        """What codes mean, as kernels take it."""
+        return Codebook(self.rotation, self.back, self.levels, self.v_levels, self.sketch)
+
+    @property
     def nbytes(self) -> int:
-        arrays = (self.levels, self.edges, self.rotation, self.back, self.sketch)
+        arrays = [self.levels, self.edges, self.rotation, self.back, self.sketch]
+        if self.v_levels is not self.levels:
+            arrays += [self.v_levels, self.v_edges]
         return sum(int(x.nbytes) for x in arrays)
 
 

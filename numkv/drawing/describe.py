@@ -283,8 +283,9 @@ def _strip_of_books(layers: list[Any]) -> Strip:
 
 def _compressor(compressor: Any) -> Picture:
     tokens, room = len(compressor), max(compressor.capacity, len(compressor))
+    bits, v_bits = compressor.config.bits, compressor.config.v_bits
     facts = [
-        f"{compressor.config.bits} bits",
+        f"{bits} bits" if v_bits is None else f"{bits} bits, values {v_bits}",
         f"{plural(compressor.num_kv_heads, 'kv head')} of {compressor.head_dim}",
         str(compressor.target),
         format_bytes(compressor.nbytes),

@@ -45,6 +45,8 @@ def describe(cache: Any, prefix: str) -> Saved:
         "tokens": len(cache),
         "quantiser": _fingerprint(cache),
     }
+    if config.v_bits is not None:  # what earlier versions do not know
+        fields["v_bits"] = config.v_bits
     begin, end = cache._begin, cache._end
     tensors = []
     for side, encoded in (("k", cache._keys), ("v", cache._values)):
@@ -73,9 +75,9 @@ def _pieces(target: Any, x: Any, begin: int, end: int, part: str) -> Any:
 
 def _specs(side: str, config: CompressorConfig, heads: int, tokens: int) -> dict[str, Spec]:
     bytes_, floats = np.dtype(np.uint8), np.dtype(np.float32)
-    shape = (heads, tokens)
+    shape, bits = (heads, tokens), (config.kind if side == "k" else config.v_kind).bits
     found = {
-        f"{side}_codes": Spec(bytes_, (*shape, packed_bytes(config.head_dim, config.bits))),
+        f"{side}_codes": Spec(bytes_, (*shape, packed_bytes(config.head_dim, bits))),
         f"{side}_scales": Spec(floats, shape),
     }
     if side == "k" and config.projections:
@@ -85,9 +87,12 @@ def _specs(side: str, config: CompressorConfig, heads: int, tokens: int) -> dict
 
 
 def _fingerprint(cache: Any) -> str:
-    """The CRC-32 of the codebook and the rotations, without which codes mean nothing."""
+    """The CRC-32 of the codebooks and the rotations, without which codes mean nothing."""
     quantiser, found = cache._quantiser, 0
-    for x in (quantiser.levels, quantiser.rotation, quantiser.sketch):
+    parts = [quantiser.levels, quantiser.rotation, quantiser.sketch]
+    if cache.config.v_bits is not None:
+        parts.append(quantiser.v_levels)
+    for x in parts:
         if x.size:
             found = zlib.crc32(bytes_of(np.ascontiguousarray(cache._target.to_host(x))), found)
     return f"{found:08x}"
@@ -104,8 +109,11 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
     projections = fields.optional("projections", 1, 16 * _LARGEST_DIM)
     seed = fields.text("seed")
     expect(seed.isascii() and seed.isdigit() and len(seed) <= 80, f"{seed!r} is no seed")
+    bits = fields.integer("bits", 1, 16)
+    v_bits = fields.integer("v_bits", 1, 16) if fields.has("v_bits") else None
+    expect(v_bits != bits, f"{bits} bits of values, said apart from those of keys")
     with claims("the config"):
-        config = CompressorConfig(dim, fields.integer("bits", 1, 16), projections, int(seed))
+        config = CompressorConfig(dim, bits, projections, int(seed), v_bits)
     fingerprint = fields.text("quantiser")
     names = []
     for side in ("k", "v"):
@@ -142,7 +150,9 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
 
     # The quantiser: matrices in float32 there and back, and while they are made in float64.
     random = (
-        heads * dim * (2 * dim + (projections or 0)) * 12 + dim * dim * 16 + (1 << config.bits) * 16
+        heads * dim * (2 * dim + (projections or 0)) * 12
+        + dim * dim * 16
+        + (1 << max(bits, v_bits or 0)) * 32
     )
     codes = sum(file.spec(prefix + x).nbytes for x in names)
     return Plan(random + codes, build)

@@ -2,9 +2,72 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from numkv.arrays import Array
 
-__all__ = ["OperationsOfCodes"]
+__all__ = ["Codebook", "CodesOptions", "OperationsOfCodes", "StoredCodes"]
+
+
+class Codebook(NamedTuple):
+    """What codes of some heads mean; see `OperationsOfCodes.encode_rows`.
+
+    Attributes
+    ----------
+    rotation, back : float32 array (num_heads, head_dim, head_dim)
+        The rotations, and their transposes.
+    levels, v_levels : float32 array (2 ** bits,)
+        Levels of keys, and of values.
+    sketch : float32 array (num_heads, head_dim, projections)
+        Directions of the sketch.
+    """
+
+    rotation: Array
+    back: Array
+    levels: Array
+    v_levels: Array
+    sketch: Array
+
+
+class StoredCodes(NamedTuple):
+    """Encoded keys and values of a sequence; see `OperationsOfCodes.encode_rows`.
+
+    Attributes
+    ----------
+    k_codes, k_scales, signs, residuals
+        Keys.
+    v_codes, v_scales
+        Values, which have no sketch.
+    begin, end : int
+        The tokens, at least one.
+    """
+
+    k_codes: Array
+    k_scales: Array
+    signs: Array
+    residuals: Array
+    v_codes: Array
+    v_scales: Array
+    begin: int
+    end: int
+
+
+class CodesOptions(NamedTuple):
+    """What is asked of scores; see `numkv.decode_attention`.
+
+    Attributes
+    ----------
+    sm_scale : float
+        What scores are multiplied by.
+    logits_soft_cap : float
+        The bound that they approach then, or 0.
+    window_left : int
+        Earlier tokens that a query sees, or -1 for all.
+    """
+
+    sm_scale: float
+    logits_soft_cap: float = 0.0
+    window_left: int = -1
 
 
 class OperationsOfCodes:
@@ -12,45 +75,27 @@ class OperationsOfCodes:
 
     @staticmethod
     def attend_codes(
-        q: Array,
-        q_kind: str,
-        rotation: Array,
-        back: Array,
-        levels: Array,
-        sketch: Array,
-        k_codes: Array,
-        k_scales: Array,
-        signs: Array,
-        residuals: Array,
-        v_codes: Array,
-        v_scales: Array,
-        begin: int,
-        end: int,
-        sm_scale: float,
-        out: Array,
-    ) -> None:
+        q: Array, q_kind: str, book: Codebook, stored: StoredCodes, options: CodesOptions, out: Array, lse: Array
+    ) -> None:  # fmt: skip
         """Attend with queries over encoded keys and values, on the codes.
 
         Parameters
         ----------
-        q : array (num_q_heads, head_dim)
-            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
+        q : array (num_queries, num_q_heads, head_dim)
+            Queries of the newest tokens, at most as many as are stored, in the words of `q_kind`; several q heads in a
+            row share a head of the codes.
         q_kind : str
             Their kind.
-        rotation, levels, sketch
-            See `encode_rows`.
-        back : float32 array (num_heads, head_dim, head_dim)
-            The rotations' transposes.
-        k_codes, k_scales, signs, residuals
-            Keys; see `encode_rows`.
-        v_codes, v_scales
-            Values, which have no sketch.
-        begin, end : int
-            The tokens, at least one.
-        sm_scale : float
-            What scores are multiplied by.
-        out : float32 array (num_q_heads, head_dim)
+        book : Codebook
+            What the codes mean.
+        stored : StoredCodes
+            Keys and values.
+        options : CodesOptions
+            What is asked of scores. Queries see no later tokens.
+        out : float32 array (num_queries, num_q_heads, head_dim)
             Takes the result.
+        lse : float32 array (num_queries, num_q_heads) or (0, 0)
+            Takes the natural logs of the sums of exponentials, if it is not empty.
         """
         raise NotImplementedError
 
@@ -120,35 +165,15 @@ class OperationsOfCodes:
 
     @staticmethod
     def score_codes(
-        q: Array,
-        q_kind: str,
-        rotation: Array,
-        levels: Array,
-        sketch: Array,
-        codes: Array,
-        scales: Array,
-        signs: Array,
-        residuals: Array,
-        begin: int,
-        end: int,
-        sm_scale: float,
-        out: Array,
-    ) -> None:
+        q: Array, q_kind: str, book: Codebook, stored: StoredCodes, options: CodesOptions, out: Array
+    ) -> None:  # fmt: skip
         """Estimate the inner products of queries and encoded keys, on the codes.
 
         Parameters
         ----------
-        q : array (num_q_heads, head_dim)
-            One query for each q head, in the words of `q_kind`; several q heads in a row share a head of the codes.
-        q_kind : str
-            Their kind.
-        rotation, levels, sketch, codes, scales, signs, residuals
-            See `encode_rows`.
-        begin, end : int
-            The tokens.
-        sm_scale : float
-            What scores are multiplied by.
-        out : float32 array (num_q_heads, end - begin)
-            Takes the scores.
+        q, q_kind, book, stored, options
+            See `attend_codes`.
+        out : float32 array (num_queries, num_q_heads, end - begin)
+            Takes the scores; -inf where a query does not see a token.
         """
         raise NotImplementedError

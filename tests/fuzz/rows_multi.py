@@ -19,12 +19,13 @@ from fuzz.common import (
     SCALE,
     SM_SCALE,
     TARGET,
+    WINDOW,
     Q,
     integer,
 )
 from fuzz.play import Arg, Draw, Pair, Row
 from fuzz.rows_functions import INSTEAD
-from fuzz.rows_single import SHIFT, Single, constructed
+from fuzz.rows_single import LENGTH, SHIFT, Single, constructed
 
 __all__ = ["SCENES"]
 
@@ -248,7 +249,8 @@ class Compressors(Single):
         super().__init__(rng)
         d = self.d
         self.dim = self.dim_v = d.choice([4, 8, 16])
-        config = numkv.CompressorConfig(self.dim, d.choice([1, 4, 8]), d.choice([None, 4, 16]), 1)
+        bits, v_bits = d.choice([(1, None), (4, None), (4, 3), (8, None)])
+        config = numkv.CompressorConfig(self.dim, bits, d.choice([None, 4, 16]), 1, v_bits)
         if d.randrange(2):
             self.key, self.shape = "HeadCompressor", ()
             made = [numkv.HeadCompressor(config) for _ in "ab"]
@@ -276,17 +278,29 @@ def _vectors(many: bool) -> Arg:
 
 
 VECTOR, VECTORS = _vectors(False), _vectors(True)
-QUERY = Arg("floats", lambda d: d.floats((*d.scene.queries, d.scene.dim)))
+
+
+def _of_newest(d: Draw) -> np.ndarray:
+    """One query, or those of several of the newest tokens."""
+    several = d.choice([(), (), (1,), (2,), (5,)])
+    if several and several[0] > max(1, d.scene.length()):
+        several = ()
+    return d.floats((*several, *d.scene.queries, d.scene.dim))
+
+
+QUERY = Arg("floats", _of_newest)
 FINITE = {"check_finite": CHECK_FINITE}
+OF_SCORES = {"sm_scale": SM_SCALE, "logits_soft_cap": CAP, "window_left": WINDOW, **FINITE}
 
 
 def _compressor_rows(cls: str, push: str, query: str, one: tuple[str, str]) -> list[Row]:
     return [
         Row(f"{cls}.{push}", {one[0]: VECTOR, one[1]: VECTOR, **FINITE}, cls, weight=2),
         Row(f"{cls}.extend", {"keys": VECTORS, "values": VECTORS, **FINITE}, cls, weight=2),
-        Row(f"{cls}.attend", {query: QUERY, **FINITE}, cls, weight=2),
-        Row(f"{cls}.attention_scores", {query: QUERY, **FINITE}, cls, weight=2),
+        Row(f"{cls}.attend", {query: QUERY, "return_lse": FLAG, **OF_SCORES}, cls, weight=3),
+        Row(f"{cls}.attention_scores", {query: QUERY, **OF_SCORES}, cls, weight=2),
         Row(f"{cls}.evict_outside_window", {"n": integer(0, 9, "size")}, cls, weight=0.5),
+        Row(f"{cls}.truncate", {"length": LENGTH}, cls, weight=0.5),
     ]
 
 

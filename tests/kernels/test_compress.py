@@ -5,6 +5,7 @@ else is computed by the oracle from the codes as stored.
 """
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
 
 import naive
@@ -15,6 +16,7 @@ import pytest
 import tolerances
 
 from numkv.kernels.dispatch import load
+from numkv.kernels.operations_of_codes import Codebook, CodesOptions, StoredCodes
 
 NEAR = 2e-6  # what float32 may get wrong of a coordinate of a unit vector
 
@@ -28,9 +30,16 @@ class Shape:
     group: int = 1
     tokens: int = 5
     begin: int = 0
+    queries: int = 1
+    v_bits: int = 0  # 0: those of keys
 
     def __str__(self):
-        return "-".join(f"{f.name[0]}{getattr(self, f.name)}" for f in dataclasses.fields(self))
+        told = [
+            f
+            for f in dataclasses.fields(self)
+            if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
+        ]
+        return "-".join(f"{f.name[0]}{getattr(self, f.name)}" for f in told)
 
 
 # Every width of codes; dims that are no whole vectors, bytes or chunks; every way of taking q rows.
@@ -72,27 +81,40 @@ class Problem:
         heads, dim, m = shape.heads, shape.dim, shape.projections
         self.rotation = orthogonal(rng, heads, dim).astype(np.float32)
         self.sketch = rng.standard_normal((heads, dim, m)).astype(np.float32)
-        # Not the best levels, but such that all are used; symmetry is not needed either.
-        gaps = rng.uniform(0.5, 1.5, 1 << shape.bits)
-        spread = 5 / np.sqrt(dim) if dim > 1 else 2
-        self.levels = ((np.cumsum(gaps) / gaps.sum() - 0.5) * spread).astype(np.float32)
-        self.edges = naive_codes.edges_of(self.levels).astype(np.float32)
+        self.levels = self.levels_of(rng, shape.bits)
+        self.v_levels = self.levels_of(rng, shape.v_bits) if shape.v_bits else self.levels
         rows = rng.standard_normal((2, shape.tokens, heads, dim))
         rows *= np.exp(rng.uniform(-8, 8, (2, shape.tokens, heads, 1)))
         self.rows = naive.round_to(np.clip(rows, -6e4, 6e4), kind)
         self.by_head = np.swapaxes(self.rows.astype(np.float64), 1, 2)
-        self.q = naive.round_to(rng.standard_normal((heads * shape.group, dim)), kind)
+        self.q = naive.round_to(
+            rng.standard_normal((shape.queries, heads * shape.group, dim)), kind
+        )
         self.kind = kind
         self.capacity = shape.begin + shape.tokens + 2
-        self.k, self.v = self.buffers(m), self.buffers(0)
+        self.k, self.v = self.buffers(m), self.buffers(0, shape.v_bits or shape.bits)
+
+    def levels_of(self, rng, bits):
+        """Not the best levels, but such that all are used; symmetry is not needed either."""
+        gaps = rng.uniform(0.5, 1.5, 1 << bits)
+        spread = 5 / np.sqrt(self.shape.dim) if self.shape.dim > 1 else 2
+        return ((np.cumsum(gaps) / gaps.sum() - 0.5) * spread).astype(np.float32)
+
+    def sides(self):
+        """Of keys and of values: rows by head, buffers, signs, bits and levels."""
+        shape = self.shape
+        return (
+            (self.by_head[0], self.k, shape.projections, shape.bits, self.levels),
+            (self.by_head[1], self.v, 0, shape.v_bits or shape.bits, self.v_levels),
+        )
 
     @property
     def range(self):
         return slice(self.shape.begin, self.shape.begin + self.shape.tokens)
 
-    def buffers(self, projections, fill=0xA5):
+    def buffers(self, projections, bits=None, fill=0xA5):
         """Codes, scales, signs and residual norms, full of rubbish."""
-        heads, capacity, bits = self.shape.heads, self.capacity, self.shape.bits
+        heads, capacity, bits = self.shape.heads, self.capacity, bits or self.shape.bits
         arrays = (
             np.full((heads, capacity, -(-self.shape.dim * bits // 8)), fill, np.uint8),
             np.full((heads, capacity), np.nan, np.float32),
@@ -101,60 +123,81 @@ class Problem:
         )
         return tuple(self.to(x) for x in arrays)
 
-    def matrices(self, projections):
+    def matrices(self, projections, levels=None):
+        levels = self.levels if levels is None else levels
+        edges = naive_codes.edges_of(levels).astype(np.float32)
         sketch = self.sketch if projections else self.sketch[:, :, :0]
-        return tuple(self.to(x) for x in (self.rotation, self.edges, self.levels, sketch))
+        return tuple(self.to(x) for x in (self.rotation, edges, levels, sketch))
 
-    def encode(self, rows, buffers, projections, start=None):
+    def encode(self, rows, buffers, projections, start=None, levels=None):
         if self.kind in ("fp16", "bf16"):
             rows = naive.words(rows)
         start = self.shape.begin if start is None else start
-        self.ops.encode_rows(self.to(rows), self.kind, *self.matrices(projections), *buffers, start)
+        matrices = self.matrices(projections, levels)
+        self.ops.encode_rows(self.to(rows), self.kind, *matrices, *buffers, start)
 
     def encoded(self):
         self.encode(self.rows[0], self.k, self.shape.projections)
-        self.encode(self.rows[1], self.v, 0)
+        self.encode(self.rows[1], self.v, 0, levels=self.v_levels)
         return self
 
     def codes(self, buffers):
+        _, _, _, bits, _ = self.sides()[buffers is self.v]
         packed = self.host(buffers[0])[:, self.range]
-        return naive_codes.unpack(packed, self.shape.dim, self.shape.bits)
+        return naive_codes.unpack(packed, self.shape.dim, bits)
 
     def decoded(self, buffers):
         scales = self.host(buffers[1])[:, self.range]
-        return naive_codes.decode(self.codes(buffers), scales, self.levels, self.rotation)
+        levels = self.v_levels if buffers is self.v else self.levels
+        return naive_codes.decode(self.codes(buffers), scales, levels, self.rotation)
 
     def signs(self):
         packed = self.host(self.k[2])[:, self.range]
         return naive_codes.unpack(packed, self.shape.projections, 1)
 
-    def expected_scores(self, sm_scale):
+    def expected_scores(self, sm_scale, cap=0.0, window_left=-1):
+        """By query, q head and token."""
         left = self.host(self.k[3])[:, self.range] if self.shape.projections else None
-        return naive_codes.scores(
-            self.q, self.decoded(self.k), self.rotation, self.sketch, self.signs(), left, sm_scale
-        )
+        keys, signs = self.decoded(self.k), self.signs()
+        found = [
+            naive_codes.scores(q, keys, self.rotation, self.sketch, signs, left, sm_scale)
+            for q in self.q
+        ]
+        return naive_codes.restrict(np.stack(found), cap, window_left)
+
+    def expected(self, sm_scale, **options):
+        """Outputs and lse."""
+        values = self.decoded(self.v)
+        found = [naive_codes.attend(x, values) for x in self.expected_scores(sm_scale, **options)]
+        return tuple(np.stack(x) for x in zip(*found, strict=True))
 
     def words_of_q(self):
         return self.to(naive.words(self.q) if self.kind in ("fp16", "bf16") else self.q)
 
-    def scores(self, sm_scale):
-        rotation, _, levels, sketch = self.matrices(self.shape.projections)
-        out = self.to(np.full((len(self.q), self.shape.tokens), np.nan, np.float32))
-        self.ops.score_codes(
-            self.words_of_q(), self.kind, rotation, levels, sketch, *self.k, self.range.start,
-            self.range.stop, sm_scale, out,
-        )  # fmt: skip
-        return self.host(out)
-
-    def attend(self, sm_scale):
+    def asked(self, sm_scale, cap=0.0, window_left=-1):
+        """What is read, as operations take it."""
         rotation, _, levels, sketch = self.matrices(self.shape.projections)
         back = self.to(np.ascontiguousarray(np.swapaxes(self.rotation, 1, 2)))
-        out = self.to(np.full(self.q.shape, np.nan, np.float32))
-        self.ops.attend_codes(
-            self.words_of_q(), self.kind, rotation, back, levels, sketch, *self.k, *self.v[:2],
-            self.range.start, self.range.stop, sm_scale, out,
+        v_levels = self.to(self.v_levels)
+        return (
+            self.words_of_q(), self.kind, Codebook(rotation, back, levels, v_levels, sketch),
+            StoredCodes(*self.k, *self.v[:2], self.range.start, self.range.stop),
+            CodesOptions(sm_scale, cap, window_left),
         )  # fmt: skip
+
+    def scores(self, sm_scale, **options):
+        out = self.to(np.full((*self.q.shape[:2], self.shape.tokens), np.nan, np.float32))
+        self.ops.score_codes(*self.asked(sm_scale, **options), out)
         return self.host(out)
+
+    def attend(self, sm_scale, **options):
+        return self.attend_lse(sm_scale, want_lse=False, **options)[0]
+
+    def attend_lse(self, sm_scale, want_lse=True, **options):
+        out = self.to(np.full(self.q.shape, np.nan, np.float32))
+        lse = self.to(np.full(self.q.shape[:2] if want_lse else (0, 0), np.nan, np.float32))
+        self.ops.attend_codes(*self.asked(sm_scale, **options), out, lse)
+        return self.host(out), self.host(lse)
 
 
 # ---------------------------------------------------------------- encoding
@@ -162,22 +205,19 @@ class Problem:
 
 def check_encoded(problem):
     shape = problem.shape
-    for x, buffers, m in (
-        (problem.by_head[0], problem.k, shape.projections),
-        (problem.by_head[1], problem.v, 0),
-    ):
-        z, expected = naive_codes.quantise(x, problem.rotation, problem.levels)
+    for x, buffers, m, bits, levels in problem.sides():
+        z, expected = naive_codes.quantise(x, problem.rotation, levels)
         codes = problem.codes(buffers)
-        edges = np.concatenate([[-np.inf], naive_codes.edges_of(problem.levels), [np.inf]])
+        edges = np.concatenate([[-np.inf], naive_codes.edges_of(levels), [np.inf]])
         assert np.all(z >= edges[codes] - NEAR)
         assert np.all(z <= edges[codes + 1] + NEAR)
         assert np.mean(codes != expected) <= NEAR * 4 * len(edges)  # few are that near
         # Bits past the last code are zeros.
         packed = problem.host(buffers[0])
-        again = naive_codes.pack(codes, shape.bits)
+        again = naive_codes.pack(codes, bits)
         assert np.array_equal(packed[:, problem.range], again)
 
-        scales, rest = naive_codes.scale_and_rest(x, z, codes, problem.levels)
+        scales, rest = naive_codes.scale_and_rest(x, z, codes, levels)
         norm = np.linalg.norm(x, axis=-1)
         stored = problem.host(buffers[1])
         assert np.all(np.abs(stored[:, problem.range] - scales) <= 4 * NEAR * norm)
@@ -280,7 +320,7 @@ def test_decode(target, to, host, rng, shape):
     out = to(np.full((shape.heads, shape.tokens, shape.dim), np.nan, np.float32))
     back = to(np.ascontiguousarray(np.swapaxes(problem.rotation, 1, 2)))
     codes, scales = problem.v[:2]
-    problem.ops.decode_rows(codes, scales, shape.begin, to(problem.levels), back, out)
+    problem.ops.decode_rows(codes, scales, shape.begin, to(problem.v_levels), back, out)
     tolerances.assert_rows_close(host(out), problem.decoded(problem.v), 2e-6)
 
 
@@ -291,8 +331,11 @@ def assert_scores_close(got, expected, problem, sm_scale):
         left = problem.host(problem.k[3])[:, problem.range].astype(np.float64)
         k = k + left * np.sqrt(problem.shape.dim * problem.shape.projections)
     k = np.repeat(k, problem.shape.group, axis=0)
-    bound = 4e-6 * abs(sm_scale) * k * np.linalg.norm(problem.q.astype(np.float64), axis=1)[:, None]
-    assert np.all(np.abs(got - expected) <= bound)
+    sizes = np.linalg.norm(problem.q.astype(np.float64), axis=2)
+    bound = 4e-6 * abs(sm_scale) * k * sizes[:, :, None]
+    seen = expected > -np.inf
+    assert np.array_equal(got[~seen], expected[~seen])
+    assert np.all(np.abs(got[seen] - expected[seen]) <= bound[seen])
 
 
 @both_targets(COMPILED + SHAPES + LARGE, WIDTHS[1::6] + SHAPES)
@@ -308,7 +351,7 @@ def test_attend(target, to, host, rng, shape):
     problem.rows /= np.linalg.norm(problem.rows.astype(np.float64), axis=-1, keepdims=True)
     problem.encoded()
     sm_scale = 0.3 if shape.projections else 2.0
-    expected = naive_codes.attend(problem.expected_scores(sm_scale), problem.decoded(problem.v))
+    expected, _ = problem.expected(sm_scale)
     tolerances.assert_rows_close(problem.attend(sm_scale), expected, 3e-5)
 
 
@@ -321,7 +364,7 @@ def test_queries_of_every_float_kind(target, to, host, rng, kind):
 def test_scores_far_apart(target, to, host, rng):
     """The softmax of scores in the thousands is that of the largest."""
     problem = Problem(rng, Shape(8, 4, heads=2, tokens=40), target, to, host).encoded()
-    expected = naive_codes.attend(problem.expected_scores(500.0), problem.decoded(problem.v))
+    expected, _ = problem.expected(500.0)
     assert np.all(np.isfinite(problem.attend(500.0)))
     tolerances.assert_rows_close(problem.attend(500.0), expected, 1e-3)
 
@@ -338,5 +381,94 @@ def test_results_do_not_depend_on_the_threads_or_the_heads(target, to, host, rng
     finally:
         numba.set_num_threads(threads)
     if shape.heads > 1:
-        problem.q[: shape.group] = 0
-        assert np.array_equal(problem.attend(0.01)[shape.group :], first[0][shape.group :])
+        problem.q[:, : shape.group] = 0
+        assert np.array_equal(problem.attend(0.01)[:, shape.group :], first[0][:, shape.group :])
+
+
+# ---------------------------------------------------------------- several queries, windows, caps, other bits of values
+
+
+def unit_problem(rng, shape, target, to, host, kind="fp32"):
+    """Vectors of one size, so that many tokens count."""
+    problem = Problem(rng, shape, target, to, host, kind)
+    sizes = np.linalg.norm(problem.rows.astype(np.float64), axis=-1, keepdims=True)
+    problem.rows = naive.round_to(problem.rows.astype(np.float64) / sizes, kind)
+    problem.by_head = np.swapaxes(problem.rows.astype(np.float64), 1, 2)
+    return problem.encoded()
+
+
+#: Queries of a group that is no multiple of four, more rows than an item takes, values of other widths, of every table.
+SEVERAL = [
+    Shape(24, 4, 0, heads=2, group=3, tokens=19, queries=7, begin=3),
+    Shape(33, 4, 40, group=9, tokens=5, begin=1, queries=5),
+    Shape(8, 4, 16, tokens=21, queries=11),
+    Shape(13, 4, 0, heads=2, group=2, tokens=18, queries=2, v_bits=3),
+]
+MANY = [
+    Shape(64, 4, 0, heads=2, group=4, tokens=1300, begin=5, queries=40, v_bits=3),
+    Shape(32, 4, 9, group=2, tokens=2100),
+]
+WINDOWS = [
+    {},
+    {"window_left": 0},
+    {"window_left": 4, "cap": 0.7},
+    {"window_left": 10**6, "cap": 30.0},
+]
+
+
+@both_targets(SEVERAL + MANY, SEVERAL)
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_options(target, to, host, rng, shape, options):
+    problem = unit_problem(rng, shape, target, to, host)
+    scale = 0.3 if shape.projections else 2.0
+    check_encoded(problem)
+    expected = problem.expected_scores(scale, **options)
+    assert_scores_close(problem.scores(scale, **options), expected, problem, scale)
+    out, lse = problem.attend_lse(scale, **options)
+    wanted, wanted_lse = problem.expected(scale, **options)
+    tolerances.assert_rows_close(out, wanted, 3e-5)
+    assert np.allclose(lse, wanted_lse, rtol=0, atol=2e-5)
+    assert np.array_equal(problem.attend(scale, **options), out)
+
+
+@both_targets(SEVERAL + MANY, SEVERAL[:2])
+def test_a_query_does_not_depend_on_the_others(target, to, host, rng, shape, monkeypatch):
+    """Bit for bit: alone at its own time, beside all others, and where there is room for a few at once."""
+    problem = unit_problem(rng, shape, target, to, host)
+    several = {window: problem.attend_lse(0.3, window_left=window) for window in (-1, 6)}
+    compress = importlib.import_module(f"numkv.kernels.{target}.compress")
+    monkeypatch.setattr(compress, "MOST_PARTS", 3 * (shape.dim + 2) * shape.heads * shape.group)
+    again = {window: problem.attend_lse(0.3, window_left=window) for window in (-1, 6)}
+    q = problem.q
+    for i in sorted({0, shape.queries // 2, shape.queries - 1}):
+        problem.q = q[i : i + 1]
+        problem.shape = dataclasses.replace(shape, tokens=shape.tokens - shape.queries + i + 1)
+        for window, found in several.items():
+            alone = problem.attend_lse(0.3, window_left=window)
+            for a, b, c in zip(alone, found, again[window], strict=True):
+                assert a[0].tobytes() == b[i].tobytes() == c[i].tobytes()
+
+
+@pytest.mark.parametrize("window_left", [-1, 3])
+def test_what_a_query_does_not_see_may_be_anything(target, to, host, rng, window_left):
+    """Scales and residuals that are NaN, of later tokens and of those before the window."""
+    problem = unit_problem(rng, SEVERAL[2], target, to, host)
+    clean = (
+        problem.attend_lse(0.3, window_left=window_left),
+        problem.scores(0.3, window_left=window_left),
+    )
+    spoiled = [problem.range.stop - 1] + [problem.range.start] * (window_left >= 0)
+    for part in (problem.k[1], problem.k[3], problem.v[1]):
+        values = host(part).copy()
+        values[:, spoiled] = np.nan
+        part[:] = to(values)
+    out, lse = problem.attend_lse(0.3, window_left=window_left)
+    scores = problem.scores(0.3, window_left=window_left)
+    sees = np.zeros(len(out), bool)
+    sees[-1] = True
+    assert np.array_equal(out[~sees], clean[0][0][~sees])
+    assert np.array_equal(lse[~sees], clean[0][1][~sees])
+    assert np.isnan(out[sees]).all()
+    assert np.isnan(lse[sees]).all()
+    hidden = clean[1] == -np.inf
+    assert np.array_equal(scores[hidden], clean[1][hidden])

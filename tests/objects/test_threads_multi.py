@@ -327,13 +327,41 @@ def test_readers_beside_a_compressor_that_is_cleared():
     assert done[2] == 150
 
 
+def test_readers_beside_a_compressor_that_is_truncated():
+    """What speculation left before it was taken back, and what came in its place; never some of both."""
+    cache, q = numkv.MultiHeadCompressor(HEADS, CONFIG), np.ones((HEADS, DIM), F32)
+    known, drafts = rows(10), [rows(10, salt) for salt in (1, 2)]
+    wants = []
+    for parts in ((known,), (known, drafts[0]), (known, drafts[1])):
+        one = numkv.MultiHeadCompressor(HEADS, CONFIG)
+        for k, v in parts:
+            one.extend(k, v)
+        wants.append(one.attend(q))
+    cache.extend(*known)
+    turn = [0]
+
+    def write():
+        turn[0] ^= 1
+        cache.truncate(10)
+        cache.extend(*drafts[turn[0]])
+
+    def read():
+        out = cache.attend(q)
+        assert any(np.array_equal(out, want) for want in wants)
+
+    done, _ = at_once(read, read, write, rounds=60)
+    assert done[2] == 60
+
+
 def test_calls_inside_of_a_push_are_refused(monkeypatch):
     """From another thread, and from a finaliser or a signal handler of this one."""
     head, x = numkv.HeadCompressor(CONFIG), np.ones(DIM, F32)
     encode, caught = head._target.ops.encode_rows, []
 
     def interrupted(*args):
-        for call in (lambda: head.push(x, x), head.clear, lambda: head.evict_outside_window(0)):
+        for call in (
+            lambda: head.push(x, x), head.clear, lambda: head.evict_outside_window(0), lambda: head.truncate(0),
+        ):  # fmt: skip
             try:
                 call()
             except numkv.NumkvError as error:
@@ -344,7 +372,7 @@ def test_calls_inside_of_a_push_are_refused(monkeypatch):
     head.push(x, x)
     monkeypatch.setattr(type(head._target), "ops", Ops(encode_rows=interrupted))
     head.push(x, x)
-    assert len(caught) == 6
+    assert len(caught) == 8
     monkeypatch.undo()
     assert len(head) == 2
     head.check()

@@ -174,6 +174,9 @@ def compressor(lib, a):
     cache.push(a(rows(32)), a(rows(32, seed=4)))
     yield from (cache.attention_scores(a(rows(32))), cache.attend(a(rows(32))))
     yield from (cache.decode_keys(), cache.decode_values())
+    yield from cache.attend(a(rows(3, 32)), logits_soft_cap=2.0, window_left=4, return_lse=True)
+    cache.truncate(2)
+    yield cache.attention_scores(a(rows(2, 32)), sm_scale=0.5)
 
 
 def tally(lib, a):

@@ -14,7 +14,8 @@ unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the
 
 Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted
 levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
-split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order.
+split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order; those before any query's window
+are left out. Query rows of one kv head stand together, query by query, so that they share what is looked up.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from numba import types
 from numba.extending import register_jitable
 
 from numkv.kernels.builder import WORDS, array, build
-from numkv.kernels.cpu.attention.llvm.softmax import online_softmax_row
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.llvm.softmax import make_soft_cap, online_softmax_row
+from numkv.kernels.cpu.attention.records import KV_TILE, LN_2, LOG2_E
 from numkv.kernels.cpu.compress_codes import (
     CODE_LANES,
     CodeRows,
@@ -42,20 +43,25 @@ from numkv.kernels.cpu.vectors.arrays import row_of, without_refcount
 from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
+from numkv.kernels.operations_of_codes import Codebook
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
-from numkv.rows.softmax import power_of_2
+from numkv.rows.softmax import finish, power_of_2
+from numkv.rows.visible import oldest_visible
 
 __all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
 
 # Rows that are rotated together, so that the matrix is read once for all of them.
 ROWS = 8
+# Query rows of a kv head that an item takes: their sums stay in L1.
+QUERY_ROWS = 32
 # Tokens of a split.
 SPLIT = 1024
+# Numbers that a call of attention may keep of its splits; of more queries than that, some come after the others.
+MOST_PARTS = 1 << 22
 # Multiply-adds below which one thread does it all.
 SERIAL_WORK = 2_000_000
 
-LOG2_E = math.log2(math.e)
 LARGEST = float(np.finfo(np.float32).max)
 # The levels of a code of one bit: a sign.
 SIGNS = np.array([-1.0, 1.0], np.float32)
@@ -176,19 +182,37 @@ def make_decode():
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies rows of kind `SRC`, one for each q head, with the matrix of its kv head."""
-    load, _ = codec(SRC)
+    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
 
-    def kernel(rows, matrix, factor, out):
-        num_q_heads, dim = len(rows), matrix.shape[1]
-        group = max(1, num_q_heads // len(matrix))
-        x = np.empty((1, dim), np.float32)
-        for i in range(num_q_heads):
-            source = row_of(rows, (np.int64(i),))
-            for d in range(dim):
-                x[0, d] = factor * load(source[d])
-            _multiply(x, 1, matrix, np.int64(i // group), out[i : i + 1, : matrix.shape[2]])
-            out[i, matrix.shape[2] :] = np.float32(0)
+    They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group, padded with
+    zeros.
+    """
+    load, _ = codec(SRC)
+    BLOCK = ROWS
+
+    def kernel(rows, matrix, factor, out, counter, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        num_heads, dim, columns = matrix.shape
+        group = rows.shape[1] // num_heads
+        of_head = rows.shape[0] * group
+        blocks = (of_head + BLOCK - 1) // BLOCK
+        x = np.empty((BLOCK, dim), np.float32)
+        while True:
+            item = next_item(counter)
+            if item >= blocks * num_heads:
+                break
+            h, first = item % num_heads, item // num_heads * BLOCK
+            count = min(BLOCK, of_head - first)
+            for r in range(count):
+                query, of_group = (first + r) // group, (first + r) % group
+                source = row_of(rows, (np.int64(query), np.int64(h * group + of_group)))
+                for d in range(dim):
+                    x[r, d] = factor * load(source[d])
+            at = h * of_head + first
+            _multiply(x, count, matrix, h, out[at : at + count, :columns])
+            out[at : at + count, columns:] = np.float32(0)
 
     return kernel
 
@@ -221,60 +245,79 @@ def _make_accumulate(bits):
     return accumulate
 
 
-def make_attend(BITS):
-    """The kernel of scores and of attention on codes of `BITS` bits.
+def make_attend(BITS, V_BITS):
+    """The kernel of scores and of attention on keys' codes of `BITS` bits, values' of `V_BITS`.
 
     Without `parts`, scores go to `scores`; with them, there is one for each split, and what they get is to be merged.
+    Tokens are counted from `begin`, the first of `length`; splits begin at `start`.
     """
-    LENGTH, LANES = SPLIT, CODE_LANES
-    score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(BITS)
+    LENGTH, LANES, BLOCK, BASE_E = SPLIT, CODE_LANES, QUERY_ROWS, np.float32(LN_2)
+    score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(V_BITS)
+    soft_cap = make_soft_cap("float32")
 
     def kernel(
-        q, q_sketch, dim, projections, levels, sign_levels, k_codes, k_scales, signs, residuals,
-        v_codes, v_scales, begin, end, scores, parts, counter, launch, worker, workers,
+        q, q_sketch, span, cap, levels, v_levels, sign_levels, k_codes, k_scales, signs, residuals,
+        v_codes, v_scales, scores, parts, counter, launch, worker, workers,
     ):  # fmt: skip
         if launch != 0:
             on_threads(launch, workers)
             return
+        dim, projections, begin, start, length, num_queries, window_left = span
         num_heads = len(k_codes)
-        group = len(q) // num_heads
+        of_head = len(q) // num_heads
+        group = of_head // num_queries
         attends = len(parts) > 0
-        splits = (end - begin + LENGTH - 1) // LENGTH
+        splits = (length - start + LENGTH - 1) // LENGTH
+        blocks = (of_head + BLOCK - 1) // BLOCK
         step, sketch_step = q.shape[1], q_sketch.shape[1]
-        width, sign_width = k_codes.shape[2], signs.shape[2]
+        width, v_width, sign_width = k_codes.shape[2], v_codes.shape[2], signs.shape[2]
         pad = (dim + LANES - 1) // LANES * LANES
         k_bytes, v_bytes = without_refcount(k_codes), without_refcount(v_codes)
         sign_bytes = without_refcount(signs)
-        code_levels, sign_values = without_refcount(levels), without_refcount(sign_levels)
+        code_levels, v_values = without_refcount(levels), without_refcount(v_levels)
+        sign_values = without_refcount(sign_levels)
         s = np.empty(4 * KV_TILE, np.float32)
         s_sketch = np.empty(4 * KV_TILE, np.float32)
-        sums = np.empty(group * pad, np.float32)
-        maxima = np.empty(group, np.float32)
-        totals = np.empty(group, np.float32)
+        sums = np.empty(BLOCK * pad, np.float32)
+        maxima = np.empty(BLOCK, np.float32)
+        totals = np.empty(BLOCK, np.float32)
         rescale = np.empty(4, np.float32)
+        lows = np.empty(BLOCK, np.int64)  # what each row sees
+        highs = np.empty(BLOCK, np.int64)
         while True:
             item = next_item(counter)
-            if item >= splits * num_heads:
+            if item >= splits * blocks * num_heads:
                 break
-            g, split = item % num_heads, item // num_heads
-            first = begin + split * LENGTH
-            last = min(first + LENGTH, end)
+            g, inner = item % num_heads, item // num_heads
+            split, row0 = inner % splits, inner // splits * BLOCK
+            rows = min(BLOCK, of_head - row0)
+            for r in range(rows):
+                position = length - num_queries + (row0 + r) // group
+                lows[r], highs[r] = oldest_visible(position, window_left), position + 1
+            first = start + split * LENGTH
+            last = min(first + LENGTH, length)
+            if attends:  # whole tiles that no row sees are left out
+                last = min(last, highs[rows - 1])
+                first += max(np.int64(0), lows[0] - first) // KV_TILE * KV_TILE
             sums[:] = np.float32(0)
             maxima[:] = np.float32(-np.inf)
             totals[:] = np.float32(0)
             for t in range(first, last, KV_TILE):
-                count = min(KV_TILE, last - t)
-                at = (g * k_codes.shape[1] + t) * width  # of K and of V
-                sign_at = (g * signs.shape[1] + t) * sign_width
-                keys = CodeRows(k_bytes, at, width, count, dim, code_levels)
-                sketches = CodeRows(
-                    sign_bytes, sign_at, sign_width, count, projections, sign_values
+                count, token = min(KV_TILE, last - t), begin + t
+                keys = CodeRows(
+                    k_bytes, (g * k_codes.shape[1] + token) * width, width, count, dim, code_levels
                 )
-                values = CodeRows(v_bytes, at, width, count, dim, code_levels)
+                sketches = CodeRows(
+                    sign_bytes, (g * signs.shape[1] + token) * sign_width, sign_width, count,
+                    projections, sign_values,
+                )  # fmt: skip
+                values = CodeRows(
+                    v_bytes, (g * v_codes.shape[1] + token) * v_width, v_width, count, dim, v_values
+                )
                 r = np.int64(0)
-                while r < group:
-                    at_once = 4 if group - r >= 4 else 1
-                    row = g * group + r
+                while r < rows:
+                    at_once = 4 if rows - r >= 4 else 1
+                    row = g * of_head + row0 + r
                     score(q, row * step, step, keys, at_once, s)
                     if projections > 0:
                         score_signs(
@@ -282,31 +325,40 @@ def make_attend(BITS):
                         )
                     for i in range(at_once):
                         for j in range(count):
-                            s[i * KV_TILE + j] *= k_scales[g, t + j]
+                            s[i * KV_TILE + j] *= k_scales[g, token + j]
                         if projections > 0:
                             for j in range(count):
                                 s[i * KV_TILE + j] += (
-                                    s_sketch[i * KV_TILE + j] * residuals[g, t + j]
+                                    s_sketch[i * KV_TILE + j] * residuals[g, token + j]
                                 )
-                    if attends:
-                        for i in range(at_once):
+                    if cap > 0:
+                        soft_cap(at_once, s, 0, cap)
+                    for i in range(at_once):
+                        at = i * KV_TILE
+                        low = min(max(lows[r + i] - t, np.int64(0)), np.int64(KV_TILE))
+                        high = max(low, min(highs[r + i] - t, count))
+                        if attends:
                             maximum, shrink, total = online_softmax_row(
-                                s, i * KV_TILE, 0, count, maxima[r + i]
+                                s, at, low, high, maxima[r + i]
                             )
                             maxima[r + i] = maximum
                             totals[r + i] = totals[r + i] * shrink + total
                             rescale[i] = shrink
-                            for j in range(count):
-                                s[i * KV_TILE + j] *= v_scales[g, t + j]
+                            for j in range(low, high):  # the others' weights are 0
+                                s[at + j] *= v_scales[g, token + j]
+                        else:
+                            query, of_group = (row0 + r + i) // group, (row0 + r + i) % group
+                            line = row_of(scores, (np.int64(query), np.int64(g * group + of_group)))
+                            factor = BASE_E if cap > 0 else np.float32(1)
+                            line[t : t + count] = np.float32(-np.inf)
+                            for j in range(low, high):
+                                line[t + j] = s[at + j] * factor
+                    if attends:
                         accumulate(s, values, at_once, sums, r * pad, pad, rescale)
-                    else:
-                        for i in range(at_once):
-                            for j in range(count):
-                                scores[row + i, t - begin + j] = s[i * KV_TILE + j]
                     r += at_once
             if attends:
-                for r in range(group):
-                    row = g * group + r
+                for r in range(rows):
+                    row = g * of_head + row0 + r
                     for d in range(dim):
                         parts[row, split, d] = sums[r * pad + d]
                     parts[row, split, dim] = maxima[r]
@@ -317,25 +369,45 @@ def make_attend(BITS):
 
 def make_finish():
     """The kernel that merges splits in order, and rotates the result back."""
+    BLOCK, BASE_2 = ROWS, np.float32(LN_2)
 
-    def kernel(parts, back, out):
-        num_q_heads, splits, dim = len(parts), parts.shape[1], out.shape[1]
-        group = max(1, num_q_heads // len(back))
-        z = np.empty((1, dim), np.float32)
-        for i in range(num_q_heads):
-            top = np.float32(-np.inf)
-            for split in range(splits):
-                top = max(top, parts[i, split, dim])
-            total = np.float32(0)
+    def kernel(parts, back, out, lse, counter, launch, worker, workers):
+        if launch != 0:
+            on_threads(launch, workers)
+            return
+        num_heads, splits, dim = len(back), parts.shape[1], out.shape[2]
+        of_head, group = len(parts) // num_heads, out.shape[1] // num_heads
+        blocks = (of_head + BLOCK - 1) // BLOCK
+        z = np.empty((BLOCK, dim), np.float32)
+        turned = np.empty((BLOCK, dim), np.float32)
+        while True:
+            item = next_item(counter)
+            if item >= blocks * num_heads:
+                break
+            h, first = item % num_heads, item // num_heads * BLOCK
+            count = min(BLOCK, of_head - first)
             z[:] = np.float32(0)
-            for split in range(splits):
-                weight = np.float32(power_of_2(parts[i, split, dim], top))
-                total += weight * parts[i, split, dim + 1]
+            for r in range(count):
+                row = h * of_head + first + r
+                top, total = np.float32(-np.inf), np.float32(0)
+                for split in range(splits):
+                    top = max(top, parts[row, split, dim])
+                for split in range(splits):
+                    weight = np.float32(power_of_2(parts[row, split, dim], top))
+                    total += weight * parts[row, split, dim + 1]
+                    for d in range(dim):
+                        z[r, d] += weight * parts[row, split, d]
+                factor, found = finish(top, total, np.float32(-np.inf), BASE_2)
                 for d in range(dim):
-                    z[0, d] += weight * parts[i, split, d]
-            for d in range(dim):
-                z[0, d] /= total
-            _multiply(z, 1, back, np.int64(i // group), out[i : i + 1])
+                    z[r, d] *= np.float32(factor)
+                if len(lse) > 0:
+                    query, of_group = (first + r) // group, (first + r) % group
+                    lse[query, h * group + of_group] = found
+            _multiply(z, count, back, h, turned)
+            for r in range(count):
+                query, of_group = (first + r) // group, (first + r) % group
+                for d in range(dim):
+                    out[query, h * group + of_group, d] = turned[r, d]
 
     return kernel
 
@@ -372,7 +444,7 @@ def _decode() -> Any:
 
 @functools.cache
 def _multiply_rows(kind: str) -> Any:
-    signature = (array(WORDS[kind], 2), _MATRIX, _f32, _c(_f32, 2))
+    signature = (array(WORDS[kind], 3), _MATRIX, _f32, _c(_f32, 2), _COUNTER, *ON_THREADS)
     return build(
         make_multiply,
         signature,
@@ -383,17 +455,18 @@ def _multiply_rows(kind: str) -> Any:
 
 
 @functools.cache
-def _attend(bits: int) -> Any:
+def _attend(bits: int, v_bits: int) -> Any:
     signature = (
-        _c(_f32, 2), _c(_f32, 2), _i64, _i64, _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _i64, _i64,
-        _c(_f32, 2), _c(_f32, 3), _COUNTER, *ON_THREADS,
+        _c(_f32, 2), _c(_f32, 2), types.UniTuple(_i64, 7), _f32, _LEVELS, _LEVELS, _LEVELS, *_STORED,
+        *_STORED[:2], _c(_f32, 3), _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
-    return build(make_attend, signature, args=(bits,), label=f"attend_codes, {bits} bits")
+    label = f"attend_codes, {bits} bits" + ("" if bits == v_bits else f" and {v_bits}")
+    return build(make_attend, signature, args=(bits, v_bits), label=label)
 
 
 @functools.cache
 def _finish() -> Any:
-    signature = (_c(_f32, 3), _MATRIX, _c(_f32, 2))
+    signature = (_c(_f32, 3), _MATRIX, _c(_f32, 3), _c(_f32, 2), _COUNTER, *ON_THREADS)
     return build(
         make_finish, signature, args=(), label="finish of attend_codes", fastmath=_CONTRACT
     )
@@ -409,17 +482,20 @@ def _bits(levels: Any) -> int:
     return len(levels).bit_length() - 1
 
 
-def _rotated(q: Any, q_kind: str, rotation: Any, sketch: Any, scale: float) -> tuple[Any, Any]:
-    """Queries rotated and scaled, and their products with the sketch, in rows padded to whole vectors."""
+def _rotated(q: Any, q_kind: str, book: Codebook, scale: float) -> tuple[Any, Any]:
+    """Queries rotated and scaled, and their products with the sketch, by kv head, in rows padded to whole vectors."""
+    dim, projections = book.sketch.shape[1:]
+    rows = q.shape[0] * q.shape[1]
 
     def padded(width: int) -> Any:
-        return np.empty((len(q), -(-width // CODE_LANES) * CODE_LANES), np.float32)
+        return np.empty((rows, -(-width // CODE_LANES) * CODE_LANES), np.float32)
 
-    dim, projections = sketch.shape[1:]
     rotated, sketched = padded(dim), padded(projections)
-    _multiply_rows(q_kind)(q, rotation, scale, rotated)
+    _run(_multiply_rows(q_kind), rows * dim * dim, q, book.rotation, scale, rotated)
     if projections:
-        _multiply_rows("fp32")(rotated[:, :dim], sketch, 1.0, sketched)
+        by_head = rotated[None, :, :dim]
+        work = rows * dim * projections
+        _run(_multiply_rows("fp32"), work, by_head, book.sketch, 1.0, sketched)
     return rotated, sketched
 
 
@@ -442,30 +518,35 @@ def decode_rows(codes, scales, begin, levels, back, out):
 
 
 @implements(Operations.score_codes)
-def score_codes(
-    q, q_kind, rotation, levels, sketch, codes, scales, signs, residuals, begin, end, sm_scale, out
-):
-    dim, projections = sketch.shape[1:]
-    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale)
+def score_codes(q, q_kind, book, stored, options, out):
+    dim, projections = book.sketch.shape[1:]
+    rotated, sketched = _rotated(q, q_kind, book, options.sm_scale)
+    span = (dim, projections, stored.begin, 0, out.shape[2], len(q), options.window_left)
     _run(
-        _attend(_bits(levels)), out.size * (dim + projections), rotated, sketched, dim, projections,
-        levels, SIGNS, codes, scales, signs, residuals, codes, scales, begin, end, out,
+        _attend(_bits(book.levels), _bits(book.v_levels)), out.size * (dim + projections), rotated,
+        sketched, span, options.logits_soft_cap, book.levels, book.v_levels, SIGNS, *stored[:6], out,
         np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
 
 
 @implements(Operations.attend_codes)
-def attend_codes(
-    q, q_kind, rotation, back, levels, sketch, k_codes, k_scales, signs, residuals, v_codes, v_scales,
-    begin, end, sm_scale, out,
-):  # fmt: skip
-    dim, projections = sketch.shape[1:]
-    tokens, num_q_heads = end - begin, len(q)
-    rotated, sketched = _rotated(q, q_kind, rotation, sketch, sm_scale * LOG2_E)
-    parts = np.empty((num_q_heads, -(-tokens // SPLIT), dim + 2), np.float32)
-    _run(
-        _attend(_bits(levels)), tokens * num_q_heads * (2 * dim + projections), rotated, sketched,
-        dim, projections, levels, SIGNS, k_codes, k_scales, signs, residuals, v_codes, v_scales,
-        begin, end, np.empty((0, 0), np.float32), parts,
-    )  # fmt: skip
-    _finish()(parts, back, out)
+def attend_codes(q, q_kind, book, stored, options, out, lse):
+    dim, projections = book.sketch.shape[1:]
+    (num_queries, num_q_heads), length = q.shape[:2], stored.end - stored.begin
+    most = max(1, MOST_PARTS // (num_q_heads * (dim + 2) * (1 + length // SPLIT)))
+    cap, window_left = options.logits_soft_cap, options.window_left
+    scale = options.sm_scale * (1.0 if cap else LOG2_E)
+    kernel = _attend(_bits(book.levels), _bits(book.v_levels))
+    for first in range(0, num_queries, most):
+        rows = slice(first, first + most)
+        rotated, sketched = _rotated(q[rows], q_kind, book, scale)
+        count = len(rotated) // num_q_heads
+        seen = length - num_queries + first + count
+        start = int(oldest_visible(seen - count, window_left)) // SPLIT * SPLIT
+        parts = np.empty((len(rotated), -(-(seen - start) // SPLIT), dim + 2), np.float32)
+        span = (dim, projections, stored.begin, start, seen, count, window_left)
+        _run(
+            kernel, len(rotated) * (seen - start) * (2 * dim + projections), rotated, sketched, span,
+            cap, book.levels, book.v_levels, SIGNS, *stored[:6], np.empty((0, 0, 0), np.float32), parts,
+        )  # fmt: skip
+        _run(_finish(), len(rotated) * dim * dim, parts, book.back, out[rows], lse[rows])

@@ -163,29 +163,34 @@ def make_decode(BITS):
 
 
 def make_multiply(SRC):
-    """The kernel that multiplies rows of kind `SRC`, one for each q head, with the matrix of its kv head."""
+    """The kernel that multiplies q rows of kind `SRC` with the matrix of their kv head.
+
+    They come as ``(num_queries, num_q_heads, dim)``, and leave by kv head, query and q head of the group.
+    """
     load, _ = codec(SRC)
 
     def kernel(rows, matrix, factor, out):
         num_heads, dim, columns = matrix.shape
-        group = rows.shape[0] // num_heads
+        group = rows.shape[1] // num_heads
+        of_head = rows.shape[0] * group
         lane, mine = natural(cuda.threadIdx.x), natural(cuda.threadIdx.y)
         x = cuda.shared.array(0, types.float32)
         sums = cuda.local.array(ROWS, np.float32)
-        blocks = (group + ROWS - 1) // ROWS
+        blocks = (of_head + ROWS - 1) // ROWS
         for item in range(
             np.int64(cuda.blockIdx.x), blocks * num_heads, np.int64(cuda.gridDim.x)
         ):  # fmt: skip
             h, r0 = item % num_heads, item // num_heads * ROWS
-            row = h * group + min(r0 + mine, group - 1)
+            row = min(r0 + mine, of_head - 1)
+            query, head = row // group, h * group + row % group
             for d in range(lane, dim, LANES):
-                x[mine * dim + d] = factor * load(rows[row, d])
+                x[mine * dim + d] = factor * load(rows[query, head, d])
             cuda.syncthreads()
             for j in range(mine * LANES + lane, columns, THREADS):
                 _multiply(x, dim, matrix, h, j, sums)
                 for r in range(ROWS):
-                    if r0 + r < group:
-                        out[h * group + r0 + r, j] = sums[r]
+                    if r0 + r < of_head:
+                        out[h * of_head + r0 + r, j] = sums[r]
             cuda.syncthreads()
 
     return kernel

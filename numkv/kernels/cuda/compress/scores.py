@@ -7,6 +7,8 @@ levels of its own token up, once for all q rows.
 *Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
 kernel merges the splits in order, and multiplies the sums with the transposed rotation.
+
+Query rows of one kv head stand together, query by query. Each knows the tokens that it sees, counted from the first.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, natural
 from numkv.rows.codes import code_at
+from numkv.rows.softmax import finish
+from numkv.rows.visible import oldest_visible
 
 __all__ = ["Q_ROWS", "SPLIT", "make_attend", "make_finish", "make_score"]
 
@@ -33,6 +37,8 @@ PAD = 4
 SPLIT = 16 if SIMULATED else 256
 # Codes of so many bits or less are looked up in shared memory.
 SHARED_BITS = 8
+
+LOG2_E, LN_2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 
 
 class Keys(NamedTuple):
@@ -61,6 +67,8 @@ class State(NamedTuple):
     maxima: Any  #: of each q row
     totals: Any  #: of the thread's own tokens
     sums: Any  #: [column, row]
+    lows: Any  #: what each q row sees, counted from the first token
+    highs: Any
 
 
 @register_jitable
@@ -128,6 +136,23 @@ def _scorer(BITS, NUM_ROWS):
 
 
 @register_jitable
+def _sees(row0, num_rows, group, length, num_queries, window_left, lows, highs):
+    """Put down what q rows from `row0` on see."""
+    for r in range(num_rows):
+        position = length - num_queries + (row0 + r) // group
+        lows[r] = np.int32(oldest_visible(position, window_left))
+        highs[r] = np.int32(position + 1)
+
+
+@register_jitable
+def _capped(score, cap):
+    """A score bounded, if there is a cap."""
+    if cap > 0:
+        return cap * np.float32(math.tanh(score / cap))
+    return score
+
+
+@register_jitable
 def _load_queries(rotated, sketched, row0, num_rows, rows, q, thread):
     """Put `rows` q rows and their sketches into shared memory; rows past `num_rows` are the last one again."""
     dim, projections = rotated.shape[1], sketched.shape[1]
@@ -149,15 +174,17 @@ def make_score(BITS, NUM_ROWS):
     STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
 
-    def kernel(rotated, sketched, levels, codes, scales, signs, residuals, begin, end, out):
+    def kernel(rotated, sketched, levels, codes, scales, signs, residuals, span, out):
+        begin, _, length, num_queries, window_left, cap = span
         num_heads = scales.shape[0]
-        group = rotated.shape[0] // num_heads
+        of_head, group = rotated.shape[0] // num_heads, out.shape[1] // num_heads
         thread = natural(cuda.threadIdx.x)
         staged = cuda.shared.array(STAGED, np.uint8)
         table = cuda.shared.array(TABLE, np.float32)
         sign_levels = cuda.shared.array(2, np.float32)
         sums = cuda.local.array(NUM_ROWS, np.float32)
         sketch_sums = cuda.local.array(NUM_ROWS, np.float32)
+        lows, highs = cuda.local.array(NUM_ROWS, np.int32), cuda.local.array(NUM_ROWS, np.int32)
         keys = _keys(codes, scales, signs, residuals)
         q_rows = cuda.shared.array(0, types.float32)
         q = Queries(q_rows, rotated.shape[1], sketched.shape[1], sign_levels)
@@ -166,17 +193,18 @@ def make_score(BITS, NUM_ROWS):
                 table[i] = levels[i]
         if thread < 2:
             sign_levels[thread] = np.float32(2 * thread - 1)
-        row_blocks = (group + NUM_ROWS - 1) // NUM_ROWS
-        tiles = (end - begin + THREADS - 1) // THREADS
+        row_blocks = (of_head + NUM_ROWS - 1) // NUM_ROWS
+        tiles = (length + THREADS - 1) // THREADS
         for item in range(
             np.int64(cuda.blockIdx.x), tiles * row_blocks * num_heads, np.int64(cuda.gridDim.x)
         ):  # fmt: skip
             inner = item // num_heads
             h, r0 = item % num_heads, inner % row_blocks * NUM_ROWS
-            tile = begin + inner // row_blocks * THREADS
-            count, rows = min(THREADS, end - tile), min(NUM_ROWS, group - r0)
+            t = inner // row_blocks * THREADS
+            tile, count, rows = begin + t, min(THREADS, length - t), min(NUM_ROWS, of_head - r0)
+            _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
             cuda.syncthreads()
-            _load_queries(rotated, sketched, h * group + r0, rows, NUM_ROWS, q_rows, thread)
+            _load_queries(rotated, sketched, h * of_head + r0, rows, NUM_ROWS, q_rows, thread)
             cuda.syncthreads()
             if IN_SHARED:
                 score(keys, h, tile, count, q, table, staged, thread, sums, sketch_sums)
@@ -185,7 +213,10 @@ def make_score(BITS, NUM_ROWS):
             if thread < count:
                 for r in range(NUM_ROWS):
                     if r < rows:
-                        out[h * group + r0 + r, tile - begin + thread] = sums[r]
+                        row, found = r0 + r, np.float32(-np.inf)
+                        if lows[r] <= t + thread < highs[r]:
+                            found = _capped(sums[r], cap)
+                        out[row // group, h * group + row % group, t + thread] = found
 
     return kernel
 
@@ -196,10 +227,15 @@ def _softmax(NUM_ROWS, COLUMNS):
     MAXIMA = NUM_ROWS * SEARCHERS
 
     @register_jitable
-    def softmax(scores, p, peaks, state, v_scales, h, tile, count, thread):
+    def softmax(scores, p, peaks, state, v_scales, h, tile, t, count, thread, cap):
         here = thread < count
         for r in range(NUM_ROWS):
-            p[r * THREADS + thread] = scores[r] if here else np.float32(-np.inf)
+            if here and state.lows[r] <= t + thread < state.highs[r]:
+                if cap > 0:
+                    scores[r] = _capped(scores[r], cap) * LOG2_E
+            else:
+                scores[r] = np.float32(-np.inf)
+            p[r * THREADS + thread] = scores[r]
         cuda.syncthreads()
         if thread < MAXIMA:
             r, top = thread // SEARCHERS, np.float32(-np.inf)
@@ -212,13 +248,15 @@ def _softmax(NUM_ROWS, COLUMNS):
             top = state.maxima[r]
             for i in range(SEARCHERS):
                 top = max(top, peaks[r * SEARCHERS + i])
-            shrink = np.float32(math.exp2(state.maxima[r] - top))
+            base = top if top > np.float32(-np.inf) else np.float32(0)  # nothing has been seen
+            shrink = np.float32(math.exp2(state.maxima[r] - base))
             state.maxima[r] = top
-            weight = np.float32(0)
-            if here:
-                weight = np.float32(math.exp2(scores[r] - top))
+            weight, weighted = np.float32(0), np.float32(0)
+            if scores[r] != np.float32(-np.inf):
+                weight = np.float32(math.exp2(scores[r] - base))
+                weighted = weight * v_scale
             state.totals[r] = cuda.fma(state.totals[r], shrink, weight)
-            p[r * THREADS + thread] = weight * v_scale
+            p[r * THREADS + thread] = weighted
             for n in range(COLUMNS):
                 state.sums[n * NUM_ROWS + r] *= shrink
         cuda.syncthreads()
@@ -262,13 +300,13 @@ def _accumulate(BITS, NUM_ROWS, COLUMNS):
     return accumulate, store
 
 
-def make_attend(BITS, NUM_ROWS, COLUMNS):
+def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
     """The kernel of attention on codes; what it leaves are splits to be merged.
 
     Parameters
     ----------
-    BITS : int
-        Bits of a code.
+    BITS, V_BITS : int
+        Bits of a code of keys, and of values.
     NUM_ROWS : int
         Q rows of a head that a block takes at once.
     COLUMNS : int
@@ -276,22 +314,27 @@ def make_attend(BITS, NUM_ROWS, COLUMNS):
     """
     score = _scorer(BITS, NUM_ROWS)
     softmax, MAXIMA = _softmax(NUM_ROWS, COLUMNS)
-    accumulate, store = _accumulate(BITS, NUM_ROWS, COLUMNS)
+    accumulate, store = _accumulate(V_BITS, NUM_ROWS, COLUMNS)
     LENGTH = SPLIT
     STAGED = THREADS * (CHUNK * BITS // 8 + PAD)
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
-    PROBABILITIES, SUMS = NUM_ROWS * THREADS, COLUMNS * NUM_ROWS
+    # Values of as many bits have the keys' levels.
+    V_TABLE, V_IN_SHARED = (1 if V_BITS == BITS else _table_size(V_BITS)), V_BITS <= SHARED_BITS
+    PROBABILITIES, SUMS, ALIKE = NUM_ROWS * THREADS, COLUMNS * NUM_ROWS, V_BITS == BITS
 
     def kernel(
-        rotated, sketched, levels, k_codes, k_scales, signs, residuals, v_codes, v_scales, begin,
-        end, parts,
+        rotated, sketched, levels, v_levels, k_codes, k_scales, signs, residuals, v_codes, v_scales,
+        span, parts,
     ):  # fmt: skip
+        begin, start, length, num_queries, window_left, cap = span
         num_heads, capacity = k_scales.shape
-        dim = rotated.shape[1]
-        group, splits = rotated.shape[0] // num_heads, parts.shape[1]
+        dim, v_bytes = rotated.shape[1], v_codes.shape[0] // (num_heads * capacity)
+        of_head, splits = rotated.shape[0] // num_heads, parts.shape[1]
+        group = of_head // num_queries
         thread = natural(cuda.threadIdx.x)
         staged = cuda.shared.array(STAGED, np.uint8)
         table = cuda.shared.array(TABLE, np.float32)
+        v_table = cuda.shared.array(V_TABLE, np.float32)
         sign_levels = cuda.shared.array(2, np.float32)
         p = cuda.shared.array(PROBABILITIES, np.float32)  # [row, token]
         peaks = cuda.shared.array(MAXIMA, np.float32)
@@ -300,25 +343,33 @@ def make_attend(BITS, NUM_ROWS, COLUMNS):
         maxima = cuda.local.array(NUM_ROWS, np.float32)
         totals = cuda.local.array(NUM_ROWS, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
-        state = State(maxima, totals, sums)
+        lows, highs = cuda.local.array(NUM_ROWS, np.int32), cuda.local.array(NUM_ROWS, np.int32)
+        state = State(maxima, totals, sums, lows, highs)
         keys = _keys(k_codes, k_scales, signs, residuals)
         q_rows = cuda.shared.array(0, types.float32)
         q = Queries(q_rows, dim, sketched.shape[1], sign_levels)
         if IN_SHARED:
             for i in range(thread, TABLE, THREADS):
                 table[i] = levels[i]
+        if V_IN_SHARED and not ALIKE:
+            for i in range(thread, V_TABLE, THREADS):
+                v_table[i] = v_levels[i]
         if thread < 2:
             sign_levels[thread] = np.float32(2 * thread - 1)
-        row_blocks = (group + NUM_ROWS - 1) // NUM_ROWS
+        row_blocks = (of_head + NUM_ROWS - 1) // NUM_ROWS
         for item in range(
             np.int64(cuda.blockIdx.x), splits * row_blocks * num_heads, np.int64(cuda.gridDim.x)
         ):  # fmt: skip
             inner = item // num_heads
             h, r0 = item % num_heads, inner % row_blocks * NUM_ROWS
             split = inner // row_blocks
-            row0, rows = h * group + r0, min(NUM_ROWS, group - r0)
-            first = begin + split * LENGTH
-            last = min(first + LENGTH, end)
+            row0, rows = h * of_head + r0, min(NUM_ROWS, of_head - r0)
+            _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
+            first = start + split * LENGTH
+            # Tiles that no row sees are left out.
+            newest = length - num_queries + (r0 + rows - 1) // group
+            last = min(first + LENGTH, newest + 1)
+            first += max(np.int64(0), np.int64(lows[0]) - first) // THREADS * THREADS
             cuda.syncthreads()
             _load_queries(rotated, sketched, row0, rows, NUM_ROWS, q_rows, thread)
             for r in range(NUM_ROWS):
@@ -327,18 +378,20 @@ def make_attend(BITS, NUM_ROWS, COLUMNS):
             for i in range(SUMS):
                 sums[i] = np.float32(0)
             cuda.syncthreads()
-            for tile in range(first, last, THREADS):
-                count = min(THREADS, last - tile)
+            for t in range(first, last, THREADS):
+                tile, count = begin + t, min(THREADS, last - t)
                 if IN_SHARED:
                     score(keys, h, tile, count, q, table, staged, thread, scores, sketch_scores)
                 else:
                     score(keys, h, tile, count, q, levels, staged, thread, scores, sketch_scores)
-                softmax(scores, p, peaks, state, v_scales, h, tile, count, thread)
-                at = (h * capacity + tile) * keys.row_bytes
-                if IN_SHARED:
-                    accumulate(v_codes, at, keys.row_bytes, count, table, p, state, dim, thread)
+                softmax(scores, p, peaks, state, v_scales, h, tile, t, count, thread, cap)
+                at = (h * capacity + tile) * v_bytes
+                if not V_IN_SHARED:
+                    accumulate(v_codes, at, v_bytes, count, v_levels, p, state, dim, thread)
+                elif ALIKE:
+                    accumulate(v_codes, at, v_bytes, count, table, p, state, dim, thread)
                 else:
-                    accumulate(v_codes, at, keys.row_bytes, count, levels, p, state, dim, thread)
+                    accumulate(v_codes, at, v_bytes, count, v_table, p, state, dim, thread)
                 cuda.syncthreads()
             store(state, p, parts, row0, rows, split, thread)
 
@@ -348,32 +401,37 @@ def make_attend(BITS, NUM_ROWS, COLUMNS):
 def make_finish():
     """The kernel that merges splits in order, and multiplies the result with a matrix of its head."""
 
-    def kernel(parts, back, out):
-        num_q_heads, dim = out.shape
-        splits = parts.shape[1]
-        group = num_q_heads // back.shape[0]
+    def kernel(parts, back, out, lse):
+        num_heads, dim, splits = back.shape[0], out.shape[2], parts.shape[1]
+        of_head, group = parts.shape[0] // num_heads, out.shape[1] // num_heads
         thread = natural(cuda.threadIdx.x)
         z = cuda.shared.array(0, types.float32)
-        for i in range(np.int64(cuda.blockIdx.x), num_q_heads, np.int64(cuda.gridDim.x)):
+        for row in range(np.int64(cuda.blockIdx.x), parts.shape[0], np.int64(cuda.gridDim.x)):
+            h, of_rows = row // of_head, row % of_head
+            query, head = of_rows // group, h * group + of_rows % group
             top = np.float32(-np.inf)
             for split in range(splits):
-                top = max(top, parts[i, split, dim])
+                top = max(top, parts[row, split, dim])
+            base = top if top > np.float32(-np.inf) else np.float32(0)
             total = np.float32(0)
             for split in range(splits):
-                weight = np.float32(math.exp2(parts[i, split, dim] - top))
-                total = cuda.fma(weight, parts[i, split, dim + 1], total)
+                weight = np.float32(math.exp2(parts[row, split, dim] - base))
+                total = cuda.fma(weight, parts[row, split, dim + 1], total)
+            factor, found = finish(top, total, np.float32(-np.inf), LN_2)
             for d in range(thread, dim, THREADS):
                 x = np.float32(0)
                 for split in range(splits):
-                    weight = np.float32(math.exp2(parts[i, split, dim] - top))
-                    x = cuda.fma(weight, parts[i, split, d], x)
-                z[d] = x / total
+                    weight = np.float32(math.exp2(parts[row, split, dim] - base))
+                    x = cuda.fma(weight, parts[row, split, d], x)
+                z[d] = x * np.float32(factor)
+            if thread == 0 and lse.shape[0] > 0:
+                lse[query, head] = found
             cuda.syncthreads()
             for j in range(thread, dim, THREADS):
                 x = np.float32(0)
                 for k in range(dim):
-                    x = cuda.fma(z[k], back[i // group, k, j], x)
-                out[i, j] = x
+                    x = cuda.fma(z[k], back[h, k, j], x)
+                out[query, head, j] = x
             cuda.syncthreads()
 
     return kernel
