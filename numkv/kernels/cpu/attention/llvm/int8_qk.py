@@ -15,7 +15,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.levels import levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.words import Words
 
 __all__ = ["add_queries", "interleave_bytes", "make_qk_int8"]
@@ -78,8 +80,8 @@ def add_queries(v, floats, at, sums, codes):
 
 
 @functools.cache
-def make_qk_int8(next_kind):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched."""
+def make_qk_int8(next_kind, kind="int8"):
+    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
 
     @intrinsic
     def qk_int8(typing_context, rows, floats, queries, keys, count, s_at, extents):
@@ -91,7 +93,7 @@ def make_qk_int8(next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            emitter = _Int8(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
+            emitter = _Int8(b, (kind, next_kind), *unpack(context, b, sig.args[1:], args[1:]))
             for_rows(b, args[0], emitter.emit)
             return context.get_dummy_value()
 
@@ -103,8 +105,9 @@ def make_qk_int8(next_kind):
 class _Int8:
     """Emits `qk_int8`."""
 
-    def __init__(self, b, next_kind, floats, queries, keys, count, s_at, extents):
+    def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
         self.b, self.v = b, Words(b)
+        self.kind, next_kind = kinds
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
@@ -156,7 +159,7 @@ class _Int8:
         def add(d, left=None):
             def codes(t):
                 self.stream.issue(self.columns, t)
-                return self.load(b.add(k_at[t], d), left)
+                return self.load(b.add(k_at[t], in_words(b, self.kind, d)), left)
 
             add_queries(v, self.floats, self.unit_at(d), sums, codes)
 
@@ -169,8 +172,18 @@ class _Int8:
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def load(self, at, left):
-        """Some codes of a K row without signs, once for each query row."""
+        """Some codes of a K row without signs, or levels, once for each query row."""
         b, v = self.b, self.v
+        if self.kind == "code4":  # past a row's end queries are 0
+            size = self.columns // 2
+            if left is None:
+                pointer = v.pointer(self.keys.words, at, I8)
+                type_ = ir.VectorType(I8, size)
+                packed = b.load(b.bitcast(pointer, type_.as_pointer()), align=1)
+            else:
+                packed = v.load_bytes(self.keys.words, at, in_words(b, self.kind, left), size)
+            part = b.bitcast(levels_of(b, packed, True), ir.VectorType(v.int, self.each))
+            return v.shuffle(part, part, [i % self.each for i in range(v.lanes)])
         if left is None:
             type_ = ir.VectorType(v.int, self.each)
             pointer = v.pointer(self.keys.words, at, I8)
