@@ -14,8 +14,10 @@ from numkv.kernels.cpu.vectors.emit import I8, I16, I32
 from numkv.kernels.cpu.vectors.features import FEATURES
 from numkv.rows.code4 import LEVELS
 
-__all__ = ["levels_of"]
+__all__ = ["level_words", "levels_of"]
 
+# Levels by codes.
+_TABLE = [*LEVELS, *(-level for level in LEVELS)]
 # By bytes of a vector, the instruction that takes bytes of each 16 by the numbers in as many others.
 _LOOKUPS = {
     size: name
@@ -47,8 +49,24 @@ def levels_of(builder, packed, without_sign=False):
     wide = b.or_(wide, b.shl(wide, ir.Constant(wide.type, [I16(4)] * count)))
     codes = b.bitcast(wide, ir.VectorType(I8, 2 * count))
     codes = b.and_(codes, ir.Constant(codes.type, [I8(15)] * codes.type.count))
-    table = [*LEVELS, *(-level for level in LEVELS)]
-    return _looked_up(b, codes, [level + 128 if without_sign else level for level in table])
+    return _looked_up(b, codes, [x + 128 if without_sign else x for x in _TABLE])
+
+
+def level_words(builder, packed):
+    """The levels of codes, two to a byte, as words: those of low nibbles, and those of high ones."""
+    b, count = builder, packed.type.count
+    wide = b.zext(packed, ir.VectorType(I16, count))
+    if count == 32 and "avx512bw" in FEATURES:
+        # A look into a table of 32 words, of which five bits of a word say which one: the fifth does not matter.
+        values = ir.Constant(wide.type, 2 * [I16(x) for x in _TABLE])
+        signature = ir.FunctionType(wide.type, [wide.type] * 2)
+        name = "llvm.x86.avx512.permvar.hi.512"
+        function = cgutils.get_or_insert_function(b.module, signature, name)
+        high = b.lshr(wide, ir.Constant(wide.type, [I16(4)] * count))
+        return [b.call(function, [values, words]) for words in (wide, high)]
+    words = b.bitcast(levels_of(b, packed), wide.type)
+    eight = ir.Constant(wide.type, [I16(8)] * count)
+    return [b.ashr(b.shl(words, eight), eight), b.ashr(words, eight)]
 
 
 def _looked_up(b, codes, table):

@@ -10,7 +10,7 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
-from numkv.kernels.cpu.vectors.levels import levels_of
+from numkv.kernels.cpu.vectors.levels import level_words
 from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -51,7 +51,9 @@ class Words(Vectors):
         """
         size = 4 * self.lanes // PER_WORD[kind]
         codes = self.load_bytes(base, at, in_words(self.b, kind, count), size)
-        words = self.words(levels_of(self.b, codes) if kind == "code4" else codes)
+        if kind == "code4":
+            return level_words(self.b, codes)
+        words = self.words(codes)
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 
