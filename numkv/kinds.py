@@ -40,8 +40,8 @@ class Kind:
     Attributes
     ----------
     name : str
-        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"`` or
-        ``"int4"``.
+        Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
+        ``"int4"`` or ``"code4"``.
     dtype : numpy.dtype
         The dtype a user sees.
     word : numpy.dtype
@@ -259,6 +259,7 @@ _KINDS = {
             group_size=32,
             elements_per_word=2,
         ),
+        Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", elements_per_word=2),
     )
 }
 _ALIASES = {

@@ -9,9 +9,9 @@ The functions for a kind are chosen when a kernel is built, and take the same ar
     value(words, scales, d, dim)         # element d of a stored row of dim
     put(x, words, scales, d)             # back; not for quantised kinds
 
-`scales` is the row of the scales that a token's row has in one kv head, whoever shares them: one for INT8, one for each
-group for INT4, and for 8-bit floats the one of the head, which is read, never written. `scales_at` finds it. Kinds
-without scales look at none.
+`scales` is the row of the scales that a token's row has in one kv head, whoever shares them: one for INT8 and for codes
+of a codebook, one for each group for INT4, and for 8-bit floats the one of the head, which is read, never written.
+`scales_at` finds it. Kinds without scales look at none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.rows.code4 import code4_value, load_code4, store_code4
 from numkv.rows.convert import codec
 from numkv.rows.int4 import int4_value, load_int4, store_int4
 from numkv.rows.quantize import int8_divisor, int8_quotient, int8_scale, largest_of
@@ -111,6 +112,8 @@ def row_codec(kind, compute="float32"):
         return _store_int8, _load_int8
     if kind == "int4":
         return store_int4, load_int4
+    if kind == "code4":
+        return store_code4, load_code4
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 
@@ -149,6 +152,8 @@ def element_codec(kind, compute="float32"):
         return _int8_value, None
     if kind == "int4":
         return int4_value, None
+    if kind == "code4":
+        return code4_value, None
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 

@@ -18,7 +18,7 @@ from numkv.checks import (
     is_plain,
 )
 from numkv.errors import DimensionMismatch, NotSupported
-from numkv.kinds import STORED_FLOAT_DTYPES, kind_of_dtype, kind_of_stored_dtype, kinds
+from numkv.kinds import STORED_FLOAT_DTYPES, Kind, kind_of_dtype, kind_of_stored_dtype, kinds
 from numkv.storage.addresses import MEMORY
 from numkv.storage.buffer import Buffer, head_scales
 from numkv.storage.pool import Pool
@@ -28,7 +28,11 @@ __all__ = ["check_written", "stored_pool"]
 
 _FLOAT32 = np.dtype(np.float32)
 
-_CODES = {k.word: k for k in kinds() if k.has_scales}
+# Several kinds may have the same words; the dtype and the rank of their scales tell them apart.
+_CODES: dict[np.dtype[Any], list[Kind]] = {}
+for _kind in kinds():
+    if _kind.has_scales:
+        _CODES.setdefault(_kind.word, []).append(_kind)
 _STORED = (*STORED_FLOAT_DTYPES, *_CODES)
 _STORED_EACH = {dtype: (dtype,) for dtype in _STORED}
 # Pools over arrays that come again and hold no memory, and these, so that no others get their ids. What is checked of
@@ -91,7 +95,7 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
     """A checked array with its scales: floats have none, or those of heads; codes need them."""
     found = kind_of_stored_dtype(x.dtype)
     if found is None:
-        found = _CODES[x.dtype]
+        found = _kind_of_codes(x.dtype, scale)
         rows, dim = tuple(int(n) for n in x.shape[:3]), int(x.shape[3]) * found.elements_per_word
         shape = found.scale_shape(rows, dim)
         if scale is None:
@@ -110,6 +114,13 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
     else:
         scales = _no_scale(target.key)
     return Buffer(target, target.words(x), scales, found)
+
+
+def _kind_of_codes(words: np.dtype[Any], scale: Any) -> Kind:
+    """The kind of codes that has these words and such scales; where no kind has such, the first with these words."""
+    some = _CODES[words]
+    found = getattr(scale, "dtype", None), getattr(scale, "ndim", None)
+    return next((of for of in some[1:] if (of.scale_dtype, of.scale_ndim) == found), some[0])
 
 
 def _of_heads(target: Target, name: str, scale: Any, heads: int) -> Array:

@@ -88,6 +88,7 @@ def octets_fit(array, kind: str, dim: int) -> bool:
     if (
         SIMULATED
         or not array.size
+        or kind == "code4"  # which is no more than right
         or dim % (32 if of.is_packed else 8)
         or (of.has_scales and dim > MAX_DIM)
     ):

@@ -53,10 +53,11 @@ def make_shift_rows(KIND):
     SHAPE = (ROWS, LANES)
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved):
-        num_blocks, num_heads, block_size, dim = pool.shape
+        num_blocks, num_heads, block_size, words_of_row = pool.shape
+        dim = PER_WORD * words_of_row
         half, angle = cos.shape[1], natural(abs(offset))
         if GROUP:  # those that are rotated
-            dim = min(PER_WORD * dim, (2 * half + GROUP - 1) // GROUP * GROUP)
+            dim = min(dim, (2 * half + GROUP - 1) // GROUP * GROUP)
         rows = slots.shape[0] * num_heads
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         if QUANTISED:

@@ -15,6 +15,7 @@ from numkv.kernels.cuda.instructions import load_chunk, loader
 from numkv.kernels.cuda.launches import SIMULATED, THREADS
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
+from numkv.rows.code4 import code4_level
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
@@ -36,14 +37,11 @@ __all__ = [
 
 #: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32
-#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4, 8
-#: bytes), as more make too many floats.
+#: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
+#: CODE4, 8 bytes), as more make too many floats.
 WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in kinds()}
 #: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
-#: Kinds of which several elements share a word: INT4.
-PACKED = frozenset(k.name for k in kinds() if k.is_packed)
-
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
@@ -101,12 +99,12 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     -------
     function
         ``read(array, scale, a, b, c, chunk, floats, at)`` puts chunk number `chunk` of the row ``array[a, b, c]`` at
-        ``floats[at:]``; elements past the end of the row are 0. Those of packed kinds are scaled, as a row has several
+        ``floats[at:]``; elements past the end of the row are 0. Those of INT4 are scaled, as a row has several
         scales, and in the order that `column_of` says; scales of rows or of heads are left to the caller.
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
-    BY_GROUP = KIND in PACKED
+    CODE4, BY_GROUP = KIND == "code4", kind_of(KIND).scales_per == "group"
     BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
 
     @register_jitable
@@ -128,6 +126,18 @@ def reader(KIND, COMPUTE, STEP, WIDE):
                         low = F(byte & np.int32(15)) * factor + lowest
                         high = F(byte >> np.int32(4)) * factor + lowest
                     floats[at + i], floats[at + BYTES + i] = low, high
+        elif CODE4:
+            first = chunk * BYTES
+            if WIDE:
+                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
+            else:
+                for i in range(BYTES):
+                    low, high = F(0), F(0)
+                    if first + i < array.shape[3]:
+                        byte = np.int32(array[a, b, c, first + i])
+                        low = F(code4_level(byte))
+                        high = F(code4_level(np.int32(byte >> np.int32(4))))
+                    floats[at + 2 * i], floats[at + 2 * i + 1] = low, high
         elif WIDE:
             load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
         else:
@@ -153,7 +163,7 @@ def column_of(KIND, STEP):
     function
         ``column(chunk, i, dim)``: the column of a chunk's element i in a row of `dim`; `dim` or more past the end.
     """
-    TWO_HALVES, BYTES = KIND in PACKED, STEP // 2
+    TWO_HALVES, BYTES = kind_of(KIND).scales_per == "group", STEP // 2
 
     @register_jitable
     def column(chunk, i, dim):

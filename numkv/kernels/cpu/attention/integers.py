@@ -1,7 +1,7 @@
 """The engine of integers: quantised rows meet queries and probabilities of 16 bits.
 
-The error, 1e-4 of a result or so, is a hundredth of what INT8 costs. INT8 goes this way with float32; INT4 too where
-vectors have 512 bits. The sides of K and of V are those of `floats`, under the same names.
+The error, 1e-4 of a result or so, is a hundredth of what INT8 costs. INT8 goes this way with float32, and
+CODE4, whose levels are INT8, after a look into a table; INT4 too where vectors have 512 bits. The sides of K and of V are those of `floats`, under the same names.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["make_keys", "make_values"]
 @functools.cache
 def make_keys(kind: str, next_kind: str) -> tuple[Callable[..., Any], ...]:
     """``load_query, interleave, scores`` for a storage kind of K; `next_kind` is V's, whose rows are prefetched."""
-    return _int4_keys(next_kind) if kind == "int4" else _int8_keys(next_kind)
+    return _int4_keys(next_kind) if kind == "int4" else _int8_keys(kind, next_kind)
 
 
-def _int8_keys(next_kind):
-    load_floats, interleave, scores = floats_engine.make_keys("int8", "float32", next_kind, True)
+def _int8_keys(kind, next_kind):
+    load_floats, interleave, scores = floats_engine.make_keys(kind, "float32", next_kind, True)
     if HAS_FOURS:
-        interleave, scores = _byte_keys(make_qk_int8(next_kind))
+        interleave, scores = _byte_keys(make_qk_int8(next_kind, kind))
 
     @inlined
     def load_query(floats, at, sizes, row, q_row, scale):
@@ -118,11 +118,11 @@ def _int4_keys(next_kind):
 @functools.cache
 def make_values(kind: str, next_kind: str) -> Callable[..., Any]:
     """``accumulate`` for a storage kind of V; `next_kind` is K's, whose rows are prefetched."""
-    return _int4_values(next_kind) if kind == "int4" else _int8_values(next_kind)
+    return _int4_values(next_kind) if kind == "int4" else _int8_values(kind, next_kind)
 
 
-def _int8_values(next_kind):
-    accumulate_int8 = make_accumulate_int8(next_kind)
+def _int8_values(kind, next_kind):
+    accumulate_int8 = make_accumulate_int8(next_kind, kind)
 
     @inlined
     def accumulate(floats, at, sizes, count, taken, values, begin, end, row, extents):

@@ -107,7 +107,7 @@ def make_layout(
     rows_at_most = AMX_QUERY_ROWS if use_amx else MANY_QUERY_ROWS if by_panels else QUERY_ROWS
     k_kind_, v_kind_ = kind(k_kind), kind(v_kind)
     k_group, v_group = k_kind_.group_size, v_kind_.group_size
-    k_packed = k_in_integers and k_kind_.is_packed
+    k_packed = k_in_integers and k_group > 0
     pad_k = KV_TILE if use_amx else INT4_SPAN if k_packed else 4 * LANES if k_in_integers else LANES
     pad_v = KV_TILE if use_amx else LANES
     unroll, line = _UNROLL, LINE

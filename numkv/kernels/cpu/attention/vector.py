@@ -50,7 +50,7 @@ def make_load_rows(k_kind: str, v_kind: str, compute: str) -> Callable[..., Any]
     """
     of_head = make_of_head(k_kind, compute)
     load_query, _, _ = keys_for(k_kind, v_kind, compute)
-    HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).is_packed
+    HAS_SUMS = in_integers(k_kind, compute) and kind_named(k_kind).group_size > 0
     F = np.float32 if compute == "float32" else np.float64
 
     @inlined

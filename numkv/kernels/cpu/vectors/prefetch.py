@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I8, I32, I64, as_bytes, data_of
 from numkv.kernels.cpu.vectors.features import LOCALITY
-from numkv.kernels.cpu.vectors.stored import ON_LINE, PER_WORD, STORED
+from numkv.kernels.cpu.vectors.stored import ON_LINE, STORED, in_words
 
 __all__ = ["NO_MORE", "PrefetchStream", "prefetch", "prefetch_column"]
 
@@ -85,7 +85,7 @@ def prefetch_line(builder, pointer, locality=LOCALITY):
 
 def prefetch_column(builder, kind, base, at, column):
     """Prefetch the cache line of a column of the row at `at`, of a storage kind; the address may be anything."""
-    column = builder.ashr(column, I64(1)) if PER_WORD[kind] == 2 else column
+    column = in_words(builder, kind, column)
     typed = builder.bitcast(base, STORED[kind].as_pointer())
     prefetch_line(builder, as_bytes(builder, builder.gep(typed, [builder.add(at, column)])))
 

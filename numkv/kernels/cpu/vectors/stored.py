@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, HALF, I8, I16, I32
+from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, HALF, I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_HALF
+from numkv.kernels.cpu.vectors.levels import levels_of
 from numkv.kinds import kinds
 
-__all__ = ["ON_LINE", "PER_WORD", "STORED", "widened"]
+__all__ = ["ON_LINE", "PER_WORD", "STORED", "in_words", "widened"]
 
 _WORDS = {"float64": DOUBLE, "float32": FLOAT, "uint16": I16, "uint8": I8, "int8": I8}
 #: Type of a word in memory, by kind.
@@ -22,13 +23,20 @@ PER_WORD = {kind.name: kind.elements_per_word for kind in kinds()}
 ON_LINE = {kind.name: 64 * kind.elements_per_word // kind.word.itemsize for kind in kinds()}
 
 
+def in_words(builder, kind, elements):
+    """How many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
+    return builder.ashr(elements, I64(1)) if PER_WORD[kind] == 2 else elements
+
+
 def widened(v, kind, words):
     """The floats that a vector of words of a kind stands for, in the float type of `v`: ``words.astype(compute)``.
 
-    Words of INT8 are codes, which have still to be multiplied by their scale, and 8-bit floats may have to be by their
-    head's.
+    Words of INT8 are codes, which have still to be multiplied by their scale, as levels of CODE4 have, two of which are a
+    word; 8-bit floats may have to be by their head's.
     """
-    if kind == "int8":
+    if kind == "code4":
+        words = levels_of(v.b, words)
+    if kind in ("int8", "code4"):
         return v.b.sitofp(v.b.sext(words, v.int_type), v.type)
     floats = _WIDEN[kind](v, words)
     if v.double and floats.type.element != DOUBLE:

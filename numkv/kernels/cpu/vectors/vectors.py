@@ -7,7 +7,8 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LANES
-from numkv.kernels.cpu.vectors.stored import STORED, widened
+from numkv.kernels.cpu.vectors.levels import levels_of
+from numkv.kernels.cpu.vectors.stored import PER_WORD, STORED, widened
 
 __all__ = ["Vectors"]
 
@@ -73,9 +74,9 @@ class Vectors:
         return self.b.gep(typed, [at])
 
     def load(self, kind, base, at, mask=None):
-        """Load `lanes` elements of a storage kind, widened; lanes outside `mask` are zero and not touched."""
+        """Load `lanes` elements of a storage kind, widened; words outside `mask` are zero and not touched."""
         element = STORED[kind]
-        type_ = ir.VectorType(element, self.lanes)
+        type_ = ir.VectorType(element, self.lanes // PER_WORD[kind])
         pointer = self.pointer(base, at, element)
         size = {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[element]
         if mask is None:
@@ -93,14 +94,16 @@ class Vectors:
         zero = ir.Constant(type_, None)
         return self.b.call(function, [pointer, I32(size), mask, zero])
 
-    def load_codes(self, base, at, mask=None):
-        """Load ``2 * lanes`` int8 codes as 16-bit integers; lanes outside `mask` are zero and not touched."""
-        type_ = ir.VectorType(I8, 2 * self.lanes)
+    def load_codes(self, base, at, mask=None, kind="int8"):
+        """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; bytes outside `mask` are zero and not touched."""
+        type_ = ir.VectorType(I8, 2 * self.lanes // PER_WORD[kind])
         pointer = self.pointer(base, at, I8)
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
         else:
             value = self.masked_load(pointer, type_, 1, mask)
+        if kind == "code4":
+            value = levels_of(self.b, value)
         return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
 
     def load_words(self, base, at):

@@ -10,6 +10,8 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
+from numkv.kernels.cpu.vectors.levels import level_words
+from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
 __all__ = ["Words"]
@@ -40,14 +42,18 @@ class Words(Vectors):
         """The same bits as 16-bit integers."""
         return self.b.bitcast(vector, self.word_type)
 
-    def load_int8(self, base, at, count):
-        """Load `count` codes of INT8, at most ``4 * lanes``, as words: ``codes[0::2], codes[1::2]``.
+    def load_int8(self, base, at, count, kind="int8"):
+        """Load `count` codes of INT8 or levels, at most ``4 * lanes``, as words: ``codes[0::2], codes[1::2]``.
 
-        Past `count` codes are 0, and memory is not touched. A word has two codes::
+        Past `count` codes are 0, levels any, and memory is not touched. `at` counts bytes. A word has two codes::
 
             bytes   c0 c1 | c2 c3 | ...    ->   even  c0 | c2 | ...     odd  c1 | c3 | ...
         """
-        words = self.words(self.load_bytes(base, at, count, 4 * self.lanes))
+        size = 4 * self.lanes // PER_WORD[kind]
+        codes = self.load_bytes(base, at, in_words(self.b, kind, count), size)
+        if kind == "code4":
+            return level_words(self.b, codes)
+        words = self.words(codes)
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
 

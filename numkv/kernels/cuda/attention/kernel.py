@@ -69,8 +69,8 @@ class VTeam(NamedTuple):
 
 
 def by_address(name, wide):
-    """Whether rows of a kind are read by address: not those that have several scales."""
-    return wide and kind(name).scales_per != "group"
+    """Whether rows of a kind are read by address: not those of which a word is several elements."""
+    return wide and not kind(name).is_packed
 
 
 def _float(COMPUTE):

@@ -15,11 +15,12 @@ from numkv.kernels.cuda.instructions.emit import intrinsic
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
+from numkv.rows.code4 import LEVELS, code4_level
 from numkv.rows.convert import codec
 
 __all__ = ["PACKED", "load_chunk", "loader"]
 
-#: Kinds of which several elements share a word: INT4.
+#: Kinds of which several elements share a word: INT4 and CODE4.
 PACKED = frozenset(k.name for k in kinds() if k.is_packed)
 
 
@@ -32,6 +33,10 @@ def loader(KIND, COMPUTE="float32"):
 def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
     load = loader(KIND, floats.dtype.name)
     row = array[a, b, c]
+    if KIND == "code4":
+        for i in range(WIDTH):
+            floats[at + i] = code4_level(int(row[d + i // 2]) >> 4 * (i % 2))
+        return
     if KIND in PACKED:
         for i in range(WIDTH // 2):
             floats[at + i] = int(row[d + i]) & 15
@@ -44,7 +49,8 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
     """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
 
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'.
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4, which `d` counts
+    words of too, the levels.
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
@@ -94,8 +100,8 @@ def _floats_of(context, b, kind, chunk):
             for i in range(chunk.type.count):
                 yield from _int4_floats(b, b.extract_element(chunk, ir.Constant(i32, i)), shift)
         return
-    if kind in ("bf16", "int8"):
-        part = _bf16_floats if kind == "bf16" else _int8_floats
+    if kind in ("bf16", "int8", "code4"):
+        part = {"bf16": _bf16_floats, "int8": _int8_floats, "code4": _code4_floats}[kind]
         for i in range(chunk.type.count):
             yield from part(b, b.extract_element(chunk, ir.Constant(i32, i)))
         return
@@ -138,15 +144,36 @@ def _int4_floats(b, codes, shift):
     return _byte_floats(b, nibbles, 2.0**23)
 
 
-def _byte_floats(b, bytes_, offset):
-    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
+def _code4_floats(b, codes):
+    """The levels of eight codes of `numkv.rows.code4`: a permutation of bytes looks four magnitudes up."""
     i32, single = ir.IntType(32), ir.FloatType()
+    low, high = (
+        ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(part)))
+        for part in (LEVELS[:4], LEVELS[4:])
+    )
+    for first in range(0, 8, 4):
+        here = b.lshr(codes, ir.Constant(i32, 4 * first))
+        numbers = b.and_(here, ir.Constant(i32, 0x7777))
+        for i, size in enumerate(_byte_floats(b, _permute(b, low, high, numbers), 2.0**23)):
+            sign = b.and_(b.shl(here, ir.Constant(i32, 28 - 4 * i)), ir.Constant(i32, 0x80000000))
+            yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+
+
+def _permute(b, low, high, numbers):
+    """Four bytes of eight, those of `low` first: each of four nibbles says which one, the lowest the lowest's."""
+    i32 = ir.IntType(32)
     permute = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(i32, [i32, i32, i32]), "llvm.nvvm.prmt"
     )
+    return b.call(permute, [low, high, numbers])
+
+
+def _byte_floats(b, bytes_, offset):
+    """Four bytes as floats, each as the last one of the float 2**23, less `offset`."""
+    i32, single = ir.IntType(32), ir.FloatType()
     for i in range(4):
         # Bytes 0 to 3 are those of `bytes_`, 4 to 7 those of the constant; the topmost is named first.
-        bits = b.call(permute, [bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i)])
+        bits = _permute(b, bytes_, ir.Constant(i32, 0x4B000000), ir.Constant(i32, 0x7440 + i))
         yield b.fsub(b.bitcast(bits, single), ir.Constant(single, offset))
 
 

@@ -19,6 +19,7 @@ from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kernels.cpu.vectors.words import Words
 
@@ -141,8 +142,8 @@ def add_to_output(v, floats, outputs, row, value, column, mask=None):
 
 
 @functools.cache
-def make_accumulate_int8(next_kind):
-    """`accumulate_int8`; `next_kind` is the storage kind of the rows that are prefetched."""
+def make_accumulate_int8(next_kind, kind="int8"):
+    """`accumulate_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
 
     @intrinsic
     def accumulate_int8(
@@ -165,7 +166,7 @@ def make_accumulate_int8(next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            emitter = _Int8(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
+            emitter = _Int8(b, (kind, next_kind), *unpack(context, b, sig.args[1:], args[1:]))
             for_rows(b, args[0], emitter.emit, row_unroll("float32"))
             return context.get_dummy_value()
 
@@ -177,9 +178,9 @@ def make_accumulate_int8(next_kind):
 class _Int8:
     """Emits `accumulate_int8`."""
 
-    def __init__(self, b, next_kind, count, floats, weights, values, begin, end, outputs, extents):
+    def __init__(self, b, kinds, count, floats, weights, values, begin, end, outputs, extents):
         self.b, self.v = b, None
-        self.next_kind, self.extents = next_kind, extents
+        (self.kind, self.next_kind), self.extents = kinds, extents
         self.count, self.floats, self.weights, self.values = count, floats, weights, values
         self.begin, self.end, self.outputs = begin, end, outputs
 
@@ -209,8 +210,9 @@ class _Int8:
             codes = []
             for i in range(2):
                 token = b.add(b.mul(turn, I64(2)), I64(i))
-                place = b.add(b.load(b.gep(self.values.offsets, [token])), at)
-                codes.append(v.load_int8(self.values.words, place, left))
+                row_at = b.load(b.gep(self.values.offsets, [token]))
+                place = b.add(row_at, in_words(b, self.kind, at))
+                codes.append(v.load_int8(self.values.words, place, left, self.kind))
             mixed = [x for pair in zip(*codes, strict=True) for x in v.interleave(*pair)]
             for row in taken:
                 at_turn = b.add(self.weights.at, b.add(b.mul(turn, I64(self.rows)), I64(row)))

@@ -15,13 +15,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.levels import levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.words import Words
 
 __all__ = ["add_queries", "interleave_bytes", "make_qk_int8"]
 
 # Tokens whose sums, of low and of high bytes, fit into registers.
 TOKENS = 8
+# Units of CODE4 whose query rows stay in registers beside these.
+_UNITS = 4
 
 
 @intrinsic
@@ -78,8 +82,8 @@ def add_queries(v, floats, at, sums, codes):
 
 
 @functools.cache
-def make_qk_int8(next_kind):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched."""
+def make_qk_int8(next_kind, kind="int8"):
+    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
 
     @intrinsic
     def qk_int8(typing_context, rows, floats, queries, keys, count, s_at, extents):
@@ -91,7 +95,7 @@ def make_qk_int8(next_kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            emitter = _Int8(b, next_kind, *unpack(context, b, sig.args[1:], args[1:]))
+            emitter = _Int8(b, (kind, next_kind), *unpack(context, b, sig.args[1:], args[1:]))
             for_rows(b, args[0], emitter.emit)
             return context.get_dummy_value()
 
@@ -103,8 +107,9 @@ def make_qk_int8(next_kind):
 class _Int8:
     """Emits `qk_int8`."""
 
-    def __init__(self, b, next_kind, floats, queries, keys, count, s_at, extents):
+    def __init__(self, b, kinds, floats, queries, keys, count, s_at, extents):
         self.b, self.v = b, Words(b)
+        self.kind, next_kind = kinds
         self.stream = PrefetchStream(b, next_kind, extents)
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
@@ -115,6 +120,8 @@ class _Int8:
         b, v = self.b, self.v
         self.rows, self.each = rows, v.lanes // rows
         self.columns = 4 * self.each
+        # Units that are taken at once.
+        self.units = min(rows, _UNITS) if self.kind == "code4" else 1
         self.flip = v.opaque(v.splat_int(0x80808080 - 2**32))
         starts = self.first_sums()
         row_scales = v.repeated(self.floats, self.queries.scales_at, rows)
@@ -154,19 +161,52 @@ class _Int8:
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(TOKENS)]
 
         def add(d, left=None):
+            if self.kind == "code4":
+                self.add_levels(k_at, sums, d, left)
+                return
+
             def codes(t):
                 self.stream.issue(self.columns, t)
                 return self.load(b.add(k_at[t], d), left)
 
             add_queries(v, self.floats, self.unit_at(d), sums, codes)
 
-        whole = b.and_(dim, I64(-self.columns))
-        with steps(b, I64(0), whole, self.columns) as (d, _):
+        step = self.columns * self.units
+        whole = b.and_(dim, I64(-step))
+        with steps(b, I64(0), whole, step) as (d, _):
             add(d)
         with b.if_then(b.icmp_signed("<", whole, dim)):
             add(whole, b.sub(dim, whole))
         eight = v.splat_int(8)
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
+
+    def add_levels(self, k_at, sums, d, left):
+        """Add the products of several units of CODE4, so that a look into the table serves them all.
+
+        Past a row's end queries are 0.
+        """
+        b, v, columns = self.b, self.v, self.columns * self.units
+        queries = [
+            [v.load_floats(self.floats, b.add(at, I64(i * v.lanes))) for i in range(2)]
+            for at in (self.unit_at(b.add(d, I64(u * self.columns))) for u in range(self.units))
+        ]
+        for t, (of_high, of_low) in enumerate(sums):
+            self.stream.issue(columns, t)
+            at = b.add(k_at[t], in_words(b, self.kind, d))
+            if left is None:
+                pointer = v.pointer(self.keys.words, at, I8)
+                type_ = ir.VectorType(I8, columns // 2)
+                packed = b.load(b.bitcast(pointer, type_.as_pointer()), align=1)
+            else:
+                count = in_words(b, self.kind, left)
+                packed = v.load_bytes(self.keys.words, at, count, columns // 2)
+            levels = levels_of(b, packed, True)
+            levels = b.bitcast(levels, ir.VectorType(v.int, self.each * self.units))
+            for u, (high, low) in enumerate(queries):
+                lanes = [u * self.each + i % self.each for i in range(v.lanes)]
+                x = v.shuffle(levels, levels, lanes)
+                b.store(v.add_fours(b.load(of_high), x, high), of_high)
+                b.store(v.add_fours(b.load(of_low), x, low), of_low)
 
     def load(self, at, left):
         """Some codes of a K row without signs, once for each query row."""

@@ -12,7 +12,9 @@ from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.vectors.emit import I64, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, ROW_UNROLL, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
+from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
 __all__ = ["make_accumulate_pv"]
@@ -34,7 +36,7 @@ def make_accumulate_pv(kind, compute, next_kind):
         All floats are in one array: p[t, r] is at ``p_at + t * rows + r``, o[r, d] at
         ``outputs.at + r * outputs.step + d``. Of the `rows` rows the first `count` are taken. Output rows are padded to
         whole vectors; columns past the head dim get zeros. Where V is quantised, `values` says where `gather_scales`
-        (INT8, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
+        (INT8 and CODE4, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
 
         A vector holds columns of one row, and sums stay in registers while all tokens pass::
 
@@ -111,7 +113,7 @@ class _PV:
         with steps(b, self.begin, self.end, 1) as (t, _):
             at = b.add(self.p_at, b.mul(t, self.row_step))
             weights = [v.load_one(self.floats, b.add(at, I64(r))) for r in range(self.rows)]
-            if self.kind == "int8":
+            if kind_named(self.kind).scales_per == "row":
                 scale = v.load_one(self.floats, b.add(self.values.scales_at, t))
                 weights = [b.fmul(weight, scale) for weight in weights]
             weights = [v.splat(weight) for weight in weights]
@@ -129,13 +131,16 @@ class _PV:
     def add_vectors(self, column, vectors, columns=None):
         """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
         b, v = self.b, self.v
-        mask = None if columns is None else v.lanes_below(columns)
+        mask, lanes = None, v.lanes // PER_WORD[self.kind]
+        if columns is not None:
+            mask = v.lanes_below(in_words(b, self.kind, columns), lanes=lanes)
         starts = [b.add(column, I64(i * v.lanes)) for i in range(vectors)]
 
         def load(t):
             row_at = b.load(b.gep(self.values.offsets, [t]))
             for start in starts:
-                yield v.load(self.kind, self.values.words, b.add(row_at, start), mask)
+                at = b.add(row_at, in_words(b, self.kind, start))
+                yield v.load(self.kind, self.values.words, at, mask)
 
         self.add_rows(starts, None, load, vectors * v.lanes)
 

@@ -1,4 +1,4 @@
-"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8."""
+"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8 or CODE4."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
-from numkv.kernels.cpu.vectors.stored import ON_LINE
+from numkv.kernels.cpu.vectors.stored import ON_LINE, PER_WORD, in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
+from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
 
 __all__ = ["make_interleave_queries", "make_qk_tile"]
@@ -75,7 +76,7 @@ def make_qk_tile(kind, compute, next_kind):
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        Where K is INT8, scores are multiplied by the tokens' scales. Then, with float32, query rows are integers that
+        Where K is INT8 or CODE4, scores are multiplied by the tokens' scales. Then, with float32, query rows are integers that
         `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too. Where K is
         INT4, K rows are dequantised by what `gather_groups` put down.
 
@@ -113,7 +114,8 @@ class _QK:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
-        self.integers = self.kind == "int8" and compute == "float32"
+        self.by_row = kind_named(self.kind).scales_per == "row"
+        self.integers = self.by_row and compute == "float32"
         self.own = "fp64" if self.v.double else "fp32"
         self.in_unit = 2 if self.integers else 1  # columns in a lane
         # Columns at once, and, of the main loop, columns that make a whole cache line.
@@ -159,10 +161,17 @@ class _QK:
                 token = b.add(t0, I64(i * each))
                 if self.integers:
                     scores = b.fmul(b.sitofp(scores, v.type), row_scales)
-                if self.kind == "int8":
+                if self.by_row:
                     factors = v.stretched(self.floats, b.add(self.keys.scales_at, token), each)
                     scores = b.fmul(scores, factors)
                 v.store(scores, self.floats, b.add(self.s_at, b.mul(token, I64(rows))))
+
+    def words_below(self, columns, most):
+        """A mask of the words of so many columns, of `most`; None for all."""
+        if columns is None:
+            return None
+        count = in_words(self.b, self.kind, columns)
+        return self.v.lanes_below(count, lanes=most // PER_WORD[self.kind])
 
     # -- rows as they are
 
@@ -174,12 +183,12 @@ class _QK:
         columns = each * self.in_unit
 
         def add_part(d, left=None):
-            mask = None if left is None else v.lanes_below(left, lanes=columns)
+            mask = self.words_below(left, columns)
 
             def values(t):
-                at = b.add(k_at[t], d)
+                at = b.add(k_at[t], in_words(b, self.kind, d))
                 if self.integers:
-                    return v.load_codes(self.keys.words, at, mask)
+                    return v.load_codes(self.keys.words, at, mask, self.kind)
                 if rows == 1:
                     return v.load(self.kind, self.keys.words, at, mask)
                 part = v.load_part(self.keys.words, at, each, mask)
@@ -254,10 +263,10 @@ class _QK:
         if self.kind == "int4":
             self.dequantise(row_at, t, d, to, columns)
             return
-        mask = None if columns is None else v.lanes_below(columns, lanes=self.width)
-        at = b.add(row_at, d)
+        mask = self.words_below(columns, self.width)
+        at = b.add(row_at, in_words(b, self.kind, d))
         if self.integers:
-            values = v.load_codes(self.keys.words, at, mask)
+            values = v.load_codes(self.keys.words, at, mask, self.kind)
         else:
             values = v.load(self.kind, self.keys.words, at, mask)
         v.store(b.bitcast(values, v.type), self.scratch, to)
