@@ -40,6 +40,7 @@ def test_openmp_is_as_it_was(first):
         if first
         else processes.COMMON.replace("import numkv\n", STATE + "import numkv\n"),
         NUMBA_THREADING_LAYER="omp",
+        NUMBA_NUM_THREADS="2",
     )
     before, after, layer = found
     assert layer == "omp"
@@ -59,6 +60,7 @@ def test_settings_of_the_host_stay():
         + WORK
         + "print(json.dumps([before, state()]))",
         NUMBA_THREADING_LAYER="omp",
+        NUMBA_NUM_THREADS="2",
         OMP_NUM_THREADS="5",
     )
     assert found[0] == found[1]
@@ -94,6 +96,7 @@ def test_another_openmp_that_all_can_see_is_as_it_was(tmp_path):
         """,
         common=processes.COMMON.replace("import numkv\n", ""),
         NUMBA_THREADING_LAYER="omp",
+        NUMBA_NUM_THREADS="2",
     )
     assert found[0] == found[1]
     assert found[1][1:] == [2, 3]
@@ -116,6 +119,7 @@ def test_the_environment_and_settings_of_python_stay(layer):
         print(json.dumps([a for a, b in zip(after, before) if a != b]))
         """,
         NUMBA_THREADING_LAYER=layer,
+        NUMBA_NUM_THREADS="2",
     )
     assert found == []
 
