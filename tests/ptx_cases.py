@@ -340,6 +340,8 @@ def cases():
             34,
             everyday=kind == "fp8_e4m3",
         )
+    case(append, "fp32", "code4", False, 96)
+    case(append, "bf16", "code4", True, 34)
     for kind in FLOATS:
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
@@ -419,6 +421,7 @@ def _attention(case):
         for kind in (*FLOATS, *naive.EVERYWHERE):
             q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
             case(attention, shape, kind, q_kind, everyday=rows == 4 and kind in ("bf16", "int8"))
+        case(attention, shape, "code4", "fp32", everyday=rows == 4)
         for kind in FP8:
             case(attention_of_heads, shape, kind, kind, "bf16", mass=True)
     long = Shape(4, 1, 64, (700, 300), spare=0)
@@ -431,6 +434,7 @@ def _attention(case):
     case(attention, several, "fp32", "fp32", window_left=700, sinks=True)
     for kind in (*FLOATS, *naive.EVERYWHERE):  # rows that are no multiples of 16 bytes
         case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)
+    case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), "code4", "bf16", block_size=3)
     case(attention, Shape(8, 1, 64, (70,), head_dim_v=1100), "bf16", "bf16")
     for k_kind, v_kind, q_kind in (
         ("fp16", "bf16", "fp32"), ("int8", "fp16", "fp16"), ("fp32", "int8", "bf16"), ("int8", "int4", "fp16"),
