@@ -9,7 +9,7 @@ import naive
 import pytest
 
 FLOATS = list(naive.DTYPES)
-STORED = [*FLOATS, *naive.CODES]
+STORED = [*FLOATS, *naive.EVERYWHERE]
 
 #: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds. K's side of the vector code and
 #: V's know nothing of each other, so each kind of arithmetic stands on each side once.

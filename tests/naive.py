@@ -133,11 +133,15 @@ def code4_quantise(x):
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     place = size / best
     level = code4_level(place).astype(np.int64)
-    along = ((place * f32(16)).clip(max=f32(1 << 20)).astype(np.int64) * level).sum(-1, keepdims=True)
+    along = ((place * f32(16)).clip(max=f32(1 << 20)).astype(np.int64) * level).sum(
+        -1, keepdims=True
+    )
     best = best * (along.astype(f32) / ((level**2).sum(-1, keepdims=True).astype(f32) * f32(16)))
     codes = np.searchsorted(CODE4_LEVELS, code4_level(size / best)) + 8 * (x < 0)
     codes = np.where(fits, codes, 0).astype(np.uint8)
-    scale = np.where(fits, best, np.where(np.isfinite(np.abs(x).max(-1, keepdims=True)), f32(0), f32(np.nan)))
+    scale = np.where(
+        fits, best, np.where(np.isfinite(np.abs(x).max(-1, keepdims=True)), f32(0), f32(np.nan))
+    )
     return codes[..., ::2] | codes[..., 1::2] << 4, scale[..., 0]
 
 
@@ -163,9 +167,9 @@ def rotation(signs):
     return np.kron(np.eye(len(signs) // block), hadamard / np.sqrt(block)) @ np.diag(signs)
 
 
-CODES = {"int8": np.dtype(np.int8), "int4": np.dtype(np.uint8)}
-#: The same and those that few tests take: what is compiled for each is much.
-ALL_CODES = CODES | {"code4": np.dtype(np.uint8)}
+CODES = {"int8": np.dtype(np.int8), "int4": np.dtype(np.uint8), "code4": np.dtype(np.uint8)}
+#: Those that tests of every kind take; it has tests of its own, as each kind is compiled anew.
+EVERYWHERE = ("int8", "int4")
 
 
 def quantise(x, kind):

@@ -11,7 +11,7 @@ def stored(rows, kind):
     """Words and scales of rows ``(..., dim)`` in a kind; scales of float kinds are None."""
     if kind in naive.CODES:
         codes, scale = naive.quantise(rows, kind)
-        return codes, scale if kind == "int8" else naive.words(scale)
+        return codes, naive.words(scale) if kind == "int4" else scale
     return words(naive.round_to(rows, kind)), None
 
 

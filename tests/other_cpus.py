@@ -11,10 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16}
 #: Kinds whose code is another on that CPU than on those before.
 KINDS = {
-    "haswell": ("fp16", "int8", "int4"),
-    "x86-64": ("fp16", "int8", "int4"),
+    "haswell": ("fp16", "int8", "int4", "code4"),
+    "x86-64": ("fp16", "int8", "int4", "code4"),
     "sandybridge": ("fp16",),  # neither multiply-add nor integers of 256 bits
-    "skylake-avx512": ("int8", "int4"),  # products of bytes and words are added by two instructions
+    "skylake-avx512": (
+        "int8",
+        "int4",
+        "code4",
+    ),  # products of bytes and words are added by two instructions
 }
 
 SCRIPT = """

@@ -340,6 +340,8 @@ def cases():
             34,
             everyday=kind == "fp8_e4m3",
         )
+    case(append, "fp32", "code4", False, 96)
+    case(append, "bf16", "code4", True, 34)
     for kind in FLOATS:
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
@@ -351,7 +353,7 @@ def cases():
         case(append_views, "fp16", kind, 576 if kind == "bf16" else 24, kind != "fp32")
     for sides in ((0, 1), (1,)):
         case(mend, sides, everyday=len(sides) > 1)
-    for kind in naive.CODES:
+    for kind in naive.EVERYWHERE:
         case(append_views, "bf16", kind, 64, True)
         case(append_views, "bf16", kind, 64, False)
         case(append, "fp32", kind, True, 512)
@@ -391,7 +393,7 @@ def cases():
         ("bf16", "bf16", 64, False), ("fp32", "fp16", 7, False), ("fp64", "bf16", 32, True),
     ):  # fmt: skip
         case(rotate, source, kind, dim, inverse, everyday=dim == 96)
-    for kind in (*naive.CODES, *FP8):
+    for kind in (*naive.EVERYWHERE, *FP8):
         case(dequantise, kind)
     _attention(case)
     ptx_prefill.add_cases(case)
@@ -417,9 +419,10 @@ def _attention(case):
         8: Shape(6, 1, 128, (70, 66), new=(2, 3)),
     }
     for rows, shape in small.items():
-        for kind in (*FLOATS, *naive.CODES):
+        for kind in (*FLOATS, *naive.EVERYWHERE):
             q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
             case(attention, shape, kind, q_kind, everyday=rows == 4 and kind in ("bf16", "int8"))
+        case(attention, shape, "code4", "fp32", everyday=rows == 4)
         for kind in FP8:
             case(attention_of_heads, shape, kind, kind, "bf16", mass=True)
     long = Shape(4, 1, 64, (700, 300), spare=0)
@@ -430,8 +433,9 @@ def _attention(case):
     several = Shape(4, 2, 64, (1300, 900, 70), new=(9, 1, 30), spare=0)
     case(attention, several, "fp32", "fp32", everyday=True)
     case(attention, several, "fp32", "fp32", window_left=700, sinks=True)
-    for kind in (*FLOATS, *naive.CODES):  # rows that are no multiples of 16 bytes
+    for kind in (*FLOATS, *naive.EVERYWHERE):  # rows that are no multiples of 16 bytes
         case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)
+    case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), "code4", "bf16", block_size=3)
     case(attention, Shape(8, 1, 64, (70,), head_dim_v=1100), "bf16", "bf16")
     for k_kind, v_kind, q_kind in (
         ("fp16", "bf16", "fp32"), ("int8", "fp16", "fp16"), ("fp32", "int8", "bf16"), ("int8", "int4", "fp16"),

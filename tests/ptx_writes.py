@@ -14,7 +14,7 @@ from numkv.errors import NotSupported
 
 FP8 = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 FLOATS = list(naive.DTYPES)
-KINDS = [*FLOATS, *naive.CODES, *FP8]
+KINDS = [*FLOATS, *naive.EVERYWHERE, *FP8]
 F32, I32, I64 = np.float32, np.int32, np.int64
 NO_SCALE, NO_RANGES = np.zeros((0, 0, 0), F32), np.zeros((0, 2), I64)
 

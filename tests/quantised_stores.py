@@ -6,7 +6,7 @@ import numpy as np
 import numkv
 from numkv.blocks.tables import slot_mapping
 
-SCALES = {"int8": np.dtype(np.float32), "int4": naive.DTYPES["bf16"]}
+SCALES = {"int8": np.dtype(np.float32), "int4": naive.DTYPES["bf16"], "code4": np.dtype(np.float32)}
 TABLE = np.array([[3, 0, 4, 1]], np.int32)  # of the functional form; block 2 belongs to others
 
 
@@ -59,7 +59,9 @@ class Stores:
         for x in (k, v):
             dim, groups = x.shape[2], ()
             if self.kind == "int4":
-                dim, groups = dim // 2, (-(-dim // 32),)
+                groups = (-(-dim // 32),)
+            if self.kind != "int8":
+                dim //= 2
             pools.append(to(np.full((5, heads, size, dim), 99, naive.CODES[self.kind])))
             scales.append(to(np.full((5, heads, size, *groups), np.nan, SCALES[self.kind])))
         slots = to(slot_mapping(TABLE, [len(k)], size, new_lens=[len(k)]))

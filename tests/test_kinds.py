@@ -20,6 +20,7 @@ TABLE = [  # name, bytes, scales, dtype, word
     ("fp8_e5m2", 1, False, ml_dtypes.float8_e5m2, np.uint8),
     ("int8", 1, True, np.float32, np.int8),
     ("int4", 0.5, True, np.float32, np.uint8),
+    ("code4", 0.5, True, np.float32, np.uint8),
 ]
 ALIASES = {
     "fp64": ["f64", "float64", "FP64"],
@@ -81,6 +82,8 @@ def test_unknown_names(bad):
         ("int8", 2, 5, 3, 32),
         ("int4", 8, 128, None, 1152),  # 4.5 bits an element
         ("int4", 1, 34, 2, 17 + 4 + 1 + 2),
+        ("code4", 8, 128, None, 1088),  # 4.25 bits an element
+        ("code4", 1, 34, 2, 17 + 4 + 1 + 4),
     ],
 )
 def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
@@ -95,6 +98,7 @@ def test_bytes_per_token(name, num_kv_heads, head_dim, head_dim_v, expected):
         ("fp16", 66, np.float32, (0, 0, 0)),
         ("int8", 66, np.float32, (3, 2, 5)),
         ("int4", 33, ml_dtypes.bfloat16, (3, 2, 5, 3)),
+        ("code4", 33, np.float32, (3, 2, 5)),
     ],
 )
 def test_rows_of_66_elements(name, words, dtype, shape):
@@ -110,6 +114,8 @@ def test_a_byte_has_no_room_for_half_an_int4():
     for dims in ((7, 8), (8, 7)):
         with pytest.raises(numkv.DimensionMismatch, match=r"`head_dim`: expected a multiple of 2"):
             numkv.kind("int4").bytes_per_token(1, *dims)
+        with pytest.raises(numkv.DimensionMismatch, match=r"multiple of 2 for code4 storage"):
+            numkv.kind("code4").bytes_per_token(1, *dims)
 
 
 def test_a_kind_cannot_be_changed():

@@ -202,7 +202,7 @@ def test_words(name):
 
 
 def test_table_of_kinds():
-    said = re.findall(r"^\| (fp.*|int.*) \|$", SECTIONS["Storage kinds and words"], re.M)
+    said = re.findall(r"^\| (fp.*|int.*|code.*) \|$", SECTIONS["Storage kinds and words"], re.M)
     names = []
     for line in said:
         kinds, seen, word, in_row, scales = line.split(" | ")
@@ -216,7 +216,7 @@ def test_table_of_kinds():
             count = {"none": 0, "one float32": 1}.get(scales, 3)
             assert layer.k_scale.size == count
             assert not count or str(layer.k_scale.dtype) in scales
-    assert names == ["fp64", "fp32", "fp16", "bf16", "int8", "int4"]
+    assert names == ["fp64", "fp32", "fp16", "bf16", "int8", "int4", "code4"]
 
 
 def test_int8():
@@ -266,6 +266,20 @@ def test_values_of_int4():
     assert numkv.kind("int4").bytes_per_token(1, 64) * 8 == 4.5 * 2 * 64
     with pytest.raises(numkv.DimensionMismatch):
         numkv.ContiguousLayer(1, 1, 7, kind="int4")
+
+
+def test_levels_of_code4():
+    """Nibbles as they are drawn, and the levels."""
+    title = "CODE4: levels of a codebook"
+    low, high = (words(after(title, s), 4) for s in ("low nibble", "high nibble"))
+    levels = np.array(numbers(after(title, "level"), 8))
+    codes = np.array([7, 0, 15, 1, 2, 10, 3, 4])
+    row = (np.concatenate([levels, -levels])[codes] * 0.5).astype(np.float32).reshape(1, 1, 8)
+    cache = numkv.KVCache(1, 1, 8, kind="code4")
+    cache.append(0, row, row)
+    assert cache.k_scales(0) == 0.5
+    for byte, first, second in zip(cache.k_codes(0)[0, 0], low, high, strict=True):
+        assert byte == codes[int(first[1:])] + 16 * codes[int(second[1:])]
 
 
 def test_a_rotated_row():

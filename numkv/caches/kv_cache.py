@@ -312,7 +312,7 @@ class KVCache(StoredRows):
         layer : int
             Which layer.
         k : array (num_kv_heads, head_dim), (num_kv_heads * head_dim,) or (num_tokens, num_kv_heads, head_dim)
-            Keys, in the kind's own dtype or in float32; for int8 and int4 in fp32, fp16 or bf16.
+            Keys, in the kind's own dtype or in float32; for kinds of codes in fp32, fp16 or bf16.
         v : array (num_kv_heads, head_dim_v), (num_kv_heads * head_dim_v,) or (num_tokens, num_kv_heads, head_dim_v)
             Values of the same tokens.
         check_finite, stream

@@ -123,8 +123,8 @@ class Layer(LayerOfLatents):
     def k(self) -> Array:
         """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
-        A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 two to a byte
-        ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
+        A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 and code4 two to a
+        byte ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
         nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.Rotation` has the inverse.
         """
         return self._pool.values("k")
@@ -138,7 +138,7 @@ class Layer(LayerOfLatents):
     def k_scale(self) -> Array:
         """Scales of K; of float kinds an empty array.
 
-        Of int8 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        Of int8 and code4 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
         ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``, of fp8 float32 ``(num_kv_heads,)``, which
         `set_scales` sets.
         """
@@ -258,7 +258,7 @@ class Layer(LayerOfLatents):
         Parameters
         ----------
         k, v : array (num_tokens, num_kv_heads, head_dim)
-            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for int8 and int4 in
+            New rows, in the kind's own dtype or in float32 (rounded to nearest, ties to even); for kinds of codes in
             fp32, fp16 or bf16. No `v` where V is a part of K (``v_kind="latent"``).
         check_finite : bool
             Whether to look for NaN and infinity in rows to be quantised: on the CPU first; on CUDA while they are

@@ -77,9 +77,9 @@ class StoredRows(SingleSequence):
         Returns
         -------
         array (tokens, num_kv_heads, head_dim)
-            A view, valid until the cache grows: of int8 the codes, of int4 two of them to a byte
-            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` says. Only those of
-            `quantised_tokens` mean anything.
+            A view, valid until the cache grows: of int8 the codes, of int4 and code4 two of them to a byte
+            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` and
+            `numkv.rows.code4` say. Only those of `quantised_tokens` mean anything.
 
         Raises
         ------
@@ -102,7 +102,7 @@ class StoredRows(SingleSequence):
         Returns
         -------
         array
-            A view, valid until the cache grows: of int8 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
+            A view, valid until the cache grows: of int8 and code4 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
             ``(tokens, num_kv_heads, groups)`` for groups of 32 elements, of fp8 float32 ``(num_kv_heads,)``.
 
         Raises

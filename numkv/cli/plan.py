@@ -177,9 +177,10 @@ def _notes(
     """What is counted, and what was not understood."""
     listed = {name for choice in choices for name in _kinds_of(choice)}
     notes = []
-    if "int8" in listed:
+    of_rows = [kind.name for kind in kinds() if kind.scales_per == "row" and kind.name in listed]
+    if of_rows:
         notes.append(
-            "The scales of int8 are counted: 4 bytes for each key and each value of a head."
+            f"The scales of {' and '.join(of_rows)} are counted: 4 bytes for each key and each value of a head."
         )
     if "int4" in listed:
         notes.append("Those of int4 are: 2 bytes for each 32 elements.")

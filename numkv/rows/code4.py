@@ -27,7 +27,15 @@ import math
 import numpy as np
 from numba.extending import register_jitable
 
-__all__ = ["EDGES", "LEVELS", "code4_level", "code4_store", "code4_value", "load_code4", "store_code4"]
+__all__ = [
+    "EDGES",
+    "LEVELS",
+    "code4_level",
+    "code4_store",
+    "code4_value",
+    "load_code4",
+    "store_code4",
+]
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (5, 15, 25, 36, 48, 62, 79, 104)
@@ -61,14 +69,18 @@ def _above(x, edge, step):
 def _number(x):
     """The number of the level nearest to a magnitude, in units of the scale."""
     low = _above(x, 10.0, 1) + _above(x, 20.0, 1) + _above(x, 30.5, 1)
-    return np.int32(low + _above(x, 42.0, 1) + _above(x, 55.0, 1) + _above(x, 70.5, 1) + _above(x, 91.5, 1))
+    return np.int32(
+        low + _above(x, 42.0, 1) + _above(x, 55.0, 1) + _above(x, 70.5, 1) + _above(x, 91.5, 1)
+    )
 
 
 @register_jitable
 def _nearest(x):
     """The level nearest to a magnitude, in units of the scale."""
     low = np.int32(5) + _above(x, 10.0, 10) + _above(x, 20.0, 10) + _above(x, 30.5, 11)
-    return np.int32(low + _above(x, 42.0, 12) + _above(x, 55.0, 14) + _above(x, 70.5, 17) + _above(x, 91.5, 25))
+    return np.int32(
+        low + _above(x, 42.0, 12) + _above(x, 55.0, 14) + _above(x, 70.5, 17) + _above(x, 91.5, 25)
+    )
 
 
 def code4_store(load):
@@ -85,7 +97,9 @@ def code4_store(load):
         for d in range(len(x)):
             part = np.int32(magnitude(x[d], largest) * np.float32(32767))
             total += np.int64(np.int32(part * part))
-        return np.float32(np.float32(total) / np.float32(np.float32(len(x)) * np.float32(32767.0**2)))
+        return np.float32(
+            np.float32(total) / np.float32(np.float32(len(x)) * np.float32(32767.0**2))
+        )
 
     @register_jitable
     def squared_error(x, scale):
@@ -142,7 +156,10 @@ def code4_store(load):
     @register_jitable
     def code(x, scale):
         place = np.float32(np.float32(load(x)) / scale)
-        return np.int32(_number(np.float32(abs(place))) + (np.int32(8) if place < np.float32(0) else np.int32(0)))
+        return np.int32(
+            _number(np.float32(abs(place)))
+            + (np.int32(8) if place < np.float32(0) else np.int32(0))
+        )
 
     @register_jitable
     def store(x, words):

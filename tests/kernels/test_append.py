@@ -9,7 +9,7 @@ from numkv import targets
 
 SHAPE, DIM = (6, 2, 3), 34  # blocks, kv heads, tokens of a block
 TABLE = np.array([3, 0, 4], np.int32)
-KINDS = [*naive.DTYPES, *naive.CODES]
+KINDS = [*naive.DTYPES, *naive.EVERYWHERE]
 #: Rows in the pool's own dtype, float32 rows in every kind, and halves to be quantised.
 PAIRS = dict.fromkeys([*((k, k) for k in naive.DTYPES), *(("fp32", k) for k in KINDS)])
 PAIRS = [*PAIRS, ("fp16", "int8"), ("bf16", "int4")]

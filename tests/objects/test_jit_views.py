@@ -12,7 +12,7 @@ from own_code import as_stored
 
 import numkv
 
-KINDS = [*naive.DTYPES, *naive.CODES]
+KINDS = [*naive.DTYPES, *naive.EVERYWHERE]
 #: Those that are tried beside another one too: each layer of one kind is compiled anew.
 IN_PAIRS = ["bf16", "fp32", "int4", "int8"]
 

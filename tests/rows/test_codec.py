@@ -49,7 +49,7 @@ def test_a_row_comes_back_as_exactly_as_its_kind_can_say_it(name, dim, run):
     if name in BITS:
         bound = abs(x) * 2.0 ** -(BITS[name] + 1) + 2.0**-10
     else:
-        bound = abs(x).max() * {"int8": 0.5 / 127, "int4": 1 / 7}[name] * 1.0001
+        bound = abs(x).max() * {"int8": 0.5 / 127, "int4": 1 / 7, "code4": 1 / 5}[name] * 1.0001
     assert np.all(abs(found - x) <= bound)
     value = run(element_codec(name)[0])
     np.testing.assert_array_equal([value(words, scales, d, dim) for d in range(dim)], found)

@@ -43,6 +43,7 @@ WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in k
 #: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
 
+
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
     return -(-a // b)

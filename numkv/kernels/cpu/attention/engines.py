@@ -71,7 +71,9 @@ def query_rows(k_kind: str, v_kind: str, compute: str, masked: bool = False) -> 
 def in_integers(kind: str, compute: str) -> bool:
     """Whether vector code multiplies rows of a kind as integers."""
     found = kind_named(kind)
-    return compute == "float32" and found.has_scales and (INT4_INTEGERS or found.scales_per == "row")
+    return (
+        compute == "float32" and found.has_scales and (INT4_INTEGERS or found.scales_per == "row")
+    )
 
 
 def engine_for(

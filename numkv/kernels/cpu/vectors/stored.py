@@ -31,8 +31,8 @@ def in_words(builder, kind, elements):
 def widened(v, kind, words):
     """The floats that a vector of words of a kind stands for, in the float type of `v`: ``words.astype(compute)``.
 
-    Words of INT8 are codes, which have still to be multiplied by their scale, as levels of CODE4 have, two of which are a
-    word; 8-bit floats may have to be by their head's.
+    Words of INT8 are codes, which have still to be multiplied by their scale, and so have levels of CODE4, two of which
+    are a word; 8-bit floats may have to be by their head's.
     """
     if kind == "code4":
         words = levels_of(v.b, words)

@@ -95,7 +95,7 @@ class Vectors:
         return self.b.call(function, [pointer, I32(size), mask, zero])
 
     def load_codes(self, base, at, mask=None, kind="int8"):
-        """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; bytes outside `mask` are zero and not touched."""
+        """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; outside `mask` no byte is touched."""
         type_ = ir.VectorType(I8, 2 * self.lanes // PER_WORD[kind])
         pointer = self.pointer(base, at, I8)
         if mask is None:

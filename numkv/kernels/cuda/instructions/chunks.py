@@ -49,8 +49,8 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
     """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
 
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4, which `d` counts
-    words of too, the levels.
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4, whose words
+    start there too, the levels, in their order.
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):

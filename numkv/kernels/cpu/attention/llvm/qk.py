@@ -76,9 +76,9 @@ def make_qk_tile(kind, compute, next_kind):
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        Where K is INT8 or CODE4, scores are multiplied by the tokens' scales. Then, with float32, query rows are integers that
-        `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too. Where K is
-        INT4, K rows are dequantised by what `gather_groups` put down.
+        Where K is INT8 or CODE4, scores are multiplied by the tokens' scales. Then, with float32, query rows are
+        integers that `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
+        Where K is INT4, K rows are dequantised by what `gather_groups` put down.
 
         A few elements of a K row are read into all parts of a vector, one part for each query row, so a vector holds
         products of one token with all rows, and few lanes of it are left to be added::

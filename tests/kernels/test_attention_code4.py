@@ -1,0 +1,242 @@
+"""Attention over codes of a codebook, and how rows get there."""
+
+import naive
+import numba
+import numpy as np
+import operands
+import paged_problems
+import pytest
+import tolerances
+from problems import Shape
+from quantised_stores import Stores
+
+import numkv
+from numkv import targets
+
+F32 = np.float32
+STORES = Stores("code4")
+
+SHAPES = [  # shape, block size
+    (Shape(2, 1, 8, (9, 0, 1)), 3),
+    (Shape(4, 2, 34, (18,), head_dim_v=6), 16),
+    (Shape(3, 1, 32, (5, 6), new=(3, 2)), 1),
+    (Shape(2, 1, 64, (70,)), 16),
+]
+LARGE = [
+    (Shape(2, 2, 32, (7, 33)), 1),
+    (Shape(16, 4, 64, (129, 2, 17, 0)), 16),
+    (Shape(14, 2, 128, (300, 5)), 3),
+    (Shape(7, 1, 80, (1, 0, 31, 16)), 7),
+    (Shape(9, 1, 96, (70,), head_dim_v=130), 5),
+    (Shape(1, 1, 256, (100,)), 256),
+    (Shape(8, 1, 128, (130, 20), new=(3, 0)), 1),
+    (Shape(4, 2, 320, (40,), new=(40,)), 16),
+    (Shape(16, 2, 62, (2100, 37), head_dim_v=2), 16),
+]
+shapes = pytest.mark.parametrize(
+    ("target", "shape", "block_size"),
+    [("cpu", *row) for row in LARGE + SHAPES] + [("cuda", *row) for row in SHAPES],
+    indirect=["target"],
+    ids=str,
+)
+#: The CPU compiles each anew, the simulator nothing.
+on_the_cpu_by_night = pytest.mark.parametrize(
+    "target", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"], indirect=True
+)
+
+
+@pytest.mark.boundscheck
+@shapes
+def test_every_shape(target, to, host, rng, shape, block_size):
+    """NaN or garbage in unused slots, blocks, scales and table entries reaches no output."""
+    paged_problems.make(rng, shape, "code4", block_size=block_size).check(to, host)
+
+
+@on_the_cpu_by_night
+@pytest.mark.parametrize(
+    ("k_kind", "v_kind", "q_kind"),
+    [
+        ("code4", "code4", "fp64"),
+        ("code4", "code4", "bf16"),
+        ("int8", "code4", "fp32"),
+        ("code4", "int4", "fp16"),
+        ("code4", "bf16", "fp32"),
+        ("fp64", "code4", "fp64"),
+    ],
+)
+def test_kinds_apart(target, to, host, rng, k_kind, v_kind, q_kind):
+    shape = Shape(4, 2, 34, (11, 3), new=(2, 1), head_dim_v=40)
+    problem = paged_problems.make(rng, shape, k_kind, q_kind, v_kind=v_kind, block_size=4)
+    options = {"window_left": 6, "logits_soft_cap": 3.0}
+    problem.check(to, host, **options, sinks=rng.standard_normal(4).astype(F32))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 17])
+@pytest.mark.parametrize("q_kind", ["fp32", pytest.param("fp64", marks=pytest.mark.nightly)])
+def test_groups(rng, group, q_kind):
+    """Rows that vector code takes at once, on the CPU."""
+    shape = Shape(2 * group, 2, 112, (45, 100), new=(2, 45))
+    problem = paged_problems.make(rng, shape, "code4", q_kind, block_size=16)
+    problem.check(lambda x: x, lambda x: x)
+
+
+def test_a_later_tokens_rows_do_not_reach_an_earlier_query(target, to, host, rng):
+    problem = paged_problems.make(rng, Shape(2, 1, 34, (12,), new=(6,)), "code4", block_size=4)
+    want = host(problem.run(to, window_left=5))
+    for position in (0, 11):  # left of every window; the last token
+        at = problem.block_table[0, position // 4], slice(None), position % 4
+        for x in (problem.k_scale, problem.v_scale):
+            x[at] = np.nan
+    got = host(problem.run(to, window_left=5))
+    assert np.array_equal(got[:-1], want[:-1])
+    assert np.all(np.isnan(got[-1].astype(F32)))
+
+
+def test_batch_threads_and_layout_do_not_matter(rng):
+    """One sequence alone, in a batch, by one thread, in blocks of any size, contiguous: the same bits."""
+    rows = rng.standard_normal((2, 2500, 2, 96)).astype(F32)
+    (k, k_scale), (v, v_scale) = (
+        (codes.swapaxes(0, 1)[None], scale.swapaxes(0, 1)[None])
+        for codes, scale in (naive.quantise(x, "code4") for x in rows)
+    )
+    q = rng.standard_normal((1, 8, 96), F32)
+
+    def attend(times=1, lens=(2500,)):
+        arrays = [np.ascontiguousarray(x.repeat(times, 0)) for x in (q, k, v)]
+        scales = {"k_scale": k_scale.repeat(times, 0), "v_scale": v_scale.repeat(times, 0)}
+        return numkv.decode_attention(*arrays, list(lens), return_lse=True, **scales)
+
+    want = attend()
+    out, lse = attend(3, (31, 2500, 7))
+    results = [(out[1:2], lse[1:2])]
+    before = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        results.append(attend())
+    finally:
+        numba.set_num_threads(before)
+    for size in (1, 7, 16):
+        layer = numkv.PagedLayer(2500, size, 2, 96, kind="code4")
+        layer.seq_len = 2500  # takes the blocks
+        slots = np.array([layer.block_table[p // size] * size + p % size for p in range(2500)])
+        for pool, x in (
+            (layer.k, k),
+            (layer.v, v),
+            (layer.k_scale, k_scale),
+            (layer.v_scale, v_scale),
+        ):
+            pool[slots // size, :, slots % size] = x[0].swapaxes(0, 1)
+        results.append(layer.decode_attention(q, return_lse=True))
+    for out, lse in results:
+        assert np.array_equal(out, want[0])
+        assert np.array_equal(lse, want[1])
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.boundscheck
+@pytest.mark.parametrize("store", STORES.all)
+@pytest.mark.parametrize("source", ["fp32", "fp16", "bf16"])
+@on_the_cpu_by_night
+def test_rows_of_all_sizes(target, to, host, rng, store, source):
+    sizes = np.array([1e-33, 1e-29, 1e-7, 1e-3, 1.0, 300.0, 65504.0])
+    k, v = (
+        naive.round_to(rng.uniform(-1, 1, (7, 2, 34)) * sizes[:, None, None], source) for _ in "kv"
+    )
+    STORES.assert_exact(STORES.all[store](k, v, to, host, target), k, v)
+
+
+@on_the_cpu_by_night
+def test_a_fused_write(target, to, host, rng):
+    """What it stores is what an append of the same rows stores."""
+    where = targets.get(target)
+    made = [numkv.PagedLayer(4, 4, 2, 34, kind="code4", target=target) for _ in range(2)]
+    qkv = rng.standard_normal((6, 8 * 34)).astype(F32)
+    written = host(made[0].write(to(qkv), num_q_heads=4, qk_mode=0))
+    assert np.array_equal(written, qkv[:, : 4 * 34].reshape(6, 4, 34))
+    k, v = (
+        np.ascontiguousarray(x) for x in np.split(qkv[:, 4 * 34 :].reshape(6, 4, 34), 2, axis=1)
+    )
+    made[1].append(to(k), to(v))
+    for name in ("k", "v", "k_scale", "v_scale"):
+        one, other = (where.to_host(getattr(layer, name)) for layer in made)
+        assert np.array_equal(one, other, equal_nan=True)
+
+
+@on_the_cpu_by_night
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_shift(target, rng, interleaved):
+    """Rows come back as codes of what they are after the turn, of elements beside the rotated ones too."""
+    where, (dim, half) = targets.get(target), (34, 15)
+    codes, scale = naive.quantise(rng.standard_normal((3, 2, 2, dim)), "code4")
+    pool, scales = where.asarray(codes.copy()), where.asarray(scale.copy())
+    angle = np.outer(np.arange(4), rng.uniform(0.1, 1, half)).astype(F32)
+    cos, sin = np.cos(angle), np.sin(angle)
+    slots = np.array([0, 5, 3])
+    where.ops.shift_rows(
+        pool, "code4", scales, where.index(slots, np.int64), -3, where.asarray(cos), where.asarray(sin),
+        interleaved,
+    )  # fmt: skip
+    at = slots // 2, slice(None), slots % 2
+    rows = naive.dequantise(codes[at], scale[at]).astype(F32)
+    a, b = (
+        (rows[..., : 2 * half : 2], rows[..., 1 : 2 * half : 2])
+        if interleaved
+        else (rows[..., :half], rows[..., half : 2 * half])
+    )
+    turned = rows.astype(np.float64)
+    parts = a * cos[3] + b * sin[3], b * cos[3] - a * sin[3]
+    if interleaved:
+        turned[..., : 2 * half : 2], turned[..., 1 : 2 * half : 2] = parts
+    else:
+        turned[..., :half], turned[..., half : 2 * half] = parts
+    got = naive.dequantise(where.to_host(pool)[at], where.to_host(scales)[at])
+    best = naive.dequantise(*naive.quantise(turned, "code4"))
+    error, least = (np.linalg.norm(x - turned, axis=-1) for x in (got, best))
+    assert np.all(error <= 1.1 * least)
+    rest = np.ones((3, 2), bool)
+    rest[slots // 2, slots % 2] = False
+    for now, then in ((pool, codes), (scales, scale)):
+        now = where.to_host(now)
+        assert np.array_equal(now.swapaxes(1, 2)[rest], then.swapaxes(1, 2)[rest])
+
+
+@on_the_cpu_by_night
+def test_attention_weights(target, to, host, rng):
+    k, scale = naive.quantise(rng.standard_normal((2, 2, 12, 34)), "code4")
+    q = rng.standard_normal((2, 4, 34)).astype(F32)
+    lens = np.array([12, 3])
+    got = host(numkv.attention_weights(to(q), to(k), to(lens), k_scale=to(scale)))
+    want = naive.attention_weights(q, naive.dequantise(k, scale), lens, np.arange(3))
+    tolerances.assert_weights_close(got, want, "code4")
+
+
+def test_pools_of_other_words_are_known_by_their_scales(target, to, rng):
+    """Codes of a codebook and INT4 are both bytes: the scales say which."""
+    k, scale = naive.quantise(rng.standard_normal((1, 2, 5, 34)), "code4")
+    q = to(rng.standard_normal((1, 4, 34)).astype(F32))
+    with pytest.raises(numkv.DimensionMismatch, match=r"`v_scale`: expected float32 \(1, 2, 5\)"):
+        numkv.decode_attention(
+            q, to(k), to(k), [5], k_scale=to(scale), v_scale=to(np.ones((1, 2, 4), F32))
+        )
+    with pytest.raises(numkv.DimensionMismatch, match=r"`v_scale`: expected bfloat16 .* for int4"):
+        numkv.decode_attention(q, to(k), to(k), [5], k_scale=to(scale))
+
+
+def test_an_append_beside_others(target, to, host, rng):
+    """The functional form writes slots that are given, and no others."""
+    if target == "cpu":
+        pytest.skip("as `test_rows_of_all_sizes`, which the CPU takes by night")
+    buffer, scale = operands.pool("code4", (3, 2, 4), 34)
+    rows = rng.standard_normal((3, 2, 34)).astype(F32)
+    slots = [9, -1, 2]
+    pools = [to(buffer.copy()) for _ in "kv"]
+    scales = [to(scale.copy()) for _ in "kv"]
+    numkv.paged_append(
+        to(rows), to(rows), *pools, to(np.array(slots)), k_scale=scales[0], v_scale=scales[1]
+    )
+    want = operands.after(buffer, scale, "code4", rows, slots)
+    for x, of in zip(pools, scales, strict=True):
+        operands.assert_same(host(x), want[0])
+        operands.assert_same(host(of), want[1])

@@ -1,0 +1,155 @@
+"""Objects that hold codes of a codebook: what they refuse and give back, and scales that move with their codes."""
+
+import copy
+
+import naive
+import numpy as np
+import pytest
+import tolerances
+from messages import about
+from numba import njit
+
+import numkv
+from numkv.files import load_sequences, save_sequences
+
+F32 = np.float32
+STORED, VALUES = naive.code4_quantise, naive.code4_dequantise
+on_the_cpu_by_night = pytest.mark.parametrize(
+    "target", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"], indirect=True
+)
+
+
+def test_odd_head_dims(target):
+    with pytest.raises(numkv.DimensionMismatch, match=r"expected a multiple of 2 for code4.*got 7"):
+        numkv.KVCache(1, 2, 7, kind="code4", target=target)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_what_a_cache_gives_back(target, to, host, rng, rotate):
+    kw = {"kind": "code4", "target": target, "rotate": rotate}
+    cache = numkv.KVCache(2, 2, 34, head_dim_v=6, **kw)
+    k, v = rng.standard_normal((3, 2, 34), F32), rng.standard_normal((3, 2, 6), F32)
+    cache.append(1, to(k), to(v))
+    assert (cache.head_dim, cache.head_dim_v, cache.entry_size) == (34, 6, 68)
+    for rows, read, codes, scales in (
+        (k, cache.k, cache.k_codes, cache.k_scales),
+        (v, cache.v, cache.v_codes, cache.v_scales),
+    ):
+        assert host(codes(0)).shape == (0, 2, rows.shape[2] // 2)
+        if rotate:
+            error = np.linalg.norm(host(read(1)) - rows) / np.linalg.norm(rows)
+            assert error < 0.12
+            continue
+        want, scale = STORED(rows)
+        assert np.array_equal(host(codes(1)), want)
+        assert np.array_equal(host(scales(1)), scale)
+        assert host(read(1)).dtype == F32
+        assert np.array_equal(host(read(1)), VALUES(want, scale).astype(F32))
+    assert cache.nbytes == cache.capacity * 2 * numkv.kind("code4").bytes_per_token(2, 34, 6)
+    q = rng.standard_normal((4, 34)).astype(F32)
+    values = [
+        host(x)[:, :, :].swapaxes(0, 1)[None].astype(np.float64) for x in (cache.k(1), cache.v(1))
+    ]
+    want, _ = naive.attention(q[None], *values, [3])
+    got = host(cache.decode_attention(1, to(q)))
+    tolerances.assert_rows_close(got[None], want, tolerances.INTEGERS)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_rows_that_are_not_finite(target, to, host, bad):
+    rows = np.ones((3, 1, 4), F32)
+    rows[1, 0, 2] = bad
+    cache = numkv.KVCache(1, 1, 4, kind="code4", target=target)
+    if target != "cuda":  # there a later call says it
+        with pytest.raises(numkv.NonFiniteInput, match=about("k")):
+            cache.append(0, to(rows), to(np.ones_like(rows)))
+    cache.append(0, to(rows), to(rows), check_finite=False)
+    assert np.isnan(host(cache.k_scales(0))[:, 0]).tolist() == [False, True, False]
+
+
+def test_growth_copy_and_truncate(target, to, host, rng):
+    """Scales move with their codes."""
+    cache = numkv.KVCache(1, 1, 4, kind="code4", target=target)
+    k, v = (rng.standard_normal((40, 1, 4), F32) for _ in "kv")
+    for begin, end in ((0, 5), (5, 16), (16, 33)):
+        cache.append(0, to(k[begin:end]), to(v[begin:end]))
+        cache.advance(end - begin)
+    twins = [cache.copy(), copy.deepcopy(cache)]
+    cache.truncate(3)
+    cache.append(0, to(k[33:]), to(v[33:]))
+    assert np.array_equal(host(cache.k_codes(0))[3:], STORED(k[33:])[0])
+    for twin in twins:
+        assert np.array_equal(host(twin.k_codes(0)), STORED(k[:33])[0])
+        assert np.array_equal(host(twin.v_scales(0)), STORED(v[:33])[1])
+
+
+@on_the_cpu_by_night
+def test_a_paged_cache(target, to, host, rng, tmp_path):
+    """Forks, copies of shared blocks, swapping and files move codes and scales together."""
+    sizes = {"num_blocks": 12, "block_size": 2, "kind": "code4", "target": target}
+    cache = numkv.PagedKVCache(2, 1, 34, **sizes)
+    first = cache.add()
+    rows = rng.standard_normal((2, 2, 5, 1, 34)).astype(F32)  # layer, K or V, token
+
+    def put(seq, tokens):
+        step = cache.reserve([seq], [tokens.stop - tokens.start])
+        for layer in range(2):
+            step.append(layer, *(to(x) for x in rows[layer][:, tokens]))
+        cache.commit(step)
+
+    put(first, slice(0, 3))
+    second = cache.fork(first)
+    put(first, slice(3, 4))  # its last block was shared
+    put(second, slice(4, 5))
+    q = rng.standard_normal((2, 2, 34), F32)
+
+    def check(cache, seqs):
+        for layer in range(2):
+            out = host(cache.decode_attention(layer, list(seqs), to(q)))
+            for i, tokens in enumerate(([0, 1, 2, 3], [0, 1, 2, 4])):
+                k, v = (VALUES(*STORED(x)).swapaxes(0, 1)[None] for x in rows[layer][:, tokens])
+                want, _ = naive.attention(q[i : i + 1], k, v, [4])
+                tolerances.assert_rows_close(out[i : i + 1], want, tolerances.INTEGERS)
+
+    check(cache, (first, second))
+    out = [cache.swap_out(s) for s in (first, second)]
+    save_sequences(tmp_path / "sequences.safetensors", out)
+    for swapped in (out, load_sequences(tmp_path / "sequences.safetensors")):
+        other = numkv.PagedKVCache(2, 1, 34, **sizes)
+        check(other, [other.swap_in(s) for s in swapped])
+    with pytest.raises(numkv.NumkvError):
+        numkv.PagedKVCache(2, 1, 34, **sizes | {"kind": "int4"}).swap_in(out[0])
+
+
+def test_files(target, to, host, rng, tmp_path):
+    cache = numkv.KVCache(1, 2, 34, kind="code4", target=target)
+    rows = rng.standard_normal((5, 2, 34), F32)
+    cache.append(0, to(rows), to(rows))
+    cache.advance(5)
+    numkv.save(tmp_path / "cache.numkv", cache)
+    loaded = numkv.load(tmp_path / "cache.numkv", target=target)
+    assert loaded.kind is numkv.kind("code4")
+    assert np.array_equal(host(loaded.k_codes(0)), STORED(rows)[0])
+    assert np.array_equal(host(loaded.v_scales(0)), STORED(rows)[1])
+
+
+@njit
+def append_and_read(cache, k, v, k_out, v_out):
+    for t in range(k.shape[0]):
+        cache.append(k[t], v[t])
+        for h in range(k.shape[1]):
+            cache.load_k(t, h, k_out[t, h])
+            cache.load_v(t, h, v_out[t, h])
+
+
+@pytest.mark.nightly
+def test_own_compiled_code(rng):
+    """What it appends is what the layer would have stored, and is read back as float32."""
+    k, v = (rng.standard_normal((5, 2, 74), F32) for _ in "kv")
+    layer = numkv.PagedLayer(3, 2, 2, 74, kind="code4")
+    layer.seq_len = 5  # takes the blocks
+    layer.context_lens[0] = 0
+    k_out, v_out = np.empty_like(k), np.empty_like(v)
+    append_and_read(layer.jit, k, v, k_out, v_out)
+    for rows, out in ((k, k_out), (v, v_out)):
+        assert np.array_equal(out, VALUES(*STORED(rows)).astype(F32))
