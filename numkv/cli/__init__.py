@@ -405,9 +405,9 @@ def _add_accuracy(commands: Any) -> None:
     parser = commands.add_parser(
         "accuracy",
         help="error, recall and bytes of storage kinds and compressed heads, as tables and a picture",
-        description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the "
-        "model's predictions at full context, how well it copies names from far back, and the error of attention over "
-        "random rows; say which caches are not worth their bytes. The defaults take about TIME; see --add.",
+        description="Measure what caches cost in quality: bits per byte, KL divergence and agreement of the model's "
+        "predictions at full context, how well it copies names from far back, and the error of attention over random "
+        "rows. Takes about a quarter of an hour with the defaults: see --add.",
     )
     _add_kind_option(
         parser,
@@ -443,18 +443,14 @@ def _add_accuracy(commands: Any) -> None:
         metavar="N",
         help="tokens of the random rows (default: %(default)s)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="also write accuracy.md and accuracy.json there and, where matplotlib is installed, accuracy.svg",
-    )
+    what = "also write accuracy.md and accuracy.json there and, where matplotlib is installed, accuracy.svg"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=what)
     parser.add_argument(
         "--add",
         nargs="+",
         type=Path,
         metavar="JSON",
-        help="show the caches of these accuracy.json too, measured with the same options but --kind",
+        help="show the caches of these accuracy.json too, of reports with the same options but --kind",
     )
     parser.set_defaults(run=accuracy.run)
 

@@ -64,13 +64,15 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
     residual_window : int
         How many of each sequence's newest tokens are read in full precision, as the model computes them, beside
         quantised storage; see `numkv.KVCache`.
+    num_sink_tokens : int
+        How many of each sequence's first tokens are read so, too. It makes no layer see more of them than it does.
 
     Raises
     ------
     NotSupported
         If the model has layers that would not be right: attention that chooses tokens by an index, ALiBi, cross
-        attention. If `residual_window` is given and neither K nor V is quantised. Of models with latent attention, if
-        `rotate`, `residual_window` or a `v_kind` is given, as V is a part of K's rows.
+        attention. If `residual_window` or `num_sink_tokens` is given and neither K nor V is quantised. Of models with
+        latent attention, if `rotate`, one of these two or a `v_kind` is given, as V is a part of K's rows.
     UnsupportedDType, DimensionMismatch, ValueError, TypeError
         If a kind or a number is not one.
 
@@ -102,17 +104,19 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
         capacity: int | None = None,
         rotate: bool = False,
         residual_window: int = 0,
+        num_sink_tokens: int = 0,
     ) -> None:
-        options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window)
+        options = Options(kind, k_kind, v_kind, capacity, rotate, residual_window, num_sink_tokens)
         _check_config(config)
         config = config.get_text_config(decoder=True)
         _check_config(config)
         types, arguments = _layers_of(config)
         latent = _is_set(config, "kv_lora_rank")
-        if latent and (rotate or residual_window or (v_kind is not None and v_kind != k_kind)):
+        kept = residual_window or num_sink_tokens
+        if latent and (rotate or kept or (v_kind is not None and v_kind != k_kind)):
             raise NotSupported(
-                "NumkvCache: expected no rotate, residual_window or v_kind for latent attention, whose V is a part of "
-                "K's rows, got one; pass kind alone"
+                "NumkvCache: expected no rotate, residual_window, num_sink_tokens or v_kind for latent attention, "
+                "whose V is a part of K's rows, got one; pass kind alone"
             )
         layers = [
             _layer(number, name, options, given, latent)

@@ -16,7 +16,6 @@ from numkv.torch.tensors import array_of
 from numkv.transformers.books import Books, Shrink, Step
 from numkv.transformers.bound import BoundLayer
 from numkv.transformers.options import Options
-from numkv.transformers.recent import Recent
 
 __all__ = ["HybridLayer", "NumkvLayer", "Pending", "Rows", "columns_to_crop"]
 
@@ -107,7 +106,7 @@ class NumkvLayer(CacheLayerMixin):  # type: ignore[misc]
         self.block_size = options.block_size_for(reach)
         self.books: Books | None = None
         self.pool: Pool | None = None
-        self.recent = Recent(options.residual_window) if options.residual_window else None
+        self.recent = options.recent()
         self.bound: BoundLayer | None = None
         # Of the last pass of one token: shapes, dtype, what is pending, and what comes back for it.
         self._rows: tuple[Any, ...] | None = None

@@ -25,6 +25,7 @@ def use(
     capacity: int | None = None,
     rotate: bool = False,
     residual_window: int = 0,
+    num_sink_tokens: int = 0,
 ) -> _Model:
     """Have a model attend by numkv, and ``model.generate`` make a `NumkvCache` where it is given no cache.
 
@@ -32,7 +33,7 @@ def use(
     ----------
     model : transformers.PreTrainedModel
         A decoder on the CPU.
-    kind, k_kind, v_kind, rotate, residual_window
+    kind, k_kind, v_kind, rotate, residual_window, num_sink_tokens
         How K and V are stored; see `NumkvCache`.
     capacity : int, optional
         Tokens of each sequence to reserve room for; without it as many as ``generate`` may make.
@@ -67,7 +68,7 @@ def use(
     given: Any = model
     options = {
         "kind": kind, "k_kind": k_kind, "v_kind": v_kind, "capacity": capacity, "rotate": rotate,
-        "residual_window": residual_window,
+        "residual_window": residual_window, "num_sink_tokens": num_sink_tokens,
     }  # fmt: skip
     NumkvCache(given.config, **options)
     if not given._can_set_attn_implementation():

@@ -9,6 +9,7 @@ from numkv.kinds import Kind, kind
 from numkv.numbers import check_flag, check_size
 from numkv.transformers.books import Books
 from numkv.transformers.bound import Groups
+from numkv.transformers.recent import Recent
 
 __all__ = ["Options"]
 
@@ -28,8 +29,8 @@ class Options:
         Tokens of each sequence to reserve room for.
     rotate : bool
         Whether rows are rotated.
-    residual_window : int
-        Tokens of each sequence that are kept in full precision, too.
+    residual_window, num_sink_tokens : int
+        Newest and first tokens of each sequence that are kept in full precision, too.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Options:
         capacity: int | None = None,
         rotate: bool = False,
         residual_window: int = 0,
+        num_sink_tokens: int = 0,
     ) -> None:
         if kind is not None and k_kind is not None and v_kind is not None:
             raise ValueError(
@@ -50,13 +52,20 @@ class Options:
         self.rotate = check_flag("rotate", rotate)
         self.residual_window = check_size("residual_window", residual_window)
         quantises = any(of and of.has_scales for of in (self.k_kind, self.v_kind))
-        if self.residual_window and not quantises:
-            raise NotSupported(
-                f"`residual_window`: expected 0 for storage that quantises nothing, got {residual_window}; leave it "
-                "out, or choose int8 or int4"
-            )
+        self.num_sink_tokens = check_size("num_sink_tokens", num_sink_tokens)
+        for name in ("residual_window", "num_sink_tokens"):
+            if getattr(self, name) and not quantises:
+                raise NotSupported(
+                    f"`{name}`: expected 0 for storage that quantises nothing, got {getattr(self, name)}; leave it "
+                    "out, or choose int8 or int4"
+                )
         self.groups = Groups()
         self._empty: dict[tuple[int, int, int, int], Books] = {}
+
+    def recent(self) -> Recent | None:
+        """What keeps a layer's tokens in full precision, if any."""
+        kept = self.residual_window, self.num_sink_tokens
+        return Recent(*kept) if any(kept) else None
 
     def kinds(self, of_keys: Kind, of_values: Kind) -> tuple[Kind, Kind]:
         """Kinds of K and V, those of the model where none was asked for."""

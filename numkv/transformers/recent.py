@@ -1,9 +1,11 @@
-"""The newest tokens of a layer in full precision, beside the quantised rows of all.
+"""The newest tokens of a layer, and its first ones, in full precision, beside the quantised rows of all.
 
 Quantisation does most harm to the newest tokens, which get most attention (Liu et al., "KIVI", arXiv:2402.02750,
-section 3.3). As in `numkv.KVCache`, a token is quantised once, and read so from the pass in which it leaves the window.
-Here that is done when it comes: the copy in full precision, a ring for each sequence, is what leaves. Attention over
-both parts is merged.
+section 3.3), and to the first ones, which models use as attention sinks (Xiao et al., "Efficient Streaming Language
+Models with Attention Sinks", arXiv:2309.17453, section 3). As in
+`numkv.KVCache`, a token is quantised once, and read so from the pass in which it leaves the window. Here that is done
+when it comes: the copy in full precision, a ring for each sequence, is what leaves. The first tokens stay as they are
+beside it, though a sliding layer may no longer see them. Attention over both parts is merged.
 """
 
 from __future__ import annotations
@@ -26,23 +28,25 @@ Ints = NDArray[np.int64]
 
 
 class Recent:
-    """Rows in full precision of the last tokens of each sequence of a layer.
+    """Rows in full precision of the last and the first tokens of each sequence of a layer.
 
     Parameters
     ----------
     window : int
-        How many tokens, at least 1.
+        How many last tokens.
+    first : int
+        How many first tokens. One of the two is at least 1.
 
     Attributes
     ----------
     pool : Pool or None
-        A block of `window` tokens for each sequence: position p is in slot ``p % window``.
+        A block for each sequence: position p below `first` is in slot p, a later one in slot ``first + p % window``.
     end : int64 array (batch,)
-        Position from which on each sequence's tokens are here.
+        Position from which on each sequence's tokens are here, beside the first ones.
     """
 
-    def __init__(self, window: int) -> None:
-        self.window = window
+    def __init__(self, window: int, first: int = 0) -> None:
+        self.window, self.first = window, first
         self.pool: Pool | None = None
         self.end: Ints = np.zeros(0, np.int64)
 
@@ -50,7 +54,7 @@ class Recent:
         self, target: Target, batch: int, heads: int, dims: tuple[int, int], kinds: tuple[Kind, Kind]
     ) -> None:  # fmt: skip
         """Make buffers for K and V of these dims and kinds, without tokens."""
-        self.pool = Pool.allocate(target, (batch, heads, self.window), *dims, *kinds)
+        self.pool = Pool.allocate(target, (batch, heads, self.first + self.window), *dims, *kinds)
         self.reset()
 
     @property
@@ -76,17 +80,22 @@ class Recent:
             self.end = self.end[rows]
 
     def write(self, k: Any, v: Any, step: Step) -> None:
-        """Keep those of a pass's checked rows that are recent after it."""
+        """Keep those of a pass's checked rows that are recent after it, or first."""
         assert self.pool is not None
-        lengths = step.after.lengths
-        self.end = np.maximum(self.end, lengths - self.window)
+        self.end = np.maximum(self.end, step.after.lengths - self.window)
         _, high = step.limits(step.columns)
         position = high - 1
-        slots = np.arange(len(lengths))[:, None] * self.window + position % self.window
-        kept = position >= self.end[:, None]
+        kept = (position >= self.end[:, None]) | (position < self.first)
         if step.new is not None:
             kept &= step.new
-        self.pool.scatter(k, v, np.where(kept, slots, -1).reshape(-1))
+        self.pool.scatter(k, v, np.where(kept, self._slots(position), -1).reshape(-1))
+
+    def _slots(self, position: Ints) -> Ints:
+        """Slots of positions ``(batch, n)`` that are here."""
+        ring = self.first + position % max(1, self.window)
+        base = np.arange(len(position))[:, None] * (self.first + self.window)
+        slots: Ints = base + np.where(position < self.first, position, ring)
+        return slots
 
     def attend(
         self, pool: Pool, step: Step, columns: int, q: Any, options: AttentionOptions
@@ -110,16 +119,25 @@ class Recent:
         -------
         array (batch * columns, num_q_heads, head_dim_v)
         """
-        own, end, lengths = self.pool, self.end[:, None], step.after.lengths
+        own, lengths = self.pool, step.after.lengths
         assert own is not None
         low, high = step.limits(columns)
         starts = np.arange(len(lengths) + 1) * columns
         base = (step.before.first * step.before.block_size)[:, None]
-        older = _ranges(low - base, np.minimum(high, end) - base)
-        newer = _ranges(low - end, high - end)
-        held = lengths - self.end
-        at = self.end[:, None] + np.arange(held.max(initial=0))
-        slots = np.arange(len(held))[:, None] * self.window + at % self.window
+        # Positions [0, first) and [end, length) are here, one behind the other in the table, the others quantised.
+        first = np.minimum(self.first, lengths)[:, None]
+        end = np.maximum(self.end[:, None], first)
+        older = _ranges(np.maximum(low, first) - base, np.minimum(high, end) - base)
+        gap = end - first
+
+        def here(position: Ints) -> Ints:
+            """How many tokens that are here come before a position."""
+            return position - np.clip(position - first, 0, gap)
+
+        newer = _ranges(here(low), here(high))
+        held = (lengths[:, None] - gap)[:, 0]
+        at = np.arange(held.max(initial=0))[None]
+        slots = self._slots(np.where(at < first, at, at + gap))
 
         def of_quantised(options: AttentionOptions) -> Any:
             return attend(pool, step.table, q, step.lengths, starts, options, ranges=older)

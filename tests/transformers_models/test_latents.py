@@ -95,6 +95,7 @@ def test_what_is_refused(model):
     for options in (
         {"rotate": True},
         {"kind": "int8", "residual_window": 4},
+        {"kind": "int8", "num_sink_tokens": 4},
         {"kind": "bf16", "v_kind": "int8"},
     ):
         with pytest.raises(NotSupported, match="latent"):

@@ -1,4 +1,4 @@
-"""Newest tokens in full precision beside quantised ones, against float64 over rows that are quantised by hand."""
+"""Newest and first tokens in full precision beside quantised ones, against float64 over rows quantised by hand."""
 
 import copy
 import types
@@ -39,7 +39,8 @@ MASKS = {
 class Reference:
     """A batch of sequences as lists of rows, and which of them are quantised."""
 
-    def __init__(self, batch, kinds, seen):
+    def __init__(self, batch, kinds, seen, window=WINDOW, first=0):
+        self.window, self.first = window, first
         self.rows = [[] for _ in range(batch)]
         self.end = [0] * batch
         self.kinds, self.seen = kinds, seen
@@ -52,7 +53,7 @@ class Reference:
             before = len(self.rows[b])
             new = [t for t in range(columns) if mask[b, t]]
             self.rows[b] += [(keys[b, :, t], values[b, :, t]) for t in new]
-            self.end[b] = max(self.end[b], len(self.rows[b]) - WINDOW)
+            self.end[b] = max(self.end[b], len(self.rows[b]) - self.window)
             for position, t in enumerate(new, before):
                 for head in range(Q_HEADS):
                     out[b, t, head] = self.row(b, position, head, query[b, head, t])
@@ -65,7 +66,8 @@ class Reference:
             x = np.array([r[side][head // 2] for r in self.rows[b][low : position + 1]])
             exact = x.astype(np.float64)
             codes = naive.dequantise(*naive.quantise(x, of)) if of else exact
-            old = np.arange(low, position + 1) < self.end[b]
+            at = np.arange(low, position + 1)
+            old = (at >= self.first) & (at < self.end[b])
             found.append(np.where(old[:, None], codes, exact))
         return naive.attention_row(q.astype(np.float64), *found, 0.3, 5.0, SINKS[head])[0]
 
@@ -80,13 +82,23 @@ class Reference:
 
 
 @pytest.mark.parametrize("seen", CONFIGS)
-@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", None)], ids=str)
-def test_passes_of_a_ragged_batch(rng, seen, kinds):
+@pytest.mark.parametrize(
+    ("kinds", "window", "first"),
+    [
+        (("int8", "int8"), WINDOW, 0),
+        (("int4", None), WINDOW, 0),
+        (("int4", "int4"), 0, 3),
+        (("int8", "int8"), 3, 2),
+    ],
+    ids=str,
+)
+def test_passes_of_a_ragged_batch(rng, seen, kinds, window, first):
     """Padded on the left; cropped, copied and reordered between passes."""
     k_kind, v_kind = (kind or "fp32" for kind in kinds)
-    cache = NumkvCache(CONFIGS[seen], k_kind=k_kind, v_kind=v_kind, residual_window=WINDOW)
+    kept = {"residual_window": window, "num_sink_tokens": first}
+    cache = NumkvCache(CONFIGS[seen], k_kind=k_kind, v_kind=v_kind, **kept)
     cache.activate_past_recording()
-    reference = Reference(2, kinds, seen)
+    reference = Reference(2, kinds, seen, window, first)
     mask = np.ones((2, 0), bool)
 
     def forward(columns, padding=(0, 0)):
@@ -125,8 +137,13 @@ def test_passes_of_a_ragged_batch(rng, seen, kinds):
     for _ in range(6):
         forward(1)
     assert other.get_seq_length() == 11
+    cache.crop(-8)  # to sequences of fewer tokens than are kept first, and on from there
+    reference.crop(8)
+    mask = mask[:, :-8]
+    forward(2)
+    forward(4)
     cache.reset()
-    reference, mask = Reference(2, kinds, seen), mask[:, :0]
+    reference, mask = Reference(2, kinds, seen, window, first), mask[:, :0]
     forward(3)
 
 
@@ -135,16 +152,19 @@ def test_short_prompts_are_exact_and_memory_is_counted():
     model, given = make("llama"), prompts([13, 5, 9])
     expected = model.generate(**given, do_sample=False, max_new_tokens=8)
     model.set_attn_implementation("numkv")
-    plain, cache = (NumkvCache(model.config, "int4", residual_window=n) for n in (0, 32))
-    for each in (plain, cache):
-        found = model.generate(**given, do_sample=False, max_new_tokens=8, past_key_values=each)
-    assert torch.equal(found, expected)
-    assert cache.nbytes == plain.nbytes + 4 * 2 * 3 * 32 * 2 * 16 * 4
+    plain = NumkvCache(model.config, "int4")
+    model.generate(**given, do_sample=False, max_new_tokens=8, past_key_values=plain)
+    for kept in ({"residual_window": 32}, {"num_sink_tokens": 32}):
+        cache = NumkvCache(model.config, "int4", **kept)
+        found = model.generate(**given, do_sample=False, max_new_tokens=8, past_key_values=cache)
+        assert torch.equal(found, expected)
+        assert cache.nbytes == plain.nbytes + 4 * 2 * 3 * 32 * 2 * 16 * 4
 
 
 def test_a_window_beside_floats_is_refused():
     for options in ({}, {"kind": "bf16"}, {"k_kind": "fp16", "v_kind": "fp32"}):
-        with pytest.raises(NotSupported, match="quantises nothing"):
-            NumkvCache(CONFIGS["full"], residual_window=8, **options)
+        for name in ("residual_window", "num_sink_tokens"):
+            with pytest.raises(NotSupported, match=f"{name}.*quantises nothing"):
+                NumkvCache(CONFIGS["full"], **{name: 8}, **options)
     with pytest.raises(DimensionMismatch, match="residual_window"):
         NumkvCache(CONFIGS["full"], "int8", residual_window=-1)
