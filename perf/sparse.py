@@ -1,8 +1,9 @@
 """Sparse reading beside dense attention: ``python -m perf sparse``.
 
 - *recall*: the bundled model reads a held-out module; each of the last tokens attends to the blocks that its query
-  chooses (`numkv.sparse`), in every layer, and what it says of the next byte is compared with dense attention.
-- *speed*: a decode step of one layer, choice and bounds included, in turns with dense attention, over contexts.
+  chooses (`Step.sparse_attention`), in every layer, and what it says of the next byte is compared with dense attention.
+- *speed*: attention of a decode step in one layer, choice and bounds included, in turns with dense attention, over
+  contexts.
 """
 
 import argparse
@@ -12,10 +13,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 import numkv
-from numkv import sparse
 from numkv.demo.evaluate import held_out
 from numkv.demo.model import Model
 from numkv.demo.network import Network
@@ -26,32 +25,20 @@ SIZE = 16
 
 
 class SparseStep:
-    """A step of a `PagedKVCache` of one sequence whose attention reads `top` blocks; it notes what it has left out."""
+    """A step of a `PagedKVCache` whose attention reads `top` blocks; it notes what it has left out."""
 
-    def __init__(self, step, bounds, top, notes):
-        self.step, self.bounds, self.top, self.notes = step, bounds, top, notes
+    def __init__(self, step, top, notes):
+        self.step, self.top, self.notes = step, top, notes
 
     def write(self, layer, *args, **options):
         return self.step.write(layer, *args, **options)
 
     def attention(self, layer, q):
-        arrays = self.step.arrays(layer)
-        table, lens = arrays.block_table, arrays.context_lens
-        refresh(self.bounds[layer], arrays.k, table[0], int(lens[0]), len(q))
-        scores = self.bounds[layer].scores(q, table, lens, SIZE)
-        choice = sparse.choose_blocks(scores, table, lens, SIZE, self.top)
-        out, lse = sparse.sparse_decode_attention(q, arrays.k, arrays.v, *choice, return_lse=True)
+        out, lse = self.step.sparse_attention(layer, q, most_blocks=self.top, return_lse=True)
         dense, whole = self.step.attention(layer, q, return_lse=True)
         error = np.linalg.norm(out - dense, axis=-1) / np.linalg.norm(dense, axis=-1)
         self.notes.append((np.exp(lse - whole).mean(), error.mean()))
         return out
-
-
-def refresh(bounds, k, table, length, new):
-    """Bound the blocks of a sequence's newest tokens again."""
-    first = (length - new) // SIZE
-    numbers = np.arange(first, -(-length // SIZE))
-    bounds.update(k, table[first : len(numbers) + first], np.minimum(SIZE, length - numbers * SIZE))
 
 
 def recall(tokens, last, tops):
@@ -63,20 +50,15 @@ def recall(tokens, last, tops):
     for top in (None, *tops):
         cache = numkv.PagedKVCache(
             of.num_layers, of.num_kv_heads, of.head_dim, num_blocks=-(-len(text) // SIZE), block_size=SIZE,
-            kind="fp32",
+            kind="fp32", key_bounds=True,
         )  # fmt: skip
-        seq = cache.add()
-        bounds, notes, bits = {}, [], []
+        seq, notes, bits = cache.add(), [], []
         step = cache.reserve([seq], tokens)
         network.hidden(text[:tokens], step)
-        for layer in range(of.num_layers):
-            arrays = step.arrays(layer)
-            bounds[layer] = sparse.KeyBounds(len(arrays.k), of.num_kv_heads, of.head_dim)
-            refresh(bounds[layer], arrays.k, arrays.block_table[0], tokens, tokens)
         cache.commit(step)
         for i in range(tokens, len(text) - 1):
             step = cache.reserve([seq], 1)
-            wrapped = step if top is None else SparseStep(step, bounds, top, notes)
+            wrapped = step if top is None else SparseStep(step, top, notes)
             logits = network.logits(network.hidden(text[i : i + 1], wrapped))[0].astype(np.float64)
             cache.commit(step)
             largest = logits.max()
@@ -87,47 +69,43 @@ def recall(tokens, last, tops):
     return rows
 
 
-def layer_of(context, heads, dim, rng):
-    """A paged layer of so many tokens in bf16, with its bounds."""
-    blocks = -(-context // SIZE)
-    pool = numkv.PagedPool(blocks, SIZE, heads, dim, kind="bf16")
-    layer = numkv.PagedLayer(blocks, SIZE, heads, dim, pool=pool)
-    for start in range(0, context, 4096):
-        n = min(4096, context - start)
-        layer.append(*rng.standard_normal((2, n, heads, dim), np.float32))
-    bounds, arrays = sparse.KeyBounds(blocks, heads, dim), layer.arrays
-    k, v = arrays.k.view(bfloat16), arrays.v.view(bfloat16)
-    refresh(bounds, k, layer.block_table, context, context)
-    return layer, bounds, k, v
+def step_of(context, heads, dim, layers, rng):
+    """A step of a cache in bf16 that keeps bounds, whose new token is the last of so many."""
+    cache = numkv.PagedKVCache(
+        layers, heads, dim, num_blocks=-(-context // SIZE), block_size=SIZE, kind="bf16", key_bounds=True
+    )  # fmt: skip
+    seq = cache.add()
+    for n in (*[4096] * ((context - 1) // 4096), (context - 1) % 4096, 1):
+        step = cache.reserve([seq], n)
+        for layer in range(layers):
+            step.append(layer, *rng.standard_normal((2, n, heads, dim), np.float32))
+        if n > 1 or cache.length(seq) + 1 < context:
+            cache.commit(step)
+    return step
 
 
 def speed(context, tokens, seconds, group=4, heads=8, dim=128):
     """Seconds of dense and of sparse decode over `context` tokens: medians of rounds in turns, bf16."""
     rng = np.random.default_rng(0)
-    count = max(1, min(8, (1 << 29) // (context * heads * dim * 4)))
-    layers = [layer_of(context, heads, dim, rng) for _ in range(count)]
+    layers = max(1, min(8, (1 << 29) // (context * heads * dim * 4)))
+    step = step_of(context, heads, dim, layers, rng)
     q = rng.standard_normal((1, heads * group, dim), np.float32)
-    lens, top = np.array([context]), tokens // SIZE
-    table = layers[0][0].block_table[None].copy()
 
-    def dense(of):
-        numkv.paged_decode_attention(q, *of[2:], table, lens)
+    def dense(layer):
+        step.attention(layer, q)
 
-    def chosen(of):
-        _, bounds, k, v = of
-        refresh(bounds, k, table[0], context, 1)
-        choice = sparse.choose_blocks(bounds.scores(q, table, lens, SIZE), table, lens, SIZE, top)
-        sparse.sparse_decode_attention(q, k, v, *choice)
+    def chosen(layer):
+        step.sparse_attention(layer, q, most_blocks=tokens // SIZE)
 
     times, until = {dense: [], chosen: []}, time.perf_counter() + seconds
-    for of in layers:
-        dense(of), chosen(of)
+    for layer in range(layers):
+        dense(layer), chosen(layer)
     while time.perf_counter() < until:
         for call in times:
             start = time.perf_counter()
-            for of in layers:
-                call(of)
-            times[call].append((time.perf_counter() - start) / count)
+            for layer in range(layers):
+                call(layer)
+            times[call].append((time.perf_counter() - start) / layers)
     return median(times[dense]), median(times[chosen])
 
 

@@ -9,6 +9,7 @@ import functools
 
 import fault_bound
 import fault_latents
+import fault_sparse
 import fault_states
 import numpy as np
 from fault_base import (
@@ -29,8 +30,7 @@ from fault_base import (
 from fault_functions import CONTIGUOUS, FILES, PAGED, Arrays, Folder, see_arrays, see_folder
 
 import numkv
-from numkv.blocks import BlockPool
-from numkv.blocks.prefix import block_digests
+from numkv.blocks import BlockPool, block_digests
 
 # ---------------------------------------------------------------- caches of one sequence
 
@@ -573,7 +573,7 @@ def _subjects():
     for name, kind, windows in (("fp32", "fp32", None), ("int8, windows", "int8", [-1, 3])):
         make = _paged_cache(kind, windows)
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
-        calls = _STEP | fault_bound.OF_STEP
+        calls = _STEP | fault_bound.OF_STEP | fault_sparse.OF_STEP
         add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
     add("states", numkv.PagedKVCache, fault_states.cache, fault_states.see, fault_states.CALLS)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
@@ -604,4 +604,4 @@ def _subjects():
 
 
 #: By name: what is tried.
-SUBJECTS = _subjects() | fault_latents.SUBJECTS
+SUBJECTS = _subjects() | fault_latents.SUBJECTS | fault_sparse.SUBJECTS

@@ -52,6 +52,8 @@ class Paged(Single):
             options["windows"] = [d.choice([-1, 0, 2, 5]) for _ in range(self.layers)]
         elif d.randrange(3) == 0:
             options |= _unlike(d, self.layers, options["block_size"])
+        bounded = not self.latent and self.kind in ("fp32", "bf16", "int8", "int4")
+        options["key_bounds"] = bounded and d.randrange(3) == 0
         made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.cache = made[0]
         self.objects["PagedKVCache"] = Pair(*made)
@@ -317,6 +319,20 @@ Paged.rows = [
         _chosen,
         3,
     ),
+    Row(
+        "Step.sparse_attention",
+        {
+            "layer": LAYER,
+            "q": Q,
+            "most_blocks": integer(2, 6, "size"),
+            "first": integer(0, 1, "size"),
+            "newest": integer(1, 1, "size"),
+            **OPTIONS,
+        },
+        "Step",
+        _chosen,
+        3,
+    ),
     Row("Step.attention_weights", {"layer": LAYER, **WEIGHTS}, "Step", _chosen),
     Row("Step.arrays", {"layer": LAYER}, "Step", weight=0.3),
     Row("Step.state", {"layer": LAYER}, "Step", weight=0.3),
@@ -345,6 +361,7 @@ Paged.rows = [
                     "num_states",
                     "checkpoint_every",
                     "max_nbytes",
+                    "key_bounds",
                 )
             },
         },
