@@ -72,6 +72,7 @@ from numkv.kernels.cuda.instructions import (
     shuffle_xor_float,
     store_shared_floats,
 )  # fmt: skip
+from numkv.kernels.cuda.instructions.scalars import store_global
 from numkv.kernels.cuda.simd import THREADS, natural
 from numkv.kinds import kind
 from numkv.rows.convert import codec
@@ -276,7 +277,9 @@ def make_store(Q_KIND, SIZES):
             row = natural(lane.warp + n * WARPS)
             if row >= item.rows:
                 continue
-            token, head, part = rows.token[row], rows.head[row], rows.part[row] + item.split
+            token, head = natural(rows.token[row]), natural(rows.head[row])
+            part = natural(rows.part[row] + item.split) * parts.strides[2] + 4 * lane.number
+            part += global_address(parts)
             at = U32(area + 4 * (row * STEP + lane.number))
             w0, w1 = totals[row], totals[DECODE_ROWS + row]
             w2, w3 = totals[2 * DECODE_ROWS + row], totals[3 * DECODE_ROWS + row]
@@ -286,8 +289,8 @@ def make_store(Q_KIND, SIZES):
                     continue
                 a0, a1, a2, a3 = load_sums(U32(at + U32(128 * c)))
                 x = cuda.fma(w3, a3, cuda.fma(w2, a2, cuda.fma(w1, a1, F(w0 * a0))))
-                if item.splits > 1:
-                    parts[0, 0, part, d] = x
+                if item.splits > 1:  # floats side by side
+                    store_global(part + 128 * c, x)
                 else:
                     out[token, head, d] = store(x)
 
@@ -365,9 +368,8 @@ def make_attend_item(Q_KIND, SIZES):
         position = I32(first + lane.number % SLICE)
         block, offset = divide(position, source)
         blocks, offsets = divide(I32(DECODE_TILE), source)
-        count = (
-            uniform(max(item.end - np.int64(first), np.int64(0)) + (DECODE_TILE - 1)) // DECODE_TILE
-        )
+        left = U32(max(item.end - np.int64(first), np.int64(0)) + (DECODE_TILE - 1))
+        count = uniform(U32(left // U32(DECODE_TILE)))
         entry, entry_offset = look_up(source, seen, position, block), offset
         tokens, stage = U32(0), U32(0)
         for i in range(WORDS):
@@ -465,7 +467,8 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         cuda.syncthreads()
         before, items = items_before(batch, counts, natural(counts[thread]), thread)
         firsts[thread] = before  # in shared memory, as registers are few
-        for number in range(I32(cuda.blockIdx.x), uniform(items), I32(cuda.gridDim.x)):
+        number, items = I32(cuda.blockIdx.x), uniform(items)
+        while number < items:
             put_item(
                 batch, np.int64(number), np.int64(firsts[thread]), np.int64(counts[thread]), found, thread
             )  # fmt: skip
@@ -482,5 +485,6 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
             cuda.syncthreads()
             store_rows(item, rows, out, parts, totals, start, lane)
             # What the next item changes first, nobody reads any more.
+            number = I32(number + I32(cuda.gridDim.x))
 
     return kernel

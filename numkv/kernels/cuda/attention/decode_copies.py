@@ -239,13 +239,19 @@ def make_places(SIZES):
     STAGE, K_SCALED, V_SCALED = K.size + V.size, K.groups > 0, V.groups > 0
 
     @register_jitable
+    def chunks(step):
+        """Bytes between rows, whole chunks, in chunks; not negative, so that this is a shift."""
+        return U32(np.uint64(step) // np.uint64(CHUNK))
+
+    @register_jitable
     def source_of(pools, seq, head, start, lane):
         """Where rows of a head are: of K for threads 0 to 15, of V for others."""
         k, v, block_table = pools.k, pools.v, pools.block_table
         block_size, num_blocks = I32(k.shape[2]), I32(k.shape[0])
-        block_step, token_step = U32(k.strides[0] // CHUNK), U32(k.strides[2] // CHUNK)
+        block_step, token_step = chunks(k.strides[0]), chunks(k.strides[2])
         if lane.number >= SLICE:
-            block_step, token_step = U32(v.strides[0] // CHUNK), U32(v.strides[2] // CHUNK)
+            block_step, token_step = chunks(v.strides[0]), chunks(v.strides[2])
+        block_step, token_step = keep(block_step), keep(token_step)
         run = keep(U32(token_step * U32(lane.number % SLICE)))
         k_from = (
             global_address(k)
