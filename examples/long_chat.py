@@ -1,7 +1,8 @@
 """A chat that outlives its window: keep the newest tokens within a bound, shift their keys, go on after a restart.
 
-Four first tokens always stay, as attention rests on them (StreamingLLM). When the cache is full, the oldest of the
-others go, and the keys behind the gap get the rotary embedding of their new positions; nothing is computed again.
+Four first tokens always stay, as attention rests on them (StreamingLLM). Behind them lie the newest `window` tokens at
+least. There is room for a small portion more; when it is full, the oldest go, no more of them than must, and the keys
+behind the gap get the rotary embedding of their new positions. Nothing is computed again.
 """
 
 import tempfile
@@ -29,18 +30,23 @@ def turn_keys(k, positions, cos, sin):
 
 
 def main(window=4096, tokens=6000, most_nbytes=100_000_000):
-    cos, sin = angles(window)
+    part = 64  # a turn of the chat brings some tokens
+    room = FIRST + window + max(part, window // 16)
+    cos, sin = angles(room)
     shift = numkv.rope_shift(cos, sin)
-    cache = numkv.KVCache(LAYERS, KV_HEADS, DIM, kind="int8", max_seq_len=window)
-    cache.reserve(window)  # all memory now, none later
-    print(f"{cache.nbytes / 1e6:.1f} MB for {window:,} tokens")
+    cache = numkv.KVCache(LAYERS, KV_HEADS, DIM, kind="int8", max_seq_len=room)
+    cache.reserve(room)  # all memory now, none later
+    print(f"{cache.nbytes / 1e6:.1f} MB for {room:,} tokens")
     assert cache.nbytes <= most_nbytes
 
-    said, shifts, part = 0, 0, 64  # a turn of the chat brings some tokens
+    said = shifts = dropped = 0
     with tempfile.TemporaryDirectory() as folder:
         while said < tokens:
-            if len(cache) + part > window:
-                keep = numkv.compaction.first_and_recent(len(cache), FIRST, window // 2)
+            if (
+                len(cache) + part > room
+            ):  # with the new ones there are `window` behind the first again
+                keep = numkv.compaction.first_and_recent(len(cache), FIRST, window - part)
+                dropped += len(cache) - len(keep)
                 cache.compact(keep, shift=shift)
                 shifts += 1
             positions = np.arange(len(cache), len(cache) + part)
@@ -56,7 +62,9 @@ def main(window=4096, tokens=6000, most_nbytes=100_000_000):
                 numkv.save(f"{folder}/chat", cache, mark={"model": "mine"})
                 cache = numkv.load(f"{folder}/chat", mark={"model": "mine"})
                 print(f"restarted with {len(cache):,} tokens")
-    print(f"{said:,} tokens said, {len(cache):,} in the cache after {shifts} shifts")
+    print(
+        f"{said:,} tokens said, {dropped:,} of them dropped in {shifts} shifts, {len(cache):,} in the cache"
+    )
     numkv.show(cache)
     return cache
 

@@ -1,6 +1,6 @@
 """PyTorch: tensors in and out, and attention over a cache inside of ``torch.compile``.
 
-Needs ``pip install "numkv[torch]"``.
+Needs PyTorch: ``pip install ".[torch]"`` in the source tree.
 
 python examples/torch_operators.py
 """

@@ -1,6 +1,6 @@
 """A Qwen-shaped model of Hugging Face's transformers, with its cache in INT8.
 
-Needs ``pip install "numkv[transformers]"``.
+Needs transformers: ``pip install ".[transformers]"`` in the source tree.
 
 The weights are random, so nothing is downloaded; `from_pretrained` gives the same model with real ones.
 """

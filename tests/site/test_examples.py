@@ -41,10 +41,18 @@ def test_shared_prefixes():
 
 def test_long_chat():
     cache, printed = run("long_chat", window=256, tokens=700, most_nbytes=600_000)
-    assert len(cache) <= 256
+    assert 4 + 256 <= len(cache) <= 4 + 256 + 64
     assert "restarted with" in printed
-    assert "7 shifts" in printed
+    assert "in 3 shifts" in printed
     cache.check()
+
+
+def test_sharded():
+    """Shards of heads and of context give what one process gives; each layer is a message to a shard."""
+    (by_shards, alone, messages), printed = run("sharded", tokens=40, new=2)
+    assert np.allclose(by_shards, alone, atol=2e-3)
+    assert messages == 3 * 2
+    assert "4 shards" in printed
 
 
 def test_storage_kinds():
