@@ -21,7 +21,8 @@ import numkv
 from numkv.kernels import builder
 rows = np.full((1, 2, 4), 1.0, np.float32)
 cache = numkv.KVCache(1, 2, 4, kind="bf16")
-cache.append(0, rows, rows)
+many = rows.repeat(20_000, 0)  # too many for the kernel of small calls, which takes longer to compile
+cache.append(0, many, many)
 result = float(cache.k(0)[0, 0, 0])
 """
 EVERY_KERNEL = """

@@ -5,6 +5,7 @@ What is above a limit is listed in `ratchet.json`, with its size; nothing may jo
 """
 
 import ast
+import functools
 import json
 import sys
 from pathlib import Path
@@ -33,6 +34,7 @@ def functions(tree: ast.AST, prefix: str):
         yield from functions(node, name)
 
 
+@functools.cache
 def sizes() -> dict[str, dict[str, int]]:
     """What is above its limit."""
     found: dict[str, dict[str, int]] = {name: {} for name in LIMITS}

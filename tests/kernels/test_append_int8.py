@@ -7,7 +7,8 @@ from quantised_stores import Stores
 from worked import INT8
 
 F32 = np.float32
-SOURCES = ["fp32", "fp16", "bf16"]
+#: See `test_append_int4`.
+SOURCES = ["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.nightly)]
 
 STORES = Stores("int8")
 in_contiguous, in_paged, assert_exact = STORES.in_contiguous, STORES.in_paged, STORES.assert_exact

@@ -60,7 +60,7 @@ def test_kinds_apart(target, to, host, rng, k_kind, v_kind, q_kind):
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 17])
-@pytest.mark.parametrize("q_kind", ["fp32", "fp64"])
+@pytest.mark.parametrize("q_kind", ["fp32", pytest.param("fp64", marks=pytest.mark.nightly)])
 def test_groups(rng, group, q_kind):
     """Rows that vector code takes at once, on the CPU."""
     shape = Shape(2 * group, 2, 112, (45, 100), new=(2, 45))

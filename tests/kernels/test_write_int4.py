@@ -9,7 +9,10 @@ import numkv
 F32, BF16 = np.float32, naive.DTYPES["bf16"]
 
 
-@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int8", "int4"), ("int4", "bf16")])
+@pytest.mark.parametrize(
+    "kinds",
+    [("int4", "int4"), ("int8", "int4"), pytest.param(("int4", "bf16"), marks=pytest.mark.nightly)],
+)
 def test_a_fused_write_quantises_what_it_would_have_written(target, to, host, rng, kinds):
     heads, dim = 2, 34
     cos, sin = (to(x) for x in naive.rope_tables(16, dim))

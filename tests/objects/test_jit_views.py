@@ -13,8 +13,8 @@ from own_code import as_stored
 import numkv
 
 KINDS = [*naive.DTYPES, *naive.EVERYWHERE]
-#: Those that are tried beside another one too: each layer of one kind is compiled anew.
-IN_PAIRS = ["bf16", "fp32", "int4", "int8"]
+#: Those that are tried beside another one too, or are stored like one of them: each layer of one kind is compiled anew.
+IN_PAIRS = ["bf16", "fp32", "fp64", "int4", "int8"]
 
 
 @njit
