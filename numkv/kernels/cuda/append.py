@@ -535,7 +535,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
             cases[1],
             cases[5],
             cases[8],
-            cases[-1],
+            cases[-2],
         ):  # all kinds, and one kernel for both sides
             yield f"{name[:-1]}, octets]", *_append_octets(*case).described
     for bytes_, word in _UNSIGNED.items():
