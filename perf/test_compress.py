@@ -10,9 +10,10 @@ import pytest
 import numkv
 from perf.shapes import SHAPES, attend
 
+#: Bits, signs of the sketch, bits of values.
 CONFIGS = {
     "2 bits": (2, None), "3 bits": (3, None), "4 bits": (4, None), "4 bits, 128 signs": (4, 128),
-    "8 bits": (8, None),
+    "8 bits": (8, None), "4 bits, values 3": (4, None, 3),
 }  # fmt: skip
 #: Time of attention on 4-bit codes in times of float32 attention over the same vectors.
 LIMIT = 1.0
@@ -20,9 +21,9 @@ LIMIT = 1.0
 
 def filled(target, rng, config, q_heads, kv_heads, dim, length):
     """A compressor with random tokens, and the vectors ``(kv_heads, length, dim)``."""
-    bits, projections = CONFIGS[config]
+    bits, projections, *v_bits = CONFIGS[config]
     cache = numkv.MultiHeadCompressor(
-        kv_heads, numkv.CompressorConfig(dim, bits, projections), num_q_heads=q_heads,
+        kv_heads, numkv.CompressorConfig(dim, bits, projections, 0, *v_bits), num_q_heads=q_heads,
         target=target.name,
     )  # fmt: skip
     k, v = rng.standard_normal((2, kv_heads, length, dim), np.float32)
@@ -54,6 +55,45 @@ def test_attend(measure, side_by_side, target, to, rng, shape, config):
 
     measure(on_codes, len(cache) * cache.bytes_per_token + 2 * q.nbytes, "read")
     side_by_side("codes / fp32", on_codes, on_floats, LIMIT)
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 30.0}, {"window_left": 511}], ids=str)
+def test_attend_with_options(measure, side_by_side, target, to, rng, options):
+    """Beside float32 attention with the same options."""
+    _, q_heads, kv_heads, dim, length, *_ = SHAPES["A"]
+    cache, k, v = filled(target, rng, "4 bits", q_heads, kv_heads, dim, length)
+    q = rng.standard_normal((q_heads, dim), np.float32)
+    given, lens = to(q), to(np.array([length]))
+    floats = [to(x[None]) for x in (q, k, v)]
+    out, lse = cache.attend(given, return_lse=True, **options)
+    weights = np.exp(
+        target.to_host(cache.attention_scores(given, **options)) - target.to_host(lse)[:, None]
+    )
+    values = target.to_host(cache.decode_values()).repeat(q_heads // kv_heads, axis=0)
+    wanted = np.einsum("ht,htd->hd", weights, values)
+    assert np.linalg.norm(target.to_host(out) - wanted) < 1e-3 * np.linalg.norm(wanted)
+    read = min(length, options.get("window_left", length) + 1) * cache.bytes_per_token
+    measure(lambda: cache.attend(given, **options), read + 2 * q.nbytes, "read")
+    side_by_side(
+        "codes / fp32", lambda: cache.attend(given, **options),
+        lambda: numkv.decode_attention(*floats, lens, **options), 2 * LIMIT,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("queries", [4, 64])
+def test_attend_with_several_queries(measure, side_by_side, target, to, rng, queries):
+    """One call of the newest tokens' queries beside a call for each."""
+    _, q_heads, kv_heads, dim, length, *_ = SHAPES["A"]
+    cache, _, _ = filled(target, rng, "4 bits", q_heads, kv_heads, dim, length)
+    q = to(rng.standard_normal((queries, q_heads, dim), np.float32))
+    each = [to(x) for x in target.to_host(q)]
+    assert np.array_equal(
+        target.to_host(cache.attend(q))[-1], target.to_host(cache.attend(each[-1]))
+    )
+    measure(lambda: cache.attend(q), length * cache.bytes_per_token + 8 * q.nbytes, "read")
+    side_by_side(
+        "together / one by one", lambda: cache.attend(q), lambda: [cache.attend(x) for x in each], 1.1
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import fault_bound
+import fault_compressors
 import fault_latents
 import fault_sparse
 import fault_states
@@ -18,7 +19,6 @@ from fault_base import (
     F32,
     FUSED,
     HEADS,
-    Q_HEADS,
     TABLES,
     Subject,
     plain,
@@ -414,62 +414,6 @@ _ENCODER = {
 }
 
 
-# ---------------------------------------------------------------- compressed heads
-
-
-def _head(projections=None):
-    def make():
-        head = numkv.HeadCompressor(numkv.CompressorConfig(32, projections=projections))
-        head.extend(*(x[:, 0] for x in rows(15, dim=32)))
-        return head
-
-    return make
-
-
-def _heads():
-    heads = numkv.MultiHeadCompressor(HEADS, numkv.CompressorConfig(32), num_q_heads=Q_HEADS)
-    heads.extend(*rows(15, dim=32))
-    return heads
-
-
-def _see_compressor(it):
-    q = queries(1, getattr(it, "num_q_heads", 1), 32)[0]
-    q = q[0] if isinstance(it, numkv.HeadCompressor) else q
-    seen = [len(it), it.decode_keys(), it.decode_values()]
-    return plain([*seen, it.attention_scores(q), *([it.attend(q)] if len(it) else [])])
-
-
-def _one_head(n, seed=7):
-    return [x[:, 0] for x in rows(n, seed, dim=32)]
-
-
-_COMPRESSOR = {
-    "evict_outside_window": lambda c: c.evict_outside_window(4),
-    "truncate": lambda c: c.truncate(9),
-    "decode_keys": lambda c: [c.decode_keys(), c.decode_values()],
-}
-_HEAD = _COMPRESSOR | {
-    "push": lambda c: c.push(*(x[0] for x in _one_head(1))),
-    "extend": lambda c: c.extend(*_one_head(3)),
-    "extend, which grows": lambda c: c.extend(*_one_head(100)),
-    "attention_scores": lambda c: c.attention_scores(queries(1, 1, 32)[0, 0]),
-    "attend": lambda c: c.attend(queries(1, 1, 32)[0, 0]),
-    "attend with two queries": lambda c: c.attend(
-        queries(2, 1, 32)[:, 0], window_left=3, return_lse=True
-    ),
-}
-_HEADS = _COMPRESSOR | {
-    "push_token": lambda c: c.push_token(*(x[0] for x in rows(1, 7, dim=32))),
-    "extend": lambda c: c.extend(*rows(3, 7, dim=32)),
-    "extend, which grows": lambda c: c.extend(*rows(100, 7, dim=32)),
-    "attention_scores": lambda c: c.attention_scores(queries(1, Q_HEADS, 32)[0]),
-    "attend": lambda c: c.attend(queries(1, Q_HEADS, 32)[0]),
-    "attend with two queries": lambda c: c.attend(
-        queries(2, Q_HEADS, 32), logits_soft_cap=5.0, return_lse=True
-    ),
-}
-
-
 # ---------------------------------------------------------------- functions, and the rest
 
 
@@ -585,9 +529,8 @@ def _subjects():
         add(name, of, make, _see_cells, _CELLS | _SET_CAUSAL)
     add("", numkv.WrapperCache, _cells(_wrapper), _see_cells, _CELLS)
     add("", numkv.EncoderCache, _encoder, _see_encoder, _ENCODER)
-    add("", numkv.HeadCompressor, _head(), _see_compressor, _HEAD)
-    add("with a sketch", numkv.HeadCompressor, _head(32), _see_compressor, _HEAD)
-    add("", numkv.MultiHeadCompressor, _heads, _see_compressor, _HEADS)
+    for name, of, make, calls in fault_compressors.SUBJECTS:
+        add(name, of, make, fault_compressors.see, calls)
     add("", numkv.AttentionTally, _tally, lambda t: plain([len(t), t.weights]), _TALLY)
     add("functions over blocks", None, Arrays, see_arrays, PAGED)
     add("functions over int8 blocks", None, lambda: Arrays("int8"), see_arrays, PAGED)

@@ -491,7 +491,12 @@ class Compressor(Drawn):
         return out
 
     def _attend(
-        self, name: str, queries: Array, options: CodesOptions, return_lse: bool, check_finite: bool
+        self,
+        name: str,
+        queries: Array,
+        options: CodesOptions,
+        return_lse: bool | None,
+        check_finite: bool,
     ) -> tuple[Array, Array]:
         """Outputs of queries ``(num_queries, num_q_heads, head_dim)``, and lse, which is empty where nobody asks."""
         return_lse = check_flag("return_lse", return_lse)

@@ -558,6 +558,7 @@ Books.rows = [
             "bits": integer(1, 16),
             "projections": integer(1, 9),
             "seed": integer(0, 99),
+            "v_bits": integer(1, 16),
         },
     ),
     Row(

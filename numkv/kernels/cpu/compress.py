@@ -208,8 +208,9 @@ def make_multiply(SRC):
             for r in range(count):
                 query, of_group = (first + r) // group, (first + r) % group
                 source = row_of(rows, (np.int64(query), np.int64(h * group + of_group)))
+                line = row_of(x, (np.int64(r),))
                 for d in range(dim):
-                    x[r, d] = factor * load(source[d])
+                    line[d] = factor * load(source[d])
             at = h * of_head + first
             _multiply(x, count, matrix, h, out[at : at + count, :columns])
             out[at : at + count, columns:] = np.float32(0)
@@ -344,8 +345,12 @@ def make_attend(BITS, V_BITS):
                             maxima[r + i] = maximum
                             totals[r + i] = totals[r + i] * shrink + total
                             rescale[i] = shrink
-                            for j in range(low, high):  # the others' weights are 0
-                                s[at + j] *= v_scales[g, token + j]
+                            if high - low == count:  # nearly all tiles
+                                for j in range(count):
+                                    s[at + j] *= v_scales[g, token + j]
+                            else:  # the others' weights are 0, whatever their scales are
+                                for j in range(low, high):
+                                    s[at + j] *= v_scales[g, token + j]
                         else:
                             query, of_group = (row0 + r + i) // group, (row0 + r + i) % group
                             line = row_of(scores, (np.int64(query), np.int64(g * group + of_group)))
@@ -388,26 +393,29 @@ def make_finish():
             count = min(BLOCK, of_head - first)
             z[:] = np.float32(0)
             for r in range(count):
-                row = h * of_head + first + r
+                row, line = h * of_head + first + r, row_of(z, (np.int64(r),))
                 top, total = np.float32(-np.inf), np.float32(0)
                 for split in range(splits):
                     top = max(top, parts[row, split, dim])
                 for split in range(splits):
                     weight = np.float32(power_of_2(parts[row, split, dim], top))
                     total += weight * parts[row, split, dim + 1]
+                    part = row_of(parts, (np.int64(row), np.int64(split)))
                     for d in range(dim):
-                        z[r, d] += weight * parts[row, split, d]
+                        line[d] += weight * part[d]
                 factor, found = finish(top, total, np.float32(-np.inf), BASE_2)
                 for d in range(dim):
-                    z[r, d] *= np.float32(factor)
+                    line[d] *= np.float32(factor)
                 if len(lse) > 0:
                     query, of_group = (first + r) // group, (first + r) % group
                     lse[query, h * group + of_group] = found
             _multiply(z, count, back, h, turned)
             for r in range(count):
                 query, of_group = (first + r) // group, (first + r) % group
+                source = row_of(turned, (np.int64(r),))
+                line = row_of(out, (np.int64(query), np.int64(h * group + of_group)))
                 for d in range(dim):
-                    out[query, h * group + of_group, d] = turned[r, d]
+                    line[d] = source[d]
 
     return kernel
 

@@ -1,0 +1,64 @@
+"""What faults are thrown into of compressed heads."""
+
+from fault_base import HEADS, Q_HEADS, plain, queries, rows
+
+import numkv
+
+
+def _head(projections=None):
+    def make():
+        head = numkv.HeadCompressor(numkv.CompressorConfig(32, projections=projections))
+        head.extend(*(x[:, 0] for x in rows(15, dim=32)))
+        return head
+
+    return make
+
+
+def _heads():
+    heads = numkv.MultiHeadCompressor(HEADS, numkv.CompressorConfig(32), num_q_heads=Q_HEADS)
+    heads.extend(*rows(15, dim=32))
+    return heads
+
+
+def see(it):
+    q = queries(1, getattr(it, "num_q_heads", 1), 32)[0]
+    q = q[0] if isinstance(it, numkv.HeadCompressor) else q
+    seen = [len(it), it.decode_keys(), it.decode_values()]
+    return plain([*seen, it.attention_scores(q), *([it.attend(q)] if len(it) else [])])
+
+
+def _one_head(n, seed=7):
+    return [x[:, 0] for x in rows(n, seed, dim=32)]
+
+
+_COMPRESSOR = {
+    "evict_outside_window": lambda c: c.evict_outside_window(4),
+    "truncate": lambda c: c.truncate(9),
+    "decode_keys": lambda c: [c.decode_keys(), c.decode_values()],
+}
+_HEAD = _COMPRESSOR | {
+    "push": lambda c: c.push(*(x[0] for x in _one_head(1))),
+    "extend": lambda c: c.extend(*_one_head(3)),
+    "extend, which grows": lambda c: c.extend(*_one_head(100)),
+    "attention_scores": lambda c: c.attention_scores(queries(1, 1, 32)[0, 0]),
+    "attend": lambda c: c.attend(queries(1, 1, 32)[0, 0]),
+    "attend with two queries": lambda c: c.attend(
+        queries(2, 1, 32)[:, 0], window_left=3, return_lse=True
+    ),
+}
+_HEADS = _COMPRESSOR | {
+    "push_token": lambda c: c.push_token(*(x[0] for x in rows(1, 7, dim=32))),
+    "extend": lambda c: c.extend(*rows(3, 7, dim=32)),
+    "extend, which grows": lambda c: c.extend(*rows(100, 7, dim=32)),
+    "attention_scores": lambda c: c.attention_scores(queries(1, Q_HEADS, 32)[0]),
+    "attend": lambda c: c.attend(queries(1, Q_HEADS, 32)[0]),
+    "attend with two queries": lambda c: c.attend(
+        queries(2, Q_HEADS, 32), logits_soft_cap=5.0, return_lse=True
+    ),
+}
+
+SUBJECTS = [
+    ("", numkv.HeadCompressor, _head(), _HEAD),
+    ("with a sketch", numkv.HeadCompressor, _head(32), _HEAD),
+    ("", numkv.MultiHeadCompressor, _heads, _HEADS),
+]
