@@ -322,12 +322,13 @@ class Report:
                 f"names copied from far back at {context:,} tokens: share that is not, %",
                 "bytes per token",
                 [(x.label, x.num_bytes, 100 * (1 - x.recall.copied)) for x in self.caches],
+                "y",
             ),
             Panel(
                 "the same predictions, codes of 3 to 8 bits: KL divergence",
                 "bits per element, with scales",
                 [(x.label, self.bits(x), x.score.kl_divergence) for x in few],
-                True,
+                "x",
             ),
             *(
                 Panel(

@@ -19,14 +19,14 @@ _BY_SCALES = {
     "row": ("#54a24b", "D"),
     "group": ("#4c78a8", "o"),
 }
+_OTHER = ("#000000", "v")
 # Colour and marker of a cache, by the beginning of its label.
 _FAMILIES = {
-    **{kind.name: _BY_SCALES[kind.scales_per] for kind in kinds()},
+    **{kind.name: _BY_SCALES.get(kind.scales_per, _OTHER) for kind in kinds()},
     "codes": ("#f58518", "^"),
     "last": ("#eeca3b", "<"),
     "per-row": ("#b279a2", "X"),
 }
-_OTHER = ("#000000", "v")
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Panel:
     title, x_label : str
         What is shown, and over what.
     points : sequence of tuple of str, float, float
-        Label, bytes and error; errors of 0 are left out, as axes are logarithmic.
-    linear : bool
-        Whether the axis of bytes is linear.
+        Label, bytes and error; errors of 0 are left out, as most axes are logarithmic.
+    linear : str
+        Axes that are not logarithmic: ``"x"``, ``"y"``, both or none.
     """
 
     title: str
     x_label: str
     points: Sequence[tuple[str, float, float]]
-    linear: bool = False
+    linear: str = ""
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
@@ -109,9 +109,10 @@ def _plot(panel: Panel, ax: Any) -> None:
         hollow = "rotate" in label
         face = "white" if hollow else colour
         ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
-    if not panel.linear:
+    if "x" not in panel.linear:
         ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
+    if "y" not in panel.linear:
+        ax.set_yscale("log")
     ax.minorticks_off()
     ax.margins(0.12)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:,g}")
