@@ -28,7 +28,9 @@ __all__ = ["Prefix", "attend_cascade", "converted", "gathered"]
 _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
 # are rows of one item then, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose
-# rows know nothing of each other; on CUDA splits depend on the number of rows, so each is alone.
+# rows know nothing of each other; on CUDA splits depend on the number of rows, so each is alone. The first is what
+# panels of float rows, a matrix unit and CUDA take in one way; vector code over quantised rows takes any number of
+# whole groups alike, so that less is filled up there.
 _LEAST, _UNIT, _MOST = 32, 8, 64
 
 
@@ -47,11 +49,23 @@ class Prefix(NamedTuple):
     tokens: NDArray[np.int64]
 
 
-def chunk_tokens(group: int) -> int:
+def chunk_tokens(group: int, least: int = _LEAST) -> int:
     """Query tokens of a chunk, for q heads that share a kv head; 0 where no chunk is one item."""
     rows = math.lcm(group, _UNIT)
-    rows *= -(-_LEAST // rows)
+    rows *= -(-least // rows)
     return rows // group if rows <= _MOST else 0
+
+
+def _least_rows(pool: Pool, q_dtype: Any) -> int:
+    """Rows of a chunk at least, as kinds and the machine ask for, whatever the call."""
+    if not pool.target.values_on_host:
+        return _LEAST
+    from numkv.kernels.cpu.attention.engines import in_integers, use_amx
+
+    kinds, compute = (pool.k_kind.name, pool.v_kind.name), "float32"
+    if q_dtype == np.float64 or use_amx(*kinds, compute):
+        return _LEAST
+    return _UNIT if all(in_integers(x, compute) for x in kinds) else _LEAST
 
 
 def attend_cascade(
@@ -82,7 +96,8 @@ def attend_cascade(
             "`shared_len`: expected 0 beside a window, a mask, ranges or slopes, got another number"
         )
     tokens, num_q_heads = int(q.shape[0]), int(q.shape[1])
-    each = chunk_tokens(num_q_heads // int(pool.k.shape[1])) if num_q_heads else 0
+    group = num_q_heads // int(pool.k.shape[1])
+    each = chunk_tokens(group, _least_rows(pool, q.dtype)) if group else 0
     if not tokens or not shared_len or not each:
         return attend(pool, block_table, q, seq_lens, q_starts, options)
     shape = (tokens, num_q_heads, pool.head_dim_v)

@@ -103,13 +103,14 @@ def single(cache, a):
 
 
 def paged_cache(lib, a):
-    cache = lib.PagedKVCache(2, 2, 32, num_blocks=16, block_size=4, kind="fp16")
+    cache = lib.PagedKVCache(2, 2, 32, num_blocks=16, block_size=4, kind="fp16", key_bounds=True)
     first, second = cache.add(a(np.arange(6))), cache.add()
     step = cache.reserve([first, second], a(np.array([6, 2])))
     assert isinstance(step, lib.Step)
     for i in range(2):
         step.append(i, a(rows(8, 2, 32)), a(rows(8, 2, 32, seed=3)))
         yield step.attention(i, a(rows(8, 4, 32)))
+        yield step.sparse_attention(i, a(rows(8, 4, 32)), most_blocks=2)
         yield step.attention_weights(i, a(rows(8, 4, 32)))
     cache.commit(step, token_ids=a(np.arange(8)))
     yield cache.block_table(first, 0)

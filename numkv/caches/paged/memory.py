@@ -169,7 +169,7 @@ def store_of(state: dict[str, Any]) -> BlockStore:
     if state["states"] is not None:
         shapes, every, books, content = state["states"]
         slots = StateSlots(target, shapes, 0, every).with_content(content, books)
-    args = state["groups"], state["blocks"], state["rotate"], slots, state["key_bounds"]
+    args = state["groups"], state["blocks"], state["rotate"], slots, state.get("key_bounds", False)
     made = new_store(target, layers, *args)
     if made.pages is not None:
         made.pages[...] = state["words"][0]
