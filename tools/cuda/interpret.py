@@ -1,31 +1,36 @@
 """Every CUDA kernel's real PTX on small inputs against the oracle, and what happens when a barrier is missing.
 
-    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.interpret [--cases REGEX] [--mutants] [--page perf/results/NAME.md]
+    NUMBA_ENABLE_CUDASIM=0 python -m tools.cuda.interpret [--cases REGEX] [--mutants] [--keep FILE.json] [--seconds N]
+        [--page perf/results/NAME.md]
 
 Runs the cases of ``tests/ptx_cases.py`` on the interpreter (`tools.cuda.ptx_machine`), with the code that
 the linker makes of each kernel for sm_90. A case passes if its result is within the bounds of the tests and no kernel
 of it did anything wrong: races between barriers, uninitialised reads of registers and of shared and local memory,
 divergent barriers, stray and misaligned accesses. With ``--mutants``, each barrier of each kernel that a case launches,
 and each wait for copies, is left out in turn, and the case has to fail.
+
+All cases take half an hour. With ``--keep`` each is written down as soon as it is known, and later runs with the same
+kernels leave it out; ``--seconds`` ends a run in time. Repeat it until nothing is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import re
 import sys
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from numkv.kernels.dispatch import FILES
-from tools.cuda import pages, ptx_device
+from tools.cuda import pages, ptx_device, resources
 from tools.cuda.ptx_program import Program
 
 __all__ = ["Mutant", "Outcome", "all_cases", "mutants", "run_case"]
@@ -43,12 +48,9 @@ class Outcome:
     name: str
     error: str  #: empty if it passed
     seconds: float
-    launches: list[ptx_device.Done] = field(default_factory=list)
-
-    @property
-    def warp_instructions(self) -> int:
-        """Of all launches."""
-        return sum(done.run.warp_instructions for done in self.launches)
+    kernels: list[str] = field(default_factory=list)  #: that it launched
+    warp_instructions: int = 0  #: of all launches
+    barriers: int = 0
 
 
 @dataclass
@@ -94,7 +96,11 @@ def run_case(device: ptx_device.Device, case: Any) -> Outcome:
         device.check()
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
-    return Outcome(case.name, error, time.perf_counter() - start, list(device.launches))
+    done = device.launches
+    return Outcome(
+        case.name, error, time.perf_counter() - start, sorted({ptx_device.short(d.name) for d in done}),
+        sum(d.run.warp_instructions for d in done), sum(d.run.barriers for d in done),
+    )  # fmt: skip
 
 
 def _without(name: str, barrier: int) -> Callable[[str, Program], Program]:
@@ -145,8 +151,6 @@ def case_table(outcomes: list[Outcome]) -> str:
     """A line for each case."""
     rows = []
     for outcome in outcomes:
-        kernels = sorted({ptx_device.short(done.name) for done in outcome.launches})
-        barriers = sum(done.run.barriers for done in outcome.launches)
         verdict = (
             "right"
             if not outcome.error
@@ -155,9 +159,9 @@ def case_table(outcomes: list[Outcome]) -> str:
         rows.append(
             [
                 outcome.name,
-                ", ".join(kernels),
+                ", ".join(outcome.kernels),
                 f"{outcome.warp_instructions:,}",
-                f"{barriers:,}",
+                f"{outcome.barriers:,}",
                 verdict,
             ]
         )
@@ -196,39 +200,84 @@ def mutant_table(found: list[Mutant]) -> str:
     return pages.table(heads, rows, left={0, 1, 5})
 
 
+class Kept:
+    """What earlier runs found, in a file; forgotten where the kernels have changed."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.sources = path, resources.digest()
+        self.outcomes: dict[str, Outcome] = {}
+        self.mutants: dict[str, list[Mutant]] = {}
+        self.known: set[str] = set()  #: kernels whose barriers have been left out
+        if path is None or not path.exists():
+            return
+        kept = json.loads(path.read_text())
+        if kept["sources"] == self.sources:
+            self.outcomes = {name: Outcome(**of) for name, of in kept["outcomes"].items()}
+            self.mutants = {
+                name: [Mutant(**of) for of in those] for name, those in kept["mutants"].items()
+            }
+            self.known = set(kept["known"])
+
+    def write(self) -> None:
+        """Write everything down."""
+        if self.path is not None:
+            outcomes = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
+            found = {name: [asdict(m) for m in those] for name, those in self.mutants.items()}
+            known = {"sources": self.sources, "known": sorted(self.known)}
+            self.path.write_text(json.dumps(known | {"outcomes": outcomes, "mutants": found}))
+
+
+def run_cases(
+    device: ptx_device.Device, cases: list[Any], with_mutants: bool, kept: Kept, seconds: float
+) -> int:
+    """Run those that are not known yet, and say how each went; how many were left as time was up."""
+    end, left = time.monotonic() + seconds, 0
+    for case in cases:
+        if case.name in kept.outcomes and (case.name in kept.mutants or not with_mutants):
+            continue
+        if time.monotonic() > end:
+            left += 1
+            continue
+        outcome = kept.outcomes[case.name] = run_case(device, case)
+        verdict = "ok  " if not outcome.error else "FAIL"
+        print(f"{verdict} {case.name} {outcome.seconds:.1f} s {outcome.error}", flush=True)
+        if with_mutants and not outcome.error:
+            kept.mutants[case.name] = mutants(device, case, kept.known)
+            for mutant in kept.mutants[case.name]:
+                verdict = mutant.caught[:90] if mutant.caught else "NOT CAUGHT"
+                which = f"{mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}"
+                print(f"     {which}: {verdict}", flush=True)
+        kept.write()
+    return left
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run cases, and their mutants; 1 if a case fails or too few mutants are caught."""
+    """Run cases, and their mutants; 1 if a case fails or too few mutants are caught, 3 if cases are left."""
     parse = argparse.ArgumentParser(
         prog="python -m tools.cuda.interpret", description=(__doc__ or "").partition("\n")[0]
     )
     parse.add_argument("--cases", default="", help="a regular expression: those only")
     parse.add_argument("--everyday", action="store_true", help="those only that CI runs")
     parse.add_argument("--mutants", action="store_true", help="leave out barriers, too")
+    parse.add_argument("--keep", type=Path, help="a file of what earlier runs found, and this one")
+    parse.add_argument("--seconds", type=float, default=1e9, help="begin no case after so long")
     parse.add_argument("--page", type=Path, help="write a Markdown page")
     given = parse.parse_args(arguments)
     device = ptx_device.start()
-    outcomes, found, known = [], [], set()
-    for case in all_cases().values():
-        if not re.search(given.cases, case.name) or (given.everyday and not case.everyday):
-            continue
-        outcome = run_case(device, case)
-        outcomes.append(outcome)
-        print(
-            f"{'ok  ' if not outcome.error else 'FAIL'} {case.name} {outcome.seconds:.1f} s {outcome.error}",
-            flush=True,
-        )
-        if given.mutants and not outcome.error:
-            new = mutants(device, case, known)
-            found += new
-            for mutant in new:
-                verdict = mutant.caught[:90] if mutant.caught else "NOT CAUGHT"
-                print(
-                    f"     {mutant.kernel} without barrier {mutant.barrier + 1} of {mutant.barriers}: {verdict}",
-                    flush=True,
-                )
+    chosen = [
+        case
+        for case in all_cases().values()
+        if re.search(given.cases, case.name) and (case.everyday or not given.everyday)
+    ]
+    kept = Kept(given.keep)
+    left = run_cases(device, chosen, given.mutants, kept, given.seconds)
+    outcomes = [kept.outcomes[case.name] for case in chosen if case.name in kept.outcomes]
+    found = [m for case in chosen for m in kept.mutants.get(case.name, []) if given.mutants]
     failed = sum(bool(outcome.error) for outcome in outcomes)
     caught = sum(bool(mutant.caught) for mutant in found)
     summary = f"{len(outcomes) - failed} of {len(outcomes)} cases are right."
+    if left:
+        summary += f" {left} have not run."
     if found:
         summary += f" {caught} of {len(found)} missing barriers are caught ({100 * caught / len(found):.0f} %)."
     print(summary)
@@ -236,7 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
         parts = [summary, "## Cases", case_table(outcomes)]
         parts += ["## Kernels with a barrier left out", mutant_table(found)] if found else []
         pages.write(given.page, "CUDA kernels on an interpreter of PTX", __doc__ or "", *parts)
-    return 1 if failed or caught < 0.8 * len(found) else 0
+    if failed or caught < 0.8 * len(found):
+        return 1
+    return 3 if left else 0
 
 
 if __name__ == "__main__":

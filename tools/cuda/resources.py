@@ -20,6 +20,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ __all__ = ["Resources", "of_kernel", "of_log", "table"]
 ROOT = Path(__file__).resolve().parents[2]
 
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
+#: Those that attention's variants are linked for.
+OF_VARIANTS = ARCHITECTURES[:2]
 
 
 class Resources(NamedTuple):
@@ -87,13 +90,27 @@ def link(library: Any, cc: tuple[int, int]) -> str:
         nvjitlink.destroy(handle)
 
 
-def of_kernel(name: str, kernel: Any) -> list[Resources]:
+def variants() -> Iterator[tuple[str, Any]]:
+    """Attention on tensor cores over rows of 128 elements: every kind, with queries of 16 bits and of 32."""
+    from numkv.kernels.cuda import attention
+
+    for kind in ("bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
+        for q_kind in ("fp16" if kind == "fp16" else "bf16", "fp32"):
+            names = f"q {q_kind}, K {kind}, V {kind}, 128 columns"
+            kernel, *_ = attention._decode(q_kind, kind, kind, 128, 128).described
+            yield f"attention[{names}, decode]", kernel
+            if (q_kind, kind) != ("fp32", "int4"):
+                kernel, *_ = attention._prefill(q_kind, kind, kind, 128, 128, False).described
+                yield f"prefill[{names}]", kernel
+
+
+def of_kernel(name: str, kernel: Any, architectures: list[tuple[int, int]]) -> list[Resources]:
     """What a kernel takes on each architecture, compiled as `numkv.kernels.cuda.launches` does."""
     from numba import cuda
 
     options = {} if kernel.launch_bounds is None else {"launch_bounds": kernel.launch_bounds}
     library = cuda.jit(kernel.py_func, **options).compile(kernel.signature)._codelibrary
-    return [of_log(name, f"sm_{cc[0]}{cc[1]}", link(library, cc)) for cc in ARCHITECTURES]
+    return [of_log(name, f"sm_{cc[0]}{cc[1]}", link(library, cc)) for cc in architectures]
 
 
 def table(rows: list[Resources]) -> str:
@@ -157,14 +174,16 @@ def main(arguments: list[str] | None = None) -> int:
             }
     rows: list[Resources] = []
     left = 0
-    for name, kernel, _ in catalogue():
+    kernels = [(name, kernel, ARCHITECTURES) for name, kernel, _ in catalogue()]
+    kernels += [(name, kernel, OF_VARIANTS) for name, kernel in variants()]
+    for name, kernel, architectures in kernels:
         if not re.search(given.kernels, name):
             continue
         if name not in known:
             if time.monotonic() > end:
                 left += 1
                 continue
-            known[name] = of_kernel(name, kernel)
+            known[name] = of_kernel(name, kernel, architectures)
             print(name, *(row[2:] for row in known[name]), flush=True)
             if given.keep:
                 given.keep.write_text(json.dumps({"sources": sources, "kernels": known}))

@@ -31,7 +31,6 @@ from numkv.kernels.cuda.instructions import (
     store_shared_8,
     transpose,
 )  # fmt: skip
-from numkv.kernels.cuda.simd import natural
 from numkv.kernels.cuda.widen import fp8_words, halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import bf16_to_float32, codec
 
@@ -151,11 +150,8 @@ def make_load_queries(Q_KIND, SIZES):
             factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
             back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
         address += SIZE * STEP * np.int64(lane.place)
-        for i in range((TILES + WARPS - 1) // WARPS):
-            s = lane.warp + WARPS * i
-            if TILES % WARPS and s >= TILES:
-                break
-            first = natural(16 * s)
+        for s in range(lane.warp, TILES, WARPS):
+            first = 16 * np.int64(s)
             one, other, one_low, other_low = U32(0), U32(0), U32(0), U32(0)
             if is_there and SAME:
                 one = load_global_4(address + 2 * first)
