@@ -136,5 +136,5 @@ class Explained:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in cls.__dict__:
+        if inspect.isfunction(cls.__dict__.get("__init__")):
             cls.__init__ = _explained(cls.__dict__["__init__"])  # type: ignore[method-assign]

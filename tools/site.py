@@ -118,7 +118,7 @@ def _figures() -> str:
         text = page.read_text(encoding="utf-8")
         title = re.sub(r"^\d{4}-\d\d-\d\d: ", "", text.splitlines()[0].removeprefix("# "))
         if title in titles:  # several pages of one race
-            title += f" ({page.stem[11:].rpartition('-peers')[2].strip('-') or page.stem[11:]})"
+            title += f" ({page.stem[11:].rpartition('-peers')[2].strip('-') or 'peers'})"
         titles.add(title)
         link = f"](../perf/results/{page.name})"
         picture = re.search(r"!\[([^\]]*)\]\(([^)]+)\)", text)
