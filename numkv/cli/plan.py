@@ -179,8 +179,9 @@ def _notes(
     notes = []
     of_rows = [kind.name for kind in kinds() if kind.scales_per == "row" and kind.name in listed]
     if of_rows:
+        others = "".join(f"; those of {name} are as many" for name in of_rows[1:])
         notes.append(
-            f"The scales of {' and '.join(of_rows)} are counted: 4 bytes for each key and each value of a head."
+            f"The scales of {of_rows[0]} are counted: 4 bytes for each key and each value of a head{others}."
         )
     if "int4" in listed:
         notes.append("Those of int4 are: 2 bytes for each 32 elements.")

@@ -10,6 +10,7 @@ like any other. What they are made of is here:
 `emit`        loops and branches while emitting; how an intrinsic's arguments are read
 `vectors`     `Vectors`: vectors of floats, loaded from any storage kind
 `words`       `Words`: vectors of 16-bit integers and bytes, and their products
+`levels`      codes of a codebook to their levels, by a look into a table
 `amx`         `Amx`: Intel's matrix unit
 `math`        powers of two and hyperbolic tangents
 `prefetch`    `PrefetchStream`: memory that is asked for ahead of time, evenly spread among arithmetic
