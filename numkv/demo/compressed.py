@@ -1,7 +1,4 @@
-"""The demo's model on compressed heads: a `Cache` of a `numkv.MultiHeadCompressor` for each layer.
-
-A compressor attends with one token to all that it has, so new tokens go in one by one, each before its queries.
-"""
+"""The demo's model on compressed heads: a `Cache` of a `numkv.MultiHeadCompressor` for each layer."""
 
 from __future__ import annotations
 
@@ -47,28 +44,17 @@ class CompressedCache:
         return len(self.compressors[0])
 
     def truncate(self, seq: int, length: int) -> None:
-        """Forget all tokens, or none: a compressor cannot drop its newest alone.
+        """Forget the newest tokens.
 
         Parameters
         ----------
         seq : int
             Number of the text.
         length : int
-            0, or as many as there are.
-
-        Raises
-        ------
-        NotSupported
-            If it is another length.
+            How many stay, from the first on.
         """
-        if length == 0:
-            for compressor in self.compressors:
-                compressor.clear()
-        elif length != self.length(seq):
-            raise numkv.NotSupported(
-                f"`length`: expected 0 or {self.length(seq)}, got {length}; start the text again, as compressors "
-                "cannot drop their newest tokens alone"
-            )
+        for compressor in self.compressors:
+            compressor.truncate(length)
 
     def reserve(self, sequences: Iterable[int], new_lens: Any) -> _CompressedStep:
         """Start a step, on copies of the compressors.
@@ -123,19 +109,13 @@ class _CompressedStep:
 
     def attention(self, layer: int, q: Any) -> Any:
         """Compress the rows that were set aside, and attend with each token's queries after it."""
-        compressor, target = self.compressors[layer], self._target
-        k, v = (self._by_token(x) for x in (self._rows.k, self._rows.v))
-        q = target.to_host(q)
-        out = np.empty(q.shape, np.float32)
-        for t in range(len(q)):
-            compressor.push_token(target.asarray(k[t]), target.asarray(v[t]))
-            out[t] = target.to_host(compressor.attend(target.asarray(q[t])))
-        return target.asarray(out)
+        compressor = self.compressors[layer]
+        compressor.extend(self._by_token(self._rows.k), self._by_token(self._rows.v))
+        return compressor.attend(q)
 
-    def _by_token(self, rows: Any) -> np.ndarray[Any, Any]:
+    def _by_token(self, rows: Any) -> Any:
         """Rows ``(1, num_kv_heads, num_tokens, head_dim)`` as ``(num_tokens, num_kv_heads, head_dim)``."""
-        return np.ascontiguousarray(self._target.to_host(rows)[0].transpose(1, 0, 2))
-
+        return self._target.token_major(rows.reshape(rows.shape[1:]))
 
 @dataclass(frozen=True)
 class CompressorChoice:
