@@ -187,7 +187,6 @@ MODULE = """
 import json, sys
 from llvmlite import ir
 from numba import types
-from processes import PATIENCE
 from numba.extending import intrinsic, register_jitable
 from numkv.kernels import builder
 
