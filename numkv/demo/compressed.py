@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import numkv
 from numkv import targets
 from numkv.demo.cache import Cache, CacheChoice
@@ -116,6 +114,7 @@ class _CompressedStep:
     def _by_token(self, rows: Any) -> Any:
         """Rows ``(1, num_kv_heads, num_tokens, head_dim)`` as ``(num_tokens, num_kv_heads, head_dim)``."""
         return self._target.token_major(rows.reshape(rows.shape[1:]))
+
 
 @dataclass(frozen=True)
 class CompressorChoice:
