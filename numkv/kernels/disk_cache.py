@@ -133,11 +133,17 @@ def kernel_files(folder: Path) -> list[Path]:
     """Files of kernels in a folder, by their names: of whatever version, half written ones too, nothing else."""
     with contextlib.suppress(OSError):
         return sorted(
-            path
-            for path in folder.iterdir()
-            if _NAME.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode)
+            path for path in folder.iterdir() if _NAME.fullmatch(path.name) and _is_file(path)
         )
     return []
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file itself, and still there: another process may have renamed it since it was listed."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def is_stale(path: Path) -> bool:

@@ -247,6 +247,15 @@ def test_a_process_that_is_killed_while_it_writes(start, tmp_path, when):
     assert result(start()) == (2, [])
 
 
+def test_a_file_that_vanishes_while_a_folder_is_listed_hides_no_other(tmp_path, monkeypatch):
+    """Another process renames what it has written."""
+    kept = tmp_path / f"append-{'0' * 32}{disk_cache.SUFFIX}"
+    kept.write_bytes(b"")
+    gone = kept.with_name(f"{kept.name}.a.tmp")
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([gone, kept]))
+    assert disk_cache.kernel_files(tmp_path) == [kept]
+
+
 def test_a_full_disk_is_said_once(start, tmp_path):
     """Files cannot grow past 2,000 bytes, and then can."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"
