@@ -374,6 +374,10 @@ def cases():
         case(write, "bf16" if kind != "fp64" else "fp64", kind, kind, mode, False)
         case(write, "fp32", kind, kind, (mode + 2) % 5, True, everyday=kind == "int8")
         case(shift, kind, mode % 2 == 1, everyday=kind == "int8")
+    case(write, "bf16", "code4", "code4", 1, True, dim=48)
+    case(write, "fp32", "code4", "bf16", 2, False, dim=64)
+    case(shift, "code4", False)
+    case(shift, "code4", True, dim=96, half=20)
     case(write, "fp16", "int8", "int4", 2, True)
     case(write, "fp64", "int8", "fp16", 4, False)
     case(write, "fp32", "fp32", "fp32", 2, True, dim=3200)
@@ -462,6 +466,7 @@ def _attention(case):
         case(mass, shape, k_kind, q_kind, everyday=k_kind == "bf16")
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
     case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
+    case(mass, Shape(4, 2, 64, (70,)), "code4", "fp32")
     case(mass, Shape(6, 2, 64, (270, 131), new=(1, 1)), "int8", "bf16")
 
 

@@ -283,9 +283,9 @@ def shift(rng, kind, interleaved, dim=64, half=24):
     wanted = naive.rope(before, cos[5].astype(np.float64), -sin[5].astype(np.float64), interleaved)
     got, scales = host(pool), host(scales)
     after = values_of(got, scales, kind)
-    bound = {"int8": 0.01, "int4": 0.1, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}.get(kind, 0) or (
-        2e-6 + tolerances.ROUNDING[kind]
-    )
+    bound = {"int8": 0.01, "int4": 0.1, "code4": 0.13, "fp8_e4m3": 0.04, "fp8_e5m2": 0.08}.get(
+        kind, 0
+    ) or (2e-6 + tolerances.ROUNDING[kind])
     moved = np.zeros((SHAPE[0], SHAPE[2]), bool)
     moved.reshape(-1)[slots] = True
     tolerances.assert_rows_close(

@@ -217,7 +217,7 @@ def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         ("fp16", "fp16", "fp16", 8, 1, True), ("bf16", "bf16", "bf16", 8, 1, True),
         ("fp32", "fp16", "bf16", 8, 1, True),
         ("fp16", "int8", "fp16", 8, 1, True), ("bf16", "fp32", "int8", 8, 1, True),
-        ("fp64", "int8", "int8", 8, 1, True),
+        ("fp64", "int8", "int8", 4, 1, True),
         ("fp64", "bf16", "fp32", 4, 1, False), ("fp32", "fp32", "fp16", 4, 1, False),
         ("fp32", "int8", "int8", 4, 1, False), ("fp16", "int8", "int8", 4, 1, True),
         ("bf16", "bf16", "bf16", 4, 2, True), ("fp32", "int8", "int8", 1, 1, True),

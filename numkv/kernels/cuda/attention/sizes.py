@@ -54,8 +54,10 @@ def row_choices(k_kind: str, v_kind: str, compute: str) -> dict[int, int]:
     """Numbers of query rows that items may have, and how many blocks then share a multiprocessor."""
     if k_kind == v_kind == "fp32" and compute == "float32":
         return ROW_CHOICES
-    if compute == "float64" and "int4" in (k_kind, v_kind):
-        return {n: 2 for n in CONVERTED_ROW_CHOICES if n < 8}
+    if compute == "float64" and max(WIDTH[k_kind], WIDTH[v_kind]) > WIDTH["bf16"]:
+        return {
+            n: 2 for n in CONVERTED_ROW_CHOICES if n < 8
+        }  # 16 elements of 8 rows in float64 would spill
     return CONVERTED_ROW_CHOICES
 
 
