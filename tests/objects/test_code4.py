@@ -10,7 +10,6 @@ from messages import about
 from numba import njit
 
 import numkv
-from numkv.files import load_sequences, save_sequences
 
 F32 = np.float32
 STORED, VALUES = naive.code4_quantise, naive.code4_dequantise
@@ -81,44 +80,6 @@ def test_growth_copy_and_truncate(target, to, host, rng):
     for twin in twins:
         assert np.array_equal(host(twin.k_codes(0)), STORED(k[:33])[0])
         assert np.array_equal(host(twin.v_scales(0)), STORED(v[:33])[1])
-
-
-@on_the_cpu_by_night
-def test_a_paged_cache(target, to, host, rng, tmp_path):
-    """Forks, copies of shared blocks, swapping and files move codes and scales together."""
-    sizes = {"num_blocks": 12, "block_size": 2, "kind": "code4", "target": target}
-    cache = numkv.PagedKVCache(2, 1, 34, **sizes)
-    first = cache.add()
-    rows = rng.standard_normal((2, 2, 5, 1, 34)).astype(F32)  # layer, K or V, token
-
-    def put(seq, tokens):
-        step = cache.reserve([seq], [tokens.stop - tokens.start])
-        for layer in range(2):
-            step.append(layer, *(to(x) for x in rows[layer][:, tokens]))
-        cache.commit(step)
-
-    put(first, slice(0, 3))
-    second = cache.fork(first)
-    put(first, slice(3, 4))  # its last block was shared
-    put(second, slice(4, 5))
-    q = rng.standard_normal((2, 2, 34), F32)
-
-    def check(cache, seqs):
-        for layer in range(2):
-            out = host(cache.decode_attention(layer, list(seqs), to(q)))
-            for i, tokens in enumerate(([0, 1, 2, 3], [0, 1, 2, 4])):
-                k, v = (VALUES(*STORED(x)).swapaxes(0, 1)[None] for x in rows[layer][:, tokens])
-                want, _ = naive.attention(q[i : i + 1], k, v, [4])
-                tolerances.assert_rows_close(out[i : i + 1], want, tolerances.INTEGERS)
-
-    check(cache, (first, second))
-    out = [cache.swap_out(s) for s in (first, second)]
-    save_sequences(tmp_path / "sequences.safetensors", out)
-    for swapped in (out, load_sequences(tmp_path / "sequences.safetensors")):
-        other = numkv.PagedKVCache(2, 1, 34, **sizes)
-        check(other, [other.swap_in(s) for s in swapped])
-    with pytest.raises(numkv.NumkvError):
-        numkv.PagedKVCache(2, 1, 34, **sizes | {"kind": "int4"}).swap_in(out[0])
 
 
 def test_files(target, to, host, rng, tmp_path):

@@ -5,7 +5,6 @@ import copy
 import naive
 import numpy as np
 import pytest
-import tolerances
 from messages import about
 from numba import njit
 from quantised_stores import Stores, token_major
@@ -152,41 +151,6 @@ def test_growth_copy_and_truncate(target, to, host, rng):
             assert np.array_equal(host(twin.k_codes(layer)), naive.int4_quantise(k[:33])[0])
             scale = host(twin.v_scales(layer))
             assert np.array_equal(naive.words(scale), naive.words(naive.int4_quantise(v[:33])[1]))
-
-
-def test_a_paged_cache(target, to, host, rng):
-    """Forks, copies of shared blocks, swapping and files move codes and scales together."""
-    sizes = {"num_blocks": 12, "block_size": 2, "kind": "int4", "target": target}
-    cache = numkv.PagedKVCache(2, 1, 34, **sizes)
-    first = cache.add()
-    rows = rng.standard_normal((2, 2, 5, 1, 34)).astype(F32)  # layer, K or V, token
-
-    def put(seq, tokens):
-        step = cache.reserve([seq], [tokens.stop - tokens.start])
-        for layer in range(2):
-            step.append(layer, *(to(x) for x in rows[layer][:, tokens]))
-        cache.commit(step)
-
-    put(first, slice(0, 3))
-    second = cache.fork(first)
-    put(first, slice(3, 4))  # its last block was shared
-    put(second, slice(4, 5))
-    q = rng.standard_normal((2, 2, 34), F32)
-
-    def check(cache, seqs):
-        for layer in range(2):
-            out = host(cache.decode_attention(layer, list(seqs), to(q)))
-            for i, tokens in enumerate(([0, 1, 2, 3], [0, 1, 2, 4])):
-                k, v = (
-                    naive.int4_dequantise(*naive.int4_quantise(x)).swapaxes(0, 1)[None]
-                    for x in rows[layer][:, tokens]
-                )
-                want, _ = naive.attention(q[i : i + 1], k, v, [4])
-                tolerances.assert_rows_close(out[i : i + 1], want, tolerances.INTEGERS)
-
-    check(cache, (first, second))
-    other = numkv.PagedKVCache(2, 1, 34, **sizes)
-    check(other, [other.swap_in(cache.swap_out(s)) for s in (first, second)])
 
 
 def test_files_of_mixed_kinds(tmp_path, rng):
