@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +96,14 @@ def pid_of(shard) -> int:
     return os.getpid()
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there, and more than what its parent has not asked after."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
 def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tmp_path):
     """Full blocks come from the store, the other tokens are computed again; the text is the same."""
     batch = sharded(model, context=2, store={"place": tmp_path, "mark": "bundled"})
@@ -107,12 +116,16 @@ def test_a_node_that_is_killed_while_texts_are_decoded(cluster, model, alone, tm
             assert all(0 <= n - of_steps <= len(PROMPTS) for n in cache.messages)
             cache.flush()
             actor = cache._transport._actors[1]
-            lost = ray.get(actor.__ray_call__.remote(node_of))
+            lost, pid = (ray.get(actor.__ray_call__.remote(of)) for of in (node_of, pid_of))
             nodes = [n for n in cluster.worker_nodes if n.node_id == lost]
             if nodes:
                 cluster.remove_node(nodes[0], allow_graceful=False)
             else:  # the node of this process stays
-                os.kill(ray.get(actor.__ray_call__.remote(pid_of)), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+            end = time.monotonic() + PATIENCE
+            while runs(pid):  # it notices that its node is gone, and might answer until then
+                assert time.monotonic() < end
+                time.sleep(0.01)
 
         tokens, _ = decode(model, batch, kill)
         cache.check()
