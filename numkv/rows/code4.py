@@ -68,18 +68,26 @@ def _above(x, edge, step):
 @register_jitable
 def _number(x):
     """The number of the level nearest to a magnitude, in units of the scale."""
-    low = _above(x, 10.0, 1) + _above(x, 20.0, 1) + _above(x, 30.5, 1)
+    low = _above(x, EDGES[0], 1) + _above(x, EDGES[1], 1) + _above(x, EDGES[2], 1)
     return np.int32(
-        low + _above(x, 42.0, 1) + _above(x, 55.0, 1) + _above(x, 70.5, 1) + _above(x, 91.5, 1)
+        low
+        + _above(x, EDGES[3], 1)
+        + _above(x, EDGES[4], 1)
+        + _above(x, EDGES[5], 1)
+        + _above(x, EDGES[6], 1)
     )
 
 
 @register_jitable
 def _nearest(x):
     """The level nearest to a magnitude, in units of the scale."""
-    low = np.int32(5) + _above(x, 10.0, 10) + _above(x, 20.0, 10) + _above(x, 30.5, 11)
+    low = np.int32(5) + _above(x, EDGES[0], 10) + _above(x, EDGES[1], 10) + _above(x, EDGES[2], 11)
     return np.int32(
-        low + _above(x, 42.0, 12) + _above(x, 55.0, 14) + _above(x, 70.5, 17) + _above(x, 91.5, 25)
+        low
+        + _above(x, EDGES[3], 12)
+        + _above(x, EDGES[4], 14)
+        + _above(x, EDGES[5], 17)
+        + _above(x, EDGES[6], 25)
     )
 
 

@@ -118,9 +118,8 @@ class BlockBounds:
                 ids, where = np.unique(blocks[stale], return_inverse=True)
                 rows, known = np.zeros(len(ids), np.int64), self._covered[ids, part]
                 np.maximum.at(rows, where, counts[stale])
-                known[where[~written[stale]]] = (
-                    self._block_size
-                )  # not to be written by this step any more
+                # Blocks that this step does not write to stay as they are bounded now.
+                known[where[~written[stale]]] = self._block_size
                 index = self._target.index
                 self._covered[ids, part] = 0  # an interrupt leaves what nobody can tell
                 self._target.ops.key_bounds(
