@@ -141,7 +141,6 @@ class Folder:
         try:
             try:
                 _write(descriptor, pieces)
-                _stamp(descriptor, stamp)
                 if self._durable:
                     os.fsync(descriptor)
             finally:
@@ -151,13 +150,17 @@ class Folder:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
+        self.touch(
+            key, stamp
+        )  # not before: a half written file that looks old is one that a killed process left
         if self._durable:
             _sync_folder(folder)
 
     def touch(self, key: str, stamp: float) -> None:
         """Note that an object was used."""
+        at = int(stamp * 1e9)
         with contextlib.suppress(OSError):
-            _stamp(self._path(key), stamp)
+            os.utime(self._path(key), ns=(at, at))
 
     # -- what there is
 
@@ -183,7 +186,9 @@ class Folder:
                 yield Entry(f"{folder}/{file.name}", found.st_size, found.st_mtime)
 
     def delete(self, entry: Entry) -> bool:
-        """Delete an object unless it was used since; whether it is gone."""
+        """Delete an object unless it was used since, or is being written; whether it is gone."""
+        if entry.key.endswith(_SUFFIX):
+            return False
         path = self._path(entry.key)
         try:
             if os.stat(path).st_mtime > entry.stamp:
@@ -309,11 +314,6 @@ def _write(descriptor: int, pieces: Sequence[Any]) -> None:
             done -= len(rest.pop(0))
         if done:
             rest[0] = rest[0][done:]
-
-
-def _stamp(file: Any, stamp: float) -> None:
-    at = int(stamp * 1e9)
-    os.utime(file, ns=(at, at))
 
 
 def _scan(path: str) -> list[os.DirEntry[str]]:

@@ -142,7 +142,9 @@ class RemoteFolder:
                 yield Entry(key, int(info.get("size") or 0), stamp)
 
     def delete(self, entry: Entry) -> bool:
-        """Delete an object; whether it is gone."""
+        """Delete an object unless it is being written; whether it is gone."""
+        if entry.key.endswith(_SUFFIX):
+            return False
         try:
             self._fs.rm_file(self._path(entry.key))
         except FileNotFoundError:

@@ -23,6 +23,7 @@ from stored_prefixes import (
 
 import numkv
 from numkv.store import BlocksDropped, BlocksWritten, PrefixFound
+from numkv.store.bound import Bound
 from numkv.store.folder import Folder
 
 
@@ -315,6 +316,30 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
     again.store.flush()
     assert (old.exists(), new.exists()) == (False, True)
     assert started(cache(store_in(tmp_path)), prompt(1))[1] == 20
+
+
+def test_blocks_that_others_are_writing_are_not_evicted(tmp_path, monkeypatch):
+    """However long ago they were used: a writer would find that its file is gone."""
+    of = cache(store_in(tmp_path))
+    started(of, prompt(1))
+    of.store.flush()
+    old, place = objects(tmp_path)[0], Folder(str(tmp_path), False)
+    half = old.parent / ".half.partial"
+    half.write_bytes(b"half")
+    os.utime(half, (time.time() - 300,) * 2)
+    assert Bound(place, 5 * old.stat().st_size).make_room(old.stat().st_size) == 2
+    assert half.exists()
+
+    def renamed(source, target):
+        assert Bound(place, 10).make_room(10) > 0
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", renamed)
+    key = str(old.relative_to(tmp_path))
+    place.write(key, [b"whole"], 1.0)
+    assert (tmp_path / key).read_bytes() == b"whole"
+    assert (tmp_path / key).stat().st_mtime == 1.0
 
 
 def test_a_closed_store_is_no_store(tmp_path):
