@@ -1,5 +1,7 @@
 """Attention of many query rows on the CPU: panels and what is left of them, unseen tokens, batches and threads."""
 
+import dataclasses
+
 import naive
 import numba
 import numpy as np
@@ -12,7 +14,7 @@ import numkv
 
 # The package has a function of the same name.
 from numkv.kernels.cpu.attention.engines import by_panels, query_rows
-from numkv.kernels.cpu.vectors.features import has_amx
+from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, has_amx
 
 MANY = [
     Shape(4, 2, 64, (200, 40), new=(150, 40)),  # several items, and rows that end within a panel
@@ -40,9 +42,34 @@ def test_floats_are_taken_by_panels():
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", MANY, ids=str)
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
-def test_many_rows(rng, kind, shape, options):
-    problems.make(rng, shape, kind, q_kind="fp32").check(host, host, **options)
+@pytest.mark.parametrize(
+    ("kind", "q_kind"), [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]
+)
+def test_many_rows(rng, kind, q_kind, shape, options):
+    problems.make(rng, shape, kind, q_kind=q_kind).check(host, host, **options)
+
+
+@pytest.mark.parametrize("dim", [33, 80])
+def test_pairs_of_bf16_where_rows_end_within_a_vector(rng, dim):
+    problems.make(rng, Shape(6, 2, dim, (150,), new=(50,)), "bf16", q_kind="bf16").check(host, host)
+
+
+def test_queries_in_bf16_are_multiplied_as_they_are(rng):
+    """They give what they give as float32, but for rounding; the scale is not one of 2's powers."""
+    problem = problems.make(rng, Shape(4, 2, 64, (150,), new=(90,)), "bf16", q_kind="bf16")
+    out, lse = problem.run(host, sm_scale=0.3, return_lse=True)
+    wider = dataclasses.replace(problem, q=problem.q.astype(np.float32))
+    wide, wide_lse = wider.run(host, sm_scale=0.3, return_lse=True)
+    np.testing.assert_allclose(lse, wide_lse, rtol=2e-6, atol=2e-6)
+    tolerances.assert_rows_close(out, wide, tolerances.attention("bf16", "bf16"))
+    assert (lse != wide_lse).any() or not HAS_BF16_PAIRS or has_amx()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25])
+def test_odd_scales(rng, scale):
+    problems.make(rng, Shape(4, 2, 64, (150,), new=(50,)), "bf16", q_kind="bf16").check(
+        host, host, sm_scale=scale
+    )
 
 
 def test_scores_that_grow_rescale_what_is_summed(rng):
@@ -56,23 +83,25 @@ def test_scores_that_grow_rescale_what_is_summed(rng):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_tokens_that_are_not_seen_do_not_leak(rng, which, bad):
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_tokens_that_are_not_seen_do_not_leak(rng, kind, which, bad):
     tokens, at = 150, 97
-    problem = problems.make(rng, Shape(4, 1, 64, (tokens,), new=(tokens,)), "fp32")
+    problem = problems.make(rng, Shape(4, 1, 64, (tokens,), new=(tokens,)), kind)
     options = {"window_left": 30}
     whole = problem.run(host, **options)
     sees = (np.arange(tokens) >= at) & (np.arange(tokens) <= at + 30)
     getattr(problem, which)[0, 0, at, 5] = bad
     out = problem.run(host, **options)
-    bound = tolerances.attention("fp32", "fp32")
+    bound = tolerances.attention(kind, kind)
     tolerances.assert_rows_close(out[~sees], whole[~sees], bound)
     if which == "v":
         assert not np.isfinite(out[sees][:, :, 5]).any()
         assert np.isfinite(np.delete(out[sees], 5, axis=-1)).all()
 
 
-def test_queries_that_are_not_finite_stay_alone(rng):
-    problem = problems.make(rng, Shape(4, 1, 64, (150,), new=(150,)), "fp32")
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_queries_that_are_not_finite_stay_alone(rng, kind):
+    problem = problems.make(rng, Shape(4, 1, 64, (150,), new=(150,)), kind)
     whole = problem.run(host)
     problem.q[70, 2, 3] = np.nan
     out = problem.run(host)
@@ -81,11 +110,12 @@ def test_queries_that_are_not_finite_stay_alone(rng):
     np.testing.assert_array_equal(out, whole)
 
 
-def test_results_do_not_depend_on_the_batch_or_on_threads(rng):
+@pytest.mark.parametrize("q_kind", ["fp32", "bf16"])
+def test_results_do_not_depend_on_the_batch_or_on_threads(rng, q_kind):
     lens, new = np.array([300, 170, 1500, 90]), np.array([100, 20, 70, 9])
     starts = np.concatenate([[0], np.cumsum(new)])
     k, v = (naive.round_to(rng.standard_normal((4, 1, 1500, 64)), "bf16") for _ in range(2))
-    q = rng.standard_normal((starts[-1], 8, 64), np.float32)
+    q = naive.round_to(rng.standard_normal((starts[-1], 8, 64), np.float32), q_kind)
 
     def run(*which):
         mine = np.concatenate([np.arange(starts[b], starts[b + 1]) for b in which])

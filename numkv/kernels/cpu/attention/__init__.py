@@ -62,7 +62,7 @@ from numkv.kernels.cpu.attention.plan import (
     plan_of,
     plan_size,
 )
-from numkv.kernels.cpu.attention.records import KV_TILE
+from numkv.kernels.cpu.attention.records import BF16_QUERIES, BY_SLOT, KV_TILE
 from numkv.kernels.cpu.attention.scratch import make_layout
 from numkv.kernels.cpu.convert import from_floats, to_floats
 from numkv.kernels.cpu.memory import aligned
@@ -152,6 +152,7 @@ def attend(
 ):  # fmt: skip
     compute = _NAMES[sinks.dtype]
     result = out
+    flags = (BY_SLOT if by_slot else 0) | (BF16_QUERIES if q_kind == "bf16" else 0)
     if _WORD_OF.get(q_kind) != compute:
         q = to_floats(q, q_kind, compute)
         result = np.empty(out.shape, compute)
@@ -176,7 +177,7 @@ def attend(
             parts_at = workers * scratch
             run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
                 memory.take(compute, parts_at), ints, worker=-1,
             )  # fmt: skip
         else:
@@ -191,7 +192,7 @@ def attend(
             floats = memory.take(compute, parts_at + parts * (dim_v + PART_EXTRA))
             run(
                 kernel, workers, q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges,
-                by_slot, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
+                flags, sm_scale, logits_soft_cap, window_left, sinks, result, lse, parts_at,
                 floats, ints,
             )  # fmt: skip
             if parts:

@@ -27,6 +27,7 @@ from numkv.kernels.cpu.attention.offsets import (
 )
 from numkv.kernels.cpu.attention.plan import Problem, find_item, make_plan, plan_of
 from numkv.kernels.cpu.attention.records import (
+    BY_SLOT,
     KV_TILE,
     LN_2,
     LOG2_E,
@@ -50,6 +51,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
     """The attention kernel for a K kind, a V kind and the float type it computes in; with `USE_AMX` on a matrix unit.
 
     If `MASKED`, its `ranges` are rows of `numkv.rows.mask`, and slopes of q heads may follow its `sinks`.
+    `flags` are bits of `numkv.kernels.cpu.attention.records`.
     With -1 for `worker` it makes the plan first, which else is there. What it takes comes as it is, not as records:
     Numba takes microseconds to unpack these when it is called.
     """
@@ -81,7 +83,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
     NOT_YET = np.int64(0) if USE_AMX else False
 
     def kernel(
-        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, by_slot, sm_scale, soft_cap,
+        q, k, k_scale, v, v_scale, block_table, seq_lens, q_starts, ranges, flags, sm_scale, soft_cap,
         window_left, sinks, out, lse, parts_at, floats, ints, launch, worker, workers,
     ):  # fmt: skip
         # Slices of arrays, and records with them, cost nothing if no references are counted.
@@ -93,7 +95,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
         num_kv_heads, dim, dim_v = k.shape[1], q.shape[2], out.shape[2]
         layout = layout_of(
             k, k_scale_steps(k_scale), K_SCALED, v, v_scale_steps(v_scale), V_SCALED,
-            np.int64(1) if by_slot else np.int64(k.shape[2]),
+            np.int64(1) if flags & BY_SLOT else np.int64(k.shape[2]),
         )  # fmt: skip
         sizes = sizes_of(dim, dim_v, q.shape[1] // num_kv_heads)
         seen = see(ranges, window_left, sinks, q.shape[1], k_scale, v_scale)
@@ -164,7 +166,7 @@ def make_attention(K_KIND, V_KIND, COMPUTE, USE_AMX, MASKED=False):
                 if number < items:
                     item = coming
                     transposed = load_queries(
-                        q, k_scale, floats, spare_ints, at, sizes, item, scale
+                        q, k_scale, floats, spare_ints, at, sizes, item, scale, flags
                     )
             tile, head = next_tile, next_head
             here, ahead = ahead, here

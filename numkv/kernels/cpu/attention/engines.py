@@ -30,8 +30,8 @@ class Engine(NamedTuple):
 
     #: ``begin()`` and ``end()``, once a thread.
     begin: Callable[..., Any]
-    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale)`` puts an item's query rows into scratch memory,
-    #: and returns whether its output rows are transposed, or in which of several ways.
+    #: ``load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags)`` puts an item's query rows into scratch
+    #: memory, and returns whether its output rows are transposed, or in which of several ways.
     load_queries: Callable[..., Any]
     #: ``attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)`` takes scores, softmax and sums
     #: of a tile for one kv head, and returns whether output rows are transposed now.

@@ -1,19 +1,25 @@
 """The engine of vector code for many query rows: products of blocks, with K and V widened once for all rows of an item.
 
 Rows are taken by panels. Of scores, lanes are query rows, side by side; of sums they are columns of V: no product needs
-anything to be transposed but query rows, once an item. Few rows go the way of `vector`, and so do tiles with NaN or
-infinity in which query rows see different tokens.
+anything to be transposed but query rows, once an item. Where the CPU multiplies pairs of bf16, K in bf16 is not widened
+for queries in bf16. Few rows go the way of `vector`, and so do tiles with NaN or infinity in which query rows see
+different tokens.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from numkv.kernels.cpu.attention.engines import Engine
+from numkv.kernels.cpu.attention.llvm.many_pairs import (
+    copy_rows,
+    make_many_qk_of_pairs,
+    pair_units,
+)
 from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
 from numkv.kernels.cpu.attention.llvm.many_qk import (
     make_many_qk,
@@ -22,11 +28,16 @@ from numkv.kernels.cpu.attention.llvm.many_qk import (
 )
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
 from numkv.kernels.cpu.attention.offsets import EXTENTS
-from numkv.kernels.cpu.attention.records import PANEL, Outputs, SoftmaxState
+from numkv.kernels.cpu.attention.records import (
+    BF16_QUERIES,
+    PANEL,
+    Outputs,
+    SoftmaxState,
+)
 from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
 from numkv.kernels.cpu.inline import inlined
-from numkv.kernels.cpu.vectors.features import MANY_ROWS
+from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
 __all__ = ["make_many_rows", "make_many_rows_beside"]
@@ -34,6 +45,8 @@ __all__ = ["make_many_rows", "make_many_rows_beside"]
 # Query rows of an item from which on they are many: most of a panel of 32. Of 32 rows (8 query tokens in groups of 4,
 # 8 sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other engine's time in bf16, as much in fp32.
 _LEAST = 25
+# Where, behind the bounds of a panel: what products of bf16 pairs are multiplied with, and 0 where panels are floats.
+_FACTOR = 2 * PANEL
 
 
 @inlined
@@ -62,9 +75,11 @@ def make_many_rows_beside(
     ``add_biases(floats, at, sizes, item, seen, soft_cap, tile, r, count, tokens)`` is for `count` rows from `r` on. It
     returns the soft cap that is still to be applied.
     """
-    load_queries = _make_load_queries(k_kind, v_kind)
-    attend_panels = _make_attend_panels(k_kind, v_kind, add_biases)
-    widen_keys, widen_values = make_widen_rows(k_kind), make_widen_rows(v_kind)
+    keys = _make_keys(k_kind, v_kind)
+    put_keys = keys.put
+    load_queries = _make_load_queries(keys)
+    attend_panels = _make_attend_panels(keys, add_biases)
+    widen_values = make_widen_rows(v_kind)
 
     @inlined
     def finish(floats, at, sizes, item, transposed):
@@ -81,32 +96,116 @@ def make_many_rows_beside(
         if not by_panels:
             attend_few(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed)
         elif low < high:
-            widen_keys(
-                floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), _whole_blocks(high)
-            )
+            put_keys(floats, at, sizes, tile, _whole_blocks(high))
             attend_panels(floats, at, sizes, item, seen, soft_cap, tile)
         return transposed
 
     return Engine(_nothing, load_queries, attend_tile, finish, _nothing)
 
 
-def _make_load_queries(k_kind, v_kind):
+class _Keys(NamedTuple):
+    """What is K's own."""
+
+    #: ``load(q, k_scale, floats, at, sizes, item, scale, flags)`` puts down query rows, and panels of them.
+    load: Callable[..., Any]
+    #: ``put(floats, at, sizes, tile, end)`` puts a tile's first rows down, whole blocks of them.
+    put: Callable[..., Any]
+    #: ``multiply(floats, panel_at, at, sizes, end, asking, extents)`` takes the scores of a panel.
+    multiply: Callable[..., Any]
+
+
+def _make_keys(k_kind, v_kind):
+    """Keys as floats; those in bf16 are multiplied as they are where queries are in bf16, too."""
     load_rows = make_load_rows(k_kind, v_kind, "float32")
+    widen_keys = make_widen_rows(k_kind)
+    of_next = min(k_kind, v_kind, key=ON_LINE.__getitem__)
+    many_qk = make_many_qk(of_next)
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+    def load(q, k_scale, floats, at, sizes, item, scale, flags):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         if item.rows >= _LEAST:
-            rows = item.rows
-            for i in range(item.end_head - item.first_head):
-                for r in range(0, rows, PANEL):
-                    transpose_queries(
-                        floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
-                        min(rows - r, PANEL), sizes.pad_dim, _panel_at(at, sizes, rows, i, r),
-                    )  # fmt: skip
+            _put_panels(floats, at, sizes, item)
+
+    @inlined
+    def put(floats, at, sizes, tile, end):
+        widen_keys(floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), end)
+
+    @inlined
+    def multiply(floats, panel_at, at, sizes, end, asking, extents):
+        many_qk(
+            floats, panel_at, at.many_keys, sizes.many_step, sizes.pad_dim, end, at.many_scores, asking,
+            extents,
+        )  # fmt: skip
+
+    if not (k_kind == "bf16" and HAS_BF16_PAIRS):
+        return _Keys(load, put, multiply)
+    many_qk_of_pairs = make_many_qk_of_pairs(of_next)
+    F = np.float32
+
+    @inlined
+    def load_bf16(q, k_scale, floats, at, sizes, item, scale, flags):
+        factor = F(scale) if flags & BF16_QUERIES else F(0)
+        floats[at.many_bounds + _FACTOR] = factor
+        if item.rows >= _LEAST and factor != 0:
+            # As they came. A tile that is not taken by panels needs them with their scale.
+            load_rows(q, k_scale, floats, at, sizes, item, np.float64(1), False)
+            _put_panels(floats, at, sizes, item)
+            _pair_panels(floats, at, sizes, item)
+            load_rows(q, k_scale, floats, at, sizes, item, scale, False)
+        else:
+            load(q, k_scale, floats, at, sizes, item, scale, flags)
+
+    @inlined
+    def put_bf16(floats, at, sizes, tile, end):
+        if floats[at.many_bounds + _FACTOR] != 0:
+            copy_rows(floats, at.many_keys, sizes.many_step, tile.keys, end)
+        else:
+            put(floats, at, sizes, tile, end)
+
+    @inlined
+    def multiply_bf16(floats, panel_at, at, sizes, end, asking, extents):
+        factor = floats[at.many_bounds + _FACTOR]
+        if factor != 0:
+            many_qk_of_pairs(
+                floats, panel_at, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
+                asking, extents, factor,
+            )  # fmt: skip
+        else:
+            multiply(floats, panel_at, at, sizes, end, asking, extents)
+
+    return _Keys(load_bf16, put_bf16, multiply_bf16)
+
+
+def _make_load_queries(keys):
+    load = keys.load
+
+    @inlined
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
+        load(q, k_scale, floats, at, sizes, item, scale, flags)
         return False
 
     return load_queries
+
+
+@inlined
+def _put_panels(floats, at, sizes, item):
+    """Put query rows side by side."""
+    rows = item.rows
+    for i in range(item.end_head - item.first_head):
+        for r in range(0, rows, PANEL):
+            transpose_queries(
+                floats, at.queries + (i * rows + r) * sizes.pad_dim, sizes.pad_dim,
+                min(rows - r, PANEL), sizes.pad_dim, _panel_at(at, sizes, rows, i, r),
+            )  # fmt: skip
+
+
+@inlined
+def _pair_panels(floats, at, sizes, item):
+    """Make panels of bf16 pairs of those of floats."""
+    for i in range(item.end_head - item.first_head):
+        for r in range(0, item.rows, PANEL):
+            pair_units(floats, _panel_at(at, sizes, item.rows, i, r), sizes.pad_dim)
 
 
 @inlined
@@ -116,9 +215,9 @@ def _panel_at(at, sizes, rows, head, row):
     return at.many_queries + (head * panels * PANEL + row) * sizes.pad_dim
 
 
-def _make_attend_panels(k_kind, v_kind, add_biases):
+def _make_attend_panels(keys, add_biases):
     """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
-    many_qk = make_many_qk(min(k_kind, v_kind, key=ON_LINE.__getitem__))
+    multiply = keys.multiply
     F = np.float32
 
     @inlined
@@ -133,10 +232,9 @@ def _make_attend_panels(k_kind, v_kind, add_biases):
             )
             if low < high:
                 end = _whole_blocks(high)
-                many_qk(
-                    floats, _panel_at(at, sizes, rows, head, r), at.many_keys, sizes.many_step,
-                    sizes.pad_dim, end, at.many_scores, asking, extents,
-                )  # fmt: skip
+                multiply(
+                    floats, _panel_at(at, sizes, rows, head, r), at, sizes, end, asking, extents
+                )
                 partly = not alike or low > 0 or high < end
                 if partly:
                     _put_bounds(floats, at, item, seen, tile, sizes.group, r, count)

@@ -139,7 +139,7 @@ def make_masked(k_kind: str, v_kind: str, compute: str) -> Engine:
         pass
 
     @inlined
-    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
+    def load_queries(q, k_scale, floats, ints, at, sizes, item, scale, flags):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
         return False
 

@@ -13,6 +13,8 @@ from numkv.kernels.cpu.vectors.features import LANES, MANY_VECTORS
 __all__ = [
     "AMX_FEW",
     "AMX_QUERY_ROWS",
+    "BF16_QUERIES",
+    "BY_SLOT",
     "FEW_ROWS",
     "INT4_SPAN",
     "KV_TILE",
@@ -47,6 +49,8 @@ PANEL = MANY_VECTORS * LANES
 FEW_ROWS = 8
 #: The least and the most query rows of an item that the matrix unit takes as few: see `amx_few`.
 AMX_FEW = (4, 16)
+#: Bits of the kernel's `flags`: blocks of one token, whose block table names slots; and queries that come from bf16.
+BY_SLOT, BF16_QUERIES = 1, 2
 #: Elements of INT4 that are taken at once: four quantisation groups.
 INT4_SPAN = 128
 

@@ -90,7 +90,7 @@ class Scratch(NamedTuple):
     amx_queries: int
     amx_outputs: int
     #: For many query rows: these by panels, side by side; K rows and V rows of a tile as floats; scores of a panel, and
-    #: which tokens its rows see.
+    #: which tokens its rows see, and behind that a number of `many_rows`.
     many_queries: int
     many_keys: int
     many_values: int
@@ -168,7 +168,7 @@ def make_layout(
             KV_TILE * sizes.many_step if by_panels else 0,
             KV_TILE * sizes.many_step_v if by_panels else 0,
             KV_TILE * PANEL if by_panels else 0,
-            2 * PANEL if by_panels else 0,
+            2 * PANEL + line if by_panels else 0,
             line,
         )
 

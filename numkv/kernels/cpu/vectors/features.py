@@ -18,6 +18,7 @@ __all__ = [
     "ADD_PAIRS",
     "AMX_ROWS",
     "FEATURES",
+    "HAS_BF16_PAIRS",
     "HAS_FMA",
     "HAS_FOURS",
     "HAS_HALF",
@@ -89,6 +90,8 @@ INT4_INTEGERS = LANES == 16 and "avx512bw" in FEATURES
 HAS_FMA = bool({"fma", "avx512f", "neon"} & FEATURES)
 #: Whether products of bytes are added by fours at once.
 HAS_FOURS = LANES == 16 and "avx512vnni" in FEATURES
+#: Whether products of bf16 are added in pairs by an instruction, which takes as long as one of float32.
+HAS_BF16_PAIRS = LANES == 16 and "avx512bf16" in FEATURES
 #: Whether half floats are widened by an instruction.
 HAS_HALF = bool({"f16c", "avx512f", "fullfp16", "fp-armv8", "neon"} & FEATURES)
 #: Rows of an AMX tile: query rows that a matrix unit takes at once.

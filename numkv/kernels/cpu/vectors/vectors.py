@@ -160,6 +160,15 @@ class Vectors:
             total = self.b.add(total, self.b.mul(*wide))
         return total
 
+    def add_bf16_pairs(self, total, a, b):
+        """``total + a * b`` of bf16, neighbouring products added: `lanes` float32 sums; see `HAS_BF16_PAIRS`.
+
+        A lane of the integer vectors `a` and `b` is two bf16. Denormal numbers count as 0, and become 0.
+        """
+        signature = ir.FunctionType(total.type, [a.type, b.type, total.type])
+        add = ir.InlineAsm(signature, "vdpbf16ps $2, $1, $0", "=v,v,v,0")
+        return self.b.call(add, [a, b, total])
+
     def store(self, value, base, at):
         """Store a float or a vector of floats, of any number of lanes."""
         pointer = self.pointer(base, at, self.float)

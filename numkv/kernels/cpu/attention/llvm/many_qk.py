@@ -14,7 +14,7 @@ from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["make_many_qk", "make_widen_rows", "transpose_queries"]
+__all__ = ["ProductsOfPanels", "make_many_qk", "make_widen_rows", "transpose_queries"]
 
 # Elements of a row that are multiplied in one turn of the innermost loop.
 _UNROLL = 4
@@ -128,7 +128,7 @@ def make_many_qk(kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            _QK(b, kind, *unpack(context, b, sig.args, args)).emit()
+            ProductsOfPanels(b, kind, *unpack(context, b, sig.args, args)).emit()
             return context.get_dummy_value()
 
         return types.void(f, i8, i8, i8, i8, i8, i8, i8, extents), codegen
@@ -136,8 +136,11 @@ def make_many_qk(kind):
     return many_qk
 
 
-class _QK:
-    """Emits `many_qk`."""
+class ProductsOfPanels:
+    """Emits `many_qk`; what is multiplied with what is a subclass's own."""
+
+    #: Elements of a row that a number in a panel stands for.
+    elements = 1
 
     def __init__(self, b, kind, data, q_at, keys_at, step, size, tokens, s_at, asking, extents):
         self.b, self.v, self.data = b, Vectors(b, "float32"), data
@@ -161,20 +164,34 @@ class _QK:
             with steps(b, I64(0), self.size, _UNROLL) as (d0, _):
                 with b.if_then(self.asking):
                     self.stream.issue(
-                        MANY_ROWS * _UNROLL, b.ashr(d0, I64(_UNROLL.bit_length() - 1))
+                        MANY_ROWS * _UNROLL * self.elements,
+                        b.ashr(d0, I64(_UNROLL.bit_length() - 1)),
                     )
                 for i in range(_UNROLL):
                     d = b.add(d0, I64(i))
                     at = b.add(self.q_at, b.mul(d, I64(PANEL)))
                     q = [
-                        v.load_floats(self.data, b.add(at, I64(j * v.lanes)))
+                        self.numbers(v.load_floats(self.data, b.add(at, I64(j * v.lanes))))
                         for j in range(MANY_VECTORS)
                     ]
                     for row, slots in zip(rows, sums, strict=True):
-                        k = v.splat(v.load_one(self.data, b.add(row, d)))
+                        k = self.numbers(v.splat(v.load_one(self.data, b.add(row, d))))
                         for slot, lanes in zip(slots, q, strict=True):
-                            b.store(v.fma(lanes, k, b.load(slot)), slot)
+                            b.store(self.add(b.load(slot), lanes, k), slot)
             for t, slots in enumerate(sums):
                 at = b.add(self.s_at, b.mul(b.add(t0, I64(t)), I64(PANEL)))
                 for j, slot in enumerate(slots):
-                    v.store(b.load(slot), self.data, b.add(at, I64(j * v.lanes)))
+                    score = self.score(b.load(slot))
+                    v.store(score, self.data, b.add(at, I64(j * v.lanes)))
+
+    def numbers(self, vector):
+        """What is multiplied, of a vector of a panel or of a row's number in all lanes."""
+        return vector
+
+    def add(self, total, q, k):
+        """A sum and one more product."""
+        return self.v.fma(q, k, total)
+
+    def score(self, total):
+        """The score that a sum stands for."""
+        return total
