@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from numkv.kernels.cpu.attention.engines import Engine
+from numkv.kernels.cpu.attention.engines import Engine, panels_from
 from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
 from numkv.kernels.cpu.attention.llvm.many_qk import (
+    ASK_K,
+    ASK_V,
     make_many_qk,
     make_widen_rows,
     transpose_queries,
 )
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
-from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL, Outputs, SoftmaxState
 from numkv.kernels.cpu.attention.vector import make_load_rows, make_vector
 from numkv.kernels.cpu.attention.visible import visible_in_tile, visible_to_tokens
@@ -30,10 +31,6 @@ from numkv.kernels.cpu.vectors.features import MANY_ROWS
 from numkv.kernels.cpu.vectors.stored import ON_LINE
 
 __all__ = ["make_many_rows", "make_many_rows_beside"]
-
-# Query rows of an item from which on they are many: most of a panel of 32. Of 32 rows (8 query tokens in groups of 4,
-# 8 sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other engine's time in bf16, as much in fp32.
-_LEAST = 25
 
 
 @inlined
@@ -65,6 +62,7 @@ def make_many_rows_beside(
     load_queries = _make_load_queries(k_kind, v_kind)
     attend_panels = _make_attend_panels(k_kind, v_kind, add_biases)
     widen_keys, widen_values = make_widen_rows(k_kind), make_widen_rows(v_kind)
+    LEAST = np.int64(panels_from(k_kind, v_kind))
 
     @inlined
     def finish(floats, at, sizes, item, transposed):
@@ -73,7 +71,7 @@ def make_many_rows_beside(
     @inlined
     def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
         low, high, by_panels = np.int64(0), np.int64(0), False
-        if item.rows >= _LEAST:
+        if item.rows >= LEAST:
             low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
             finite = widen_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
             # A weight of 0 does not hide a NaN.
@@ -92,11 +90,12 @@ def make_many_rows_beside(
 
 def _make_load_queries(k_kind, v_kind):
     load_rows = make_load_rows(k_kind, v_kind, "float32")
+    LEAST = np.int64(panels_from(k_kind, v_kind))
 
     @inlined
     def load_queries(q, k_scale, floats, ints, at, sizes, item, scale):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        if item.rows >= _LEAST:
+        if item.rows >= LEAST:
             rows = item.rows
             for i in range(item.end_head - item.first_head):
                 for r in range(0, rows, PANEL):
@@ -119,13 +118,14 @@ def _panel_at(at, sizes, rows, head, row):
 def _make_attend_panels(k_kind, v_kind, add_biases):
     """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
     many_qk = make_many_qk(min(k_kind, v_kind, key=ON_LINE.__getitem__))
-    F = np.float32
+    F, KEYS, VALUES = np.float32, np.int64(ASK_K), np.int64(ASK_V)
 
     @inlined
     def attend_panels(floats, at, sizes, item, seen, soft_cap, tile):
         rows, head = item.rows, tile.head - item.first_head
-        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second.
-        extents, asking = tile.k_extents, np.int64(2)
+        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second, if there is
+        # one.
+        asking = np.int64(KEYS)
         for r in range(0, rows, PANEL):
             count = min(rows - r, PANEL)
             low, high, alike = visible_to_tokens(
@@ -133,9 +133,11 @@ def _make_attend_panels(k_kind, v_kind, add_biases):
             )
             if low < high:
                 end = _whole_blocks(high)
+                if asking == KEYS and rows - r <= PANEL:
+                    asking = KEYS | VALUES
                 many_qk(
-                    floats, _panel_at(at, sizes, rows, head, r), at.many_keys, sizes.many_step,
-                    sizes.pad_dim, end, at.many_scores, asking, extents,
+                    floats, _panel_at(at, sizes, rows, head, r), count, at.many_keys, sizes.many_step,
+                    sizes.pad_dim, end, at.many_scores, asking, tile.k_extents,
                 )  # fmt: skip
                 partly = not alike or low > 0 or high < end
                 if partly:
@@ -160,7 +162,7 @@ def _make_attend_panels(k_kind, v_kind, add_biases):
                     high,
                     outputs,
                 )
-                extents, asking = tile.k_extents[EXTENTS:], max(asking - 1, 0)
+                asking = VALUES if asking == KEYS else np.int64(0)
 
     return attend_panels
 
