@@ -202,7 +202,7 @@ class _QK:
         lines, whole = (b.and_(dim, I64(-x)) for x in (size, columns))
 
         start = I64(0)
-        if rows == 1 and not self.integers:
+        if rows == 1 and not self.integers and _IN_ORDER * columns % size == 0:
             start = b.and_(dim, I64(-_IN_ORDER * columns))
             with steps(b, I64(0), start, _IN_ORDER * columns) as (d, _):
                 self.add_in_order(k_at, d, sums)
