@@ -22,7 +22,7 @@ import numpy as np
 
 from perf import bars, envs, fairness, report
 from perf.load import MOST, Load, peak_memory
-from perf.peers import LARGEST_ERROR, OURS, PEERS, cores, threads
+from perf.peers import LARGEST_ERROR, OURS, PEERS, RACED, cores, threads
 from perf.race import race, rounds_of
 from perf.shapes import (
     COLD,
@@ -82,7 +82,7 @@ def parse(argv=None):
     parser.add_argument(
         "--shapes", **_some_of(SHAPES | PREFILL), help="P is prefill, the others decode"
     )
-    parser.add_argument("--kinds", **_some_of(KINDS))
+    parser.add_argument("--kinds", **(_some_of(KINDS) | {"default": RACED}))
     parser.add_argument("--peers", **_some_of(PEERS))
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="for each contestant, shape and kind (1)"

@@ -103,11 +103,14 @@ BARS = (
     _speed("× best peer", best_peer, 1.5, GROUPED, ("fp32", "fp16")),
     _speed("× best peer", best_peer, 1.1, NOT_GROUPED, ("fp32", "fp16")),
     _speed("× best peer", best_peer, 1.1, SHAPES, ("bf16", "int8")),
-    _speed("× best peer", best_peer, 4.0, SHAPES, ("int4",)),
+    _speed("× best peer", best_peer, 4.0, SHAPES, ("int4", "code4")),
     _speed("× vLLM's fp8", _library("vLLM", "fp8"), 2.0, "ABCD", ("int8",)),
     _speed("× vLLM's AMX", _library("vLLM", "amx"), 1.15, "ABCDE", ("bf16",)),
     Bar("of the bandwidth", _share, 0.75, tuple("ABCD"), ("int8",)),
     Bar("of int8's time", _beside_int8, 0.6, tuple("ABCD"), ("int4",), (CONTIGUOUS,), at_most=True),
+    Bar(
+        "of int8's time", _beside_int8, 1.0, tuple(SHAPES), ("code4",), (CONTIGUOUS,), at_most=True
+    ),
     Bar("× contiguous", _beside_contiguous, 1.03, (*SHAPES,), EVERY_KIND, (PAGED,), at_most=True),
     Bar("× a small call's due", _small_call, 1.0, ("F",), ("fp32", "bf16"), at_most=True),
     Bar("× PyTorch", _library("PyTorch"), 1.3, PREFILLS, ("fp32",)),

@@ -8,7 +8,7 @@ from perf import traffic
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
-@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int4", "code4"])
 def test_write(measure, target, to, rng, kind, tokens):
     q_heads, kv_heads, dim = 32, 8, 128
     layer = numkv.ContiguousLayer(4096, kv_heads, dim, kind=kind, target=target.name)
@@ -28,7 +28,7 @@ def test_write(measure, target, to, rng, kind, tokens):
     c, s = np.cos(angles[tokens - 1]), np.sin(angles[tokens - 1])
     low, high = x[: dim // 2], x[dim // 2 :]
     expected = np.concatenate([low * c - high * s, high * c + low * s])
-    if kind == "int4":  # the codes are those of rows that `append` gets
+    if numkv.kind(kind).is_packed:  # the codes are those of rows that `append` gets
         ready = numkv.ContiguousLayer(1, 1, dim, kind=kind, target=target.name)
         ready.append(*[to(expected[None, None].astype(np.float32))] * 2)
         codes, others = (target.to_host(x.k)[0, 0] for x in (layer, ready))

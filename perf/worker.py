@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from perf.peers import CALLS, LARGEST_ERROR, CannotRun
+from perf.peers import CALLS, LARGEST_ERROR, OURS, STANDS_FOR, CannotRun
 from perf.shapes import Shape, problem_of
 
 #: Calls that do not count precede those that do, for so many seconds and once over all layers: threads wake up, and
@@ -141,6 +141,8 @@ class Commands:
         if kind == CALLS:
             return self._library.CALLS
         what = "prefill" if self._problem.flops else "decode"
+        if self._library.NAME != OURS:
+            kind = STANDS_FOR.get(kind, kind)
         return getattr(self._library, what)(kind)
 
 

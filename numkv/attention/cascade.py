@@ -29,8 +29,8 @@ _FLOAT32 = np.dtype(np.float32)
 # Rows of a kv head that meet a prefix together: at least the first, a multiple of the second, at most the third. All
 # are rows of one item then, in whole groups of rows. On the CPU several chunks, up to the third, are one item, whose
 # rows know nothing of each other; on CUDA splits depend on the number of rows, so each is alone. The first is what
-# panels of float rows, a matrix unit and CUDA take in one way; vector code over quantised rows takes any number of
-# whole groups alike, so that less is filled up there.
+# a matrix unit and CUDA take in one way. Vector code needs less to be filled up: panels of float rows take whatever
+# is more than a few rows alike, and over other rows any number of whole groups is taken alike.
 _LEAST, _UNIT, _MOST = 32, 8, 64
 
 
@@ -60,12 +60,12 @@ def _least_rows(pool: Pool, q_dtype: Any) -> int:
     """Rows of a chunk at least, as kinds and the machine ask for, whatever the call."""
     if not pool.target.values_on_host:
         return _LEAST
-    from numkv.kernels.cpu.attention.engines import in_integers, use_amx
+    from numkv.kernels.cpu.attention.engines import by_panels, panels_from, use_amx
 
     kinds, compute = (pool.k_kind.name, pool.v_kind.name), "float32"
     if q_dtype == np.float64 or use_amx(*kinds, compute):
         return _LEAST
-    return _UNIT if all(in_integers(x, compute) for x in kinds) else _LEAST
+    return panels_from(*kinds) if by_panels(*kinds, compute) else _UNIT
 
 
 def attend_cascade(

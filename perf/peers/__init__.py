@@ -37,7 +37,7 @@ PEERS = [name for name in MODULES if name != "numkv"]
 #: numkv's own module, name, and the form that others are compared with.
 OURS = "numkv"
 CONTIGUOUS = ""
-#: Its other forms: over blocks, and, in the race of int4, over int8.
+#: Its other forms: over blocks, and, in the races of 4 bits, over int8.
 PAGED = "paged by 16"
 INT8_BESIDE = "over int8"
 
@@ -47,7 +47,11 @@ CALLS = "calls"
 FLOATS = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 #: Relative L2 errors above these are wrong results, not rounding, by bits of an element of the cache.
-LARGEST_ERROR = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 2e-2, "int8": 4e-2, "int4": 0.4}
+LARGEST_ERROR = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 2e-2, "int8": 4e-2, "int4": 0.4, "code4": 0.4}
+#: Kinds that nobody else has, and what of theirs takes part instead: as many bits, whatever they mean.
+STANDS_FOR = {"code4": "int4"}
+#: Kinds of a race that asks for none: the others are numkv's own variants.
+RACED = [kind for kind in LARGEST_ERROR if kind not in STANDS_FOR]
 
 
 class CannotRun(Exception):

@@ -137,7 +137,7 @@ def _paged(kind):
 
 def decode(kind):
     forms = {CONTIGUOUS: _contiguous(kind), PAGED: _paged(kind)}
-    if kind == "int4":
+    if kind in ("int4", "code4"):
         forms[INT8_BESIDE] = _contiguous("int8")  # the two are to be compared, so they race
     return forms
 

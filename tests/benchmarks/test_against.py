@@ -144,7 +144,14 @@ def test_lines():
     lines = against.every_line()
     names = [x.name for x in lines]
     assert len(set(names)) == len(names)
-    assert {"A/int4", "F/bf16 paged by 16", "P/fp32", "KVCache.append fp16", "import"} <= set(names)
+    assert {
+        "A/int4",
+        "G/code4",
+        "F/bf16 paged by 16",
+        "P/fp32",
+        "KVCache.append fp16",
+        "import",
+    } <= set(names)
     assert {x.group for x in lines} == against.GROUPS.keys()
     assert sum(x.group == against.ATTENTION for x in lines) == 13 * 5 * 2 + 2
     picked = [x for x in names if re.search("^F/int8|^import$", x)]

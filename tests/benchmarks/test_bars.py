@@ -39,6 +39,7 @@ def test_every_line_has_the_bars_it_should():
     assert of("A", "bf16") == ["≥ 1.1 × best peer", "≥ 1.15 × vLLM's AMX"]
     assert of("D", "int8") == ["≥ 1.1 × best peer", "≥ 2 × vLLM's fp8", "≥ 0.75 of the bandwidth"]
     assert of("D", "int4") == ["≥ 4 × best peer", "≤ 0.6 of int8's time"]
+    assert of("E", "code4") == ["≥ 4 × best peer", "≤ 1 of int8's time"]
     assert of("E", "int4", PAGED) == ["≥ 4 × best peer", "≤ 1.03 × contiguous"]
     assert of("A", "int8", INT8_BESIDE) == []
 

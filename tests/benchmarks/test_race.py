@@ -275,9 +275,10 @@ def test_contestants_attend_to_unequal_shapes(rng, kind, name):
         assert 0 < error < 0.02
 
 
-def test_an_int4_race_has_int8_beside():
-    assert INT8_BESIDE in numkv_.decode("int4")
-    assert not any("int8" in line.name for line in against.every_line() if line.kind == "int4")
+@pytest.mark.parametrize("kind", ["int4", "code4"])
+def test_a_race_of_four_bits_has_int8_beside(kind):
+    assert INT8_BESIDE in numkv_.decode(kind)
+    assert not any("int8" in line.name for line in against.every_line() if line.kind == kind)
 
 
 def test_rooms_and_pieces():

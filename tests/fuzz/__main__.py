@@ -190,6 +190,8 @@ def run(seed: int, calls: int, minutes: float, jobs: int, only: str = "", first:
 
 def tell(report: Report, seed: int, seconds: float) -> None:
     """Print what came of a run."""
+    from fuzz import SHORT
+
     refused = sum(report.refused.values())
     print(
         f"seed {seed}: {report.calls:,} calls in {seconds:.0f} s ({report.calls / seconds:,.0f} a second); "
@@ -217,7 +219,8 @@ def tell(report: Report, seed: int, seconds: float) -> None:
     for (kind, name, _), found in sorted(groups.items()):
         print(f"- {kind}: {name}, {len(found)} times; call {found[0][0]}: {found[0][1]}")
     if report.defects:
-        print(f"again: python -m tests.fuzz --seed {seed} --from CALL")
+        short = f"{SHORT}=1 " if os.environ.get(SHORT) else ""
+        print(f"again: {short}python -m tests.fuzz --seed {seed} --from CALL")
 
 
 def main() -> int:

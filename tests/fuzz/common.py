@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import ml_dtypes
 import numpy as np
 
+from fuzz import SHORT
 from fuzz.hostile import OMIT
 from fuzz.play import Arg, Draw
 
@@ -12,6 +15,7 @@ __all__ = [
     "ANGLES",
     "CAP",
     "CHECK_FINITE",
+    "CODES",
     "EXTRA",
     "FLAG",
     "KEEP",
@@ -44,7 +48,11 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 #: Dtypes of queries and of rows, each with the kinds that they meet: all of them are compiled by other tests too.
 QUERIES = [np.dtype(np.float32)] * 4 + [np.dtype(np.float16), BF16]
 KINDS = ["fp32", "fp32", "fp16", "bf16", "int8", "int8", "int4", "fp8_e4m3"]
-#: Elements of a row: more and less than a vector, and whole groups of INT4.
+#: And those that are compiled for nothing else in every run: long runs have them.
+KINDS += [] if os.environ.get(SHORT) else ["code4"]
+#: Kinds of these that are codes.
+CODES = ("int8", "int4", "code4")
+#: Elements of a row: more and less than a vector, and whole groups of INT4; pairs, as INT4 and CODE4 want.
 DIMS = [4, 8, 16, 32, 34]
 
 

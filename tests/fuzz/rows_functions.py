@@ -417,7 +417,7 @@ class Books(Scene):
     def __init__(self, rng) -> None:
         super().__init__(rng)
         self.kind_pair = Pair(
-            *[numkv.kind(rng.choice(["fp32", "fp16", "int8", "int4", "fp8_e5m2"]))] * 2
+            *[numkv.kind(rng.choice(["fp32", "fp16", "int8", "int4", "code4", "fp8_e5m2"]))] * 2
         )
         self.objects["kind"] = self.kind_pair
         self.block = rng.choice([1, 2, 4])
@@ -487,7 +487,10 @@ Books.rows = [
         },
         call=_quietly,
     ),
-    Row("kind", {"name": one_of("kind", "fp32", "int8", "int4", "fp8_e4m3", numkv.kind("fp16"))}),
+    Row(
+        "kind",
+        {"name": one_of("kind", "fp32", "int8", "int4", "code4", "fp8_e4m3", numkv.kind("fp16"))},
+    ),
     Row(
         "Kind.bytes_per_token",
         {

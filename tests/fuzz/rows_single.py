@@ -9,6 +9,7 @@ from fuzz.common import (
     ANGLES,
     CAP,
     CHECK_FINITE,
+    CODES,
     FLAG,
     KEEP,
     KIND,
@@ -39,7 +40,7 @@ SHIFT = numkv.rope_shift(*(a.make(None) for a in ANGLES.values()))
 
 def residual(d: Draw, kind: str) -> dict[str, int]:
     """Tokens in full precision, of quantised kinds, sometimes."""
-    if kind not in ("int8", "int4") or d.randrange(3):
+    if kind not in CODES or d.randrange(3):
         return {}
     return {"residual_window": d.choice([0, 2, 4]), "num_sink_tokens": d.choice([1, 2])}
 
@@ -71,7 +72,7 @@ class Single(Scene):
 
     def dtype_of_rows(self, d: Draw) -> object:
         """Rows in float32, of codes in others too."""
-        if self.kind in ("int8", "int4"):
+        if self.kind in CODES:
             return d.choice([np.float32, np.float32, np.float16])
         return np.float32
 

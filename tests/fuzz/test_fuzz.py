@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from fuzz import SHORT
 from fuzz import __main__ as fuzzer
 from fuzz.play import Arg, Defect, Row, Scene, play
 
@@ -16,8 +17,11 @@ from fuzz.play import Arg, Defect, Row, Scene, play
 def played(request):
     """Seed, calls, minutes and processes: a nightly run plays something new for as long as the rest of it takes."""
     if request.config.getoption("nightly"):
-        return secrets.randbits(32), 1_000_000, 30.0, 2
-    return 1, 4_000, math.inf, 1  # the same calls on every machine, however fast it is
+        yield secrets.randbits(32), 1_000_000, 30.0, 2
+        return
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(SHORT, "1")
+        yield 1, 4_000, math.inf, 1  # the same calls on every machine, however fast it is
 
 
 def test_nothing_is_found(played, capsys):

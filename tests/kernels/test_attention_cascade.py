@@ -103,11 +103,12 @@ def test_who_shares_does_not_matter(target, to, host, rng, case, kind):
             np.testing.assert_array_equal(of_all[tokens], of_some)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "int8"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_any_number_that_share_gives_the_same(rng, group):
-    """Quantised rows, whose chunks are short: from one that is filled up to several items of several chunks."""
+def test_any_number_that_share_gives_the_same(rng, group, kind):
+    """Chunks are short: from one that is filled up to several items of several chunks."""
     many = 70 // group
-    problem = Problem(rng, (2 * group, 2), (3,) * many, (1,) * many, 200, "int8")
+    problem = Problem(rng, (2 * group, 2), (3,) * many, (1,) * many, 200, kind)
     whole = problem.run(np.asarray, np.asarray)
     for n in {1, 2, 16 // group + 1, 32 // group, many - 1}:
         for of_all, of_some in zip(

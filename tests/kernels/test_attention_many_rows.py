@@ -13,7 +13,7 @@ from problems import Shape
 import numkv
 
 # The package has a function of the same name.
-from numkv.kernels.cpu.attention.engines import by_panels, query_rows
+from numkv.kernels.cpu.attention.engines import by_panels, panels_from, query_rows
 from numkv.kernels.cpu.vectors.features import HAS_BF16_PAIRS, has_amx
 
 MANY = [
@@ -23,6 +23,8 @@ MANY = [
         7, 1, 40, (130,), new=(90,), head_dim_v=24
     ),  # tokens that lie in two panels, short vectors
     Shape(3, 1, 128, (300,), new=(13,)),  # seen alike by all but for the last tiles
+    Shape(5, 1, 24, (140,), new=(3,)),  # rows that fill a vector, or nearly
+    Shape(10, 2, 16, (140,), new=(4,)),  # a vector and a few rows more
 ]
 OPTIONS = [{}, {"window_left": 20}, {"logits_soft_cap": 3.0}]
 
@@ -36,6 +38,8 @@ def test_floats_are_taken_by_panels():
     assert by_panels("bf16", "bf16", "float32") != has_amx()
     assert not by_panels("fp32", "fp32", "float64")
     assert not by_panels("int8", "fp32", "float32")
+    # Less than a panel is worth it where rows have to be widened.
+    assert panels_from("bf16", "fp8_e4m3") <= 16 < panels_from("fp16", "fp32")
     # A power of 2, and a divisor of what docs/reliability.md calls whole on every machine.
     assert 512 % query_rows("fp32", "fp32", "float32") == 0
 

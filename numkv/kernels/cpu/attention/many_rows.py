@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numkv.kernels.cpu.attention.engines import Engine
+from numkv.kernels.cpu.attention.engines import Engine, panels_from
 from numkv.kernels.cpu.attention.llvm.many_pairs import (
     copy_rows,
     make_many_qk_of_pairs,
@@ -22,12 +22,13 @@ from numkv.kernels.cpu.attention.llvm.many_pairs import (
 )
 from numkv.kernels.cpu.attention.llvm.many_pv import many_pv
 from numkv.kernels.cpu.attention.llvm.many_qk import (
+    ASK_K,
+    ASK_V,
     make_many_qk,
     make_widen_rows,
     transpose_queries,
 )
 from numkv.kernels.cpu.attention.llvm.many_softmax import many_softmax
-from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import (
     BF16_QUERIES,
     PANEL,
@@ -42,9 +43,6 @@ from numkv.kernels.cpu.vectors.stored import ON_LINE
 
 __all__ = ["make_many_rows", "make_many_rows_beside"]
 
-# Query rows of an item from which on they are many: most of a panel of 32. Of 32 rows (8 query tokens in groups of 4,
-# 8 sequences of 4,096 tokens, 2 cores of a Zen 4) panels take 0.88 of the other engine's time in bf16, as much in fp32.
-_LEAST = 25
 # Where, behind the bounds of a panel: what products of bf16 pairs are multiplied with, and 0 where panels are floats.
 _FACTOR = 2 * PANEL
 
@@ -80,6 +78,7 @@ def make_many_rows_beside(
     load_queries = _make_load_queries(keys)
     attend_panels = _make_attend_panels(keys, add_biases)
     widen_values = make_widen_rows(v_kind)
+    LEAST = np.int64(panels_from(k_kind, v_kind))
 
     @inlined
     def finish(floats, at, sizes, item, transposed):
@@ -88,7 +87,7 @@ def make_many_rows_beside(
     @inlined
     def attend_tile(floats, ints, at, sizes, item, seen, soft_cap, tile, transposed):
         low, high, by_panels = np.int64(0), np.int64(0), False
-        if item.rows >= _LEAST:
+        if item.rows >= LEAST:
             low, high, alike = visible_to_tokens(item, np.int64(0), item.tokens, seen, tile.start)
             finite = widen_values(floats, at.many_values, sizes.many_step_v, tile.values, low, high)
             # A weight of 0 does not hide a NaN.
@@ -110,7 +109,7 @@ class _Keys(NamedTuple):
     load: Callable[..., Any]
     #: ``put(floats, at, sizes, tile, end)`` puts a tile's first rows down, whole blocks of them.
     put: Callable[..., Any]
-    #: ``multiply(floats, panel_at, at, sizes, end, asking, extents)`` takes the scores of a panel.
+    #: ``multiply(floats, panel_at, count, at, sizes, end, asking, extents)`` takes the scores of a panel.
     multiply: Callable[..., Any]
 
 
@@ -120,11 +119,12 @@ def _make_keys(k_kind, v_kind):
     widen_keys = make_widen_rows(k_kind)
     of_next = min(k_kind, v_kind, key=ON_LINE.__getitem__)
     many_qk = make_many_qk(of_next)
+    LEAST = np.int64(panels_from(k_kind, v_kind))
 
     @inlined
     def load(q, k_scale, floats, at, sizes, item, scale, flags):
         load_rows(q, k_scale, floats, at, sizes, item, scale, False)
-        if item.rows >= _LEAST:
+        if item.rows >= LEAST:
             _put_panels(floats, at, sizes, item)
 
     @inlined
@@ -132,9 +132,9 @@ def _make_keys(k_kind, v_kind):
         widen_keys(floats, at.many_keys, sizes.many_step, tile.keys, np.int64(0), end)
 
     @inlined
-    def multiply(floats, panel_at, at, sizes, end, asking, extents):
+    def multiply(floats, panel_at, count, at, sizes, end, asking, extents):
         many_qk(
-            floats, panel_at, at.many_keys, sizes.many_step, sizes.pad_dim, end, at.many_scores, asking,
+            floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim, end, at.many_scores, asking,
             extents,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ def _make_keys(k_kind, v_kind):
     def load_bf16(q, k_scale, floats, at, sizes, item, scale, flags):
         factor = F(scale) if flags & BF16_QUERIES else F(0)
         floats[at.many_bounds + _FACTOR] = factor
-        if item.rows >= _LEAST and factor != 0:
+        if item.rows >= LEAST and factor != 0:
             # As they came. A tile that is not taken by panels needs them with their scale.
             load_rows(q, k_scale, floats, at, sizes, item, np.float64(1), False)
             _put_panels(floats, at, sizes, item)
@@ -164,15 +164,15 @@ def _make_keys(k_kind, v_kind):
             put(floats, at, sizes, tile, end)
 
     @inlined
-    def multiply_bf16(floats, panel_at, at, sizes, end, asking, extents):
+    def multiply_bf16(floats, panel_at, count, at, sizes, end, asking, extents):
         factor = floats[at.many_bounds + _FACTOR]
         if factor != 0:
             many_qk_of_pairs(
-                floats, panel_at, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
+                floats, panel_at, count, at.many_keys, sizes.many_step, sizes.pad_dim // 2, end, at.many_scores,
                 asking, extents, factor,
             )  # fmt: skip
         else:
-            multiply(floats, panel_at, at, sizes, end, asking, extents)
+            multiply(floats, panel_at, count, at, sizes, end, asking, extents)
 
     return _Keys(load_bf16, put_bf16, multiply_bf16)
 
@@ -218,13 +218,14 @@ def _panel_at(at, sizes, rows, head, row):
 def _make_attend_panels(keys, add_biases):
     """``attend_panels``: scores, softmax and sums of a tile for all query rows of a kv head."""
     multiply = keys.multiply
-    F = np.float32
+    F, KEYS, VALUES = np.float32, np.int64(ASK_K), np.int64(ASK_V)
 
     @inlined
     def attend_panels(floats, at, sizes, item, seen, soft_cap, tile):
         rows, head = item.rows, tile.head - item.first_head
-        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second.
-        extents, asking = tile.k_extents, np.int64(2)
+        # The next tile's rows are prefetched: those of K with the first panel, those of V with the second, if there is
+        # one.
+        asking = np.int64(KEYS)
         for r in range(0, rows, PANEL):
             count = min(rows - r, PANEL)
             low, high, alike = visible_to_tokens(
@@ -232,9 +233,12 @@ def _make_attend_panels(keys, add_biases):
             )
             if low < high:
                 end = _whole_blocks(high)
+                if asking == KEYS and rows - r <= PANEL:
+                    asking = KEYS | VALUES
                 multiply(
-                    floats, _panel_at(at, sizes, rows, head, r), at, sizes, end, asking, extents
-                )
+                    floats, _panel_at(at, sizes, rows, head, r), count, at, sizes, end, asking,
+                    tile.k_extents,
+                )  # fmt: skip
                 partly = not alike or low > 0 or high < end
                 if partly:
                     _put_bounds(floats, at, item, seen, tile, sizes.group, r, count)
@@ -258,7 +262,7 @@ def _make_attend_panels(keys, add_biases):
                     high,
                     outputs,
                 )
-                extents, asking = tile.k_extents[EXTENTS:], max(asking - 1, 0)
+                asking = VALUES if asking == KEYS else np.int64(0)
 
     return attend_panels
 

@@ -14,7 +14,7 @@ from numkv.kernels.cpu.vectors.emit import I8, I16, I32
 from numkv.kernels.cpu.vectors.features import FEATURES
 from numkv.rows.code4 import LEVELS
 
-__all__ = ["level_words", "levels_of"]
+__all__ = ["level_pairs", "level_words", "levels_of"]
 
 # Levels by codes.
 _TABLE = [*LEVELS, *(-level for level in LEVELS)]
@@ -57,16 +57,26 @@ def level_words(builder, packed):
     b, count = builder, packed.type.count
     wide = b.zext(packed, ir.VectorType(I16, count))
     if count == 32 and "avx512bw" in FEATURES:
-        # A look into a table of 32 words, of which five bits of a word say which one: the fifth does not matter.
-        values = ir.Constant(wide.type, 2 * [I16(x) for x in _TABLE])
-        signature = ir.FunctionType(wide.type, [wide.type] * 2)
-        name = "llvm.x86.avx512.permvar.hi.512"
-        function = cgutils.get_or_insert_function(b.module, signature, name)
-        high = b.lshr(wide, ir.Constant(wide.type, [I16(4)] * count))
-        return [b.call(function, [values, words]) for words in (wide, high)]
+        return level_pairs(b, wide)
     words = b.bitcast(levels_of(b, packed), wide.type)
     eight = ir.Constant(wide.type, [I16(8)] * count)
     return [b.ashr(b.shl(words, eight), eight), b.ashr(words, eight)]
+
+
+def level_pairs(builder, packed):
+    """The levels of codes as words, where 512 bits hold a byte of two codes in each word: of low nibbles, of high ones.
+
+    For AVX-512: a look into a table of 32 words, of which five bits of a word say which one. The fifth does not matter,
+    and so what is above the nibbles does not.
+    """
+    b, type_ = builder, ir.VectorType(I16, 32)
+    values = ir.Constant(type_, 2 * [I16(x) for x in _TABLE])
+    signature = ir.FunctionType(type_, [type_] * 2)
+    name = "llvm.x86.avx512.permvar.hi.512"
+    function = cgutils.get_or_insert_function(b.module, signature, name)
+    words = b.bitcast(packed, type_)
+    high = b.lshr(words, ir.Constant(type_, [I16(4)] * 32))
+    return [b.call(function, [values, x]) for x in (words, high)]
 
 
 def _looked_up(b, codes, table):

@@ -10,7 +10,7 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
-from numkv.kernels.cpu.vectors.levels import level_words
+from numkv.kernels.cpu.vectors.levels import level_pairs, level_words
 from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
@@ -56,6 +56,23 @@ class Words(Vectors):
         words = self.words(codes)
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
+
+    def load_level_pairs(self, base, places, count):
+        """Load `count` levels of CODE4 of two tokens, at most ``2 * lanes``: those of even columns, and of odd ones.
+
+        For 512 bits. A lane has a column of both tokens, as words::
+
+            t0c0 t1c0 | t0c2 t1c2 | ...        t0c1 t1c1 | t0c3 t1c3 | ...
+
+        `by_turns` brings sums by lanes into the order of columns.
+        """
+        count = in_words(self.b, "code4", count)
+        first, second = (
+            self.b.zext(self.load_bytes(base, at, count, self.lanes), self.int_type)
+            for at in places
+        )
+        both = self.b.or_(first, self.b.shl(second, self.splat_int(16)))
+        return level_pairs(self.b, both)
 
     def load_bytes(self, base, at, count, size):
         """Load `count` bytes into a vector of `size`; the others are 0."""

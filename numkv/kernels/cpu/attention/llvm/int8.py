@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 
 from numkv.kernels.cpu.attention.records import KV_TILE
 from numkv.kernels.cpu.vectors.emit import I16, I64, for_rows, steps, unpack
-from numkv.kernels.cpu.vectors.features import row_unroll
+from numkv.kernels.cpu.vectors.features import FEATURES, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
@@ -25,8 +25,8 @@ from numkv.kernels.cpu.vectors.words import Words
 
 __all__ = ["add_to_output", "make_accumulate_int8", "quantise_probs", "quantise_query"]
 
-# Rows whose sums fit into registers.
-_ROWS = 4
+# Rows whose sums fit into registers: of four vectors of columns, and of two.
+_ROWS, _MORE_ROWS = 4, 8
 
 
 @intrinsic
@@ -160,8 +160,10 @@ def make_accumulate_int8(next_kind, kind="int8"):
             even columns   t0c0 t1c0 | t0c2 t1c2 | ...        weights   t0 t1 | t0 t1 | ...
             odd columns    t0c1 t1c1 | t0c3 t1c3 | ...        sums      c0 | c2 | ...   and   c1 | c3 | ...
 
-        `Words.in_order` brings sums back into the order of columns. Meanwhile the memory in `extents` (the next tile's
-        K rows) is prefetched.
+        `Words.in_order` brings sums back into the order of columns. Of CODE4, more than four rows take half as many
+        columns at a time (`Words.load_level_pairs`): its levels are looked up once for all of them.
+
+        Meanwhile the memory in `extents` (the next tile's K rows) is prefetched.
         """
         i8 = types.int64
 
@@ -189,17 +191,24 @@ class _Int8:
         b = self.b
         self.v, self.rows = Words(b), rows
         self.stream = PrefetchStream(b, self.next_kind, self.extents)
-        self.columns = 4 * self.v.lanes
+        # A look into the table costs enough to take half as many columns of twice as many rows.
+        self.narrow = (
+            self.kind == "code4" and rows > _ROWS and self.v.lanes == 16 and "avx512bw" in FEATURES
+        )
+        self.vectors, self.at_once = (2, _MORE_ROWS) if self.narrow else (4, _ROWS)
+        self.columns = self.vectors * self.v.lanes
         num_blocks = b.sdiv(b.add(self.values.dim, I64(self.columns - 1)), I64(self.columns))
         with steps(b, I64(0), num_blocks, 1) as (block, _):
-            for first in range(0, rows, _ROWS):
-                self.one_pass(block, range(first, min(rows, first + _ROWS)))
+            for first in range(0, rows, self.at_once):
+                self.one_pass(block, range(first, min(rows, first + self.at_once)))
 
     def one_pass(self, block, taken):
         """A block of columns, for some rows."""
         b, v = self.b, self.v
-        passes = (self.rows + _ROWS - 1) // _ROWS
-        sums = {row: [cgutils.alloca_once(b, v.int_type) for _ in range(4)] for row in taken}
+        passes = (self.rows + self.at_once - 1) // self.at_once
+        sums = {
+            row: [cgutils.alloca_once(b, v.int_type) for _ in range(self.vectors)] for row in taken
+        }
         for slot in (slot for slots in sums.values() for slot in slots):
             b.store(v.splat_int(0), slot)
         at = b.mul(block, I64(self.columns))
@@ -207,13 +216,16 @@ class _Int8:
         turns = b.ashr(b.add(self.end, I64(1)), I64(1))
         with steps(b, b.ashr(self.begin, I64(1)), turns, 1) as (turn, _):
             self.stream.issue(2 * self.columns // passes, turn)
-            codes = []
+            places = []
             for i in range(2):
                 token = b.add(b.mul(turn, I64(2)), I64(i))
                 row_at = b.load(b.gep(self.values.offsets, [token]))
-                place = b.add(row_at, in_words(b, self.kind, at))
-                codes.append(v.load_int8(self.values.words, place, left, self.kind))
-            mixed = [x for pair in zip(*codes, strict=True) for x in v.interleave(*pair)]
+                places.append(b.add(row_at, in_words(b, self.kind, at)))
+            if self.narrow:
+                mixed = v.load_level_pairs(self.values.words, places, left)
+            else:
+                codes = [v.load_int8(self.values.words, x, left, self.kind) for x in places]
+                mixed = [x for pair in zip(*codes, strict=True) for x in v.interleave(*pair)]
             for row in taken:
                 at_turn = b.add(self.weights.at, b.add(b.mul(turn, I64(self.rows)), I64(row)))
                 weights = v.splat(v.load_one(self.floats, at_turn))
@@ -226,10 +238,13 @@ class _Int8:
     def finish(self, block, row, totals):
         """Add a block of a row's sums to the output."""
         b, v = self.b, self.v
-        pairs = zip(totals[:2], totals[2:], strict=True)
-        pieces = [x for pair in pairs for x in v.interleave(*pair)]
+        if self.narrow:
+            columns = v.by_turns(totals)
+        else:
+            pairs = zip(totals[:2], totals[2:], strict=True)
+            columns = v.in_order([x for pair in pairs for x in v.interleave(*pair)])
         scale = v.splat(v.load_one(self.floats, b.add(self.weights.scales_at, I64(row))))
-        for j, total in enumerate(v.in_order(pieces)):
+        for j, total in enumerate(columns):
             column = b.add(b.mul(block, I64(self.columns)), I64(j * v.lanes))
             with b.if_then(b.icmp_signed("<", column, self.values.dim)):
                 value = b.fmul(b.sitofp(total, v.type), scale)

@@ -14,7 +14,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from numkv.kernels.cpu.vectors.emit import I8, I16, I64, for_rows, steps, unpack
+from numkv.kernels.cpu.vectors.emit import (
+    I8,
+    I16,
+    I64,
+    for_rows,
+    keep_in_memory,
+    scratch_floats,
+    steps,
+    unpack,
+)
 from numkv.kernels.cpu.vectors.levels import levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
@@ -24,8 +33,6 @@ __all__ = ["add_queries", "interleave_bytes", "make_qk_int8"]
 
 # Tokens whose sums, of low and of high bytes, fit into registers.
 TOKENS = 8
-# Units of CODE4 whose query rows stay in registers beside these.
-_UNITS = 4
 
 
 @intrinsic
@@ -114,14 +121,16 @@ class _Int8:
         self.floats, self.queries, self.keys, self.count, self.s_at = (
             floats, queries, keys, count, s_at
         )  # fmt: skip
+        if self.kind == "code4":
+            self.scratch = scratch_floats(b, self.v.float, TOKENS * self.v.lanes)
 
     def emit(self, rows):
         """The code for a number of query rows."""
         b, v = self.b, self.v
         self.rows, self.each = rows, v.lanes // rows
         self.columns = 4 * self.each
-        # Units that are taken at once.
-        self.units = min(rows, _UNITS) if self.kind == "code4" else 1
+        # Units that are taken at once: of CODE4 a vector of levels.
+        self.units = rows if self.kind == "code4" else 1
         self.flip = v.opaque(v.splat_int(0x80808080 - 2**32))
         starts = self.first_sums()
         row_scales = v.repeated(self.floats, self.queries.scales_at, rows)
@@ -181,32 +190,36 @@ class _Int8:
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def add_levels(self, k_at, sums, d, left):
-        """Add the products of several units of CODE4, so that a look into the table serves them all.
+        """Add the products of several units of CODE4, whose levels are looked up once and put down for all rows.
 
         Past a row's end queries are 0.
         """
         b, v, columns = self.b, self.v, self.columns * self.units
-        queries = [
-            [v.load_floats(self.floats, b.add(at, I64(i * v.lanes))) for i in range(2)]
-            for at in (self.unit_at(b.add(d, I64(u * self.columns))) for u in range(self.units))
-        ]
-        for t, (of_high, of_low) in enumerate(sums):
+        type_ = ir.VectorType(I8, columns // 2)
+        levels = []
+        for t, row_at in enumerate(k_at):
             self.stream.issue(columns, t)
-            at = b.add(k_at[t], in_words(b, self.kind, d))
+            at = b.add(row_at, in_words(b, self.kind, d))
             if left is None:
                 pointer = v.pointer(self.keys.words, at, I8)
-                type_ = ir.VectorType(I8, columns // 2)
                 packed = b.load(b.bitcast(pointer, type_.as_pointer()), align=1)
             else:
                 count = in_words(b, self.kind, left)
-                packed = v.load_bytes(self.keys.words, at, count, columns // 2)
-            levels = levels_of(b, packed, True)
-            levels = b.bitcast(levels, ir.VectorType(v.int, self.each * self.units))
-            for u, (high, low) in enumerate(queries):
-                lanes = [u * self.each + i % self.each for i in range(v.lanes)]
-                x = v.shuffle(levels, levels, lanes)
-                b.store(v.add_fours(b.load(of_high), x, high), of_high)
-                b.store(v.add_fours(b.load(of_low), x, low), of_low)
+                packed = v.load_bytes(self.keys.words, at, count, type_.count)
+            levels.append(b.bitcast(levels_of(b, packed, True), v.type))
+        if self.units == 1:
+            add_queries(v, self.floats, self.unit_at(d), sums, levels.__getitem__)
+            return
+        for t, x in enumerate(levels):
+            v.store(x, self.scratch, I64(t * v.lanes))
+        keep_in_memory(b, self.scratch)
+        for unit in range(self.units):
+            at = self.unit_at(b.add(d, I64(unit * self.columns)))
+            starts = [I64(t * v.lanes + unit * self.each) for t in range(TOKENS)]
+            add_queries(
+                v, self.floats, at, sums,
+                lambda t, starts=starts: v.repeated(self.scratch, starts[t], self.each),
+            )  # fmt: skip
 
     def load(self, at, left):
         """Some codes of a K row without signs, once for each query row."""

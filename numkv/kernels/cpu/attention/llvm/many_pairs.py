@@ -113,7 +113,7 @@ def make_many_qk_of_pairs(kind):
 
     @intrinsic
     def many_qk_of_pairs(
-        typing_context, f, q_at, keys_at, step, size, tokens, s_at, asking, extents, factor
+        typing_context, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents, factor
     ):
         """`many_qk` of panels of `pair_units` and of rows of `copy_rows`, `size` pairs each, times a factor."""
         i8 = types.int64
@@ -123,6 +123,6 @@ def make_many_qk_of_pairs(kind):
             _Pairs(b, kind, factor, *rest).emit()
             return context.get_dummy_value()
 
-        return types.void(f, i8, i8, i8, i8, i8, i8, i8, extents, types.float32), codegen
+        return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents, types.float32), codegen
 
     return many_qk_of_pairs

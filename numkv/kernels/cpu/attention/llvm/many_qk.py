@@ -8,14 +8,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from numkv.kernels.cpu.attention.offsets import EXTENTS
 from numkv.kernels.cpu.attention.records import PANEL
 from numkv.kernels.cpu.vectors.emit import I32, I64, steps, unpack
 from numkv.kernels.cpu.vectors.features import MANY_ROWS, MANY_VECTORS
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
-__all__ = ["ProductsOfPanels", "make_many_qk", "make_widen_rows", "transpose_queries"]
+__all__ = [
+    "ASK_K", "ASK_V", "ProductsOfPanels", "make_many_qk", "make_widen_rows", "transpose_queries",
+]  # fmt: skip
 
+#: What `many_qk` prefetches, as bits: K rows, V rows.
+ASK_K, ASK_V = 1, 2
 # Elements of a row that are multiplied in one turn of the innermost loop.
 _UNROLL = 4
 
@@ -110,12 +115,13 @@ def make_many_qk(kind):
     """`many_qk`; `kind` is that of the rows that are prefetched."""
 
     @intrinsic
-    def many_qk(typing_context, f, q_at, keys_at, step, size, tokens, s_at, asking, extents):
+    def many_qk(typing_context, f, q_at, count, keys_at, step, size, tokens, s_at, asking, extents):
         """Scores of a panel of query rows: ``s[t, r] = sum over d of q[d, r] * k[t, d]`` for t in ``[0, tokens)``.
 
-        Query rows are those of `transpose_queries`; K row t is at ``keys_at + t * step``, as `widen_rows` puts it. Of
-        both, `size` numbers are taken, a multiple of the lanes of a vector; `tokens` is a multiple of `MANY_ROWS`. A
-        row of scores has `PANEL` floats. All floats are in one array.
+        Query rows are those of `transpose_queries`, of which as many vectors are taken as `count` rows need; K row t is
+        at ``keys_at + t * step``, as `widen_rows` puts it. Of both, `size` numbers are taken, a multiple of the lanes
+        of a vector; `tokens` is a multiple of `MANY_ROWS`. A row of scores has `PANEL` floats. All floats are in one
+        array. A score does not depend on what else is in its panel.
 
         A vector holds query rows, and a number of a K row is repeated in all lanes: nothing is left to be added across
         lanes. Sums of a few tokens stay in registers while their rows pass::
@@ -123,7 +129,8 @@ def make_many_qk(kind):
             s[t, 0:16]  += q[d, 0:16]  * k[t, d]
             s[t, 16:32] += q[d, 16:32] * k[t, d]         for some tokens
 
-        If `asking` is not 0, the memory in `extents` is prefetched meanwhile.
+        Meanwhile the next tile's rows are prefetched: if `asking` has `ASK_K`, the memory in `extents`, if it has
+        `ASK_V`, that in the extents after these.
         """
         i8 = types.int64
 
@@ -131,7 +138,7 @@ def make_many_qk(kind):
             ProductsOfPanels(b, kind, *unpack(context, b, sig.args, args)).emit()
             return context.get_dummy_value()
 
-        return types.void(f, i8, i8, i8, i8, i8, i8, i8, extents), codegen
+        return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents), codegen
 
     return many_qk
 
@@ -142,19 +149,33 @@ class ProductsOfPanels:
     #: Elements of a row that a number in a panel stands for.
     elements = 1
 
-    def __init__(self, b, kind, data, q_at, keys_at, step, size, tokens, s_at, asking, extents):
+    def __init__(
+        self, b, kind, data, q_at, count, keys_at, step, size, tokens, s_at, asking, extents
+    ):
         self.b, self.v, self.data = b, Vectors(b, "float32"), data
-        self.q_at, self.keys_at, self.step, self.size = q_at, keys_at, step, size
+        self.q_at, self.count, self.keys_at, self.step, self.size = (
+            q_at, count, keys_at, step, size
+        )  # fmt: skip
         self.tokens, self.s_at = tokens, s_at
-        self.asking = b.icmp_signed("!=", asking, I64(0))
-        self.stream = PrefetchStream(b, kind, extents, 2)
+        streams = (ASK_K, extents), (ASK_V, b.gep(extents, [I64(EXTENTS)]))
+        self.streams = [
+            (b.icmp_signed("!=", b.and_(asking, I64(bit)), I64(0)), PrefetchStream(b, kind, at, 2))
+            for bit, at in streams
+        ]
 
     def emit(self):
-        """The code."""
+        """The code: for rows that fill one vector, and for more."""
+        one = self.b.icmp_signed("<=", self.count, I64(self.v.lanes))
+        with self.b.if_else(one) as (of_one, of_more):
+            with of_one:
+                self.emit_for(1)
+            with of_more:
+                self.emit_for(MANY_VECTORS)
+
+    def emit_for(self, vectors):
+        """The code for so many vectors of query rows."""
         b, v = self.b, self.v
-        sums = [
-            [cgutils.alloca_once(b, v.type) for _ in range(MANY_VECTORS)] for _ in range(MANY_ROWS)
-        ]
+        sums = [[cgutils.alloca_once(b, v.type) for _ in range(vectors)] for _ in range(MANY_ROWS)]
         with steps(b, I64(0), self.tokens, MANY_ROWS) as (t0, _):
             for slot in (x for slots in sums for x in slots):
                 b.store(v.splat(0.0), slot)
@@ -162,17 +183,16 @@ class ProductsOfPanels:
                 b.add(self.keys_at, b.mul(b.add(t0, I64(t)), self.step)) for t in range(MANY_ROWS)
             ]
             with steps(b, I64(0), self.size, _UNROLL) as (d0, _):
-                with b.if_then(self.asking):
-                    self.stream.issue(
-                        MANY_ROWS * _UNROLL * self.elements,
-                        b.ashr(d0, I64(_UNROLL.bit_length() - 1)),
-                    )
+                turn = b.ashr(d0, I64(_UNROLL.bit_length() - 1))
+                for asked, stream in self.streams:
+                    with b.if_then(asked):
+                        stream.issue(MANY_ROWS * _UNROLL * self.elements, turn)
                 for i in range(_UNROLL):
                     d = b.add(d0, I64(i))
                     at = b.add(self.q_at, b.mul(d, I64(PANEL)))
                     q = [
                         self.numbers(v.load_floats(self.data, b.add(at, I64(j * v.lanes))))
-                        for j in range(MANY_VECTORS)
+                        for j in range(vectors)
                     ]
                     for row, slots in zip(rows, sums, strict=True):
                         k = self.numbers(v.splat(v.load_one(self.data, b.add(row, d))))
