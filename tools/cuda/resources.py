@@ -31,8 +31,6 @@ __all__ = ["Resources", "of_kernel", "of_log", "table"]
 ROOT = Path(__file__).resolve().parents[2]
 
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
-#: Those that attention's variants are linked for.
-OF_VARIANTS = ARCHITECTURES[:2]
 
 
 class Resources(NamedTuple):
@@ -175,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Resources] = []
     left = 0
     kernels = [(name, kernel, ARCHITECTURES) for name, kernel, _ in catalogue()]
-    kernels += [(name, kernel, OF_VARIANTS) for name, kernel in variants()]
+    kernels += [(name, kernel, ARCHITECTURES) for name, kernel in variants()]
     for name, kernel, architectures in kernels:
         if not re.search(given.kernels, name):
             continue

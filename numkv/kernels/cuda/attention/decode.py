@@ -378,7 +378,8 @@ def make_attend_item(Q_KIND, SIZES):
         block, offset = divide(position, source)
         blocks, offsets = divide(I32(DECODE_TILE), source)
         left = I32(max(I32(item.end - first), I32(0)) + I32(DECODE_TILE - 1))
-        count = I32(uniform(I32(left >> I32(TILE_BITS))) & I32(0x7FFFFFFF))  # known not to be negative
+        # Not negative, as the compiler then knows.
+        count = I32(uniform(I32(left >> I32(TILE_BITS))) & I32(0x7FFFFFFF))
         entry, entry_offset = look_up(source, seen, position, block), offset
         # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
         q_at = keep(U32(start + QUERIES + 8 * lane.number))
@@ -482,7 +483,11 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         row_begin = cuda.shared.array(DECODE_ROWS, np.int32)
         row_end = cuda.shared.array(DECODE_ROWS, np.int32)
         rows = DecodeRows(row_query, row_to, row_token, row_head, row_begin, row_end)
-        record, ends, weigh = shared_address(record_), shared_address(ends_), shared_address(weights_)
+        record, ends, weigh = (
+            shared_address(record_),
+            shared_address(ends_),
+            shared_address(weights_),
+        )
         start = I32((shared_address(memory) + (BANKS - 1)) & -BANKS)
         running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
         sums = cuda.local.array(SUMS, np.float32)

@@ -83,7 +83,8 @@ def make_tasks():
 
     @register_jitable
     def has_sequences(batch, lane):
-        return 32 * lane.warp < batch.seq_lens.shape[0]  # a warp may count none, if threads have several
+        """Whether threads of a warp may have any; where they have several each, some warps then have none."""
+        return 32 * lane.warp < batch.seq_lens.shape[0]
 
     @register_jitable
     def count_own(batch, counted, thread):

@@ -315,7 +315,8 @@ def make_merge_few(Q_KIND):
     that results are the same, whatever the others of a batch have.
     """
     _, store_q = codec(Q_KIND, "float32")
-    F, I32, U32, WORD = np.float32, np.int32, np.uint32, np.float32 if Q_KIND == "fp32" else np.uint16
+    F, I32, U32 = np.float32, np.int32, np.uint32
+    WORD = F if Q_KIND == "fp32" else np.uint16
 
     @register_jitable
     def add_columns(x, at, step, splits, weight, weighted):

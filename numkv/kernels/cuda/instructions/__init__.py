@@ -37,7 +37,6 @@ from numkv.kernels.cuda.instructions.memory import (
     store_shared_8,
     store_shared_16,
     store_shared_16_at,
-    store_shared_floats,
     store_shared_pairs,
 )
 from numkv.kernels.cuda.instructions.warps import (
@@ -78,5 +77,5 @@ __all__ = [
     "load_shared_pairs", "load_shared_quad", "loader", "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16",
     "permute_bytes", "select_bits", "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
     "split_bf16", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
-    "store_shared_floats", "store_shared_pairs", "transpose", "unpack_fp16",
+    "store_shared_pairs", "transpose", "unpack_fp16",
 ]  # fmt: skip

@@ -81,9 +81,7 @@ def operation(
             return None
 
         def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
-            of = ir.FunctionType(
-                whole if results else ir.VoidType(), [LLVM[x] for x in letters]
-            )
+            of = ir.FunctionType(whole if results else ir.VoidType(), [LLVM[x] for x in letters])
             parts = []
             if floats:
                 data = context.make_array(sig.args[-1])(context, b, values[-1]).data
