@@ -27,7 +27,7 @@ from numkv.kernels.cuda.instructions import (
     permute_bytes,
     select_bits,
     shuffle,
-    shuffle_xor_float,
+    shuffle_xor,
     store_shared_8,
     transpose,
 )  # fmt: skip
@@ -113,7 +113,7 @@ def make_load_queries(Q_KIND, SIZES):
         SIZES.precise_q,
         OPERAND == "fp16" and Q_KIND != "fp16",
     )
-    SHORT = K.dim % 16 == 8
+    SHORT, WHOLE = K.dim % 16 == 8, K.dim % 16 == 0
     halves, pack = _halves(OPERAND), _pack(OPERAND)
     SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
     DIM, STEP, SWAPPED = K.dim, (2 if K.bits == 16 else 4), K.bits < 16
@@ -139,16 +139,21 @@ def make_load_queries(Q_KIND, SIZES):
         """
         factor, back = F(1), F(1)
         if SCALED:
-            largest = F(0)
+            # Words of positive floats are in their order; of the largest only the exponent counts.
+            largest, own = U32(0), address + 4 * SIZE * np.int64(lane.place)
             for i in range(2 * TILES):
                 at = 16 * (i // 2) + 2 * (i % 2)
-                if at + 4 * lane.place < DIM:
-                    a, b = pair(address + 4 * SIZE * np.int64(lane.place), at)
-                    largest = max(largest, max(abs(a), abs(b)))
-            largest = max(largest, shuffle_xor_float(largest, U32(1)))
-            largest = max(largest, shuffle_xor_float(largest, U32(2)))
+                if WHOLE or at + 4 * lane.place < DIM:
+                    word = load_global_4(own + SIZE * at)
+                    largest = max(largest, U32(word & U32(0x7FFFFFFF)))
+                    other = (
+                        load_global_4(own + (SIZE * at + 4)) if SIZE == 4 else U32(word << U32(16))
+                    )
+                    largest = max(largest, U32(other & U32(0x7FFFFFFF)))
+            largest = max(largest, shuffle_xor(largest, U32(1)))
+            largest = max(largest, shuffle_xor(largest, U32(2)))
             # A power of two brings the largest to 2**14; infinity stays what it is.
-            exponent = min(max(U32(largest.view(np.uint32) >> U32(23)), U32(15)), U32(254))
+            exponent = min(max(U32(largest >> U32(23)), U32(15)), U32(254))
             factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
             back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
         address += SIZE * (STEP * np.int64(lane.place) + 16 * np.int64(lane.warp))

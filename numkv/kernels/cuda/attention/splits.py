@@ -319,15 +319,13 @@ def make_merge_few(Q_KIND):
     WORD = F if Q_KIND == "fp32" else np.uint16
 
     @register_jitable
-    def add_columns(x, at, step, splits, weight, weighted):
-        """Add up four columns of the parts of a row, weighted; the sum of their totals."""
-        total = F(0)
+    def add_columns(x, at, step, splits, weight):
+        """Add up four columns of the parts of a row, weighted."""
         for e in range(4):
             x[e] = F(0)
         i = np.int32(0)
         while i < splits:
             w = shuffle_float(weight, U32(i))
-            total += shuffle_float(weighted, U32(i))
             a, b, c, d = load_global_16(at)
             x[0] = cuda.fma(w, a.view(np.float32), x[0])
             x[1] = cuda.fma(w, b.view(np.float32), x[1])
@@ -335,7 +333,6 @@ def make_merge_few(Q_KIND):
             x[3] = cuda.fma(w, d.view(np.float32), x[3])
             at += step
             i = np.int32(i + 1)
-        return total
 
     def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
         capacity, window_left, heads, slots, by_token, _ = options
@@ -364,7 +361,7 @@ def make_merge_few(Q_KIND):
                 if by_token:
                     first = h * splits + at * slots
                 row = global_address(parts) + first * step
-                top, weight, weighted = F(-np.inf), F(0), F(0)
+                top, total, weight, weighted = F(-np.inf), F(0), F(0), F(0)
                 if lane < splits:
                     top_word, total_word = load_global_8(row + lane * step + 4 * width)
                     weight, weighted = top_word.view(np.float32), total_word.view(np.float32)
@@ -374,16 +371,20 @@ def make_merge_few(Q_KIND):
                 base = top if top > F(-np.inf) else F(0)
                 weight = F(math.exp2(weight - base))
                 weighted = F(weight * weighted)
+                i = np.int32(0)
+                while i < splits:
+                    total += shuffle_float(weighted, U32(i))
+                    i = np.int32(i + 1)
+                # Before the loop, so that no product is rounded apart, as the other kernel has it.
                 sink = F(sinks[h]) * F(LOG2_E) if sinks.shape[0] > 0 else F(-np.inf)
+                factor, log_sum = finish(top, total, sink, F(LN_2))
+                if lse.shape[0] > 0 and lane == 0:
+                    lse[at, h] = log_sum
                 to = global_address(out) + at * out.strides[0] + h * out.strides[1]
                 d = natural(0)
                 while d < dim:  # together, as all have weights that others need
                     own = natural(d + 4 * lane)
-                    source = row + 4 * min(own, width - 4)
-                    total = add_columns(x, source, step, splits, weight, weighted)
-                    factor, log_sum = finish(top, total, sink, F(LN_2))
-                    if lse.shape[0] > 0 and own == 0:
-                        lse[at, h] = log_sum
+                    add_columns(x, row + 4 * min(own, width - 4), step, splits, weight)
                     for e in range(4):
                         if own + e < dim:
                             store_global(
