@@ -7,6 +7,7 @@ items; a few have more threads than work.
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import naive
@@ -210,6 +211,24 @@ def attention_hidden(rng, shape, kind, q_kind, block_size=16, **options):
     bound = tolerances.attention(problem.problem.kind, q_kind)
     tolerances.assert_rows_close(out[finite], want[finite], bound)
     tolerances.assert_lse_close(lse[finite], want_lse[finite], max(bound, tolerances.LSE))
+
+
+def attention_of_many(rng, count, kind, q_kind, **options):
+    """More sequences than a warp, or than a block, has threads; two of them are split."""
+    lengths = rng.integers(0, 4, count)
+    lengths[count // 2], lengths[-1] = 600, 530
+    shape = Shape(2, 1, 64, tuple(map(int, lengths)), spare=0)
+    attention(rng, shape, kind, q_kind, **options)
+
+
+def attention_in_a_wider_table(rng, shape, kind, q_kind, columns, block_size=16, **options):
+    """Room for so many more splits that another kernel merges them: results are the same to the last bit."""
+    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=block_size)
+    rest = np.full((len(shape.seq_lens), columns), -1, I32)
+    wider = replace(problem, block_table=np.concatenate([problem.block_table, rest], 1))
+    found, again = (p.run(to, return_lse=True, **options) for p in (problem, wider))
+    for a, b in zip(found, again, strict=True):
+        assert np.array_equal(host(a).view(np.uint8), host(b).view(np.uint8))
 
 
 def attention_of_heads(rng, shape, k_kind, v_kind, q_kind, mass=False, **options):
@@ -502,6 +521,11 @@ def _decode(case):
     case(attention, Shape(2, 1, 256, (80,)), "fp16", "fp16")
     options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": 0.3}
     case(attention, Shape(4, 2, 64, (90, 70), new=(3, 17)), "int8", "fp16", **options)
+    for count in (40, 140):
+        case(attention_of_many, count, "bf16", "bf16")
+    split = Shape(4, 1, 64, (1500, 3, 700), spare=0)
+    case(attention_in_a_wider_table, split, "bf16", "bf16", columns=1100)
+    case(attention_in_a_wider_table, split, "fp32", "fp32", columns=1100)
 
 
 def _prefill_of_codes(case):

@@ -149,6 +149,29 @@ def test_copies_and_wide_accesses():
     np.testing.assert_array_equal(got, expected)
 
 
+def test_floats_of_a_local_array():
+    """Pairs that a thread has in a local array, stored some bytes apart; four floats that were pairs of two threads."""
+    rng, store = np.random.default_rng(8), ops.store_shared_pairs((0, 512))
+    load, later = ops.load_shared_quad(0), ops.load_shared_quad(512)
+
+    def kernel(source, out):
+        shared, t = cuda.shared.array(256, np.float32, alignment=16), cuda.threadIdx.x
+        floats = cuda.local.array(4, np.float32)
+        for i in range(4):
+            floats[i] = source[t, i]
+        store(ops.shared_address(shared) + 8 * t, floats)
+        cuda.syncthreads()
+        at = ops.shared_address(shared) + 16 * (t & 15)
+        a, b = load(at), later(at)
+        for i in range(4):
+            out[t, i], out[t, 4 + i] = a[i], b[i]
+
+    source = rng.standard_normal((32, 4), F32)
+    first, second = (source[:, i : i + 2].reshape(16, 4) for i in (0, 2))
+    expected = np.tile(np.concatenate([first, second], 1), (2, 1))
+    np.testing.assert_array_equal(run(kernel, source, np.zeros((32, 8), F32)), expected)
+
+
 def test_rows_by_a_table_and_words():
     """Rows of 16 bytes, whose places a table in shared memory has; single words and pairs of them."""
     rng = np.random.default_rng(7)

@@ -81,9 +81,12 @@ def _run(call: Call) -> None:
         table, np.full(call.batch, call.length, np.int64), np.arange(0, tokens + 1, call.tokens, dtype=np.int64),
         np.zeros((0, 2), np.int64),
     )  # fmt: skip
+    table, lengths, starts, ranges = map(cuda.asarray, arrays)
+    if call.tokens == 1:  # as decoding does
+        cuda.mark_queries(starts, "one each")
     cuda.ops.attend(
-        cuda.asarray(q), of_q.name, k, kind.name, k_scale, v, kind.name, v_scale, *map(cuda.asarray, arrays), 0, 0.1,
-        0.0, -1, cuda.asarray(np.zeros(0, compute)), cuda.asarray(np.zeros_like(q)),
+        cuda.asarray(q), of_q.name, k, kind.name, k_scale, v, kind.name, v_scale, table, lengths, starts, ranges, 0,
+        0.1, 0.0, -1, cuda.asarray(np.zeros(0, compute)), cuda.asarray(np.zeros_like(q)),
         cuda.asarray(np.zeros((0, 0), np.float32)),
     )  # fmt: skip
 

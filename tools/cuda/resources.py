@@ -31,8 +31,6 @@ __all__ = ["Resources", "of_kernel", "of_log", "table"]
 ROOT = Path(__file__).resolve().parents[2]
 
 ARCHITECTURES = [(8, 0), (9, 0), (10, 0)]
-#: Those that attention's variants are linked for.
-OF_VARIANTS = ARCHITECTURES[:2]
 
 
 class Resources(NamedTuple):
@@ -174,16 +172,15 @@ def main(arguments: list[str] | None = None) -> int:
             }
     rows: list[Resources] = []
     left = 0
-    kernels = [(name, kernel, ARCHITECTURES) for name, kernel, _ in catalogue()]
-    kernels += [(name, kernel, OF_VARIANTS) for name, kernel in variants()]
-    for name, kernel, architectures in kernels:
+    kernels = [(name, kernel) for name, kernel, _ in catalogue()] + list(variants())
+    for name, kernel in kernels:
         if not re.search(given.kernels, name):
             continue
         if name not in known:
             if time.monotonic() > end:
                 left += 1
                 continue
-            known[name] = of_kernel(name, kernel, architectures)
+            known[name] = of_kernel(name, kernel, ARCHITECTURES)
             print(name, *(row[2:] for row in known[name]), flush=True)
             if given.keep:
                 given.keep.write_text(json.dumps({"sources": sources, "kernels": known}))

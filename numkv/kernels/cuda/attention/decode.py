@@ -48,6 +48,13 @@ from numkv.kernels.cuda.attention.decode_copies import (
     make_places,
     uniform,
 )  # fmt: skip
+from numkv.kernels.cuda.attention.decode_items import (
+    EXTENT_WORDS,
+    RECORD_BYTES,
+    Counted,
+    DecodeRows,
+    make_tasks,
+)  # fmt: skip
 from numkv.kernels.cuda.attention.decode_products import make_load_queries, make_scores, make_sums
 from numkv.kernels.cuda.attention.decode_sizes import (
     BANKS,
@@ -57,23 +64,24 @@ from numkv.kernels.cuda.attention.decode_sizes import (
     WARPS,
     sizes_for,
 )  # fmt: skip
-from numkv.kernels.cuda.attention.items import COUNTS, FIELDS, Batch, Rows, make_items
-from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E, PART_EXTRA
+from numkv.kernels.cuda.attention.items import Batch
+from numkv.kernels.cuda.attention.splits import LN_2, LOG2_E
 from numkv.kernels.cuda.instructions import (
     cp_async_commit,
     cp_async_wait,
     exp2_approx,
-    global_address,
     keep,
     load_shared_floats,
+    load_shared_quad,
     shared_address,
     shuffle,
     shuffle_float,
     shuffle_xor_float,
-    store_shared_floats,
+    store_shared_16,
+    store_shared_pairs,
 )  # fmt: skip
-from numkv.kernels.cuda.instructions.scalars import store_global
-from numkv.kernels.cuda.simd import THREADS, natural
+from numkv.kernels.cuda.instructions.scalars import store_global, store_global_8
+from numkv.kernels.cuda.simd import THREADS, ceil_div, natural
 from numkv.kinds import kind
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
@@ -105,7 +113,6 @@ class Scaling(NamedTuple):
     first: Any  #: what those of the thread's two rows are multiplied by
     second: Any
     soft_cap: Any
-    inverse: Any  #: of the soft cap
 
 
 def make_softmax(SIZES):
@@ -133,7 +140,8 @@ def make_softmax(SIZES):
             c[0], c[1], c[2], c[3] = c[0] * s0, c[1] * s1, c[2] * s0, c[3] * s1
 
     @register_jitable
-    def cap_scores(c, soft_cap, inverse):
+    def cap_scores(c, soft_cap):
+        inverse = F(1) / soft_cap
         for i in range(4):
             c[i] = soft_cap * F(math.tanh(c[i] * inverse)) * F(LOG2_E)
 
@@ -187,13 +195,12 @@ def make_softmax(SIZES):
             for lanes in (4, 8, 16):
                 top = max(top, shuffle_xor_float(top, U32(lanes)))
             if top > running[2 + i]:
-                shrink = F(0)
-                if running[2 + i] > F(MINUS_INF):
+                if running[2 + i] > F(MINUS_INF):  # else there is nothing yet
                     shrink = exp2_approx(running[i] - (top - F(SHIFT)))
+                    running[4 + i] *= shrink
+                    for n in range(COUNT):
+                        sums[2 * n + i] *= shrink
                 running[i], running[2 + i] = F(top - F(SHIFT)), F(top + F(SLACK))
-                running[4 + i] *= shrink
-                for n in range(COUNT):
-                    sums[2 * n + i] *= shrink
 
     @register_jitable
     def softmax(c, running, sums, log_low, log_high, COUNT):
@@ -216,83 +223,101 @@ def make_softmax(SIZES):
 
 
 def make_store(Q_KIND, SIZES):
-    """The functions that merge what the warps of a block have, normalise, and store rows or a split's parts."""
-    V, STEP, TILES, DIM = SIZES.v, SIZES.sums_step, SIZES.v.tiles, SIZES.v.dim
+    """The functions that merge what the warps of a block have, normalise, and store rows or a split's parts.
+
+    Sums lie in shared memory by warps and columns, the rows of a column side by side, so that a thread that has a
+    column reads four rows at once; maxima and totals by warps and pairs of rows, two of each; weights of warps by rows.
+    """
+    V, TILES, DIM = SIZES.v, SIZES.v.tiles, SIZES.v.dim
     BY_HEAD, TO_BASE_2, TO_BASE_E = kind(V.kind).scales_per == "head", LOG2_E, LN_2
     # The column of a tile that a thread's group has, and how far the group's second one is.
     FACTOR, SECOND = (1, 8) if V.bits == 16 else (2, 1)
-    COLUMNS = (V.dim + 31) // 32
-    store_sums = store_shared_floats((0, 4 * STEP, 4 * SECOND, 4 * SECOND + 4 * STEP))
-    load_sums = load_shared_floats(tuple(4 * w * DECODE_ROWS * STEP for w in range(WARPS)))
+    ROW_BYTES, COLUMNS, PADDED = 4 * DECODE_ROWS, ceil_div(DIM, THREADS), ceil_div(DIM, 4) * 4
+    WARP_BYTES = 16 * TILES * ROW_BYTES
+    store_sums = store_shared_pairs(
+        tuple(ROW_BYTES * (16 * tile + i) for tile in range(TILES) for i in (0, SECOND))
+    )
+    store_ends = store_shared_pairs((0, 8))
+    load_0, load_1 = load_shared_quad(0), load_shared_quad(WARP_BYTES)
+    load_2, load_3 = load_shared_quad(2 * WARP_BYTES), load_shared_quad(3 * WARP_BYTES)
+    load_ends = load_shared_floats(tuple(8 * (8 * w) + 8 * i for w in range(WARPS) for i in (0, 1)))
+    WORD = np.float32 if Q_KIND == "fp32" else np.uint16
     _, store = codec(Q_KIND, "float32")
 
     @register_jitable
-    def leave_sums(running, sums, tops, totals, area, lane):
+    def leave_sums(running, sums, ends, area, lane):
         """Put a warp's sums, maxima and totals into shared memory."""
         for i in range(2):
-            total = running[4 + i]
             for lanes in (4, 8, 16):
-                total += shuffle_xor_float(total, U32(lanes))
-            if lane.group == 0:
-                at = natural(lane.warp * DECODE_ROWS + 2 * lane.place + i)
-                tops[at] = running[i] if running[2 + i] > F(MINUS_INF) else F(MINUS_INF)
-                totals[at] = total
-        row = lane.warp * DECODE_ROWS + 2 * lane.place
-        at = U32(area + 4 * (row * STEP + FACTOR * lane.group))
-        for tile in range(TILES):
-            n = 4 * tile
-            store_sums(U32(at + U32(64 * tile)), sums[n], sums[n + 1], sums[n + 2], sums[n + 3])
+                running[4 + i] += shuffle_xor_float(running[4 + i], U32(lanes))
+        if lane.group == 0:
+            for i in range(2):
+                if not running[2 + i] > F(MINUS_INF):
+                    running[i] = F(MINUS_INF)
+                running[2 + i] = running[4 + i]
+            store_ends(U32(ends + 64 * lane.warp + 16 * lane.place), running)
+        column = lane.warp * (16 * TILES) + FACTOR * lane.group
+        at = U32(area + ROW_BYTES * column + 8 * lane.place)
+        store_sums(at, sums)
 
     @register_jitable
-    def weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread):
-        """What the sums of each warp are multiplied by, in place of its totals; rows' logs of their sums."""
-        if thread < item.rows:
-            dim, h = parts.shape[3] - PART_EXTRA, rows.head[thread]
-            top, total = F(MINUS_INF), F(0)
-            for w in range(WARPS):
-                top = max(top, tops[w * DECODE_ROWS + thread])
+    def weigh_warps(task, rows, v_scale, sinks, lse, ends, weights, thread):
+        """What the sums of each warp are multiplied by; rows' logs of their sums."""
+        if thread < DECODE_ROWS:
+            row = I32(thread)
+            t0, s0, t1, s1, t2, s2, t3, s3 = load_ends(U32(ends + 8 * row - 4 * (row & 1)))
+            top = max(max(max(F(MINUS_INF), t0), max(t1, t2)), t3)
             base = top if top > F(MINUS_INF) else F(0)
-            for w in range(WARPS):
-                weight = exp2_approx(tops[w * DECODE_ROWS + thread] - base)
-                total = cuda.fma(weight, totals[w * DECODE_ROWS + thread], total)
-                totals[w * DECODE_ROWS + thread] = weight
+            w0, w1 = exp2_approx(t0 - base), exp2_approx(t1 - base)
+            w2, w3 = exp2_approx(t2 - base), exp2_approx(t3 - base)
+            total = cuda.fma(w3, s3, cuda.fma(w2, s2, cuda.fma(w1, s1, F(w0 * s0))))
             factor = F(1)
-            if item.splits > 1:
-                parts[0, 0, rows.part[thread] + item.split, dim] = top
-                parts[0, 0, rows.part[thread] + item.split, dim + 1] = total
-            else:
+            if task.splits > 1:
+                if thread < task.rows:
+                    to = rows.to[thread] + 4 * PADDED
+                    store_global_8(to, top.view(np.uint32), total.view(np.uint32))
+            elif thread < task.rows:
+                h = natural(rows.head[thread])
                 sink = F(sinks[h]) * F(TO_BASE_2) if sinks.shape[0] > 0 else F(MINUS_INF)
                 factor, log_sum = finish(top, total, sink, F(TO_BASE_E))
                 if lse.shape[0] > 0:
-                    lse[rows.token[thread], h] = log_sum
+                    lse[natural(rows.token[thread]), h] = log_sum
             if BY_HEAD:
-                factor = F(factor) * F(v_scale[item.head])
-            for w in range(WARPS):
-                totals[w * DECODE_ROWS + thread] *= F(factor)
+                factor = F(factor) * F(v_scale[task.head])
+            if BY_HEAD or task.splits == 1:
+                f = F(factor)
+                w0, w1, w2, w3 = F(w0 * f), F(w1 * f), F(w2 * f), F(w3 * f)
+            store_shared_16(
+                U32(weights + 16 * row),
+                w0.view(np.uint32), w1.view(np.uint32), w2.view(np.uint32), w3.view(np.uint32),
+            )  # fmt: skip
 
     @register_jitable
-    def store_rows(item, rows, out, parts, totals, area, lane):
-        """Add up the sums of the warps, and store them: the result, or a split's part of it."""
-        for n in range(DECODE_ROWS // WARPS):
-            row = natural(lane.warp + n * WARPS)
-            if row >= item.rows:
-                continue
-            token, head = natural(rows.token[row]), natural(rows.head[row])
-            part = natural(rows.part[row] + item.split) * parts.strides[2] + 4 * lane.number
-            part += global_address(parts)
-            at = U32(area + 4 * (row * STEP + lane.number))
-            w0, w1 = totals[row], totals[DECODE_ROWS + row]
-            w2, w3 = totals[2 * DECODE_ROWS + row], totals[3 * DECODE_ROWS + row]
-            for c in range(COLUMNS):
-                d = natural(lane.number + 32 * c)
-                if d >= DIM:
-                    continue
-                a0, a1, a2, a3 = load_sums(U32(at + U32(128 * c)))
-                x = cuda.fma(w3, a3, cuda.fma(w2, a2, cuda.fma(w1, a1, F(w0 * a0))))
-                if item.splits > 1:  # floats side by side
-                    store_global(part + 128 * c, x)
-                else:
-                    out[token, head, d] = store(x)
+    def store_column(task, rows, step, d, at, weights, x, FIRST):
+        """Add up the sums of the warps for four rows of a column, and store them."""
+        a, b, c, e = load_0(at), load_1(at), load_2(at), load_3(at)
+        for i in range(4):
+            w0, w1, w2, w3 = load_0(U32(weights + U32(16 * (FIRST + i))))
+            x[i] = cuda.fma(w3, e[i], cuda.fma(w2, c[i], cuda.fma(w1, b[i], F(w0 * a[i]))))
+        if task.splits > 1:  # floats side by side
+            for i in range(4):
+                if FIRST + i < task.rows:
+                    store_global(rows.to[FIRST + i] + 4 * d, x[i])
+        else:
+            for i in range(4):
+                if FIRST + i < task.rows:
+                    store_global(rows.to[FIRST + i] + step * d, WORD(store(x[i])))
+
+    @register_jitable
+    def store_rows(task, rows, step, area, weights, x, thread):
+        """Store the rows: the result, or a split's parts of it. A thread has a column of them all."""
+        for n in range(COLUMNS):
+            d = natural(thread + THREADS * n)
+            if d < DIM:
+                at = U32(area + ROW_BYTES * d)
+                store_column(task, rows, step, d, at, weights, x, 0)
+                if task.rows > 4:
+                    store_column(task, rows, step, d, U32(at + U32(16)), weights, x, 4)
 
     return leave_sums, weigh_warps, store_rows
 
@@ -313,7 +338,7 @@ def make_attend_slice(SIZES):
         scores(k_at, q, c, state.part, scales, lane)
         scale_scores(c, scaling.first, scaling.second, scales, lane)
         if scaling.soft_cap > F(0):
-            cap_scores(c, scaling.soft_cap, scaling.inverse)
+            cap_scores(c, scaling.soft_cap)
         # Whether some of the rows see a token that others do not.
         ragged = first < seen.low or first > seen.high
         if ragged or tokens != U32(EVERYONE):
@@ -330,55 +355,59 @@ def make_attend_item(Q_KIND, SIZES):
     K_BY_HEAD = kind(SIZES.k.kind).scales_per == "head"
     QUERIES = SIZES.queries
     SUMS, WORDS, STAGE = 4 * SIZES.v.tiles, SIZES.words, SIZES.k.size + SIZES.v.size
+    TILE_BITS = DECODE_TILE.bit_length() - 1
     find, copy = make_copies(SIZES)
-    load_queries = make_load_queries(Q_KIND, SIZES)
+    load_queries, Q_SCALED = make_load_queries(Q_KIND, SIZES)
     attend_slice = make_attend_slice(SIZES)
     source_of, places_of = make_places(SIZES)
+    _, _, _, told, _ = make_tasks()
 
     @register_jitable
-    def attend_item(q, pools, scale, soft_cap, item, rows, start, state, lane):
+    def attend_item(pools, scale, soft_cap, record, rows, start, state, lane):
         running, sums = state.running, state.sums
         scales = cuda.local.array(WORDS, np.uint32)
         next_scales = cuda.local.array(WORDS, np.uint32)
         k_to, v_to, k_at, v_at = places_of(start, lane)
+        item = told(record)
         source = source_of(pools, item.seq, item.head, start, lane)
-        low = item.all_begin if item.begin < item.all_begin else np.int64(0)
-        high = item.all_end - SLICE if item.all_end < item.end else item.end
-        seen = Seen(I32(item.begin), uniform(item.end), uniform(low), uniform(high))
+        seen = Seen(item.begin, item.end, uniform(item.low), uniform(item.high))
+        # The thread's token of the slice to be looked up next, and the entry of the one before.
+        size = source.block_size
+        first = uniform(I32(item.begin & I32(-DECODE_TILE)) + lane.warp * SLICE)
+        position = I32(first + lane.number % SLICE)
+        block, offset = divide(position, source)
+        blocks, offsets = divide(I32(DECODE_TILE), source)
+        left = I32(max(I32(item.end - first), I32(0)) + I32(DECODE_TILE - 1))
+        # Not negative, as the compiler then knows.
+        count = I32(uniform(I32(left >> I32(TILE_BITS))) & I32(0x7FFFFFFF))
+        entry, entry_offset = look_up(source, seen, position, block), offset
         # The queries, and what scores of columns 2t and 2t + 1 are multiplied by.
-        row = natural(lane.group)
-        address = global_address(q) + rows.token[row] * q.strides[0] + rows.head[row] * q.strides[1]
         q_at = keep(U32(start + QUERIES + 8 * lane.number))
-        back = load_queries(address, lane.group < item.rows, q_at, lane)
+        # Columns past the last row take its queries, too: nobody looks at what comes of them.
+        own = natural(min(lane.group, I32(item.rows - 1)))
+        back = load_queries(rows.query[own], q_at, lane)
         cuda.syncthreads()
         if K_BY_HEAD:
             scale *= F(pools.k_scale[item.head])
-        s0 = scale * shuffle_float(back, U32(8 * lane.place))
-        s1 = scale * shuffle_float(back, U32(8 * lane.place + 4))
-        inverse = F(1) / soft_cap if soft_cap > F(0) else F(0)
-        scaling = Scaling(s0, s1, soft_cap, inverse)
+        s0, s1 = scale, scale
+        if Q_SCALED:
+            s0 *= shuffle_float(back, U32(8 * lane.place))
+            s1 *= shuffle_float(back, U32(8 * lane.place + 4))
+        scaling = Scaling(s0, s1, soft_cap)
         for i in range(2):
             running[i], running[2 + i], running[4 + i] = F(0), F(MINUS_INF), F(0)
         for i in range(SUMS):
             sums[i] = F(0)
 
-        # The thread's token of the slice to be looked up next, and the entry of the one before.
-        size = source.block_size
-        first = uniform(item.begin - item.begin % DECODE_TILE + lane.warp * SLICE)
-        position = I32(first + lane.number % SLICE)
-        block, offset = divide(position, source)
-        blocks, offsets = divide(I32(DECODE_TILE), source)
-        left = U32(max(item.end - np.int64(first), np.int64(0)) + (DECODE_TILE - 1))
-        count = uniform(U32(left // U32(DECODE_TILE)))
-        entry, entry_offset = look_up(source, seen, position, block), offset
         tokens, stage = U32(0), U32(0)
         for i in range(WORDS):
             scales[i] = U32(0)
-        for n in range(-1, count):
+        n = I32(-1)
+        while n < count:
             # Copy the next slice; the one before the present was read from its place.
             cuda.syncwarp()
             next_tokens = U32(0)
-            if n + 1 < count:
+            if I32(n + 1) < count:
                 place, next_tokens = find(source, entry, entry_offset, next_scales, lane)
                 copy(source, U32(k_to + stage), U32(v_to + stage), place, next_tokens, lane)
             cp_async_commit()
@@ -398,6 +427,7 @@ def make_attend_item(Q_KIND, SIZES):
                     U32(k_at + stage), U32(v_at + stage), q_at, scaling, tokens, first, seen, rows, scales, state, lane
                 )  # fmt: skip
                 first = I32(first + DECODE_TILE)
+            n = I32(n + 1)
             tokens = next_tokens
             for i in range(WORDS):
                 scales[i] = next_scales[i]
@@ -417,10 +447,9 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
     """
     SIZES = sizes_for(Q_KIND, K_KIND, V_KIND, DIM, DIM_V)
     SUMS = 4 * SIZES.v.tiles
-    MERGED = WARPS * DECODE_ROWS
-    count_items, add_counts, items_before, put_item, find_item, describe_rows = make_items(
-        DECODE_ROWS
-    )
+    MERGED, RECORD_WORDS = WARPS * DECODE_ROWS, RECORD_BYTES // 4
+    ENDS, EXTENTS = 2 * MERGED, EXTENT_WORDS * THREADS
+    count_items, all_items, put_task, _, task_of = make_tasks()
     attend_item = make_attend_item(Q_KIND, SIZES)
     leave_sums, weigh_warps, store_rows = make_store(Q_KIND, SIZES)
 
@@ -441,17 +470,24 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         lane = Lane(within, I32(within // 4), I32(within % 4), uniform(thread // 32))
 
         memory = cuda.shared.array(0, np.uint32)
-        tops = cuda.shared.array(MERGED, F)
-        totals = cuda.shared.array(MERGED, F)
-        counts = cuda.shared.array(COUNTS, np.int32)
-        firsts = cuda.shared.array(THREADS, np.int32)
-        found = cuda.shared.array(FIELDS, np.int32)
-        row_token = cuda.shared.array(DECODE_ROWS, np.int64)
-        row_head = cuda.shared.array(DECODE_ROWS, np.int64)
-        row_begin = cuda.shared.array(DECODE_ROWS, np.int64)
-        row_end = cuda.shared.array(DECODE_ROWS, np.int64)
-        row_part = cuda.shared.array(DECODE_ROWS, np.int64)
-        rows = Rows(row_token, row_head, row_begin, row_end, row_part)
+        record_ = cuda.shared.array(RECORD_WORDS, np.uint32, alignment=16)
+        ends_ = cuda.shared.array(ENDS, F, alignment=16)
+        weights_ = cuda.shared.array(MERGED, F, alignment=16)
+        counts = cuda.shared.array(THREADS, np.int32)
+        befores = cuda.shared.array(THREADS, np.int32)
+        extents = cuda.shared.array(EXTENTS, np.uint32, alignment=16)
+        row_query = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_to = cuda.shared.array(DECODE_ROWS, np.int64)
+        row_token = cuda.shared.array(DECODE_ROWS, np.int32)
+        row_head = cuda.shared.array(DECODE_ROWS, np.int32)
+        row_begin = cuda.shared.array(DECODE_ROWS, np.int32)
+        row_end = cuda.shared.array(DECODE_ROWS, np.int32)
+        rows = DecodeRows(row_query, row_to, row_token, row_head, row_begin, row_end)
+        record, ends, weigh = (
+            shared_address(record_),
+            shared_address(ends_),
+            shared_address(weights_),
+        )
         start = I32((shared_address(memory) + (BANKS - 1)) & -BANKS)
         running = cuda.local.array(6, np.float32)  # of two rows: bases, limits, totals
         sums = cuda.local.array(SUMS, np.float32)
@@ -461,30 +497,24 @@ def make_decode(Q_KIND, K_KIND, V_KIND, DIM, DIM_V):
         state = State(running, sums, scores, part, weights)
         pools = Pools(k, k_scale, v, v_scale, block_table, by_slot, shift)
 
-        count_items(batch, counts, thread)
+        counted = Counted(counts, befores, shared_address(extents))
+        count_items(batch, counted, record, lane, thread)
         cuda.syncthreads()
-        add_counts(counts, thread)
-        cuda.syncthreads()
-        before, items = items_before(batch, counts, natural(counts[thread]), thread)
-        firsts[thread] = before  # in shared memory, as registers are few
-        number, items = I32(cuda.blockIdx.x), uniform(items)
+        items = all_items(record)
+        number = I32(cuda.blockIdx.x)
         while number < items:
-            put_item(
-                batch, np.int64(number), np.int64(firsts[thread]), np.int64(counts[thread]), found, thread
-            )  # fmt: skip
+            put_task(batch, number, counted, record, rows, q, out, parts, lane, thread)
             cuda.syncthreads()
-            item = find_item(found)
-            describe_rows(batch, item, rows, thread)
+            attend_item(pools, scale, soft_cap, record, rows, start, state, lane)
             cuda.syncthreads()
-            attend_item(q, pools, scale, soft_cap, item, rows, start, state, lane)
+            task = task_of(record)
+            leave_sums(running, sums, ends, start, lane)
             cuda.syncthreads()
-            item = find_item(found)  # anew, so that nothing is kept meanwhile
-            leave_sums(running, sums, tops, totals, start, lane)
+            weigh_warps(task, rows, v_scale, sinks, lse, ends, weigh, thread)
             cuda.syncthreads()
-            weigh_warps(item, rows, v_scale, sinks, lse, parts, tops, totals, thread)
-            cuda.syncthreads()
-            store_rows(item, rows, out, parts, totals, start, lane)
-            # What the next item changes first, nobody reads any more.
+            store_rows(task, rows, out.strides[2], start, weigh, scores, thread)
             number = I32(number + I32(cuda.gridDim.x))
+            if number < items:  # what has been put down is read until here
+                cuda.syncthreads()
 
     return kernel

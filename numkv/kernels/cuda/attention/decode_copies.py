@@ -301,13 +301,17 @@ def make_places(SIZES):
         v_start = U32(k_start + U32(K.size))
         row, chunk = lane.number // K.lanes, lane.number % K.lanes
         k_to = U32(k_start + row * K.step + ((chunk ^ (row % 8)) << 4))
-        row, chunk = lane.number // V.lanes, lane.number % V.lanes
-        v_to = U32(v_start + row * V.step + ((chunk ^ (row % 8)) << 4))
+        k_to = keep(k_to)
+        if K.lanes == V.lanes and K.step == V.step:
+            v_to = U32(k_to + U32(K.size))
+        else:
+            row, chunk = lane.number // V.lanes, lane.number % V.lanes
+            v_to = keep(U32(v_start + row * V.step + ((chunk ^ (row % 8)) << 4)))
         row, chunk = lane.number % 16, lane.number // 16
         k_at = U32(k_start + row * K.step + ((chunk ^ (row % 8)) << 4))
         if V.bits == 16:  # matrices in another order
             row, chunk = lane.number % 8 + lane.number // 16 * 8, lane.number // 8 % 2
         v_at = U32(v_start + row * V.step + ((chunk ^ (row % 8)) << 4))
-        return keep(k_to), keep(v_to), keep(k_at), keep(v_at)
+        return k_to, v_to, keep(k_at), keep(v_at)
 
     return source_of, places_of

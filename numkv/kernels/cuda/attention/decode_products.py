@@ -27,7 +27,7 @@ from numkv.kernels.cuda.instructions import (
     permute_bytes,
     select_bits,
     shuffle,
-    shuffle_xor_float,
+    shuffle_xor,
     store_shared_8,
     transpose,
 )  # fmt: skip
@@ -103,14 +103,17 @@ def level_offsets(words):
 
 
 def make_load_queries(Q_KIND, SIZES):
-    """The function that puts the queries of an item into shared memory, as the columns of products with K."""
+    """The function that puts the queries of an item into shared memory, as the columns of products with K.
+
+    And whether it multiplies them by something.
+    """
     K, OPERAND, TILES = SIZES.k, SIZES.k.operand, SIZES.k.tiles
     SAME, PRECISE, SCALED = (
         Q_KIND == OPERAND,
         SIZES.precise_q,
         OPERAND == "fp16" and Q_KIND != "fp16",
     )
-    SHORT = K.dim % 16 == 8
+    SHORT, WHOLE = K.dim % 16 == 8, K.dim % 16 == 0
     halves, pack = _halves(OPERAND), _pack(OPERAND)
     SIZE, SECOND = (4 if Q_KIND == "fp32" else 2), (8 if K.bits == 16 else 2)
     DIM, STEP, SWAPPED = K.dim, (2 if K.bits == 16 else 4), K.bits < 16
@@ -129,31 +132,38 @@ def make_load_queries(Q_KIND, SIZES):
         return F(to_float(U32(word & U32(0xFFFF)))), F(to_float(U32(word >> U32(16))))
 
     @register_jitable
-    def load_queries(address, is_there, to, lane):
+    def load_queries(address, to, lane):
         """Put a share of the row that the thread's group has at `to`; what its scores have to be multiplied by.
 
         Each warp takes every so many products; all of them look for the largest element.
         """
         factor, back = F(1), F(1)
         if SCALED:
-            largest = F(0)
-            if is_there:
-                for i in range(2 * TILES):
-                    at = 16 * (i // 2) + 2 * (i % 2)
-                    if at + 4 * lane.place < DIM:
-                        a, b = pair(address + 4 * SIZE * np.int64(lane.place), at)
-                        largest = max(largest, max(abs(a), abs(b)))
-            largest = max(largest, shuffle_xor_float(largest, U32(1)))
-            largest = max(largest, shuffle_xor_float(largest, U32(2)))
+            # Words of positive floats are in their order; of the largest only the exponent counts.
+            largest, own = U32(0), address + 4 * SIZE * np.int64(lane.place)
+            for i in range(2 * TILES):
+                at = 16 * (i // 2) + 2 * (i % 2)
+                if WHOLE or at + 4 * lane.place < DIM:
+                    word = load_global_4(own + SIZE * at)
+                    largest = max(largest, U32(word & U32(0x7FFFFFFF)))
+                    other = (
+                        load_global_4(own + (SIZE * at + 4)) if SIZE == 4 else U32(word << U32(16))
+                    )
+                    largest = max(largest, U32(other & U32(0x7FFFFFFF)))
+            largest = max(largest, shuffle_xor(largest, U32(1)))
+            largest = max(largest, shuffle_xor(largest, U32(2)))
             # A power of two brings the largest to 2**14; infinity stays what it is.
-            exponent = min(max(U32(largest.view(np.uint32) >> U32(23)), U32(15)), U32(254))
+            exponent = min(max(U32(largest >> U32(23)), U32(15)), U32(254))
             factor = U32(U32(U32(268) - exponent) << U32(23)).view(np.float32)
             back = U32(U32(exponent - U32(14)) << U32(23)).view(np.float32)
-        address += SIZE * STEP * np.int64(lane.place)
-        for s in range(lane.warp, TILES, WARPS):
-            first = 16 * np.int64(s)
+        address += SIZE * (STEP * np.int64(lane.place) + 16 * np.int64(lane.warp))
+        to = U32(to + QUERY_BYTES * lane.warp)
+        for i in range((TILES + WARPS - 1) // WARPS):
+            s, first = lane.warp + WARPS * i, 16 * WARPS * i
+            if TILES % WARPS and s >= TILES:
+                continue
             one, other, one_low, other_low = U32(0), U32(0), U32(0), U32(0)
-            if is_there and SAME:
+            if SAME:
                 one = load_global_4(address + 2 * first)
                 if not (SHORT and s == TILES - 1):
                     other = load_global_4(address + 2 * (first + SECOND))
@@ -162,7 +172,7 @@ def make_load_queries(Q_KIND, SIZES):
                         permute_bytes(one, other, U32(0x5410)),
                         permute_bytes(one, other, U32(0x7632)),
                     )
-            elif is_there:
+            else:
                 a, b = pair(address, first)
                 c, d = F(0), F(0)
                 if not (SHORT and s == TILES - 1):
@@ -174,12 +184,13 @@ def make_load_queries(Q_KIND, SIZES):
                     other, other_low = halves(factor * c, factor * d)
                 else:
                     one, other = pack(factor * a, factor * b), pack(factor * c, factor * d)
-            store_shared_8(U32(to + QUERY_BYTES * s), one, other)
+            store_shared_8(U32(to + U32(QUERY_BYTES * WARPS * i)), one, other)
             if PRECISE:
-                store_shared_8(U32(to + QUERY_BYTES * (TILES + s)), one_low, other_low)
+                at = U32(to + U32(QUERY_BYTES * (TILES + WARPS * i)))
+                store_shared_8(at, one_low, other_low)
         return back
 
-    return load_queries
+    return load_queries, SCALED
 
 
 # ---------------------------------------------------------------- products

@@ -44,9 +44,11 @@ QUERY_BYTES = 32 * 8
 # Bytes that are copied at once, and between rows in shared memory that must not share banks.
 CHUNK, BANKS = 16, 128
 # More than the kernel's static shared memory.
-STATIC_BYTES = 4096
+STATIC_BYTES = 8192
 # The longest rows whose sums fit into registers.
 MOST_COLUMNS = 256
+# The longest rows of which three blocks can share the registers of a multiprocessor.
+MOST_OF_THREE = 128
 # More than that many chunks away from a pool's start, 32 bits do not say where a row is.
 MOST_BYTES = CHUNK << 32
 
@@ -80,7 +82,6 @@ class DecodeSizes(NamedTuple):
         int  #: where queries start in shared memory: behind slices, and what these make room for
     )
     places: int  #: where threads leave places of tokens
-    sums_step: int  #: floats from one row of sums to the next, in shared memory
     shared_bytes: int
     blocks: int  #: that shall fit on a multiprocessor
 
@@ -114,11 +115,8 @@ def side(name: str, dim: int) -> Side:
 def sizes_for(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> DecodeSizes:
     """The sizes of a kernel for kinds of q, K and V, and for head dims of K and V."""
     k, v = side(k_kind, dim), side(v_kind, dim_v)
-    sums_step = (
-        16 * v.tiles + 4
-    )  # so that threads that store different rows write to different banks
     stages = WARPS * STAGES * (k.size + v.size)
-    merged = WARPS * DECODE_ROWS * sums_step * 4
+    merged = WARPS * DECODE_ROWS * 16 * v.tiles * 4
     precise_q = q_kind == "fp32" or (q_kind == "fp16" and k.operand == "bf16")
     places = max(stages, merged) + k.tiles * (1 + precise_q) * QUERY_BYTES
     return DecodeSizes(
@@ -131,10 +129,9 @@ def sizes_for(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> De
         words=max(1, *(s.groups if s.kind == "int8" else ceil_div(s.groups, 2) for s in (k, v))),
         queries=max(stages, merged),
         places=places,
-        sums_step=sums_step,
         shared_bytes=places + 4 * 32 * WARPS + BANKS,  # to start at a multiple of that
-        # Kernels for queries of 16 bits take 168 registers or less, so three fit. Others would spill if three had to.
-        blocks=2,
+        # Registers suffice for three where queries have 16 bits; others would spill.
+        blocks=3 if q_kind != "fp32" and max(dim, dim_v) <= MOST_OF_THREE else 2,
     )
 
 

@@ -31,12 +31,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
+from numkv.kernels.cuda.instructions import global_address, load_global_4
 from numkv.kernels.cuda.launches import SIMULATED, THREADS, number_at
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
 __all__ = [
     "COUNTS", "FIELDS", "MAX_CAPACITY", "MAX_SPLITS", "MAX_SPLIT_ROWS", "SPLIT_STEP", "Batch", "Extent", "Item",
-    "Places", "Rows", "extent", "make_items", "make_locate", "shift_of", "split_length",
+    "Places", "Rows", "extent", "index_at", "make_item_of", "make_items", "make_locate", "row_of", "sequences_each",
+    "shift_of", "split_length",
 ]  # fmt: skip
 
 # Splits have multiples of so many tokens: a KV tile.
@@ -62,6 +64,7 @@ COUNTS = THREADS + -(-THREADS // TOGETHER)
 # The most tokens that a sequence may have room for; longer than any of them, and far from overflowing 31 bits.
 MAX_CAPACITY = (1 << 31) - (1 << 16)
 FAR = MAX_CAPACITY
+LARGEST = (1 << 62) - 1
 
 
 class Batch(NamedTuple):
@@ -138,6 +141,21 @@ def _natural(i):
     return np.int64(i) & np.int64(0x7FFFFFFF)
 
 
+if SIMULATED:
+    index_at = number_at
+else:
+
+    @register_jitable
+    def index_at(indices, i):
+        """As `numkv.kernels.cuda.launches.number_at`, of an index that is known to be natural: by its address."""
+        size = np.int64(indices.itemsize)
+        address = global_address(indices) + _natural(i) * size
+        low, high = load_global_4(address), load_global_4(address + (size - 4))
+        if size == 4:
+            return np.int64(np.int32(low))
+        return (np.int64(high) << np.int64(32)) | np.int64(low)
+
+
 def shift_of(block_size: int) -> int:
     """What a position is shifted by to give its block; -1 if blocks have no power of two of tokens."""
     return -1 if block_size & (block_size - 1) else block_size.bit_length() - 1
@@ -157,22 +175,23 @@ def split_length(span, rows, heads):
         kv heads.
     """
     least = max(min(max(heads, 4), 8) * 2 * SPLIT_STEP, rows * TOKENS_PER_ROW)
-    units = heads * ((rows + ROWS_TOGETHER - 1) // ROWS_TOGETHER)
-    wanted = max(least, (span * units + ITEMS - 1) // ITEMS)
-    return (wanted + SPLIT_STEP - 1) // SPLIT_STEP * SPLIT_STEP
+    units = heads * (((rows + ROWS_TOGETHER - 1) & LARGEST) // ROWS_TOGETHER)
+    # Of what is not negative, as the compiler then knows, a quotient is a shift.
+    wanted = max(least, ((span * units + ITEMS - 1) & LARGEST) // ITEMS)
+    return ((wanted + SPLIT_STEP - 1) & LARGEST) // SPLIT_STEP * SPLIT_STEP
 
 
 @register_jitable
 def extent(batch, b):
     """The `Extent` of a sequence; nothing is trusted, as the host has not seen the values."""
-    start = number_at(batch.q_starts, b)
-    tokens = number_at(batch.q_starts, b + 1) - start
+    start = index_at(batch.q_starts, b)
+    tokens = index_at(batch.q_starts, b + 1) - start
     if start < 0 or tokens < 0 or tokens > batch.num_tokens or start > batch.num_tokens - tokens:
         start, tokens = np.int64(0), np.int64(0)
     if tokens > batch.most_tokens:
         tokens = np.int64(0)
     start, tokens = _natural(start), _natural(tokens)
-    length = _natural(min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
+    length = _natural(min(max(index_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR)))
     first, split_len, splits = np.int64(0), np.int64(FAR), np.int64(1)
     rows = tokens * batch.group
     if batch.slots > 0 and rows <= MAX_SPLIT_ROWS:
@@ -192,17 +211,91 @@ def extent(batch, b):
     return Extent(start, tokens, length, first, split_len, splits)
 
 
-def make_items(ROWS):
-    """The functions that count a call's items and find one, for items of up to `ROWS` query rows."""
+@register_jitable
+def sequences_each(batch):
+    """Sequences whose items a thread counts."""
+    return (_natural(batch.seq_lens.shape[0]) + THREADS - 1) // THREADS
 
-    @register_jitable
-    def sequences_each(batch):
-        return (batch.seq_lens.shape[0] + THREADS - 1) // THREADS
+
+@register_jitable
+def row_of(batch, item, i):
+    """An item's query row `i`: its token among those of q, its q head, what it sees, and where its first part goes.
+
+    Rows past the last one see nothing.
+    """
+    group = _natural(batch.group)
+    row = _natural(item.row + i)
+    t = row // group
+    h = item.head * group + row - t * group
+    begin, end = np.int64(0), np.int64(0)
+    if i < item.rows:
+        begin, end = visible_range(
+            batch.ranges, item.start + t, item.position + t, batch.window_left, batch.capacity
+        )  # fmt: skip
+    at = (t * batch.heads * group + h) * item.splits + item.seq * batch.slots
+    if batch.by_token:
+        at = h * item.splits + (item.start + t) * batch.slots
+    return item.start + t, h, min(begin, batch.capacity), max(end, np.int64(0)), at
+
+
+def make_item_of(ROWS):
+    """The functions that count the items of a sequence, of up to `ROWS` query rows, and say which one has a number."""
 
     @register_jitable
     def count_of(batch, own):
-        row_blocks = (own.tokens * batch.group + ROWS - 1) // ROWS
+        row_blocks = _natural(own.tokens * batch.group + ROWS - 1) // ROWS
         return row_blocks * own.splits * batch.heads
+
+    @register_jitable
+    def walk(batch, inner, thread):
+        """The sequence, of those that a thread counts, that has their item `inner`; and its number in there."""
+        b = _natural(thread * sequences_each(batch))
+        own = extent(batch, b)
+        those = count_of(batch, own)
+        while inner >= those:
+            inner -= those
+            b = _natural(b + 1)
+            own = extent(batch, b)
+            those = count_of(batch, own)
+        return b, own, inner
+
+    @register_jitable
+    def item_of(batch, b, own, inner):
+        """The item that is number `inner` of a sequence."""
+        row_blocks = _natural(own.tokens * batch.group + ROWS - 1) // ROWS
+        # Later rows see more: take them first.
+        inner = _natural(inner)
+        row = (row_blocks - 1 - inner % row_blocks) * ROWS
+        inner = inner // row_blocks
+        heads = _natural(batch.heads)
+        head, split = inner % heads, inner // heads
+        rows = min(np.int64(ROWS), own.tokens * batch.group - row)
+        group = _natural(batch.group)
+        t, last = _natural(row) // group, _natural(row + rows - 1) // group
+        position = own.length - own.tokens
+        begin, end = visible_to_any(
+            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
+        )  # fmt: skip
+        all_begin, all_end = visible_to_all(
+            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
+        )  # fmt: skip
+        if split > 0:
+            begin = max(begin, own.first + split * own.split_len)
+        if split < own.splits - 1:
+            end = min(end, own.first + (split + 1) * own.split_len)
+        # Nothing may be visible; what ends before 0 ends there.
+        return Item(
+            b, own.start, position, row, rows, head, split, own.splits,
+            min(begin, batch.capacity), max(end, np.int64(0)),
+            min(all_begin, batch.capacity), max(all_end, np.int64(0)),
+        )  # fmt: skip
+
+    return count_of, walk, item_of
+
+
+def make_items(ROWS):
+    """The functions that count a call's items and find one, for items of up to `ROWS` query rows."""
+    count_of, walk, item_of = make_item_of(ROWS)
 
     @register_jitable
     def count_items(batch, counts, thread):
@@ -249,41 +342,13 @@ def make_items(ROWS):
         """Put the item of a number into `found`, by the thread that has counted it."""
         if number < before or number >= before + count:
             return
-        b = thread * sequences_each(batch)
-        own = extent(batch, b)
-        inner, those = number - before, count_of(batch, own)
-        while inner >= those:
-            inner -= those
-            b += 1
-            own = extent(batch, b)
-            those = count_of(batch, own)
-        row_blocks = _natural((own.tokens * batch.group + ROWS - 1) // ROWS)
-        # Later rows see more: take them first.
-        inner = _natural(inner)
-        row = (row_blocks - 1 - inner % row_blocks) * ROWS
-        inner = inner // row_blocks
-        heads = _natural(batch.heads)
-        head, split = inner % heads, inner // heads
-        rows = min(np.int64(ROWS), own.tokens * batch.group - row)
-        group = _natural(batch.group)
-        t, last = _natural(row) // group, _natural(row + rows - 1) // group
-        position = own.length - own.tokens
-        begin, end = visible_to_any(
-            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
-        )  # fmt: skip
-        all_begin, all_end = visible_to_all(
-            batch.ranges, own.start + t, last + 1 - t, position + t, batch.window_left, batch.capacity
-        )  # fmt: skip
-        if split > 0:
-            begin = max(begin, own.first + split * own.split_len)
-        if split < own.splits - 1:
-            end = min(end, own.first + (split + 1) * own.split_len)
-        found[0], found[1], found[2] = b, own.start, position
-        found[3], found[4], found[5] = row, rows, head
-        found[6], found[7] = split, own.splits
-        # Nothing may be visible; what ends before 0 ends there.
-        found[8], found[9] = min(begin, batch.capacity), max(end, np.int64(0))
-        found[10], found[11] = min(all_begin, batch.capacity), max(all_end, np.int64(0))
+        b, own, inner = walk(batch, number - before, thread)
+        item = item_of(batch, b, own, inner)
+        found[0], found[1], found[2] = item.seq, item.start, item.position
+        found[3], found[4], found[5] = item.row, item.rows, item.head
+        found[6], found[7] = item.split, item.splits
+        found[8], found[9] = item.begin, item.end
+        found[10], found[11] = item.all_begin, item.all_end
 
     @register_jitable
     def find_item(found):
@@ -298,23 +363,10 @@ def make_items(ROWS):
     def describe_rows(batch, item, rows, thread):
         """Put down what the item's query rows are; those past the last one see nothing."""
         if thread < ROWS:
-            group = _natural(batch.group)
-            row = item.row + thread
-            t = row // group
-            h = item.head * group + row - t * group
-            rows.token[thread] = item.start + t
-            rows.head[thread] = h
-            begin, end = np.int64(0), np.int64(0)
-            if thread < item.rows:
-                begin, end = visible_range(
-                    batch.ranges, item.start + t, item.position + t, batch.window_left, batch.capacity
-                )  # fmt: skip
-            rows.begin[thread] = min(begin, batch.capacity)
-            rows.end[thread] = max(end, np.int64(0))
-            at = (t * batch.heads * group + h) * item.splits + item.seq * batch.slots
-            if batch.by_token:
-                at = h * item.splits + (item.start + t) * batch.slots
-            rows.part[thread] = at
+            token, head, begin, end, part = row_of(batch, item, thread)
+            rows.token[thread], rows.head[thread] = token, head
+            rows.begin[thread], rows.end[thread] = begin, end
+            rows.part[thread] = part
 
     return count_items, add_counts, items_before, put_item, find_item, describe_rows
 

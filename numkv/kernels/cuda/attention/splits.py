@@ -27,9 +27,18 @@ from numkv.kernels.cuda.attention.items import (
     SPLIT_STEP,
     Batch,
     extent,
+    index_at,
     split_length,
 )  # fmt: skip
-from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch, number_at
+from numkv.kernels.cuda.instructions import (
+    global_address,
+    load_global_16,
+    shuffle,
+    shuffle_float,
+    shuffle_xor_float,
+)  # fmt: skip
+from numkv.kernels.cuda.instructions.scalars import load_global_8, store_global
+from numkv.kernels.cuda.launches import INDICES, MAX_BLOCKS, array, jit, launch
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, ceil_div, load_chunk, natural
 from numkv.rows.convert import codec
 from numkv.rows.softmax import finish
@@ -43,6 +52,7 @@ LN_2 = math.log(2.0)
 # block takes at once, of all heads together.
 FEW = 2 if SIMULATED else 32
 AT_ONCE = 4
+WARPS = max(1, THREADS // 32)
 MAX_MERGED = 512
 MOST_HEADS = min(8, THREADS)
 
@@ -126,12 +136,12 @@ def find_splits(batch, at, found):
     # The sequence is the last that starts no later. In decoding, each has one token.
     num_seqs = batch.seq_lens.shape[0]
     b, above = np.int64(0), np.int64(num_seqs)
-    if at < num_seqs and number_at(batch.q_starts, at) == at:
-        if number_at(batch.q_starts, at + 1) == at + 1:
+    if at < num_seqs and index_at(batch.q_starts, at) == at:
+        if index_at(batch.q_starts, at + 1) == at + 1:
             b, above = at, at + 1
     while above - b > 1:
         middle = (b + above) // 2
-        if number_at(batch.q_starts, middle) <= at:
+        if index_at(batch.q_starts, middle) <= at:
             b = middle
         else:
             above = middle
@@ -298,13 +308,104 @@ def make_merge_splits(Q_KIND, COMPUTE):
     return kernel
 
 
+def make_merge_few(Q_KIND):
+    """The kernel of `make_merge_splits` where no sequence has more than `FEW` splits: a warp for each q head.
+
+    A thread has the maximum and total of a split, and four columns at a time. Every sum is taken in the same order, so
+    that results are the same, whatever the others of a batch have.
+    """
+    _, store_q = codec(Q_KIND, "float32")
+    F, I32, U32 = np.float32, np.int32, np.uint32
+    WORD = F if Q_KIND == "fp32" else np.uint16
+
+    @register_jitable
+    def add_columns(x, at, step, splits, weight):
+        """Add up four columns of the parts of a row, weighted."""
+        for e in range(4):
+            x[e] = F(0)
+        i = np.int32(0)
+        while i < splits:
+            w = shuffle_float(weight, U32(i))
+            a, b, c, d = load_global_16(at)
+            x[0] = cuda.fma(w, a.view(np.float32), x[0])
+            x[1] = cuda.fma(w, b.view(np.float32), x[1])
+            x[2] = cuda.fma(w, c.view(np.float32), x[2])
+            x[3] = cuda.fma(w, d.view(np.float32), x[3])
+            at += step
+            i = np.int32(i + 1)
+
+    def kernel(parts, options, seq_lens, q_starts, ranges, sinks, out, lse):
+        capacity, window_left, heads, slots, by_token, _ = options
+        num_tokens, num_q_heads, dim = out.shape[0], natural(out.shape[1]), natural(out.shape[2])
+        batch = Batch(
+            seq_lens, q_starts, ranges, num_tokens, np.int64(capacity), window_left,
+            num_q_heads // natural(heads), natural(heads), np.int64(slots), by_token, num_tokens,
+        )  # fmt: skip
+        thread = natural(cuda.threadIdx.x)
+        lane, warp = natural(thread % 32), natural(shuffle(U32(thread // 32), U32(0)))
+        found = cuda.shared.array(3, np.int32)
+        x = cuda.local.array(4, F)
+        pieces = natural((num_q_heads + (WARPS - 1)) // WARPS)
+        step = parts.strides[2]
+        width = np.int64(parts.shape[3] - PART_EXTRA)
+        job = natural(cuda.blockIdx.x)
+        while job < num_tokens * pieces:
+            at = natural(job // pieces)
+            h = natural((job - at * pieces) * WARPS + warp)
+            if thread == 0:
+                find_splits(batch, at, found)
+            cuda.syncthreads()
+            splits, t, b = I32(shuffle(U32(found[0]), U32(0))), natural(found[1]), natural(found[2])
+            if splits > 1 and h < num_q_heads:
+                first = (t * num_q_heads + h) * splits + b * slots
+                if by_token:
+                    first = h * splits + at * slots
+                row = global_address(parts) + first * step
+                top, total, weight, weighted = F(-np.inf), F(0), F(0), F(0)
+                if lane < splits:
+                    top_word, total_word = load_global_8(row + lane * step + 4 * width)
+                    weight, weighted = top_word.view(np.float32), total_word.view(np.float32)
+                    top = weight
+                for lanes in (16, 8, 4, 2, 1):
+                    top = max(top, shuffle_xor_float(top, U32(lanes)))
+                base = top if top > F(-np.inf) else F(0)
+                weight = F(math.exp2(weight - base))
+                weighted = F(weight * weighted)
+                i = np.int32(0)
+                while i < splits:
+                    total += shuffle_float(weighted, U32(i))
+                    i = np.int32(i + 1)
+                # Before the loop, so that no product is rounded apart, as the other kernel has it.
+                sink = F(sinks[h]) * F(LOG2_E) if sinks.shape[0] > 0 else F(-np.inf)
+                factor, log_sum = finish(top, total, sink, F(LN_2))
+                if lse.shape[0] > 0 and lane == 0:
+                    lse[at, h] = log_sum
+                to = global_address(out) + at * out.strides[0] + h * out.strides[1]
+                d = natural(0)
+                while d < dim:  # together, as all have weights that others need
+                    own = natural(d + 4 * lane)
+                    add_columns(x, row + 4 * min(own, width - 4), step, splits, weight)
+                    for e in range(4):
+                        if own + e < dim:
+                            store_global(
+                                to + (own + e) * out.strides[2], WORD(store_q(F(factor) * x[e]))
+                            )
+                    d = natural(d + 128)
+            job = natural(job + np.int64(cuda.gridDim.x))
+            cuda.syncthreads()  # `found` has been read
+
+    return kernel
+
+
 @functools.cache
-def _merge_splits(q_kind: str, compute: str) -> Any:
+def _merge_splits(q_kind: str, compute: str, few: bool) -> Any:
     real = getattr(types, compute)
     signature = (
         array(real, 4), types.UniTuple(types.int64, 6), INDICES, INDICES, array(types.int64, 2), array(real, 1),
         array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
+    if few:
+        return jit(make_merge_few, (q_kind,), signature)
     return jit(make_merge_splits, (q_kind, compute), signature)
 
 
@@ -329,13 +430,14 @@ def merge_splits(
         See `numkv.kernels.operations.Operations.attend`.
     """
     num_tokens, num_q_heads = out.shape[:2]
+    few = not SIMULATED and room.splits <= FEW and sinks.dtype == np.float32
     # Heads that a block takes at once. Where splits are few, several keep its teams busy; else more blocks are better.
     each = ceil_div(num_tokens * num_q_heads, MAX_BLOCKS // 2 + 1)
     if room.splits <= FEW:
         each = max(each, 4)
-    each = min(each, num_q_heads, MOST_HEADS, MAX_MERGED // room.splits)
+    each = WARPS if few else min(each, num_q_heads, MOST_HEADS, MAX_MERGED // room.splits)
     launch(
-        _merge_splits(q_kind, sinks.dtype.name), num_tokens * ceil_div(num_q_heads, each), THREADS,
+        _merge_splits(q_kind, sinks.dtype.name, few), num_tokens * ceil_div(num_q_heads, each), THREADS,
         parts, (capacity, window_left, heads, room.slots, int(room.by_token), each), seq_lens, q_starts, ranges,
         sinks, out, lse,
     )  # fmt: skip
@@ -344,4 +446,7 @@ def merge_splits(
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Kernels with signatures to compile them for; see `numkv.kernels.cuda.catalogue`."""
     for q_kind, compute in (("fp32", "float32"), ("fp16", "float32"), ("bf16", "float64")):
-        yield f"splits[{q_kind}, in {compute}]", *_merge_splits(q_kind, compute).described
+        yield f"splits[{q_kind}, in {compute}]", *_merge_splits(q_kind, compute, False).described
+    if not SIMULATED:
+        for q_kind in ("fp32", "fp16"):
+            yield f"splits[{q_kind}, few]", *_merge_splits(q_kind, "float32", True).described

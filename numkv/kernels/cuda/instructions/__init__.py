@@ -30,13 +30,14 @@ from numkv.kernels.cuda.instructions.memory import (
     load_shared_16_from,
     load_shared_floats,
     load_shared_pairs,
+    load_shared_quad,
     shared_address,
     store_global_16,
     store_shared_4,
     store_shared_8,
     store_shared_16,
     store_shared_16_at,
-    store_shared_floats,
+    store_shared_pairs,
 )
 from numkv.kernels.cuda.instructions.warps import (
     ldmatrix_x2,
@@ -73,8 +74,8 @@ __all__ = [
     "keep_address", "ldmatrix_x2", "ldmatrix_x2_trans", "ldmatrix_x4", "ldmatrix_x4_into", "ldmatrix_x4_steps",
     "ldmatrix_x4_trans", "load_chunk", "load_global_2", "load_global_4", "load_global_16", "load_shared_4",
     "load_shared_8", "load_shared_8_steps", "load_shared_16", "load_shared_16_from", "load_shared_floats",
-    "load_shared_pairs", "loader", "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16", "permute_bytes", "select_bits",
-    "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float", "split_bf16", "store_global_16",
-    "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at", "store_shared_floats", "transpose",
-    "unpack_fp16",
+    "load_shared_pairs", "load_shared_quad", "loader", "mma_bf16", "mma_fp16", "pack_bf16", "pack_fp16",
+    "permute_bytes", "select_bits", "shared_address", "shuffle", "shuffle_float", "shuffle_xor", "shuffle_xor_float",
+    "split_bf16", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
+    "store_shared_pairs", "transpose", "unpack_fp16",
 ]  # fmt: skip

@@ -35,7 +35,7 @@ def intrinsic(typed: Callable[..., Any]) -> Any:
 
 def operation(
     name: str, text: str, results: str, operands: dict[str, str], doc: str, *, together: bool = False,
-    memory: bool = False, early: bool = False, into: bool = False,
+    memory: bool = False, early: bool = False, into: bool = False, floats: int = 0,
 ) -> Any:  # fmt: skip
     """A function for kernels that is an instruction, or a few.
 
@@ -59,8 +59,11 @@ def operation(
         Whether it sets results while it still needs operands, so that they may not share registers.
     into : bool
         Whether results go to the first elements of a local array, which is given last, not to a tuple.
+    floats : int
+        So many more operands are the first elements of a local array of float32, which is given last.
     """
-    constraints = ",".join([*(f"={'&' * early}{r}" for r in results), *operands.values()])
+    letters = [*operands.values(), *("f" * floats)]
+    constraints = ",".join([*(f"={'&' * early}{r}" for r in results), *letters])
     if memory:
         constraints += ",~{memory}" if constraints else "~{memory}"
     outcome = [LLVM[r] for r in results]
@@ -74,16 +77,20 @@ def operation(
     )
 
     def typed(typing_context: Any, *args: Any) -> Any:
-        if len(args) != len(operands) + into:
+        if len(args) != len(operands) + (into or floats > 0):
             return None
 
         def codegen(context: Any, b: Any, sig: Any, values: Any) -> Any:
-            of = ir.FunctionType(
-                whole if results else ir.VoidType(), [LLVM[x] for x in operands.values()]
-            )
+            of = ir.FunctionType(whole if results else ir.VoidType(), [LLVM[x] for x in letters])
+            parts = []
+            if floats:
+                data = context.make_array(sig.args[-1])(context, b, values[-1]).data
+                parts = [b.load(b.gep(data, [ir.Constant(I64, i)])) for i in range(floats)]
             assembly = ir.InlineAsm(of, text, constraints, side_effect=memory)
             found = b.call(
-                assembly, values[: len(operands)], attrs=("convergent",) if together else ()
+                assembly,
+                [*values[: len(operands)], *parts],
+                attrs=("convergent",) if together else (),
             )
             if into:
                 data = context.make_array(sig.args[-1])(context, b, values[-1]).data
@@ -97,10 +104,11 @@ def operation(
             return context.make_tuple(b, sig.return_type, parts)
 
         given = [NUMBA[x] for x in operands.values()]
-        return (types.void(*given, args[-1]) if into else returned(*given)), codegen
+        from_array = into or floats > 0
+        return (types.void(*given, args[-1]) if from_array else returned(*given)), codegen
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["typing_context", *operands, *(["found"] if into else [])]
+    names = ["typing_context", *operands, *(["array"] if into or floats else [])]
     typed.__signature__ = inspect.Signature([inspect.Parameter(n, either) for n in names])  # type: ignore[attr-defined]
     typed.__name__ = typed.__qualname__ = name
     typed.__doc__ = doc

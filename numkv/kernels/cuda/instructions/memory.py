@@ -14,8 +14,8 @@ __all__ = [
     "cp_async_4_words", "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps",
     "cp_async_commit", "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16",
     "load_shared_4", "load_shared_8", "load_shared_8_steps", "load_shared_16", "load_shared_16_from",
-    "load_shared_pairs", "shared_address", "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16",
-    "store_shared_16_at",
+    "load_shared_pairs", "load_shared_quad", "shared_address", "store_global_16", "store_shared_4", "store_shared_8",
+    "store_shared_16", "store_shared_16_at", "store_shared_pairs",
 ]  # fmt: skip
 
 
@@ -220,13 +220,24 @@ def load_shared_floats(offsets: tuple[int, ...]) -> Any:
 
 
 @functools.cache
-def store_shared_floats(offsets: tuple[int, ...]) -> Any:
-    """An operation that puts float32 into shared memory at constant offsets from an address, multiples of 4."""
-    text = "".join(f"st.shared.f32 [$0+{x}], ${i + 1};\n" for i, x in enumerate(offsets))
-    operands = {"address": "r"} | {f"x{i}": "f" for i in range(len(offsets))}
-    return operation(
-        "store_shared_floats_" + "_".join(map(str, offsets)), text, "", operands, "", memory=True
+def store_shared_pairs(offsets: tuple[int, ...]) -> Any:
+    """An operation that puts pairs of float32 into shared memory at constant offsets from an address, multiples of 8.
+
+    ``store(address, floats)``: ``shared[address + offsets[i] :][:8] = floats[2 * i : 2 * i + 2]``, of a local array.
+    """
+    text = "".join(
+        f"st.shared.v2.f32 [$0+{x}], {{${2 * i + 1}, ${2 * i + 2}}};\n"
+        for i, x in enumerate(offsets)
     )
+    name = "store_shared_pairs_" + "_".join(map(str, offsets))
+    return operation(name, text, "", {"address": "r"}, "", memory=True, floats=2 * len(offsets))
+
+
+@functools.cache
+def load_shared_quad(offset: int) -> Any:
+    """An operation that gives the four float32 of shared memory at an address plus `offset`, a multiple of 16."""
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(f"load_shared_quad_{offset}", text, "ffff", {"address": "r"}, "", memory=True)
 
 
 load_shared_4, store_shared_4 = _shared(1)
