@@ -41,6 +41,7 @@ sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
+from _pytest.runner import runtestprotocol  # noqa: E402
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATED:
@@ -116,14 +117,33 @@ def place_of(item) -> str:
 
 
 def is_nightly(item) -> bool:
-    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing."""
-    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing.
+
+    Or it asks of the CPU for a kind that another one stands for.
+    """
+    from kinds import is_like_others
+
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    target = params.get("target")
+    if target == "cpu" and is_like_others(item.path.parent.name, params.values()):
+        return True
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 
 
 def is_slow(item) -> bool:
     """Whether a test is left to CI and nightly runs."""
     return item.get_closest_marker("slow") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Have a worker send one message for a test that passes, and not five: they took a millisecond of every test."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,21 @@ IN_FLOAT64 = ["fp64", "int8"]
 CONVERSIONS = [
     ("fp32", "fp64"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"),
 ]  # fmt: skip
+#: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
+#: test asks for one of them on the CPU, in these folders, it is for nightly runs. So fp8_e4m3 stands for both kinds of
+#: 8 bits, and in objects, which know no kinds, fp32 for fp64.
+LIKE_OTHERS = {"fp8_e5m2": ("kernels", "objects"), "fp64": ("objects",)}
+
+
+def is_like_others(folder, values):
+    """Whether parameters of a test name a kind that others stand for; some come as tuples."""
+    named = {
+        x
+        for value in values
+        for x in (value if isinstance(value, tuple) else (value,))
+        if isinstance(x, str)
+    }
+    return any(kind in named and folder in folders for kind, folders in LIKE_OTHERS.items())
 
 
 def attending(rows, order):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
+from numkv.keywords import explain
 
 __all__ = ["Turns", "changes", "looks"]
 
@@ -72,6 +73,9 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
             turns.inside = True
             try:
                 return method(self, *args, **kwargs)
+            except TypeError as error:
+                explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+                raise
             finally:
                 turns.inside = False
 
@@ -88,7 +92,11 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
         with turns.lock:
             if turns.torn:
                 raise _torn(self, name)
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except TypeError as error:
+                explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+                raise
 
     return in_turn
 
@@ -107,7 +115,7 @@ def _torn(obj: object, name: str) -> NumkvError:
 
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()
 _LONGEST_WAIT = 30.0
-"""Seconds that a fork waits at most, as who holds a lock may be waiting for this thread. Operations take microseconds, but
+"""Seconds that a fork waits at most, as who holds a lock may be waiting for this thread. Operations take microseconds;
 the first one of a process compiles, which takes many seconds on a busy machine. A child that does not get sound books
 has errors that say so."""
 

@@ -17,7 +17,7 @@ def played(request):
     """Seed, calls, minutes and processes: a nightly run plays something new for as long as the rest of it takes."""
     if request.config.getoption("nightly"):
         return secrets.randbits(32), 1_000_000, 30.0, 2
-    return 1, 4_000, math.inf, 1  # the same calls on every machine, however fast it is
+    return 1, 3_000, math.inf, 1  # the same calls on every machine, however fast it is
 
 
 def test_nothing_is_found(played, capsys):

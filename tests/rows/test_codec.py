@@ -1,5 +1,7 @@
 """A row of every kind by the same calls: store, load, one element; in Python, as in the simulator, and compiled."""
 
+import functools
+
 import ml_dtypes
 import numba
 import numpy as np
@@ -15,6 +17,7 @@ LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 
+@functools.cache  # all sizes of rows go through the same machine code
 def compiled(function):
     @numba.njit
     def call(*args):
