@@ -41,7 +41,6 @@ sys.path.insert(0, str(TESTS))
 
 import numpy as np  # noqa: E402  (after the switch)
 import pytest  # noqa: E402
-from _pytest.runner import runtestprotocol  # noqa: E402
 
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if SIMULATED:
@@ -133,17 +132,6 @@ def is_nightly(item) -> bool:
 def is_slow(item) -> bool:
     """Whether a test is left to CI and nightly runs."""
     return item.get_closest_marker("slow") is not None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    """Have a worker send one message for a test that passes, and not five: they took a millisecond of every test."""
-    if not hasattr(item.config, "workerinput"):
-        return None
-    for report in runtestprotocol(item, log=False, nextitem=nextitem):
-        if report.when == "call" or not report.passed:
-            item.ihook.pytest_runtest_logreport(report=report)
-    return True
 
 
 def pytest_collection_finish() -> None:

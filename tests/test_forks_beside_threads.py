@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -113,6 +114,29 @@ def test_two_threads_that_fork_at_once_give_back_each_its_own(monkeypatch):
     assert len(stopped) == 2
     for pool in pools:
         call(pool.check)
+
+
+def test_threads_let_one_go_first_that_waits_to_fork(monkeypatch):
+    """They would take each other's turns on and on."""
+    rests = []
+    monkeypatch.setattr(
+        turns, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    )
+    pool, other = BlockPool(4, 2), BlockPool(4, 2)
+
+    def fork(stop):
+        monkeypatch.setattr(turns, "_every", lambda: [stop(), pool._turns][1:])
+        turns._before_fork()
+        turns._after_fork()
+
+    other.release(other.allocate(1))
+    assert rests == []
+    with in_the_middle(fork):
+        other.release(other.allocate(1))
+        other.check()
+    assert rests == [turns._MOMENT] * 3
+    other.check()
+    assert len(rests) == 3
 
 
 def test_pools_may_be_made_while_others_are_looked_through(monkeypatch):

@@ -62,6 +62,8 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
     @functools.wraps(method)
     def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         turns = self._turns
+        if _forking:
+            time.sleep(_MOMENT)
         with turns.lock:
             if turns.inside:
                 if turns.torn:
@@ -89,6 +91,8 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         turns = self._turns
+        if _forking:
+            time.sleep(_MOMENT)
         with turns.lock:
             if turns.torn:
                 raise _torn(self, name)
@@ -120,6 +124,12 @@ the first one of a process compiles, which takes many seconds on a busy machine.
 has errors that say so."""
 
 
+_forking: list[None] = []
+"""As many as there are threads that wait to fork. Others let them go first, for a moment before each operation: they
+would get a lock that they have just given back sooner than a thread that has to wake up, again and again."""
+_MOMENT = 0.0005
+
+
 class _Held(threading.local):
     """The turns that the thread has which forks: two may fork at once."""
 
@@ -140,9 +150,13 @@ def _every() -> list[Turns]:
 
 def _before_fork() -> None:
     until = time.monotonic() + _LONGEST_WAIT
-    for turns in _every():
-        if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            _held.turns.append(turns)
+    _forking.append(None)
+    try:
+        for turns in _every():
+            if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                _held.turns.append(turns)
+    finally:
+        _forking.pop()
 
 
 def _after_fork() -> None:
@@ -153,6 +167,7 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     held = set(map(id, _held.turns))
+    _forking.clear()
     _after_fork()
     for turns in _every():
         if id(turns) not in held:  # in use by a thread that the child does not have
