@@ -254,6 +254,7 @@ def processes_of(folder, count):
     return printed
 
 
+@pytest.mark.slow
 def test_kernels_may_close_over_intrinsics_and_closures(tmp_path):
     """Three processes compile them at the same time; a later one finds them, whoever wrote last."""
     first = processes_of(tmp_path, 3)

@@ -75,11 +75,13 @@ assert not any(dies(lambda: fill(y, 8)) for y in x)
 """
 
 
+@pytest.mark.slow
 def test_reading_and_writing_past_an_array_ends_the_process():
     found = run(PROBES)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_new_memory_is_poisoned():
     found = run("""
 import numpy as np
@@ -93,6 +95,7 @@ for shape in (3, (40, 40), 70_000):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_numkv_is_served_by_the_guarded_memory():
     """Its buffers, outputs and scratch: an output begins or ends with its page."""
     found = run("""

@@ -47,7 +47,7 @@ def slots(cache, positions):
         *((k, k) for k in KINDS if k not in IN_PAIRS),
         *(pytest.param((k, k), marks=pytest.mark.nightly) for k in IN_PAIRS),
         ("bf16", "int8"),
-        ("int4", "fp32"),
+        pytest.param(("int4", "fp32"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )
