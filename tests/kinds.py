@@ -1,8 +1,9 @@
 """Kinds that tests put together: each combination is a kernel of its own, and attention takes seconds to compile.
 
-Every kind but those of `LIKE_OTHERS` is stored, read and attended to by itself in every run, on every target. Of the kinds of K, of V and of
-queries that may meet beside that, the lists below name those that the CPU compiles in every run. The others have the
-marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the simulator compiles nothing.
+Every kind but those of `LIKE_OTHERS` is stored, read and attended to by itself in every run, on every target. Of the
+kinds of K, of V and of queries that may meet beside that, the lists below name those that the CPU compiles in every
+run. The others have the marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the
+simulator compiles nothing.
 """
 
 import naive
