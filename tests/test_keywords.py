@@ -88,8 +88,8 @@ def test_methods_say_it_too():
     pool = BlockPool(2, 2)
     with pytest.raises(TypeError, match=r"^BlockPool\.release\(\) .*'id'; did you mean `ids`\?"):
         pool.release(id=[0])
-    with pytest.raises(TypeError, match=r"^BlockPool\.find\(\) .*did you mean `digests`\?"):
-        pool.find(digest=None)
+    with pytest.raises(TypeError, match=r"^BlockPool\.ref_count\(\) .*; did you mean `ids`\?"):
+        pool.ref_count(id=[0])
 
 
 @pytest.mark.parametrize(
