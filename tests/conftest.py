@@ -116,8 +116,16 @@ def place_of(item) -> str:
 
 
 def is_nightly(item) -> bool:
-    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing."""
-    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    """Whether a test is for nightly runs only: it is marked so, and not for the simulator, which compiles nothing.
+
+    Or it asks of the CPU for a kind that another one stands for.
+    """
+    from kinds import is_like_others
+
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    target = params.get("target")
+    if target == "cpu" and is_like_others(item.path.parent.name, params.values()):
+        return True
     return item.get_closest_marker("nightly") is not None and (target != "cuda" or not SIMULATED)
 
 

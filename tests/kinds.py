@@ -1,8 +1,9 @@
 """Kinds that tests put together: each combination is a kernel of its own, and attention takes seconds to compile.
 
-Every kind is stored, read and attended to by itself in every run, on every target. Of the kinds of K, of V and of
-queries that may meet beside that, the lists below name those that the CPU compiles in every run. The others have the
-marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the simulator compiles nothing.
+Every kind but those of `LIKE_OTHERS` is stored, read and attended to by itself in every run, on every target. Of the
+kinds of K, of V and of queries that may meet beside that, the lists below name those that the CPU compiles in every
+run. The others have the marker `nightly` (``python -m pytest --nightly``). On CUDA all of them run always, as the
+simulator compiles nothing.
 """
 
 import naive
@@ -14,12 +15,27 @@ STORED = [*FLOATS, *naive.EVERYWHERE]
 #: Kinds of K and of V: codes beside floats, floats beside codes, codes of both kinds. K's side of the vector code and
 #: V's know nothing of each other, so each kind of arithmetic stands on each side once.
 APART = [("int8", "fp16"), ("fp32", "int8"), ("int8", "int4")]
-#: Kinds of both that meet queries in float64: stored so, and as codes, which are integers otherwise.
-IN_FLOAT64 = ["fp64", "int8"]
+#: Kinds of both that meet queries in float64; codes, which are integers otherwise, do so in nightly runs.
+IN_FLOAT64 = ["fp64"]
 #: From where to where rows are rotated, beside those that keep their kind.
 CONVERSIONS = [
     ("fp32", "fp64"), ("fp32", "fp16"), ("fp32", "bf16"), ("fp64", "fp32"), ("fp16", "fp32"), ("bf16", "fp32"),
 ]  # fmt: skip
+#: Kinds that differ from another one in how an element is converted, which `tests/rows` looks at in every run: where a
+#: test asks for one of them on the CPU, in these folders, it is for nightly runs. So fp8_e4m3 stands for both kinds of
+#: 8 bits, and in objects, which know no kinds, fp32 for fp64.
+LIKE_OTHERS = {"fp8_e5m2": ("kernels", "objects"), "fp64": ("objects",)}
+
+
+def is_like_others(folder, values):
+    """Whether parameters of a test name a kind that others stand for; some come as tuples."""
+    named = {
+        x
+        for value in values
+        for x in (value if isinstance(value, tuple) else (value,))
+        if isinstance(x, str)
+    }
+    return any(kind in named and folder in folders for kind, folders in LIKE_OTHERS.items())
 
 
 def attending(rows, order):

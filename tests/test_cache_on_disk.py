@@ -107,6 +107,7 @@ def test_an_edit_of_any_source_compiles_again(workplace, name):
     assert run(workplace)["misses"] == 0
 
 
+@pytest.mark.slow
 def test_results_follow_an_edited_row_function(workplace):
     assert run(workplace)["result"] == 1.0
     edited(

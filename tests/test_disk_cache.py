@@ -158,6 +158,27 @@ def test_an_edit_replaces_the_file(folder, monkeypatch):
     assert files(folder) == [file]
 
 
+def test_an_edit_under_a_running_process_leaves_nothing_for_others(folder, monkeypatch):
+    """It may run the old sources and read the new ones: what it compiles is found by nobody."""
+    digest = disk_cache.source_digest
+    assert digest.__wrapped__() == digest()
+    newest = max(path.stat().st_ctime for path in (disk_cache._PACKAGE / "rows").glob("*.py"))
+    monkeypatch.setattr(disk_cache, "_BEGUN", newest - 1e-3)
+    assert len({digest(), digest.__wrapped__(), digest.__wrapped__()}) == 3
+
+
+def test_a_folder_that_is_cleared_meanwhile_is_no_reason_to_warn(folder, monkeypatch):
+    replace = os.replace
+
+    def cleared(source, target):
+        os.unlink(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", cleared)
+    assert build() == "misses"
+    assert files(folder) == []
+
+
 def test_what_makes_another_kernel_makes_another_file(folder, monkeypatch):
     builds = [
         lambda: build(3),
@@ -233,6 +254,7 @@ def processes_of(folder, count):
     return printed
 
 
+@pytest.mark.slow
 def test_kernels_may_close_over_intrinsics_and_closures(tmp_path):
     """Three processes compile them at the same time; a later one finds them, whoever wrote last."""
     first = processes_of(tmp_path, 3)

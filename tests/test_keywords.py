@@ -8,7 +8,10 @@ import pytest
 
 import numkv
 from numkv.attention.sight import Visible
+from numkv.blocks import BlockPool
 from numkv.keywords import _NAMES, explain, meant
+from numkv.ray import ShardedKVCache
+from numkv.store import PrefixStore
 
 SIZES = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
 Q = np.ones((1, 4, 8), np.float32)
@@ -46,6 +49,9 @@ def test_a_cache_says_what_was_meant(name, said):
         (numkv.PagedKVCache, "kv_heads", "`num_kv_heads`"),
         (numkv.HeadCompressor, "capacit", ""),
         (numkv.SlidingWindowCache, "window_size", "`window_left`, earlier tokens"),
+        (BlockPool, "page_size", "`block_size`"),
+        (PrefixStore, "max_bytes", "`max_nbytes`"),
+        (ShardedKVCache, "kv_heads", "`num_kv_heads`"),
     ],
 )
 def test_other_objects_do_too(cls, name, said):
@@ -79,6 +85,11 @@ def test_methods_say_it_too():
     paged = numkv.PagedKVCache(**SIZES, num_blocks=4)
     with pytest.raises(TypeError, match=r"^PagedKVCache\.commit\(\) .*did you mean `token_ids`\?"):
         paged.commit(paged.reserve([paged.add()], [1]), input_ids=[1])
+    pool = BlockPool(2, 2)
+    with pytest.raises(TypeError, match=r"^BlockPool\.release\(\) .*'id'; did you mean `ids`\?"):
+        pool.release(id=[0])
+    with pytest.raises(TypeError, match=r"^BlockPool\.ref_count\(\) .*; did you mean `ids`\?"):
+        pool.ref_count(id=[0])
 
 
 @pytest.mark.parametrize(

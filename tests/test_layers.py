@@ -1,6 +1,7 @@
 """Imports point down the ladder of rooms that docs/architecture.md draws."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -48,9 +49,14 @@ FOREIGN = {  # what the rows may import beside each other, and the core beside i
 }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, within_functions: bool = True):
     """The import statements of a file."""
-    todo = [ast.parse(path.read_text())]
+    todo = [tree_of(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -59,7 +65,8 @@ def imports(path: Path, within_functions: bool = True):
             todo += ast.iter_child_nodes(node)
 
 
-def modules_of(path: Path, within_functions: bool = True) -> set[str]:
+@functools.cache
+def modules_of(path: Path, within_functions: bool = True) -> frozenset[str]:
     """Full names of the modules that a file imports."""
     found = set()
     for node in imports(path, within_functions):
@@ -71,7 +78,7 @@ def modules_of(path: Path, within_functions: bool = True) -> set[str]:
             found |= {f"{node.module}.{name}" for name in inner}
             if len(inner) < len(node.names):
                 found.add(node.module)
-    return found
+    return frozenset(found)
 
 
 def _is_module(base: str, name: str) -> bool:

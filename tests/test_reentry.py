@@ -13,7 +13,7 @@ import numkv
 from numkv.kernels.scratch import Workspaces
 
 
-@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_finalisers_and_signal_handlers_attend_in_the_middle_of_a_call(rounds):
     """Calls, each with an unreachable object whose finaliser attends to something else, then signals."""
     found = processes.run(

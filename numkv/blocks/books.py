@@ -22,13 +22,14 @@ from numkv.blocks.records import (
 )
 from numkv.blocks.turns import Turns, changes, looks
 from numkv.errors import NumkvError
+from numkv.keywords import Explained
 
 __all__ = ["Books"]
 
 log = logging.getLogger("numkv.blocks.pool")
 
 
-class Books:
+class Books(Explained):
     """The part of `BlockPool` that names no block's fate: see there."""
 
     def __init__(

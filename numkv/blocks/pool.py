@@ -53,7 +53,8 @@ class BlockPool(Books):
     Threads: any number may use one pool, as layers that share a `PagedPool` do. Operations are short, and a thread
     waits until another's is done. A call that comes out of an operation of the same thread (from `on_event`, a
     finaliser or a signal handler) may look, and gets `NumkvError` if it changes anything. Copies and pickles hold the
-    books as they are at that moment, without `on_event`. In a forked child the pool is as it was between operations.
+    books as they are at that moment, without `on_event`. In a forked child the pool is as it was between operations: a
+    fork waits for those of other threads, half a minute at most. Beyond that the child's calls raise `NumkvError`.
 
     Examples
     --------

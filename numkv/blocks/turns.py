@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from numkv.errors import NumkvError
+from numkv.keywords import explain
 
 __all__ = ["Turns", "changes", "looks"]
 
@@ -32,13 +33,15 @@ class Turns:
         Held during an operation. It lets its own thread in again, so that this is an error and no deadlock.
     inside : bool
         Whether an operation that changes something is under way.
+    torn : bool
+        Whether this is a forked child, and one was under way in a thread that it does not have.
     """
 
-    __slots__ = ("__weakref__", "inside", "lock")
+    __slots__ = ("__weakref__", "inside", "lock", "torn")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.inside = False
+        self.inside = self.torn = False
         _all.add(self)
 
     def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
@@ -59,8 +62,12 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
     @functools.wraps(method)
     def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         turns = self._turns
+        if _forking:
+            time.sleep(_MOMENT)
         with turns.lock:
             if turns.inside:
+                if turns.torn:
+                    raise _torn(self, name)
                 raise NumkvError(
                     f"{name}: this {type(self).__name__} is in the middle of another change, which this call comes "
                     "out of (`on_event`, a finaliser, a signal handler); make it when that is done"
@@ -68,6 +75,9 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
             turns.inside = True
             try:
                 return method(self, *args, **kwargs)
+            except TypeError as error:
+                explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+                raise
             finally:
                 turns.inside = False
 
@@ -76,13 +86,31 @@ def changes(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenat
 
 def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
     """Mark a method that reads the books: other threads' changes are over or have not begun."""
+    name = method.__name__
 
     @functools.wraps(method)
     def in_turn(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._turns.lock:
-            return method(self, *args, **kwargs)
+        turns = self._turns
+        if _forking:
+            time.sleep(_MOMENT)
+        with turns.lock:
+            if turns.torn:
+                raise _torn(self, name)
+            try:
+                return method(self, *args, **kwargs)
+            except TypeError as error:
+                explain(error, method, kwargs, f"{type(self).__name__}.{name}")
+                raise
 
     return in_turn
+
+
+def _torn(obj: object, name: str) -> NumkvError:
+    """The error in a child that was forked in the middle of a change."""
+    return NumkvError(
+        f"{name}: another thread was changing this {type(obj).__name__} when the process forked, for longer than the "
+        f"fork could wait ({_LONGEST_WAIT:g} s); fork while no thread uses it, or make another one in the child"
+    )
 
 
 # -- forks
@@ -90,31 +118,61 @@ def looks(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[
 # A fork waits until no other thread is inside an operation, so that the child finds sound books and free locks.
 
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()
-_held: list[Turns] = []
-_LONGEST_WAIT = 1.0
-"""Seconds that a fork waits at most: who holds a lock may be waiting for this thread."""
+_LONGEST_WAIT = 30.0
+"""Seconds that a fork waits at most, as who holds a lock may be waiting for this thread. Operations take microseconds;
+the first one of a process compiles, which takes many seconds on a busy machine. A child that does not get sound books
+has errors that say so."""
+
+
+_forking: list[None] = []
+"""As many as there are threads that wait to fork. Others let them go first, for a moment before each operation: they
+would get a lock that they have just given back sooner than a thread that has to wake up, again and again."""
+_MOMENT = 0.0005
+
+
+class _Held(threading.local):
+    """The turns that the thread has which forks: two may fork at once."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turns] = []
+
+
+_held = _Held()
+
+
+def _every() -> list[Turns]:
+    while True:
+        try:
+            return list(_all)
+        except RuntimeError:  # another thread has made one meanwhile
+            continue
 
 
 def _before_fork() -> None:
     until = time.monotonic() + _LONGEST_WAIT
-    for turns in list(_all):
-        if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            _held.append(turns)
+    _forking.append(None)
+    try:
+        for turns in _every():
+            if turns.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                _held.turns.append(turns)
+    finally:
+        _forking.pop()
 
 
 def _after_fork() -> None:
-    while _held:
-        _held.pop().lock.release()
+    held = _held.turns
+    while held:
+        held.pop().lock.release()
 
 
 def _after_fork_in_child() -> None:
-    held = list(_held)
+    held = set(map(id, _held.turns))
+    _forking.clear()
     _after_fork()
-    for turns in list(_all):
-        if (
-            turns not in held
-        ):  # in use by a thread that the child does not have; `inside` stays, and says so
+    for turns in _every():
+        if id(turns) not in held:  # in use by a thread that the child does not have
             turns.lock = threading.RLock()
+            turns.torn = turns.inside
 
 
 if hasattr(os, "register_at_fork"):

@@ -63,6 +63,7 @@ _NAME = re.compile(rf".+-[0-9a-f]{{32}}{re.escape(SUFFIX)}(\.\w+\.tmp)?")
 _SOURCES = ("blocks", "cells", "kernels", "rows")
 _DIGEST = hashlib.sha256().digest_size
 _HOUR = 3600
+_BEGUN = time.time()
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Settings of Numba that change the machine code.
 _SETTINGS = ("BOUNDSCHECK", "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "ENABLE_AVX", "DEBUGINFO_DEFAULT")  # fmt: skip
@@ -85,12 +86,18 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every source file that kernels are made of."""
-    digest = hashlib.sha256()
+    """Digest of every source file that kernels are made of.
+
+    One that has been changed since this process began may not be what it runs: then its kernels serve nobody else.
+    """
+    digest, changed = hashlib.sha256(), False
     for folder in _SOURCES:
         for path in sorted((_PACKAGE / folder).rglob("*.py")):
             digest.update(path.relative_to(_PACKAGE).as_posix().encode())
             digest.update(path.read_bytes())
+            changed |= path.stat().st_ctime > _BEGUN
+    if changed:
+        digest.update(os.urandom(16))
     return digest.hexdigest()
 
 
@@ -288,6 +295,8 @@ def save(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content)
+    except FileNotFoundError:
+        pass  # somebody clears the folder at this moment: the next process compiles again
     except OSError as error:
         warn_no_cache(str(error))
 

@@ -24,6 +24,7 @@ from numkv.caches.paged.arguments import ids_of_step, numbers_of_new_tokens, pro
 from numkv.caches.paged.store import Extra
 from numkv.checks import check_index, check_integers, check_size, host_array
 from numkv.errors import CacheFull, DimensionMismatch, NotSupported, NumkvError
+from numkv.keywords import Explained
 from numkv.ray.books import Sequence, after_step, shortened
 from numkv.ray.placing import Run, counts, place
 from numkv.ray.reading import ReadableShards
@@ -33,7 +34,7 @@ from numkv.ray.transport import Transport
 __all__ = ["ShardedKVCache"]
 
 
-class ShardedKVCache(ReadableShards):
+class ShardedKVCache(ReadableShards, Explained):
     """Keys and values of many sequences on many machines, with the interface of `numkv.PagedKVCache`.
 
     Parameters

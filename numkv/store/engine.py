@@ -502,8 +502,10 @@ class Engine:
 
     def close(self, timeout: float | None) -> int:
         """Write what waits, and take and give nothing any more."""
-        lost = 0 if self.closed else self.flush(timeout)
-        with self._changed:
+        with (
+            self._changed
+        ):  # which `flush` gives up while it waits: nothing is added after what it has waited for
+            lost = 0 if self.closed else self.flush(timeout)
             self.closed = True
             self._clean.clear()
             self._host_bytes = sum(x.nbytes for x in self._dirty.values())

@@ -29,6 +29,7 @@ _ABANDONED = 600.0
 #: Seconds that a process waits while another one evicts: that one may have been stopped for good.
 _PATIENCE = 10.0
 _SUFFIX = ".partial"
+_LOCK = ".evicting"
 
 
 class Jobs(Protocol):
@@ -166,20 +167,30 @@ class Folder:
 
     def entries(self) -> Iterator[Entry]:
         """All objects; what killed processes have left half written is deleted."""
+        now = self._now()
         for identity in _scan(self.root):
             if not identity.is_dir(follow_symlinks=False):
                 continue
             for part in _scan(identity.path):
                 if part.is_dir(follow_symlinks=False):
-                    yield from self._entries_in(f"{identity.name}/{part.name}")
+                    yield from self._entries_in(f"{identity.name}/{part.name}", now)
 
-    def _entries_in(self, folder: str) -> Iterator[Entry]:
+    def _now(self) -> float:
+        """The time by the clock that new files get theirs from, which may be that of another machine."""
+        lock = self._path(_LOCK)
+        try:
+            os.utime(lock)
+            return os.stat(lock).st_mtime
+        except OSError:  # nothing has been evicted so far
+            return time.time()
+
+    def _entries_in(self, folder: str, now: float) -> Iterator[Entry]:
         for file in _scan(self._path(folder)):
             try:
                 found = file.stat(follow_symlinks=False)
             except OSError:  # deleted meanwhile
                 continue
-            if file.name.endswith(_SUFFIX) and time.time() - found.st_mtime > _ABANDONED:
+            if file.name.endswith(_SUFFIX) and now - found.st_mtime > _ABANDONED:
                 with contextlib.suppress(OSError):
                     os.unlink(file.path)
             else:
@@ -218,7 +229,7 @@ class Folder:
             yield
             return
         try:
-            descriptor = os.open(self._path(".evicting"), os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(self._path(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:  # a full disk: all the more
             yield
             return
@@ -234,7 +245,12 @@ class Folder:
                 except OSError:  # a file system without locks
                     pass
                 break
-            yield
+            try:
+                yield
+            finally:
+                # A child that was forked meanwhile has the descriptor too, and with it the lock, until it ends.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 

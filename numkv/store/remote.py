@@ -136,7 +136,8 @@ class RemoteFolder:
         for path, info in found.items():
             stamp = _seconds(info)
             key = str(path)[str(path).rindex(self.root) + len(self.root) + 1 :]
-            if key.endswith(_SUFFIX) and time.time() - stamp > _ABANDONED:
+            # Without a time nobody can tell whether it is being written.
+            if key.endswith(_SUFFIX) and stamp and time.time() - stamp > _ABANDONED:
                 self.delete_bad(key)
             else:
                 yield Entry(key, int(info.get("size") or 0), stamp)
@@ -165,7 +166,7 @@ class RemoteFolder:
 
 
 def _seconds(info: dict[str, Any]) -> float:
-    """When an object was written."""
+    """When an object was written; 0 where the file system does not say."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         found = info.get(name)
         if isinstance(found, datetime.datetime):

@@ -6,6 +6,8 @@ import sys
 import processes
 import pytest
 
+pytestmark = pytest.mark.slow  # many processes
+
 STATE = """
 import ctypes, os
 from numba.np.ufunc import omppool

@@ -79,6 +79,7 @@ def fake_library(tmp_path, monkeypatch):
         library.close()
 
 
+@pytest.mark.slow
 def test_a_library_in_a_process(fake_library, rng, monkeypatch):
     library = fake_library()
     assert (library.peer, library.name, library.versions) == ("fake", "Fake", "Fake 1.0")
@@ -135,6 +136,7 @@ def test_workers_need_neither_numba_nor_numkv():
     subprocess.run([sys.executable, "-c", command], check=True, cwd=workers.ROOT)
 
 
+@pytest.mark.slow
 def test_all_processes_make_the_same_rows(tmp_path):
     commands = worker.Commands(numpy_)
     expected = problem_of(TINY, False, 7).expected

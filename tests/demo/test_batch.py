@@ -15,7 +15,7 @@ from numkv.demo.model import Model
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize("kinds", ["fp32", "int8/fp16"])
+@pytest.mark.parametrize("kinds", ["fp32", pytest.param("int8/fp16", marks=pytest.mark.nightly)])
 def test_blocks_do_not_matter(tmp_path, target, kinds, block_size):
     """To the last bit on the CPU, where contiguous and paged caches have one kernel."""
     write_checkpoint(tmp_path)

@@ -390,10 +390,10 @@ def test_cache_of_a_process_with_a_folder_of_its_own(tmp_path):
     ("arguments", "closed", "status", "printed"),
     [
         (["plan", "--layers", "1", "--kv-heads", "1", "--head-dim", "8"], ">&-", 0, ""),
-        (["cache"], ">&- 2>&-", 0, ""),
+        pytest.param(["cache"], ">&- 2>&-", 0, "", marks=pytest.mark.slow),
         (["--nonsense"], ">&-", 2, "numkv: unrecognized arguments: --nonsense (see numkv --help)\n"),
-        (["--nonsense"], "2>&-", 2, ""),
-        (["--nonsense"], "<&- >&- 2>&-", 2, ""),
+        pytest.param(["--nonsense"], "2>&-", 2, "", marks=pytest.mark.slow),
+        pytest.param(["--nonsense"], "<&- >&- 2>&-", 2, "", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_closed_streams(arguments, closed, status, printed):

@@ -21,7 +21,7 @@ def played(request):
         return
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(SHORT, "1")
-        yield 1, 4_000, math.inf, 1  # the same calls on every machine, however fast it is
+        yield 1, 3_000, math.inf, 1  # the same calls on every machine, however fast it is
 
 
 def test_nothing_is_found(played, capsys):
@@ -79,11 +79,13 @@ assert not any(dies(lambda: fill(y, 8)) for y in x)
 """
 
 
+@pytest.mark.slow
 def test_reading_and_writing_past_an_array_ends_the_process():
     found = run(PROBES)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_new_memory_is_poisoned():
     found = run("""
 import numpy as np
@@ -97,6 +99,7 @@ for shape in (3, (40, 40), 70_000):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_numkv_is_served_by_the_guarded_memory():
     """Its buffers, outputs and scratch: an output begins or ends with its page."""
     found = run("""

@@ -8,8 +8,8 @@ from quantised_stores import Stores, assert_int4_no_worse
 import numkv
 
 F32, BF16 = np.float32, naive.DTYPES["bf16"]
-#: Kinds of 16 bits are widened alike for INT8 and INT4: each stands beside one of the two in every run.
-SOURCES = ["fp32", pytest.param("fp16", marks=pytest.mark.nightly), "bf16"]
+#: Kinds of 16 bits are widened alike for INT8 and INT4; `test_append.py` has one beside each of the two in every run.
+SOURCES = ["fp32", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fp16", "bf16"))]
 # Whole groups, groups and a short one, a short one alone; on CUDA rows that are read in chunks and those that are not.
 DIMS = {"cpu": [2, 8, 30, 32, 34, 64, 80, 96, 128, 200], "cuda": [2, 32, 34, 80]}
 every_dim = pytest.mark.parametrize(

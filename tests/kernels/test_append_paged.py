@@ -9,6 +9,9 @@ import numkv
 
 F32, I32, I64 = np.float32, np.int32, np.int64
 KINDS = [*naive.DTYPES, "int8"]
+PAIRS = [pytest.param((k, k), marks=pytest.mark.nightly if k == "fp64" else []) for k in KINDS] + [
+    ("fp16", "int8")
+]
 STORED = ["fp32", "fp16", "bf16", "int8"]
 
 
@@ -32,7 +35,7 @@ SLOTS = [11, -1, 0, 5, 3, -1]
 
 @pytest.mark.boundscheck
 @pytest.mark.parametrize("dtype", [I32, I64])
-@pytest.mark.parametrize("kinds", [(k, k) for k in KINDS] + [("fp16", "int8")], ids=str)
+@pytest.mark.parametrize("kinds", PAIRS, ids=str)
 def test_append(target, to, host, rng, kinds, dtype):
     """-1 skips a row; the others go where they are sent, and nothing else changes."""
     (k_pool, v_pool), scales = paged_problems.pools(to, *kinds, dim_v=6)

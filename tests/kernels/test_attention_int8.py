@@ -48,7 +48,10 @@ def test_k_and_v_kinds_apart(target, to, host, rng, layout, k_kind, v_kind):
     tolerances.assert_lse_close(host(lse), want_lse, tolerances.INTEGERS)
 
 
-@pytest.mark.parametrize("q_kind", list(naive.DTYPES))
+@pytest.mark.parametrize(
+    "q_kind",
+    [pytest.param(k, marks=pytest.mark.nightly if k == "fp64" else []) for k in naive.DTYPES],
+)
 def test_a_cache_attends(target, to, host, rng, q_kind):
     cache = numkv.KVCache(1, 2, 8, head_dim_v=5, kind="int8", target=target)
     k, v = rng.standard_normal((9, 2, 8), F32), rng.standard_normal((9, 2, 5), F32)

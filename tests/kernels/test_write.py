@@ -182,9 +182,10 @@ def values(buffer, scale, kind, slots):
 
 @pytest.mark.boundscheck
 def _operations():
-    """All kinds by either operation; by slot, which changes only where rows go, the CPU compiles three in every run."""
+    """All kinds by either operation; of fp64 and by slot, where only the place changes, the CPU compiles few."""
     for kinds in KIND_TRIPLES:
-        yield pytest.param(kinds, False, id="-".join((*kinds, "write_rows")))
+        marks = pytest.mark.nightly if "fp64" in kinds else []
+        yield pytest.param(kinds, False, id="-".join((*kinds, "write_rows")), marks=marks)
         marks = [] if kinds in BY_SLOT else pytest.mark.nightly
         yield pytest.param(kinds, True, id="-".join((*kinds, "scatter_write")), marks=marks)
 

@@ -11,7 +11,10 @@ F32, BF16 = np.float32, naive.DTYPES["bf16"]
 
 @pytest.mark.parametrize(
     "kinds",
-    [("int4", "int4"), ("int8", "int4"), pytest.param(("int4", "bf16"), marks=pytest.mark.nightly)],
+    [
+        ("int4", "int4"),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in (("int8", "int4"), ("int4", "bf16"))),
+    ],
 )
 def test_a_fused_write_quantises_what_it_would_have_written(target, to, host, rng, kinds):
     heads, dim = 2, 34

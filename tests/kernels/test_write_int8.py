@@ -8,13 +8,14 @@ from messages import about
 import numkv
 
 F32 = np.float32
+KINDS = [("int8", "int8"), ("int8", "fp16"), pytest.param(("fp32", "int8"), marks=pytest.mark.nightly)]  # fmt: skip
 
 
 # ---------------------------------------------------------------- what may not be stored
 
 
 @pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int8", "fp16"), ("fp32", "int8")])
+@pytest.mark.parametrize("kinds", KINDS)
 def test_a_fused_write_looks_at_what_is_quantised(target, to, host, kinds, rotate):
     """Not at q, nor at what stays a float; `index` is the place in `qkv`."""
     layer = numkv.ContiguousLayer(
@@ -44,7 +45,7 @@ def test_a_fused_write_looks_at_what_is_quantised(target, to, host, kinds, rotat
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int8", "fp16"), ("fp32", "int8")])
+@pytest.mark.parametrize("kinds", KINDS)
 def test_a_fused_write_quantises_what_it_would_have_written(target, to, host, rng, layout, kinds):
     heads, dim = 2, 8
     cos, sin = (to(x) for x in naive.rope_tables(16, dim))

@@ -18,7 +18,7 @@ F32, I32, I64 = np.float32, np.int32, np.int64
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly), "int8"])
 def test_write_is_a_layers_write(target, to, host, rng, kind, mode):
     """Two ragged sequences at once; each as in a layer of its own, bit for bit."""
     heads, q_heads, dim, size = 2, 4, 8, 3

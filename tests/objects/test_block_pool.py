@@ -430,6 +430,7 @@ def manage(pool, ids, names, tokens, out):
     out[10] = pool.num_blocks
 
 
+@pytest.mark.slow
 def test_own_code():
     """Nopython code and Python methods work on the same books."""
     pool = BlockPool(6, SIZE)

@@ -20,7 +20,9 @@ def density(dim, bits):
     return t, weights / weights.sum(), cells
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    "bits", [1, 4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 7))]
+)
 @pytest.mark.parametrize("dim", DIMS)
 def test_levels_are_the_means_of_their_cells(dim, bits):
     t, weights, cells = density(dim, bits)

@@ -47,7 +47,7 @@ def slots(cache, positions):
         *((k, k) for k in KINDS if k not in IN_PAIRS),
         *(pytest.param((k, k), marks=pytest.mark.nightly) for k in IN_PAIRS),
         ("bf16", "int8"),
-        ("int4", "fp32"),
+        pytest.param(("int4", "fp32"), marks=pytest.mark.slow),
     ],
     ids="-".join,
 )
@@ -74,7 +74,9 @@ def test_own_code_appends_and_reads(rng, kinds):
         tolerances.assert_rows_close(layer.decode_attention(q), out, bound)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp16", "int4"))]
+)
 def test_a_paged_layer(rng, kind):
     """Own code follows the block table, as far as the layer has blocks."""
     pool = numkv.PagedPool(6, 3, 2, 4, kind=kind)

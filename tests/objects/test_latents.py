@@ -88,7 +88,9 @@ MODES = [numkv.QKMode.COPY, numkv.QKMode.HALF_SPLIT, numkv.QKMode.NORM_INTERLEAV
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["fp32", "bf16", "int8", pytest.param("int4", marks=pytest.mark.nightly)]
+)
 def test_write_in_one_pass(target, to, host, rng, kind, mode):
     """Norm of the latent alone, RoPE of the last elements alone, at each token's own position."""
     cos, sin = naive.rope_tables(40, ROTARY)

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from paged_caches import grow, make, outputs, queries, refused, rows, started, state_of, write
+from processes import PATIENCE
 from several_threads import in_threads
 
 import numkv
@@ -84,13 +85,13 @@ def test_a_second_writer_of_another_thread(to, monkeypatch):
 
     def slow(n):
         inside.set()
-        assert done.wait(120)
+        assert done.wait(PATIENCE)
         return allocate(n)
 
     monkeypatch.setattr(cache.blocks, "allocate", slow)
 
     def second():
-        assert inside.wait(120)
+        assert inside.wait(PATIENCE)
         try:
             for call in (cache.add, lambda: cache.remove(seq), cache.check):
                 with pytest.raises(numkv.NumkvError, match=BUSY):

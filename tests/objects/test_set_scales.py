@@ -174,6 +174,7 @@ def load(cache, layer, position, head, k, v):
     cache.load_v(layer, position, head, v)
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_the_scales_of_each_layer(rng):
     cache = numkv.KVCache(2, 2, 16, kind="fp8_e4m3", max_seq_len=4)
     k, v = rows(rng, 1)

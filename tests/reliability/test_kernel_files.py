@@ -200,6 +200,7 @@ def result(process):
     return misses, said
 
 
+@pytest.mark.slow
 def test_processes_that_find_damage_at_the_same_time(start, tmp_path):
     assert result(start()) == (2, [])
     for path in files(tmp_path):
@@ -256,6 +257,7 @@ def test_a_file_that_vanishes_while_a_folder_is_listed_hides_no_other(tmp_path, 
     assert disk_cache.kernel_files(tmp_path) == [kept]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_once(start, tmp_path):
     """Files cannot grow past 2,000 bytes, and then can."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))"

@@ -1,5 +1,7 @@
 """A row of every kind by the same calls: store, load, one element; in Python, as in the simulator, and compiled."""
 
+import functools
+
 import ml_dtypes
 import numba
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 
 import numkv
 from numkv.kinds import kinds
-from numkv.rows.codec import element_codec, row_codec, scales_at
+from numkv.rows import codec
+from numkv.rows.codec import scales_at
 
 NAMES = [kind.name for kind in kinds()]
 BITS = {"fp64": 52, "fp32": 23, "fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2}
@@ -15,6 +18,11 @@ LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 DTYPES = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 
+# All tests and sizes of rows go through the same machine code.
+row_codec, element_codec = map(functools.cache, (codec.row_codec, codec.element_codec))
+
+
+@functools.cache
 def compiled(function):
     @numba.njit
     def call(*args):

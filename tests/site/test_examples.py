@@ -69,6 +69,7 @@ def test_drop_by_attention():
     layer.check()
 
 
+@pytest.mark.slow
 def test_own_kernels():
     (mine, theirs), _ = run("own_kernels", tokens=20)
     assert np.allclose(mine, theirs, atol=1e-3)

@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from stored_prefixes import (
 import numkv
 from numkv.store import BlocksDropped, BlocksWritten, PrefixFound
 from numkv.store.bound import Bound
+from numkv.store.engine import FullBlock
 from numkv.store.folder import Folder
 
 
@@ -316,6 +318,41 @@ def test_what_a_killed_process_left_is_deleted(tmp_path):
     again.store.flush()
     assert (old.exists(), new.exists()) == (False, True)
     assert started(cache(store_in(tmp_path)), prompt(1))[1] == 20
+
+
+def test_how_old_a_file_is_says_the_clock_that_it_has_its_time_from(tmp_path, monkeypatch):
+    """With that of this machine, which is an hour ahead, a file that is being written would be gone."""
+    place = Folder(str(tmp_path), False)
+    place.write("a/b/c", [b"whole"], 1.0)
+    new = tmp_path / "a" / "b" / ".new.partial"
+    new.write_bytes(b"half")
+    ahead = SimpleNamespace(
+        time=lambda: time.time() + 3600, monotonic=time.monotonic, sleep=time.sleep
+    )
+    monkeypatch.setattr("numkv.store.folder.time", ahead)
+    assert Bound(place, 10).make_room(10) == 1
+    assert new.exists()
+
+
+def test_nothing_is_added_while_a_store_is_closed(tmp_path, monkeypatch):
+    """Neither after it has waited for what was there: nobody would write that."""
+    of = cache(store_in(tmp_path))
+    engine, section = of.store._engine, of._store.tiers._section
+    flush, late = engine.flush, threading.Thread(
+        target=lambda: engine.add_data(section, [(FullBlock(0, bytes(32), b"", 0), np.zeros(8, np.uint8))])
+    )  # fmt: skip
+
+    def waited(timeout):
+        lost = flush(timeout)
+        late.start()
+        late.join(0.1)
+        return lost
+
+    monkeypatch.setattr(engine, "flush", waited)
+    assert of.store.close() == 0
+    late.join()
+    now = of.store.stats()
+    assert (now.waiting, now.host_blocks, now.written, now.failed) == (0, 0, 0, 0)
 
 
 def test_blocks_that_others_are_writing_are_not_evicted(tmp_path, monkeypatch):

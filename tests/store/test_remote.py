@@ -7,6 +7,8 @@ from stored_prefixes import cache, check_rows, prompt, started
 
 import numkv
 from numkv.store import PrefixStore
+from numkv.store.bound import Bound
+from numkv.store.remote import RemoteFolder
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -115,6 +117,24 @@ def test_max_nbytes(place):
     if "bucket" not in place["place"]:  # whose times are whole seconds
         assert found == 20
     check_rows(last, seq, prompt(5))
+
+
+def test_without_times_nothing_that_is_being_written_is_deleted():
+    class Timeless(fsspec.implementations.memory.MemoryFileSystem):
+        store: dict[str, object] = {}
+        cachable = False
+
+        def find(self, *given, **options):
+            return {
+                name: {"size": x["size"]} for name, x in super().find(*given, **options).items()
+            }
+
+    files = Timeless()
+    files.pipe_file("/x/a/b/.new.partial", b"half")
+    files.pipe_file("/x/a/b/old", b"whole")
+    place = RemoteFolder(files, "/x")
+    assert Bound(place, 10).make_room(10) == 1
+    assert [entry.key for entry in place.entries()] == ["a/b/.new.partial"]
 
 
 def test_a_file_system_that_fails_costs_nothing_but_time():

@@ -14,12 +14,12 @@ and its next row lowers the number.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.blocks.turns import Turns
 from numkv.caches.paged.layers import Layers
 from numkv.errors import NotSupported
 from numkv.storage.pool import Pool
@@ -74,7 +74,7 @@ class BlockBounds:
             (target.zeros(shape, np.float32), target.zeros(shape, np.float32)) for _ in range(num_parts)
         ]  # fmt: skip
         self._covered, self._block_size = np.zeros((num_blocks, num_parts), np.int32), block_size
-        self._lock = threading.Lock()  # steps of several threads may read a prefix that they share
+        self._turns = Turns()  # steps of several threads may read a prefix that they share
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,9 @@ class BlockBounds:
             Which of them are of a step that may write to them, and to them again: no more is known of them afterwards.
         """
         low, high = self._arrays[part]
-        with self._lock:  # held until the kernel is done, or launched
+        # Held until the kernel is done, or launched. A signal handler that gets in between bounds the same rows of
+        # what is not written to.
+        with self._turns.lock:
             stale = (self._covered[blocks, part] < counts) | written
             if stale.any():
                 ids, where = np.unique(blocks[stale], return_inverse=True)

@@ -21,8 +21,8 @@ The threads are Numba's. Six things that Numba leaves open are settled here:
 - The ``workqueue`` layer ends the process when two Python threads launch at once: they take turns. The other layers
   take any number of launches.
 - GNU OpenMP cannot run after a fork: it would end the child, or hang. There, kernels run on one thread.
-- A fork in the middle of a compilation would leave the child with a lock that nobody gives back: forks wait until it
-  is done.
+- A fork in the middle of a compilation, or while threads are started, would leave the child with a lock that nobody
+  gives back: forks wait until that is done.
 """
 
 from __future__ import annotations
@@ -271,8 +271,19 @@ def _spins() -> int:
     return 0 if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ else SPINS
 
 
-def _after_fork() -> None:
-    """In a child: the parent's threads are not there, nor those that hold its locks."""
+def _before_fork() -> None:
+    # In this order, as who starts threads does not compile.
+    global_compiler_lock.acquire()
+    _state.starting.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    _state.starting.release()
+    global_compiler_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """The parent's threads are not there, nor those that hold its locks."""
     layer = parallel._threading_layer if parallel._is_initialized else None
     if layer == "omp":
         _state.alone = True
@@ -284,7 +295,7 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=_after_fork,
+        before=_before_fork,
+        after_in_parent=_after_fork_in_parent,
+        after_in_child=_after_fork_in_child,
     )
