@@ -153,7 +153,7 @@ def test_lines():
         "import",
     } <= set(names)
     assert {x.group for x in lines} == against.GROUPS.keys()
-    assert sum(x.group == against.ATTENTION for x in lines) == 13 * 5 * 2 + 2
+    assert sum(x.group == against.ATTENTION for x in lines) == 13 * 6 * 2 + 2
     picked = [x for x in names if re.search("^F/int8|^import$", x)]
     assert picked == ["F/int8", "F/int8 paged by 16", "import"]
 
@@ -214,7 +214,7 @@ def test_the_whole_program(monkeypatch, capsys, ratio, status):
     assert against.main(["main", "--lines", "^F/", "--repeat", "1"]) == status
     out = capsys.readouterr().out
     assert "this: here\nother: main" in out
-    assert f"| attention | {ratio:.3f} | 10 |" in out
+    assert f"| attention | {ratio:.3f} | 12 |" in out
 
 
 def test_bad_options(capsys):

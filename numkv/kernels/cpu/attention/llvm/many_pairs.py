@@ -119,8 +119,8 @@ def make_many_qk_of_pairs(kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            *rest, factor = unpack(context, b, sig.args, args)
-            _Pairs(b, kind, factor, *rest).emit()
+            data, q_at, count, *others, factor = unpack(context, b, sig.args, args)
+            _Pairs(b, kind, factor, data, q_at, *others).emit(count)
             return context.get_dummy_value()
 
         return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents, types.float32), codegen

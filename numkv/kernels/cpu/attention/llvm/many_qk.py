@@ -135,7 +135,8 @@ def make_many_qk(kind):
         i8 = types.int64
 
         def codegen(context, b, sig, args):
-            ProductsOfPanels(b, kind, *unpack(context, b, sig.args, args)).emit()
+            data, q_at, count, *others = unpack(context, b, sig.args, args)
+            ProductsOfPanels(b, kind, data, q_at, *others).emit(count)
             return context.get_dummy_value()
 
         return types.void(f, i8, i8, i8, i8, i8, i8, i8, i8, extents), codegen
@@ -149,13 +150,9 @@ class ProductsOfPanels:
     #: Elements of a row that a number in a panel stands for.
     elements = 1
 
-    def __init__(
-        self, b, kind, data, q_at, count, keys_at, step, size, tokens, s_at, asking, extents
-    ):
+    def __init__(self, b, kind, data, q_at, keys_at, step, size, tokens, s_at, asking, extents):
         self.b, self.v, self.data = b, Vectors(b, "float32"), data
-        self.q_at, self.count, self.keys_at, self.step, self.size = (
-            q_at, count, keys_at, step, size
-        )  # fmt: skip
+        self.q_at, self.keys_at, self.step, self.size = q_at, keys_at, step, size
         self.tokens, self.s_at = tokens, s_at
         streams = (ASK_K, extents), (ASK_V, b.gep(extents, [I64(EXTENTS)]))
         self.streams = [
@@ -163,9 +160,9 @@ class ProductsOfPanels:
             for bit, at in streams
         ]
 
-    def emit(self):
-        """The code: for rows that fill one vector, and for more."""
-        one = self.b.icmp_signed("<=", self.count, I64(self.v.lanes))
+    def emit(self, count):
+        """The code for `count` query rows: those that fill one vector, or more."""
+        one = self.b.icmp_signed("<=", count, I64(self.v.lanes))
         with self.b.if_else(one) as (of_one, of_more):
             with of_one:
                 self.emit_for(1)
