@@ -1,6 +1,6 @@
 """Attention of many query rows on tensor cores: prefill, and long chunks of it.
 
-A block takes an item: 64 query rows, sixteen for each warp, and the KV tiles that any of them sees, one after another.
+A block takes an item: 64 or 128 query rows, sixteen for each warp, and the KV tiles that any of them sees, in turn.
 K and V of the next tile are on their way to shared memory while this one is worked on; there is one barrier a tile.
 What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv:2307.08691), by the drawings of
 `numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
@@ -17,8 +17,9 @@ and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_codes`.
 
 Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
 bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
-queries are moved by a power of two to where float16 holds them. Weights of float16 are moved up by `LIFT` powers of
-two, as they would lose bits where they are small.
+queries are moved by a power of two to where float16 holds them; where tokens of K have scales, by the same one for all
+rows of an item that are large enough. Weights of float16 are moved up by `LIFT` powers of two, as they would lose bits
+where they are small.
 
 A tile that some rows do not see whole is masked. There a weight of 0 does not hide an infinite or NaN V from a row that
 does not see it: if the tile has one, such elements are put aside and replaced by zeros, and each row gets those that it
