@@ -193,9 +193,16 @@ def through_prefill(function):
 
 
 @through_prefill
-def codes(rng, shape, kind, q_kind, v_kind=None, *, block_size=16, spread=0, **options):
-    """Stored codes; scales of V of some tokens are up to ``10 ** spread`` times others."""
+def codes(
+    rng, shape, kind, q_kind, v_kind=None, *, block_size=16, spread=0, uneven=0, **options
+):  # fmt: skip
+    """Stored codes; scales of V of some tokens are up to ``10 ** spread`` times others, queries by ``10 ** uneven``."""
     problem = paged_problems.make(rng, shape, kind, q_kind, v_kind=v_kind, block_size=block_size)
+    q = problem.problem.q
+    powers = 10.0 ** rng.integers(-uneven, 1, (*q.shape[:2], 1))
+    q[:] = (q.astype(np.float64) * powers).astype(q.dtype)
+    if uneven:
+        q[3] = 0
     if problem.v_scale is not None:
         powers = 10.0 ** rng.integers(-spread, 1, problem.v_scale.shape[:3])
         powers = powers.reshape(*powers.shape, *[1] * (problem.v_scale.ndim - 3))
@@ -224,10 +231,12 @@ def add_codes(case):
     )
     for kind in ("int8", "int4"):
         case(codes, Shape(2, 1, 64, (130,), new=(80,)), kind, "fp16", spread=12)
+        case(codes, Shape(2, 1, 64, (130,), new=(80,)), kind, "bf16", uneven=20)
         case(codes, Shape(2, 1, 256, (130,), new=(80,), head_dim_v=64), kind, "bf16")
         options = {"logits_soft_cap": 1.5, "window_left": 20, "sinks": True, "sm_scale": -0.3}
         case(codes, Shape(2, 1, 64, (230,), new=(150,)), kind, "bf16", **options)
     case(codes, Shape(2, 1, 64, (130,), new=(80,)), "int8", "fp32")
+    case(codes, Shape(2, 1, 64, (130,), new=(80,)), "int8", "fp32", uneven=5, spread=3)
     case(codes, Shape(2, 1, 48, (130,), new=(80,), head_dim_v=16), "int8", "bf16", block_size=3)
     case(codes, Shape(1, 1, 192, (140,), new=(140,)), "int4", "bf16")
     for k_kind, v_kind in (("int8", "int4"), ("int8", "bf16"), ("fp16", "int8"), ("int4", "fp16")):

@@ -16,6 +16,7 @@ from numba.cuda.core.errors import NumbaPerformanceWarning
 
 from numkv.kernels.cuda import instructions as ops
 from numkv.kernels.cuda import widen
+from numkv.kernels.cuda.attention import prefill_codes
 from numkv.kernels.cuda.instructions import scalars
 from numkv.kernels.cuda.instructions.words_at import (
     load_pair_at,
@@ -316,3 +317,32 @@ def test_codes_become_floats_exactly(to):
     pairs = np.stack([nibbles[:, :4], nibbles[:, 4:]], 2)
     found = np.ascontiguousarray(got[:, 6:]).view(of).reshape(64, 4, 2)
     np.testing.assert_array_equal(found.astype(F32), pairs.astype(F32))
+
+
+def test_chunks_that_prefill_widens():
+    """Codes and 8-bit floats as float16, in their order; of INT4, levels times a scale, 2**-9 of that."""
+    kinds = ["int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+    int8, e4m3, e5m2, int4 = map(prefill_codes.make_elements, kinds)
+
+    def kernel(source, out):
+        t = cuda.threadIdx.x
+        x, y, z, w = source[t, 0], source[t, 1], source[t, 2], source[t, 3]
+        factor, offset = U32(0x3E003E00), U32(0xA4A0A4A0)  # 1.5 and -9.25 * 2**-9
+        a, b = int8(x, y, z, w, factor, offset), e4m3(x, y, z, w, factor, offset)
+        c, d = e5m2(x, y, z, w, factor, offset), int4(x, y, z, w, factor, offset)
+        for i in range(4):
+            for j in range(2):
+                out[t, 4 * j + i] = a[j][i]
+                out[t, 8 + 4 * j + i] = b[j][i]
+                out[t, 16 + 4 * j + i] = c[j][i]
+            for j in range(4):
+                out[t, 24 + 4 * j + i] = d[j][i]
+
+    codes = np.concatenate([np.random.default_rng(7).permutation(256) for _ in range(4)]).astype(U8)
+    codes = codes.reshape(64, 16)
+    got = run(kernel, codes.view(U32), np.zeros((64, 40), U32), threads=64).view(F16).astype(F32)
+    wide = codes.view(np.int8), *(codes.view(of) for of in CODES.values())
+    for i, (want, factor) in enumerate(zip(wide, (1, 2.0**-8, 1), strict=True)):
+        np.testing.assert_array_equal(got[:, 16 * i : 16 * i + 16], want.astype(F32) * F32(factor))
+    levels = np.concatenate([codes & 15, codes >> 4], axis=1) - 9.25
+    np.testing.assert_array_equal(got[:, 48:], (levels * 1.5 * 2.0**-9).astype(F16).astype(F32))

@@ -4,7 +4,7 @@
         [--tokens 256] [--page perf/results/NAME.md]
 
 The kernel's real PTX runs on the interpreter (`tools.cuda.ptx_machine`). What a KV tile takes is the difference
-between sequences of 1,024 and of 512 tokens that end with the same 48 queries. Its flop are those of two products of
+between sequences of 1,024 and of 512 tokens that end with the same 64 queries. Its flop are those of two products of
 64 query rows, the tile's tokens and the head dim. A whole prefill, of a sequence without a past, also has masked tiles,
 loads of queries and stores of results; its flop are those of visible pairs of a query and a token only. A kind is
 that of K and V, or theirs and the queries', with a colon between them; queries are bf16 where they cannot have it.
@@ -23,7 +23,7 @@ from tools.cuda import pages, ptx_device
 
 __all__ = ["executed", "tile_instructions"]
 
-BLOCK_SIZE, QUERIES, LENGTHS = 16, 48, (512, 1024)
+BLOCK_SIZE, QUERIES, LENGTHS = 16, 64, (512, 1024)
 
 
 def _words(x: Any, kind: str) -> Any:
@@ -66,7 +66,7 @@ def executed(
             return _words(draw(*shape, dim), kind), scales
         words = rng.integers(0, 100, (*shape, dim // of.elements_per_word)).astype(of.word)
         if of.scales_per == "head":
-            scales = np.ones(1, np.float32)
+            scales = np.full(1, 0.01, np.float32)
         elif of.scale_ndim == 3:
             scales = np.full(shape, 0.01, np.float32)
         else:

@@ -54,13 +54,12 @@ from numkv.kernels.cuda.attention.kernel import make_attention
 from numkv.kernels.cuda.attention.prefill import make_prefill
 from numkv.kernels.cuda.attention.prefill_sizes import (
     MOST_ROWS,
-    PREFILL_ROWS,
     fits_prefill,
     sizes_of_prefill,
 )
 from numkv.kernels.cuda.attention.sizes import Q_BYTES, V_WIDTHS, q_bytes, row_choices
 from numkv.kernels.cuda.attention.splits import LOG2_E, merge_splits, parts_of, room_for
-from numkv.kernels.cuda.launches import INDICES, array, jit, launch
+from numkv.kernels.cuda.launches import INDICES, Kernel, array, jit, launch
 from numkv.kernels.cuda.simd import STORED_ONLY, THREADS, WIDTH, aligned, ceil_div, compute_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
@@ -97,8 +96,9 @@ def _prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int, capped
         types.Tuple((*[types.int64] * 4, *[types.float32] * 2)), array(types.float32, 1),
         array(WORDS[q_kind], 3), array(types.float32, 2),
     )  # fmt: skip
-    blocks = sizes_of_prefill(q_kind, k_kind, v_kind, dim, dim_v).blocks
-    return jit(make_prefill, (q_kind, k_kind, v_kind, dim, dim_v, capped), signature, blocks)
+    key = q_kind, k_kind, v_kind, dim, dim_v
+    sizes = sizes_of_prefill(*key)
+    return Kernel(make_prefill, (*key, capped), signature, sizes.blocks, sizes.threads)
 
 
 def _launch_prefill(kinds, q, pools, batch, options, sm_scale, soft_cap, sinks, out, lse):
@@ -111,7 +111,7 @@ def _launch_prefill(kinds, q, pools, batch, options, sm_scale, soft_cap, sinks, 
     most = min(batch[1].shape[0], q.shape[0] // (most_tokens + 1))  # sequences with more queries
     launch(
         _prefill(*kinds, sizes.dim, sizes.dim_v, capped),
-        (rows // PREFILL_ROWS + most) * heads, THREADS,
+        (rows // sizes.rows + most) * heads, sizes.threads,
         q, *pools, *batch, (int(by_slot), shift_of(block_size), int(window_left), most_tokens,
         real(sm_scale if capped else sm_scale * LOG2_E), real(soft_cap)), sinks, out, lse,
         shared_bytes=sizes.shared_bytes,

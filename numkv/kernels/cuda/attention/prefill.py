@@ -1,6 +1,6 @@
 """Attention of many query rows on tensor cores: prefill, and long chunks of it.
 
-A block takes an item: 64 query rows, sixteen for each warp, and the KV tiles that any of them sees, one after another.
+A block takes an item: 64 or 128 query rows, sixteen for each warp, and the KV tiles that any of them sees, in turn.
 K and V of the next tile are on their way to shared memory while this one is worked on; there is one barrier a tile.
 What a warp has in registers is laid out as FlashAttention-2 does it (Dao, arXiv:2307.08691), by the drawings of
 `numkv.kernels.cuda.instructions.warps`, for its thread ``l``, ``g = l // 4``, ``t = l % 4``::
@@ -17,8 +17,9 @@ and two barriers a tile: see `numkv.kernels.cuda.attention.prefill_codes`.
 
 Queries that need more than 16 bits have two halves of 16, and take two products; so have their weights, and all of
 bfloat16, whose eight bits would add as much error as the result's own rounding. For a K of float16, rows of other
-queries are moved by a power of two to where float16 holds them. Weights of float16 are moved up by `LIFT` powers of
-two, as they would lose bits where they are small.
+queries are moved by a power of two to where float16 holds them; where tokens of K have scales, by the same one for all
+rows of an item that are large enough. Weights of float16 are moved up by `LIFT` powers of two, as they would lose bits
+where they are small.
 
 A tile that some rows do not see whole is masked. There a weight of 0 does not hide an infinite or NaN V from a row that
 does not see it: if the tile has one, such elements are put aside and replaced by zeros, and each row gets those that it
@@ -31,13 +32,11 @@ batch or the launch.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_factors, make_widen
+from numkv.kernels.cuda.attention.prefill_codes import head_factor, make_terms, make_widen
 from numkv.kernels.cuda.attention.prefill_copies import make_copy
 from numkv.kernels.cuda.attention.prefill_items import (
     ITEM_FIELDS,
@@ -45,6 +44,7 @@ from numkv.kernels.cuda.attention.prefill_items import (
     TilePlaces,
     make_places,
     make_prefill_items,
+    whole_tiles,
 )  # fmt: skip
 from numkv.kernels.cuda.attention.prefill_products import (
     FLOATS,
@@ -69,7 +69,6 @@ from numkv.kernels.cuda.instructions import (
     shuffle_xor_float,
 )  # fmt: skip
 from numkv.kernels.cuda.instructions.words_at import store_pair_at, store_word_at
-from numkv.kernels.cuda.launches import THREADS
 from numkv.rows.softmax import finish
 
 __all__ = ["make_prefill"]
@@ -82,13 +81,13 @@ SLACK = F(4)
 
 
 def make_softmax(V_KIND, CAPPED, SIZES):
-    """The functions that cap and mask scores, and turn them into packed weights."""
-    TILE, HALVES, TO_BASE_2 = SIZES.tile, SIZES.p_halves, F(LOG2_E)
+    """The functions that mask scores, and turn them into packed weights."""
+    TILE, HALVES = SIZES.tile, SIZES.p_halves
     OPERAND = FLOATS[OPERANDS[V_KIND]]
     pack, halves, LIFT = OPERAND.pack, OPERAND.halves, F(OPERAND.lift)
     SUMS, WEIGHTS = SIZES.padded_v // 2, TILE // 4
-    SCALED = SIZES.v.words > 0
-    _, load_logs, load_factors, _ = make_factors(SIZES)
+    V_SCALED, WHOLE = SIZES.v.words > 0, CAPPED or SIZES.scaled  # scores are in base 2 already
+    _, load_backs = make_terms(CAPPED, SIZES)
 
     @register_jitable
     def mask_row(c, row, r, tile, place):
@@ -112,30 +111,16 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                         c[4 * j + 2 + e] = MINUS_INF
 
     @register_jitable
-    def cap(c, scales, soft_cap):
-        """Cap scores, which leaves them in base 2."""
-        for r in range(2):
-            for j in range(TILE // 8):
-                for e in range(2):
-                    i = 4 * j + 2 * r + e
-                    c[i] = soft_cap * F(math.tanh(c[i] * scales[r] / soft_cap)) * TO_BASE_2
-
-    @register_jitable
-    def scale_of(state, r):
-        return F(1) if CAPPED else state.scales[r]
-
-    @register_jitable
-    def top_of(c, state, logs, r):
-        """The largest score of a row so far, with its token's power of two, or one that is little less."""
-        top, scale = MINUS_INF if SCALED else c[2 * r], scale_of(state, r)
+    def top_of(c, state, r):
+        """The largest score of a row so far, or one that is little less."""
+        top = c[2 * r]
         for j in range(TILE // 8):
             for e in range(2):
-                score = c[4 * j + 2 * r + e]
-                top = max(top, cuda.fma(score, scale, logs[2 * j + e]) if SCALED else score)
+                top = max(top, c[4 * j + 2 * r + e])
         top = max(top, shuffle_xor_float(top, 1))
         top = max(top, shuffle_xor_float(top, 2))
-        if not SCALED:
-            top *= scale
+        if not WHOLE:
+            top *= state.scales[r]
         return top if top > state.maxima[r] + SLACK else state.maxima[r]
 
     @register_jitable
@@ -144,16 +129,21 @@ def make_softmax(V_KIND, CAPPED, SIZES):
         return top if top > MINUS_INF else F(0)
 
     @register_jitable
-    def weigh_row(c, state, weights, factors, r):
-        scale, offset = scale_of(state, r), LIFT - base_of(state.maxima[r])
+    def weight_of(score, scale, offset):
+        return exp2_approx(score + offset if WHOLE else cuda.fma(score, scale, offset))
+
+    @register_jitable
+    def weigh_row(c, state, weights, backs, r):
+        scale, offset = state.scales[r], LIFT - base_of(state.maxima[r])
         for j in range(TILE // 8):
-            x = exp2_approx(cuda.fma(c[4 * j + 2 * r], scale, offset))
-            y = exp2_approx(cuda.fma(c[4 * j + 2 * r + 1], scale, offset))
-            if HALVES == 1 or SCALED:
+            x = weight_of(c[4 * j + 2 * r], scale, offset)
+            y = weight_of(c[4 * j + 2 * r + 1], scale, offset)
+            if V_SCALED:
+                state.totals[r] = cuda.fma(x, backs[2 * j], state.totals[r])
+                state.totals[r] = cuda.fma(y, backs[2 * j + 1], state.totals[r])
+            elif HALVES == 1:
                 state.totals[r] += x
                 state.totals[r] += y
-            if SCALED:
-                x, y = x * factors[2 * j], y * factors[2 * j + 1]
             if HALVES == 1:
                 weights[2 * j + r] = pack(x, y)
             else:
@@ -162,10 +152,9 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                 weights[WEIGHTS + 2 * j + r] = rest
 
     @register_jitable
-    def weigh(c, state, weights, floats, base, place):
+    def weigh(c, state, weights, backs, backs_from):
         """The weights of a tile relative to the rows' maxima; what there was is brought to the same."""
-        load_logs(floats, base, place)
-        top, other = top_of(c, state, floats, 0), top_of(c, state, floats, 1)
+        top, other = top_of(c, state, 0), top_of(c, state, 1)
         # That is rarely so after the first tile. Rows of the warp whose maximum stays are multiplied by exactly 1.
         if cuda.any_sync(0xFFFFFFFF, top > state.maxima[0] or other > state.maxima[1]):
             shrink = exp2_approx(state.maxima[0] - base_of(top))
@@ -178,11 +167,11 @@ def make_softmax(V_KIND, CAPPED, SIZES):
                 state.sums[4 * n + 2] *= other_shrink
                 state.sums[4 * n + 3] *= other_shrink
         state.maxima[0], state.maxima[1] = top, other
-        load_factors(floats, base, place)
-        weigh_row(c, state, weights, floats, 0)
-        weigh_row(c, state, weights, floats, 1)
+        load_backs(backs, backs_from)
+        weigh_row(c, state, weights, backs, 0)
+        weigh_row(c, state, weights, backs, 1)
 
-    return mask, cap, weigh
+    return mask, weigh
 
 
 def make_store(Q_KIND, V_KIND, SIZES):
@@ -229,12 +218,12 @@ def make_store(Q_KIND, V_KIND, SIZES):
 
 def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
     """The functions that say what scores of an item are multiplied by, and that attend to a tile in shared memory."""
-    TILE, K_BYTES = SIZES.tile, SIZES.k_bytes
+    K_BYTES = SIZES.k_bytes
     CODES = V_KIND == "int8"  # whose rows are finite, whatever there is
     K_BY_HEAD, K_FACTOR = SIZES.k.by_head, F(head_factor(K_KIND))
-    scale_scores, _, _, clean = make_factors(SIZES)
+    finish_scores, _ = make_terms(CAPPED, SIZES)
     score, add = make_scores(K_KIND, SIZES), make_sums(V_KIND, SIZES)
-    mask, cap, weigh = make_softmax(V_KIND, CAPPED, SIZES)
+    mask, weigh = make_softmax(V_KIND, CAPPED, SIZES)
     hide = make_poison(V_KIND, SIZES)
 
     @register_jitable
@@ -247,22 +236,21 @@ def make_attend_tile(Q_KIND, K_KIND, V_KIND, CAPPED, SIZES):
         return U32(0x80008000) if scale < 0 else U32(0), abs(scale)
 
     @register_jitable
-    def attend_tile(state, pieces, row, other, item, tile, number, missing, q_at, at, soft_cap):
-        """Attend to tile `number`, of tokens from `tile` on; `missing` if some of them lie outside of the pool."""
-        c, words, weights, loaded, floats, sizes, flags = pieces
-        base, here, k_lane, v_lane = at
+    def attend_tile(state, pieces, row, other, whole, tile, number, missing, at, uneven, soft_cap):
+        """Attend to tile `number`, of tokens from `tile` on; `missing` if some of them lie outside of the pool.
+
+        `whole` are the numbers of the first tile that all rows see whole, and of the first one after these.
+        """
+        c, words, weights, loaded, backs, sizes, flags = pieces
+        q_at, (terms, backs_from), here, k_lane, v_lane = at
         thread = I32(cuda.threadIdx.x) & I32(0x7FFFFFFF)
         place = thread & I32(3)
         score(c, words, q_at, loaded, k_lane)
-        scale_scores(c, floats, base, place)
-        if CAPPED:
-            cap(c, state.scales, soft_cap)
-        ragged = missing or tile < item.all_begin or tile + TILE > item.all_end
+        finish_scores(c, state.scales, terms, uneven, soft_cap)
+        ragged = missing or number < whole[0] or number >= whole[1]
         if ragged:
             mask(c, row, other, tile, place, sizes, number, missing)
-        weigh(c, state, weights, floats, base, place)
-        if ragged and CODES:
-            clean(c, weights)
+        weigh(c, state, weights, backs, backs_from)
         if ragged and not CODES:
             hide(state, weights, loaded, flags, number, here, here + K_BYTES, v_lane, thread)
         add(state, weights, loaded, v_lane)
@@ -287,10 +275,10 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
     Q_WORDS = 1 if SIZES.q_shared else SIZES.q_words
     SCORES, SUMS, WEIGHTS = TILE // 2, SIZES.padded_v // 2, TILE // 4 * SIZES.p_halves
     LOADED = 16  # words that `ldmatrix` loads at once
-    TABLE, SIZES_TABLE, FLOATS_OF_TOKENS = 2 * TILE, 4 * TILE, TILE // 4
+    TABLE, SIZES_TABLE, BACKS = (8 if SIZES.scaled else 4) * TILE, 4 * TILE, TILE // 4
+    THREADS, WARPS = SIZES.threads, SIZES.threads // 32
     K_SCALED, V_SCALED, WIDENED = SIZES.k.words > 0, SIZES.v.words > 0, SIZES.widened
-    K_TABLE, V_TABLE = TABLE if K_SCALED else 1, TABLE if V_SCALED else 1
-    number_items, put_prefill, find_prefill, describe_row = make_prefill_items()
+    number_items, put_prefill, find_prefill, describe_row = make_prefill_items(SIZES.rows, THREADS)
     locate = make_places(TILE, K_SCALED, V_SCALED)
     begin_copies, copy = make_copy(SIZES)
     widen, prepare = make_widen(SIZES)
@@ -316,27 +304,25 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         stages = cuda.shared.array(0, np.uint32)  # K and V of one or two tiles, then query rows
         counts = cuda.shared.array(THREADS, np.int64)
         found = cuda.shared.array(ITEM_FIELDS, np.int64)
-        k_at = cuda.shared.array(TABLE, np.int64)
-        v_at = cuda.shared.array(TABLE, np.int64)
-        k_scale_at = cuda.shared.array(K_TABLE, np.int64)
-        v_scale_at = cuda.shared.array(V_TABLE, np.int64)
+        rows_at = cuda.shared.array(TABLE, np.int64)
         sizes = cuda.shared.array(SIZES_TABLE, np.int32)
         lost = cuda.shared.array(4, np.int32)
         flags = cuda.shared.array(2, np.int32)  # whether the V of a tile is not finite
-        places = TilePlaces(k_at, v_at, k_scale_at, v_scale_at, sizes, lost)
+        powers = cuda.shared.array(WARPS, np.int32)
+        places = TilePlaces(rows_at, sizes, lost)
         pools = k, k_scale, v, v_scale
 
         words = cuda.local.array(Q_WORDS, np.uint32)
         loaded = cuda.local.array(LOADED, np.uint32)
         weights = cuda.local.array(WEIGHTS, np.uint32)
         c = cuda.local.array(SCORES, np.float32)
-        floats = cuda.local.array(FLOATS_OF_TOKENS, np.float32)
+        backs = cuda.local.array(BACKS, np.float32)
         maxima = cuda.local.array(2, np.float32)
         totals = cuda.local.array(2, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
         scales = cuda.local.array(2, np.float32)
         state = State(maxima, totals, sums, scales)
-        pieces = c, words, weights, loaded, floats, sizes, flags
+        pieces = c, words, weights, loaded, backs, sizes, flags
 
         base = shared_address(stages)
         sides = begin_copies(pools, places, base, thread)
@@ -346,7 +332,7 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
         k_lane = keep(U32(base + k_row * K_STEP + (lane >> I32(3) & I32(1)) * 16))
         v_lane = base + SIZES.k_bytes + (lane & I32(15)) * V_STEP + (lane >> I32(4)) * 16
         v_lane = keep(U32(v_lane))
-        prepare(base, thread)
+        ways = prepare(base, thread)
 
         count, before, items = number_items(batch, counts, thread)
         for number in range(I64(cuda.blockIdx.x), items, I64(cuda.gridDim.x)):
@@ -359,40 +345,45 @@ def make_prefill(Q_KIND, K_KIND, V_KIND, DIM, DIM_V, CAPPED):
             item = find_prefill(found)
             first = item.begin - item.begin % TILE
             tiles = I32((item.end - first + TILE - 1) // TILE)
-            locate(places, block_table, by_slot, shift, pools, item, first, 0, thread)
-            locate(places, block_table, by_slot, shift, pools, item, first + TILE, 1, thread)
+            whole = whole_tiles(item, first, TILE)
+            locate(places, block_table, by_slot, shift, pools, item, first, I32(0), thread)
+            locate(places, block_table, by_slot, shift, pools, item, first + TILE, I32(1), thread)
             cuda.syncthreads()
             if tiles > 0:
                 copy(sides, I32(0), False)
             own = warp * 16 + (lane >> I32(2))
             row, other = describe_row(batch, item, own), describe_row(batch, item, own + 8)
             sign, scale = scale_of(sm_scale, k_scale, item)
-            load_queries(q, row, other, sign, scale, scales, words, q_at, place)
+            scale, uneven = load_queries(
+                q, row, other, sign, scale, scales, powers, words, q_at, place, thread
+            )  # fmt: skip
             maxima[0] = maxima[1] = MINUS_INF
             totals[0] = totals[1] = F(0)
             for i in range(SUMS):
                 sums[i] = F(0)
-            for n in range(tiles):
-                tile, stage = first + n * TILE, I32((n & I32(1)) * STAGE)
+            n = I32(0)
+            while n < tiles:
+                tile, stage = first + I64(n) * TILE, I32((n & I32(1)) * STAGE)
                 cp_async_wait(0)
                 cuda.syncthreads()
                 if WIDENED:
-                    widen(base, thread)
+                    widen(ways, thread, scale)
                     cuda.syncthreads()
-                if n + 1 < tiles:
-                    plain = tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
-                    copy(sides, n + I32(1), plain)
-                if n + 2 < tiles:
+                if I32(n + 1) < tiles:
+                    plain = not WIDENED and tile + 2 * TILE <= item.end and lost[(n + 1) & 3] == 0
+                    copy(sides, I32(n + 1), plain)
+                if I32(n + 2) < tiles:
                     locate(
-                        places, block_table, by_slot, shift, pools, item, tile + 2 * TILE, n + I32(2), thread
+                        places, block_table, by_slot, shift, pools, item, tile + 2 * TILE, I32(n + 2), thread
                     )  # fmt: skip
                 if thread == 0:  # what nobody reads or writes now
                     lost[(n + 3) & 3] = 0
                     flags[(n + 1) & 1] = 0
-                at = base, base + stage, U32(k_lane + stage), U32(v_lane + stage)
+                at = q_at, ways[3], base + stage, U32(k_lane + stage), U32(v_lane + stage)
                 attend_tile(
-                    state, pieces, row, other, item, tile, n, lost[n & 3] != 0, q_at, at, soft_cap
+                    state, pieces, row, other, whole, tile, n, lost[n & 3] != 0, at, uneven, soft_cap
                 )  # fmt: skip
+                n = I32(n + 1)
             store(state, row, 0, v_scale, sinks, out, lse, place)
             store(state, other, 1, v_scale, sinks, out, lse, place)
 

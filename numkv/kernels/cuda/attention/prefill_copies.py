@@ -21,7 +21,6 @@ from numkv.kernels.cuda.instructions import (
     keep_address,
     shared_address,
 )  # fmt: skip
-from numkv.kernels.cuda.launches import THREADS
 
 __all__ = ["make_copy", "rows_at_once"]
 
@@ -39,17 +38,20 @@ class Side(NamedTuple):
     most: Any  #: 0 where its chunk is past the end of the pool's rows, 16 elsewhere
 
 
-def rows_at_once(tile: int, chunks: int) -> int:
+def rows_at_once(sizes: Any, chunks: int) -> int:
     """Rows that a block takes at once, a thread each of their chunks: as many as divide a tile."""
-    return max(n for n in range(1, THREADS // chunks + 1) if tile % n == 0)
+    return max(n for n in range(1, sizes.threads // chunks + 1) if sizes.tile % n == 0)
 
 
-def make_side(TILE, CHUNKS, STORED, STEP, NEXT_STAGE):
-    """The functions that copy rows of `STORED` chunks, and zeros up to `CHUNKS`, `STEP` bytes apart."""
-    ROWS = rows_at_once(TILE, CHUNKS)
-    COUNT, WHOLE = TILE // ROWS, CHUNKS == STORED
-    copy_rows = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, False)
-    copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True)
+def make_side(SIZES, CHUNKS, STORED, STEP, TABLE=0, TO=0):
+    """The functions that copy rows of `STORED` chunks, and zeros up to `CHUNKS`, `STEP` bytes apart.
+
+    `TABLE` and `TO` are added to the addresses of tables and shared memory.
+    """
+    TILE, NEXT_STAGE, ROWS = SIZES.tile, SIZES.next_stage, rows_at_once(SIZES, CHUNKS)
+    COUNT, WHOLE, ALL = TILE // ROWS, CHUNKS == STORED, SIZES.threads == ROWS * CHUNKS
+    copy_rows = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, False, TABLE, TO)
+    copy_sized = cp_async_16_rows(COUNT, 8 * ROWS, ROWS * STEP, True, TABLE, TO)
 
     @register_jitable
     def begin_side(thread, source, base, table, sizes):
@@ -61,7 +63,7 @@ def make_side(TILE, CHUNKS, STORED, STEP, NEXT_STAGE):
 
     @register_jitable
     def copy_side(side, number, plain):
-        if side.there:
+        if ALL or side.there:
             odd = U32(number & 1)
             to, table = side.to + odd * U32(NEXT_STAGE), side.table + odd * U32(8 * TILE)
             if WHOLE and plain:
@@ -79,8 +81,8 @@ def make_scales(TILE, WORDS, FIRST):
 
     @register_jitable
     def begin_scales(thread, scale, base, table, sizes):
-        token = thread - FIRST
-        there = WORDS > 0 and token >= 0 and token < TILE
+        token = I32(thread - FIRST)
+        there = token >= I32(0) and token < I32(TILE)
         return Side(
             keep_address(global_address(scale)), there, keep(U32(base + token * (4 * WORDS))),
             keep(U32(table + token * 8)), keep(U32(sizes + token * 4)), I32(0),
@@ -116,23 +118,29 @@ def make_copy(SIZES):
         k_sizes = SIZES.padded * 2 // CHUNK, K.chunks, SIZES.k_step
         v_sizes = SIZES.padded_v * 2 // CHUNK, V.chunks, SIZES.v_step
         K_FROM, V_FROM = 0, SIZES.k_bytes
-    begin_k, copy_k = make_side(TILE, *k_sizes, SIZES.next_stage)
-    begin_v, copy_v = make_side(TILE, *v_sizes, SIZES.next_stage)
+    # A thread's rows and chunks of V are as those of K where both have rows of the same size: so are most addresses.
+    ALIKE, V_TABLE = k_sizes == v_sizes, 16 * TILE
+    begin_k, copy_k = make_side(SIZES, *k_sizes)
+    begin_v, copy_v = make_side(SIZES, *v_sizes, *((V_TABLE, V_FROM - K_FROM) if ALIKE else ()))
     begin_k_scales, copy_k_scales = make_scales(TILE, K.words, 0)
-    begin_v_scales, copy_v_scales = make_scales(TILE, V.words, THREADS - TILE)
+    begin_v_scales, copy_v_scales = make_scales(TILE, V.words, SIZES.threads - TILE)
 
     @register_jitable
     def begin_copies(pools, places, base, thread):
         """A thread's part of all copies."""
         k, k_scale, v, v_scale = pools
-        sizes = shared_address(places.sizes)
-        k_table, v_table = shared_address(places.k_scale), shared_address(places.v_scale)
+        sizes, table = shared_address(places.sizes), shared_address(places.rows)
+        of_k = begin_k(thread, global_address(k), base + K_FROM, table, sizes)
+        if ALIKE:
+            source = keep_address(global_address(v) + of_k.source - global_address(k))
+            of_v = Side(source, of_k.there, of_k.to, of_k.table, of_k.sizes, of_k.most)
+        else:
+            of_v = begin_v(thread, global_address(v), base + V_FROM, table + V_TABLE, sizes)
         return (
-            begin_k(thread, global_address(k), base + K_FROM, shared_address(places.k), sizes),
-            begin_v(thread, global_address(v), base + V_FROM, shared_address(places.v), sizes),
-            begin_k_scales(thread, k_scale, base + K.scales, k_table, sizes),
-            begin_v_scales(thread, v_scale, base + V.scales, v_table, sizes),
-        )
+            of_k, of_v,
+            begin_k_scales(thread, k_scale, base + K.scales, table + 2 * V_TABLE, sizes),
+            begin_v_scales(thread, v_scale, base + V.scales, table + 3 * V_TABLE, sizes),
+        )  # fmt: skip
 
     @register_jitable
     def copy(sides, number, plain):

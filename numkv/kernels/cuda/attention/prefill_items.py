@@ -1,6 +1,6 @@
 """Which items the kernel for many query rows has, and where the rows of a KV tile lie.
 
-An item is `PREFILL_ROWS` query rows of a sequence (a row is a token and a q head of the group, the heads of a token one
+An item is 64 or 128 query rows of a sequence (a row is a token and a q head of the group, the heads of a token one
 after another) for one kv head. The host knows neither lengths nor query starts, so each block counts the items
 itself: a thread those of its sequences. The thread that has an item's sequence puts it down for the others.
 """
@@ -13,8 +13,7 @@ import numpy as np
 from numba import cuda
 from numba.extending import register_jitable
 
-from numkv.kernels.cuda.attention.prefill_sizes import PREFILL_ROWS
-from numkv.kernels.cuda.launches import THREADS, number_at
+from numkv.kernels.cuda.launches import number_at
 from numkv.kernels.cuda.simd import natural
 from numkv.rows.visible import visible_range, visible_to_all, visible_to_any
 
@@ -26,10 +25,12 @@ __all__ = [
     "TilePlaces",
     "make_places",
     "make_prefill_items",
+    "whole_tiles",
 ]
 
 #: Longer than any sequence, and far from overflowing.
 FAR = 1 << 40
+I32 = np.int32
 
 
 class PrefillBatch(NamedTuple):
@@ -74,10 +75,7 @@ class QueryRow(NamedTuple):
 class TilePlaces(NamedTuple):
     """Where the rows of KV tiles lie, in shared memory: bytes from the starts of the pools and of their scales."""
 
-    k: Any  #: of even and odd tiles
-    v: Any
-    k_scale: Any
-    v_scale: Any
+    rows: Any  #: of K of even and odd tiles, then of V, of scales of K and of scales of V
     sizes: Any  #: of four tiles: 16, or 0 for tokens that do not count
     lost: Any  #: of four tiles: whether there are tokens that lie outside of the pool
 
@@ -86,8 +84,15 @@ class TilePlaces(NamedTuple):
 ITEM_FIELDS = len(PrefillItem._fields)
 
 
-def make_prefill_items():
-    """The functions that count a call's items and find one."""
+@register_jitable
+def whole_tiles(item, first, TILE):
+    """The numbers of the first tile that all rows see whole, and of the one after the last; tiles start at `first`."""
+    begin = max(item.all_begin - first, np.int64(0)) + TILE - 1
+    return I32(begin // TILE), I32(max(item.all_end - first, np.int64(0)) // TILE)
+
+
+def make_prefill_items(ROWS, THREADS):
+    """The functions that count a call's items, of so many rows, and find one, by so many threads."""
 
     @register_jitable
     def queries_of(batch, b):
@@ -107,7 +112,7 @@ def make_prefill_items():
 
     @register_jitable
     def count_of(batch, tokens):
-        return (tokens * batch.group + PREFILL_ROWS - 1) // PREFILL_ROWS * batch.heads
+        return (tokens * batch.group + ROWS - 1) // ROWS * batch.heads
 
     @register_jitable
     def count_prefill(batch, thread):
@@ -131,9 +136,9 @@ def make_prefill_items():
             b += 1
             start, tokens = queries_of(batch, b)
         # Later rows see more: take them first.
-        row_blocks = (tokens * batch.group + PREFILL_ROWS - 1) // PREFILL_ROWS
-        row = (row_blocks - 1 - inner // batch.heads) * PREFILL_ROWS
-        rows = min(np.int64(PREFILL_ROWS), tokens * batch.group - row)
+        row_blocks = (tokens * batch.group + ROWS - 1) // ROWS
+        row = (row_blocks - 1 - inner // batch.heads) * ROWS
+        rows = min(np.int64(ROWS), tokens * batch.group - row)
         length = min(max(number_at(batch.seq_lens, b), np.int64(0)), np.int64(FAR))
         first = row // batch.group
         queries = (row + rows - 1) // batch.group + 1 - first
@@ -221,13 +226,13 @@ def make_places(TILE, K_SCALED, V_SCALED):
                 if block < 0 or block >= k.shape[0]:
                     block, offset, size = np.int64(0), np.int64(0), np.int32(0)
                     places.lost[number & 3] = 1
-            at = (number & 1) * TILE + thread
-            places.k[at] = place_of(k, block, item.head, offset)
-            places.v[at] = place_of(v, block, item.head, offset)
+            at = I32((number & 1) * TILE + thread) & I32(0x7FFFFFFF)
+            places.rows[at] = place_of(k, block, item.head, offset)
+            places.rows[at + 2 * TILE] = place_of(v, block, item.head, offset)
             if K_SCALED:
-                places.k_scale[at] = place_of(k_scale, block, item.head, offset)
+                places.rows[at + 4 * TILE] = place_of(k_scale, block, item.head, offset)
             if V_SCALED:
-                places.v_scale[at] = place_of(v_scale, block, item.head, offset)
+                places.rows[at + 6 * TILE] = place_of(v_scale, block, item.head, offset)
             places.sizes[(number & 3) * TILE + thread] = size
 
     return locate

@@ -20,12 +20,12 @@ from numkv.kernels.cuda.instructions import (
     mma_fp16,
     pack_bf16,
     pack_fp16,
+    shuffle_xor,
     shuffle_xor_float,
     store_shared_16,
     unpack_fp16,
 )  # fmt: skip
 from numkv.kernels.cuda.instructions.words_at import load_pair_at, load_word_at
-from numkv.kernels.cuda.launches import THREADS
 from numkv.kernels.cuda.widen import halves_bf16, halves_fp16, unpack_bf16
 from numkv.rows.convert import codec
 
@@ -35,6 +35,8 @@ __all__ = [
 
 F, I32, I64, U32 = np.float32, np.int32, np.int64, np.uint32
 MINUS_INF = F(-np.inf)
+#: In place of the exponent of a row that has no largest element: all zeros, or not finite.
+NOTHING = I32(127)
 
 
 class Operand(NamedTuple):
@@ -85,19 +87,17 @@ def in_turn(steps):
     return both
 
 
-def make_load_queries(Q_KIND, K_KIND, SIZES):
-    """The function that puts a thread's part of its query rows into registers or shared memory, as fragments of A."""
-    OPERAND = FLOATS[OPERANDS[K_KIND]]
-    pack, halves = OPERAND.pack, OPERAND.halves
-    SAME, WHOLE = OPERANDS[K_KIND] == Q_KIND, SIZES.q_halves == 1
-    PARTS, IN_SHARED, BYTES = SIZES.padded // 16, SIZES.q_shared, 4 if Q_KIND == "fp32" else 2
-    # Where K is float16, and queries are not, rows are moved by a power of two.
-    MOVED = OPERANDS[K_KIND] == "fp16" and not SAME
+def make_powers(Q_KIND, SIZES, TOGETHER):
+    """The function that says by which powers of two a thread's rows are moved to where float16 holds them.
+
+    They are the same for an item's rows if `TOGETHER`, but for rows that are `NEAR` powers smaller, or more.
+    """
+    WARPS, NEAR = SIZES.threads // 32, 12
     load, _ = codec(Q_KIND, "float32")
 
     @register_jitable
     def power_for(q, row, place):
-        """The exponent that brings a row's largest element to 2**14; 0 if there is no such one."""
+        """The exponent that brings a row's largest element to 2**14; `NOTHING` if there is no such one."""
         top = F(0)
         for d in range(place, q.shape[2], 4):
             top = max(top, abs(load(q[row.token, row.head, d])))
@@ -106,11 +106,64 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
         exponent = I32(U32(top.view(U32)) >> U32(23))
         if exponent > 0 and exponent < 255:
             return min(max(I32(14 + 127) - exponent, I32(-100)), I32(100))
-        return I32(0)
+        return NOTHING
 
     @register_jitable
     def float_of(exponent):
         return U32(U32(exponent + I32(127)) << U32(23)).view(np.float32)
+
+    @register_jitable
+    def common_power(exponent, powers, thread):
+        """The least exponent of a block's rows; `powers` has a number for each warp."""
+        least = U32(exponent + I32(128))
+        for lanes in (4, 8, 16):
+            least = min(least, shuffle_xor(least, U32(lanes)))
+        powers[thread >> I32(5)] = I32(least) - I32(128)
+        cuda.syncthreads()
+        found = powers[0]
+        for w in range(1, WARPS):
+            found = min(found, powers[w])
+        return found if found < NOTHING else I32(0)
+
+    @register_jitable
+    def near_to(exponent, common):
+        """The common exponent, where a row loses nothing by it."""
+        return exponent if exponent < NOTHING and exponent - common > I32(NEAR) else common
+
+    @register_jitable
+    def powers_for(q, row, other, scale, scales, powers, place, thread):
+        """What a thread's rows are multiplied by, and what the scores of all rows are multiplied by then.
+
+        `scales` gets what scores of each row are multiplied by besides.
+        """
+        exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
+        if TOGETHER:
+            common = common_power(min(exponent, other_exponent), powers, thread)
+            exponent, other_exponent = near_to(exponent, common), near_to(other_exponent, common)
+            scales[0] = float_of(max(common - exponent, I32(-126)))
+            scales[1] = float_of(max(common - other_exponent, I32(-126)))
+            scale *= float_of(-common)
+        else:
+            exponent = exponent if exponent < NOTHING else I32(0)
+            other_exponent = other_exponent if other_exponent < NOTHING else I32(0)
+            scales[0], scales[1] = scale * float_of(-exponent), scale * float_of(-other_exponent)
+        return float_of(exponent), float_of(other_exponent), scale
+
+    return powers_for
+
+
+def make_load_queries(Q_KIND, K_KIND, SIZES):
+    """The function that puts a thread's part of its query rows into registers or shared memory, as fragments of A."""
+    OPERAND = FLOATS[OPERANDS[K_KIND]]
+    pack, halves = OPERAND.pack, OPERAND.halves
+    SAME, WHOLE = OPERANDS[K_KIND] == Q_KIND, SIZES.q_halves == 1
+    PARTS, IN_SHARED, BYTES = SIZES.padded // 16, SIZES.q_shared, 4 if Q_KIND == "fp32" else 2
+    STEP_OF_QUERIES = 16 * SIZES.threads
+    # Where K is float16, and queries are not, rows are moved by a power of two. It is the same one for an item's rows
+    # where tokens have scales of K, so that it becomes a part of these.
+    MOVED = OPERANDS[K_KIND] == "fp16" and not SAME
+    TOGETHER = MOVED and SIZES.k.words > 0
+    powers_for = make_powers(Q_KIND, SIZES, TOGETHER)
 
     @register_jitable
     def words_of(at, sign, power):
@@ -142,9 +195,9 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
                 a2, low2 = words_of(at + AT + 8 * BYTES, sign, power)
                 a3, low3 = words_of(other + AT + 8 * BYTES, sign, other_power)
             if IN_SHARED:
-                store_shared_16(q_at + S * (16 * THREADS), a0, a1, a2, a3)
+                store_shared_16(q_at + S * STEP_OF_QUERIES, a0, a1, a2, a3)
                 if not WHOLE:
-                    store_shared_16(q_at + (PARTS + S) * (16 * THREADS), low0, low1, low2, low3)
+                    store_shared_16(q_at + (PARTS + S) * STEP_OF_QUERIES, low0, low1, low2, low3)
             else:
                 words[4 * S], words[4 * S + 1], words[4 * S + 2], words[4 * S + 3] = a0, a1, a2, a3
 
@@ -155,9 +208,9 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
         def step(at, other, sign, power, other_power, words, q_at):
             zero = U32(0)
             if IN_SHARED:
-                store_shared_16(q_at + S * (16 * THREADS), zero, zero, zero, zero)
+                store_shared_16(q_at + S * STEP_OF_QUERIES, zero, zero, zero, zero)
                 if not WHOLE:
-                    store_shared_16(q_at + (PARTS + S) * (16 * THREADS), zero, zero, zero, zero)
+                    store_shared_16(q_at + (PARTS + S) * STEP_OF_QUERIES, zero, zero, zero, zero)
             else:
                 words[4 * S] = words[4 * S + 1] = words[4 * S + 2] = words[4 * S + 3] = zero
 
@@ -178,35 +231,50 @@ def make_load_queries(Q_KIND, K_KIND, SIZES):
     )
 
     @register_jitable
-    def load_queries(q, row, other, sign, scale, scales, words, q_at, place):
-        """Those of a thread's two rows; `scales` gets what their scores are multiplied by."""
+    def load_queries(q, row, other, sign, scale, scales, powers, words, q_at, place, thread):
+        """Those of a thread's two rows.
+
+        Returns what scores are multiplied by, and whether rows of the warp differ. `scales` gets what each row's are
+        multiplied by: in place of the former, or besides it where tokens of K have scales.
+        """
         scales[0] = scales[1] = scale
         power = other_power = F(1)
         if MOVED:
-            exponent, other_exponent = power_for(q, row, place), power_for(q, other, place)
-            power, other_power = float_of(exponent), float_of(other_exponent)
-            scales[0], scales[1] = scale * float_of(-exponent), scale * float_of(-other_exponent)
+            found = powers_for(q, row, other, scale, scales, powers, place, thread)
+            power, other_power, scale = found
         at, other_at = row_at(q, row, place), row_at(q, other, place)
         load_words(at, other_at, sign, power, other_power, words, q_at)
+        uneven = TOGETHER and cuda.any_sync(0xFFFFFFFF, scales[0] != F(1) or scales[1] != F(1))
+        return scale, uneven
 
     return load_queries
 
 
 def make_scores(K_KIND, SIZES):
-    """The function that multiplies a warp's query rows by a KV tile's K."""
+    """The function ``score(c, words, q_at, k_words, k_at)`` that multiplies a warp's query rows by a KV tile's K."""
     TILE, PARTS, IN_SHARED, HALVES = SIZES.tile, SIZES.padded // 16, SIZES.q_shared, SIZES.q_halves
+    STEP_OF_QUERIES = 16 * SIZES.threads
     mma = FLOATS[OPERANDS[K_KIND]].mma
 
-    @register_jitable
-    def add_products(c, a0, a1, a2, a3, k_words):
-        for j in range(TILE // 8):
-            d = mma(
-                a0, a1, a2, a3, k_words[2 * j], k_words[2 * j + 1], c[4 * j], c[4 * j + 1], c[4 * j + 2],
-                c[4 * j + 3],
-            )  # fmt: skip
-            c[4 * j], c[4 * j + 1], c[4 * j + 2], c[4 * j + 3] = d
+    def make_products(FIRST):
+        """The function that adds products to scores, or begins with them."""
+
+        @register_jitable
+        def add_products(c, a0, a1, a2, a3, k_words):
+            zero = F(0)
+            for j in range(TILE // 8):
+                n = 4 * j
+                b0, b1 = k_words[2 * j], k_words[2 * j + 1]
+                old = (zero, zero, zero, zero) if FIRST else (c[n], c[n + 1], c[n + 2], c[n + 3])
+                d = mma(a0, a1, a2, a3, b0, b1, old[0], old[1], old[2], old[3])
+                c[n], c[n + 1], c[n + 2], c[n + 3] = d
+
+        return add_products
+
+    add_products = make_products(False)
 
     def make_step(S):
+        first_products = make_products(S == 0)
         # Sixteen columns of all tokens: four matrices for each sixteen tokens.
         load = ldmatrix_x4_into(TILE // 16, 16 * SIZES.k_step, False, 32 * S)
 
@@ -214,24 +282,18 @@ def make_scores(K_KIND, SIZES):
         def step(c, words, q_at, k_words, k_at):
             load(k_at, k_words)
             if IN_SHARED:
-                for h in range(HALVES):
-                    a = load_shared_16(q_at + (h * PARTS + S) * (16 * THREADS))
+                a = load_shared_16(q_at + S * STEP_OF_QUERIES)
+                first_products(c, a[0], a[1], a[2], a[3], k_words)
+                if HALVES > 1:
+                    a = load_shared_16(q_at + (PARTS + S) * STEP_OF_QUERIES)
                     add_products(c, a[0], a[1], a[2], a[3], k_words)
             else:
                 w = 4 * S
-                add_products(c, words[w], words[w + 1], words[w + 2], words[w + 3], k_words)
+                first_products(c, words[w], words[w + 1], words[w + 2], words[w + 3], k_words)
 
         return step
 
-    multiply = in_turn([make_step(s) for s in range(PARTS)])
-
-    @register_jitable
-    def score(c, words, q_at, k_words, k_at):
-        for i in range(TILE // 2):
-            c[i] = F(0)
-        multiply(c, words, q_at, k_words, k_at)
-
-    return score
+    return in_turn([make_step(s) for s in range(PARTS)])
 
 
 def make_sums(V_KIND, SIZES):
@@ -287,7 +349,7 @@ def make_poison(V_KIND, SIZES):
     more: 1 for infinity, 128 for minus infinity, 16,384 for NaN, 0 for all that is finite. A product of these with
     ones, where a row's weight is not 0, counts for each row and column what the row sees; it is added.
     """
-    TILE, V_STEP = SIZES.tile, SIZES.v_step
+    TILE, V_STEP, THREADS = SIZES.tile, SIZES.v_step, SIZES.threads
     OPERAND = FLOATS[OPERANDS[V_KIND]]
     mma, ONE, EXPONENT = OPERAND.mma, OPERAND.ones & 0xFFFF, OPERAND.exponent
     PLUS, MINUS, NAN = OPERAND.codes

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numkv.kernels.cuda.launches import SIMULATED, THREADS, shared_bytes
+from numkv.kernels.cuda.launches import SIMULATED, shared_bytes
 from numkv.kernels.cuda.simd import aligned
 from numkv.kernels.cuda.streams import current
 from numkv.kinds import kind
 
 __all__ = [
-    "CHUNK", "MOST_DIM", "MOST_ROWS", "OPERANDS", "PREFILL_ROWS", "PrefillSide", "PrefillSizes", "fits_prefill",
-    "sizes_of_prefill",
+    "CHUNK", "MOST_DIM", "MOST_ROWS", "OPERANDS", "PrefillSide", "PrefillSizes", "fits_prefill", "sizes_of_prefill",
 ]  # fmt: skip
 
-#: Query rows of an item: sixteen for each of four warps, as a product of matrices has.
-PREFILL_ROWS = 64
+#: Query rows of a warp, as a product of matrices has.
+WARP_ROWS = 16
 #: Sequences with more query rows of a kv head than that are this kernel's, if it takes a call at all; whatever else is
 #: in the batch, so that a sequence's result does not depend on it.
 MOST_ROWS = 128
@@ -41,18 +40,21 @@ class PrefillSide(NamedTuple):
     by_head: bool  #: whether a head has a scale
     rows: int  #: bytes from the start of shared memory to the rows as they are stored, one after another
     scales: int  #: to scales as they are stored
-    factors: int  #: to float32 that scores or weights of a token are multiplied by
-    logs: int  #: to powers of two that factors of V are below
 
 
 class PrefillSizes(NamedTuple):
     """Constants of a kernel."""
 
+    threads: int  #: of a block
+    rows: int  #: query rows of an item, sixteen for each warp
     widened: (
         bool  #: whether rows are copied as they are stored, and made 16-bit floats in shared memory
     )
+    scaled: bool  #: whether tokens of K or V have scales
     k: PrefillSide
     v: PrefillSide
+    terms: int  #: bytes from the start of shared memory to what scores of tokens become linear by; see `make_terms`
+    backs: int  #: to float32 that take scales of V out of weights again
     tile: int  #: tokens of a KV tile
     dim: int  #: columns of K
     dim_v: int  #: and of V
@@ -77,13 +79,11 @@ def _padded(dim: int) -> int:
 
 
 def _side(name: str, dim: int, tile: int, start: int) -> tuple[PrefillSide, int]:
-    """A side whose rows lie in shared memory from `start` on, and where they end."""
+    """A side whose rows lie in shared memory from `start` on, and where they and their scales end."""
     of = kind(name)
     bits = int(8 * of.bytes_per_element)
     words = of.scales_per_row(dim) if name == "int8" else -(-of.scales_per_row(dim) // 2)
     scales = start + tile * -(-dim * bits // 8)
-    factors = scales + tile * 4 * words
-    logs = factors + tile * 4 * (words > 0)
     side = PrefillSide(
         kind=name,
         bits=bits,
@@ -92,10 +92,8 @@ def _side(name: str, dim: int, tile: int, start: int) -> tuple[PrefillSide, int]
         by_head=of.scales_per == "head",
         rows=start,
         scales=scales,
-        factors=factors,
-        logs=logs,
     )
-    return side, logs + tile * 4 * (words > 0)
+    return side, scales + tile * 4 * words
 
 
 def sizes_of_prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int) -> PrefillSizes:
@@ -111,12 +109,21 @@ def sizes_of_prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int
     stage = k_bytes + tile * v_step
     k, end = _side(k_kind, dim, tile, stage)
     v, end = _side(v_kind, dim_v, tile, end)
-    widened = min(k.bits, v.bits) < 16
-    queries = end if widened else 2 * stage
+    widened, scaled = min(k.bits, v.bits) < 16, k.words + v.words > 0
+    terms = -(-end // CHUNK) * CHUNK
+    backs = terms + 8 * tile * scaled
+    queries = backs + 4 * tile * scaled if widened else 2 * stage
+    # Widening is for all rows of a block: so more of them share it, where their queries stay in registers.
+    threads = 256 if widened and not q_shared and tile == 64 else 128
     return PrefillSizes(
+        threads=threads,
+        rows=threads // 32 * WARP_ROWS,
         widened=widened,
+        scaled=scaled,
         k=k,
         v=v,
+        terms=terms,
+        backs=backs,
         tile=tile,
         dim=dim,
         dim_v=dim_v,
@@ -133,8 +140,8 @@ def sizes_of_prefill(q_kind: str, k_kind: str, v_kind: str, dim: int, dim_v: int
         q_shared=q_shared,
         # Of eight bits, weights would add as much error as the result's own rounding to bfloat16.
         p_halves=2 if q_kind == "fp32" or OPERANDS[v_kind] == "bf16" else 1,
-        blocks=2,  # with 255 registers at most
-        shared_bytes=queries + (THREADS * 4 * q_words if q_shared else 0),
+        blocks=256 // threads,  # with 255 registers at most
+        shared_bytes=queries + (threads * 4 * q_words if q_shared else 0),
     )
 
 

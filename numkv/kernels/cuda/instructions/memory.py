@@ -13,9 +13,10 @@ from numkv.kernels.cuda.instructions.emit import I32, I64, intrinsic, operation
 __all__ = [
     "cp_async_4_words", "cp_async_16", "cp_async_16_or_zeros", "cp_async_16_rows", "cp_async_16_steps",
     "cp_async_commit", "cp_async_wait", "global_address", "load_global_2", "load_global_4", "load_global_16",
-    "load_shared_4", "load_shared_8", "load_shared_8_steps", "load_shared_16", "load_shared_16_from",
-    "load_shared_pairs", "load_shared_quad", "shared_address", "store_global_16", "store_shared_4", "store_shared_8",
-    "store_shared_16", "store_shared_16_at", "store_shared_pairs",
+    "load_shared_4", "load_shared_4_floats_from", "load_shared_4_from", "load_shared_8", "load_shared_8_steps",
+    "load_shared_16", "load_shared_16_from", "load_shared_pairs", "load_shared_quad", "shared_address",
+    "store_global_16", "store_shared_4", "store_shared_8", "store_shared_16", "store_shared_16_at",
+    "store_shared_pairs",
 ]  # fmt: skip
 
 
@@ -61,25 +62,30 @@ cp_async_16_or_zeros = operation(
 
 
 @functools.cache
-def cp_async_16_rows(count: int, table_step: int, step: int, sized: bool) -> Any:
+def cp_async_16_rows(
+    count: int, table_step: int, step: int, sized: bool, table_from: int = 0, to_from: int = 0
+) -> Any:  # fmt: skip
     """An operation that starts `count` copies, of rows that a table in shared memory says the places of.
 
     ``copy(to, table, source)``: ``cp_async_16(to + i * step, source + shared[table + i * table_step])`` for ``i <
     count``; the table has int64. If `sized`, ``copy(to, table, source, sizes, most)``: `cp_async_16_or_zeros`, of sizes
-    that another table has, of int32, half as far apart; ``& most``.
+    that another table has, of int32, half as far apart; ``& most``. The table starts `table_from` bytes after `table`,
+    copies go to `to_from` bytes after `to`.
     """
     text = "{ .reg .b64 %row_source; .reg .b32 %row_size;\n"
     for i in range(count):
-        text += f"ld.shared.b64 %row_source, [$1+{i * table_step}]; add.s64 %row_source, %row_source, $2;\n"
+        text += f"ld.shared.b64 %row_source, [$1+{table_from + i * table_step}]; "
+        text += "add.s64 %row_source, %row_source, $2;\n"
         size = ""
         if sized:
             text += f"ld.shared.b32 %row_size, [$3+{i * table_step // 2}]; and.b32 %row_size, %row_size, $4;\n"
             size = ", %row_size"
-        text += f"cp.async.cg.shared.global [$0+{i * step}], [%row_source], 16{size};\n"
+        text += f"cp.async.cg.shared.global [$0+{to_from + i * step}], [%row_source], 16{size};\n"
     operands = {"to": "r", "table": "r", "source": "l"} | (
         {"sizes": "r", "most": "r"} if sized else {}
     )
     name = f"cp_async_16_{count}_rows_of_{table_step}_{step}" + "_sized" * sized
+    name += f"_from_{table_from}_{to_from}"
     return operation(name, text.rstrip() + " }", "", operands, "", memory=True)
 
 
@@ -195,6 +201,13 @@ def load_shared_pairs(count: int, step: int) -> Any:
 
 
 @functools.cache
+def load_shared_4_from(offset: int) -> Any:
+    """`load_shared_4`, of ``address + offset``; the offset is a part of the instruction."""
+    text = f"ld.shared.b32 $0, [$1+{offset}];"
+    return operation(f"load_shared_4_from_{offset}", text, "r", {"address": "r"}, "", memory=True)
+
+
+@functools.cache
 def load_shared_16_from(offset: int) -> Any:
     """`load_shared_16`, of ``address + offset``; the offset is a part of the instruction."""
     text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
@@ -209,6 +222,15 @@ def store_shared_16_at(offset: int) -> Any:
     text = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
     operands = {"address": "r"} | dict.fromkeys("abcd", "r")
     return operation(f"store_shared_16_at_{offset}", text, "", operands, "", memory=True)
+
+
+@functools.cache
+def load_shared_4_floats_from(offset: int) -> Any:
+    """The four float32 of shared memory at ``address + offset``, a multiple of 16, at once."""
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return operation(
+        f"load_shared_4_floats_from_{offset}", text, "ffff", {"address": "r"}, "", memory=True
+    )
 
 
 @functools.cache

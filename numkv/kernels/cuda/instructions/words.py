@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
@@ -11,13 +12,18 @@ from numba.core import cgutils
 from numkv.kernels.cuda.instructions.emit import F32, I32, intrinsic, operation
 
 __all__ = [
-    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "pack_bf16", "pack_fp16", "permute_bytes",
-    "select_bits", "split_bf16", "unpack_fp16",
+    "exp2_approx", "fma_bf16x2", "fma_fp16x2", "keep", "keep_address", "log2_approx", "pack_bf16", "pack_fp16",
+    "permute_bytes", "permute_bytes_as", "select_bits", "split_bf16", "unpack_fp16",
 ]  # fmt: skip
 
 exp2_approx = operation(
     "exp2_approx", "ex2.approx.ftz.f32 $0, $1;", "f", {"x": "f"},
     "``exp2(x)``, off by 2**-22 of it at most; results below 2**-126 are 0.",
+)  # fmt: skip
+
+log2_approx = operation(
+    "log2_approx", "lg2.approx.f32 $0, $1;", "f", {"x": "f"},
+    "``log2(x)``, off by 2**-22 of it at most, or by 2**-22 where `x` is between 1/2 and 2.",
 )  # fmt: skip
 
 _PAIR = "Two float32 as a word of two {}, to nearest: ``array([low, high]).astype({}).view(uint32)[0]``."
@@ -66,6 +72,13 @@ def permute_bytes(typing_context: Any, a: Any, b: Any, which: Any) -> Any:
         )
 
     return types.uint32(*[types.uint32] * 3), codegen
+
+
+@functools.cache
+def permute_bytes_as(which: int) -> Any:
+    """`permute_bytes` by a constant, which is a part of the instruction: ``permute(a, b)``."""
+    text = f"prmt.b32 $0, $1, $2, {which};"
+    return operation(f"permute_bytes_as_{which:x}", text, "r", {"a": "r", "b": "r"}, "")
 
 
 select_bits = operation(
