@@ -141,8 +141,8 @@ def decode_attention(
         return target.run(decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
-    head_dim = words * pool.k_buffer.kind.elements_per_word
+    num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
+    head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs", "`k` and `v`")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
@@ -228,8 +228,8 @@ def prefill_attention(
         return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
-    head_dim = words * pool.k_buffer.kind.elements_per_word
+    num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
+    head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "`k` and `v`")
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))

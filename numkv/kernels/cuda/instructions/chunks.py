@@ -66,7 +66,7 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
         for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
-        words = width // kind_of(kind).elements_per_word
+        words = kind_of(kind).words_per_row(width)
         size = words * sig.args[2].dtype.bitwidth // 8
         at_ = context.cast(b, args[8], sig.args[8], types.int64)
         _put_floats(context, b, kind, address, size, as_float, to, at_)

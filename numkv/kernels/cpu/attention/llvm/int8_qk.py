@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I64, for_rows, steps, unpack
-from numkv.kernels.cpu.vectors.levels import levels_of
+from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.words import Words
@@ -24,7 +24,7 @@ __all__ = ["add_queries", "interleave_bytes", "make_qk_int8"]
 
 # Tokens whose sums, of low and of high bytes, fit into registers.
 TOKENS = 8
-# Units of CODE4 whose query rows stay in registers beside these.
+# Units of CODE4 or CODE6 whose query rows stay in registers beside these.
 _UNITS = 4
 
 
@@ -83,7 +83,7 @@ def add_queries(v, floats, at, sums, codes):
 
 @functools.cache
 def make_qk_int8(next_kind, kind="int8"):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
+    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
 
     @intrinsic
     def qk_int8(typing_context, rows, floats, queries, keys, count, s_at, extents):
@@ -121,7 +121,7 @@ class _Int8:
         self.rows, self.each = rows, v.lanes // rows
         self.columns = 4 * self.each
         # Units that are taken at once.
-        self.units = min(rows, _UNITS) if self.kind == "code4" else 1
+        self.units = min(rows, _UNITS) if self.kind in LOOKED_UP else 1
         self.flip = v.opaque(v.splat_int(0x80808080 - 2**32))
         starts = self.first_sums()
         row_scales = v.repeated(self.floats, self.queries.scales_at, rows)
@@ -161,7 +161,7 @@ class _Int8:
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(TOKENS)]
 
         def add(d, left=None):
-            if self.kind == "code4":
+            if self.kind in LOOKED_UP:
                 self.add_levels(k_at, sums, d, left)
                 return
 
@@ -181,7 +181,7 @@ class _Int8:
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def add_levels(self, k_at, sums, d, left):
-        """Add the products of several units of CODE4, so that a look into the table serves them all.
+        """Add the products of several units of CODE4 or CODE6, so that a look into the table serves them all.
 
         Past a row's end queries are 0.
         """
@@ -194,13 +194,10 @@ class _Int8:
             self.stream.issue(columns, t)
             at = b.add(k_at[t], in_words(b, self.kind, d))
             if left is None:
-                pointer = v.pointer(self.keys.words, at, I8)
-                type_ = ir.VectorType(I8, columns // 2)
-                packed = b.load(b.bitcast(pointer, type_.as_pointer()), align=1)
+                packed = v.load_packed(self.kind, self.keys.words, at, columns)
             else:
-                count = in_words(b, self.kind, left)
-                packed = v.load_bytes(self.keys.words, at, count, columns // 2)
-            levels = levels_of(b, packed, True)
+                packed = v.load_some(self.kind, self.keys.words, at, left, columns)
+            levels = levels_of(b, self.kind, packed, True)
             levels = b.bitcast(levels, ir.VectorType(v.int, self.each * self.units))
             for u, (high, low) in enumerate(queries):
                 lanes = [u * self.each + i % self.each for i in range(v.lanes)]
