@@ -160,7 +160,9 @@ def codebook_quantise(x, bits):
     best, least = np.zeros_like(top), np.full_like(top, np.inf)
     for scale in (of_normal, (of_normal + of_top) * f32(0.5), of_top):
         place = size / scale
-        off = ((place - nearest_level(place, levels)) * f32(8)).clip(max=f32(32767)).astype(np.int64)
+        off = (
+            ((place - nearest_level(place, levels)) * f32(8)).clip(max=f32(32767)).astype(np.int64)
+        )
         unit = scale / of_top
         error = (off**2).sum(-1, keepdims=True).astype(f32) * unit * unit
         best, least = np.where(error < least, scale, best), np.minimum(error, least)

@@ -113,7 +113,7 @@ def attention_weights(
     q : array (num_tokens, num_q_heads, head_dim)
         The newest tokens' queries of all sequences, one after another; fp16, bf16, fp32 or fp64.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or int8 codes; or uint8 words of INT4 codes, ``head_dim / 2`` of them. Slots
+        Cached keys, of any float kind, or codes: see `numkv.decode_attention`. Slots
         past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the queries' own included.

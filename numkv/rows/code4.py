@@ -81,7 +81,6 @@ def _nearest(x):
 
 def code4_store(load):
     """The function that stores a row: ``store(x, words) -> scale``, of words that `load` turns into floats."""
-
     scale_of = scale_finder(load, _nearest, LEVELS[-1], _OF_NORMAL)
     place_of = place_finder(load)
 

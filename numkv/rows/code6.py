@@ -1,7 +1,7 @@
 """One row to 6-bit codes of a codebook and a scale, and back.
 
-``value = scale * level`` with 32 levels and minus them: 1, 3, 5 and so on up to 29, and then 32, 34, 37, 39, 42, 45, 48,
-51, 54, 58, 62, 66, 71, 77, 84, 93 and 108. Those are the levels with the least squared error for normal numbers
+``value = scale * level`` with 32 levels and minus them: 1, 3, 5 and so on up to 29, and then 32, 34, 37, 39, 42, 45,
+48, 51, 54, 58, 62, 66, 71, 77, 84, 93 and 108. Those are the levels with the least squared error for normal numbers
 (`numkv.compression.codebook` computes them), times a factor and rounded. Of the factors that keep them in 8 bits it is
 the one that loses least: rounding costs 2.8 % more squared error. How the scale of a row is found says
 `numkv.rows.codebook`.
@@ -13,19 +13,29 @@ number say, whatever the row's length, and vectors of any number of them are rea
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numba.extending import register_jitable
 
 from numkv.rows.codebook import place_finder, scale_finder
 
-__all__ = ["EDGES", "LEVELS", "code6_level", "code6_store", "code6_value", "load_code6", "store_code6"]
+__all__ = [
+    "EDGES",
+    "LEVELS",
+    "code6_level",
+    "code6_store",
+    "code6_value",
+    "load_code6",
+    "store_code6",
+]
 
 #: Magnitudes of levels, in rising order.
 LEVELS = (
     *range(1, 30, 2), 32, 34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108,
 )  # fmt: skip
 #: From where on a magnitude belongs to the level above: halfway between levels.
-EDGES = tuple((a + b) / 2 for a, b in zip(LEVELS[:-1], LEVELS[1:], strict=True))
+EDGES = tuple((a + b) / 2 for a, b in itertools.pairwise(LEVELS))
 
 
 def _packed(numbers):

@@ -127,8 +127,8 @@ def _in_words(target: Target, name: str, x: Array, kind: Kind) -> Array:
     step = words * kind.word.itemsize // x.dtype.itemsize
     if int(x.shape[3]) % step:
         raise DimensionMismatch(
-            f"`{name}`: expected rows of a multiple of {step} {x.dtype} for {kind} storage, as {elements} elements take "
-            f"{step} of them, got {int(x.shape[3])}; pass a buffer of whole rows",
+            f"`{name}`: expected rows of a multiple of {step} {x.dtype} for {kind} storage, as {elements} elements "
+            f"take {step} of them, got {int(x.shape[3])}; pass a buffer of whole rows",
             expected=step,
             actual=int(x.shape[3]),
         )

@@ -108,8 +108,8 @@ def row_store(KIND, COMPUTE, load):
     put : function
         ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane, look)`` stores this lane's part of the
         row at ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`; with `look`
-        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats. CODE4 and CODE6
-        take whole rows: one lane does it all, so that sums need no other.
+        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats. Codes of
+        codebooks take whole rows: one lane does it all, so that sums need no other.
     """
     PER_HEAD, PER_ROW, PER_GROUP = (kind(KIND).scales_per == of for of in ("head", "row", "group"))
     BY_CODEBOOK = KIND in ("code4", "code6")

@@ -18,9 +18,7 @@ _WORDS = {"float64": DOUBLE, "float32": FLOAT, "uint16": I16, "uint8": I8, "int8
 #: Type of a word in memory, by kind.
 STORED = {kind.name: _WORDS[kind.word.name] for kind in kinds()}
 #: Elements in a cache line, rounded down to a power of 2.
-ON_LINE = {
-    kind.name: 1 << int(64 / kind.bytes_per_element).bit_length() - 1 for kind in kinds()
-}
+ON_LINE = {kind.name: 1 << int(64 / kind.bytes_per_element).bit_length() - 1 for kind in kinds()}
 
 
 def in_words(builder, kind, elements):

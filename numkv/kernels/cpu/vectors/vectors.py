@@ -136,9 +136,7 @@ class Vectors:
     def load_codes(self, base, at, mask=None, kind="int8"):
         """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; outside `mask` no byte is touched."""
         if kind in LOOKED_UP:
-            value = levels_of(
-                self.b, kind, self.load_packed(kind, base, at, 2 * self.lanes, mask)
-            )
+            value = levels_of(self.b, kind, self.load_packed(kind, base, at, 2 * self.lanes, mask))
             return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
         type_ = ir.VectorType(I8, 2 * self.lanes)
         pointer = self.pointer(base, at, I8)

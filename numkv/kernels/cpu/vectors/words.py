@@ -61,9 +61,7 @@ class Words(Vectors):
         size = loaded_words(kind, most)
         all_of_them = lambda: self.load_packed(kind, base, at, most)  # noqa: E731
         needed = size * 3 // 4 if kind == "code6" else size
-        return self.load_bytes(
-            base, at, in_words(self.b, kind, count), size, (needed, all_of_them)
-        )
+        return self.load_bytes(base, at, in_words(self.b, kind, count), size, (needed, all_of_them))
 
     def load_bytes(self, base, at, count, size, whole=None):
         """Load `count` bytes into a vector of `size`; the others are 0.
