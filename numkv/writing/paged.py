@@ -83,7 +83,8 @@ def paged_append(
     k_scale, v_scale : array, optional
         Scales of pools of codes, written in place: of int8 and codes of codebooks float32
         ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
-        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite : bool
         Whether rows that are to be quantised are looked at: on the CPU first; on CUDA, without `validate`, by the
         kernel that writes them. A row with NaN or infinity is then stored as zeros, and a later call raises.
@@ -170,7 +171,8 @@ def paged_write(
     k_scale, v_scale : array, optional
         Scales of pools of codes, written in place: of int8 and codes of codebooks float32
         ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
-        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
     stream : object, optional
