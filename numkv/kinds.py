@@ -185,7 +185,7 @@ class Kind:
         int
         """
         elements, of_unit = self.unit
-        return int(words) * elements // of_unit
+        return check_size("words", words) * elements // of_unit
 
     def scale_shape(self, rows: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
         """Shape of the scales of rows.

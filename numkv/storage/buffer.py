@@ -99,7 +99,8 @@ class Buffer:
     @property
     def dim(self) -> int:
         """Elements of a row."""
-        return self.kind.elements_of(self.words.shape[3])
+        elements, words = self.kind.unit
+        return int(self.words.shape[3]) * elements // words
 
     @property
     def nbytes(self) -> int:
