@@ -168,7 +168,7 @@ def store_row(kind: str | Kind) -> Callable[..., bool]:
 @functools.cache
 def _load_row(name: str) -> Callable[..., bool]:
     of = named(name)
-    elements = elements_in(of)
+    elements = elements_in(of)  # type: ignore[no-untyped-call]
     _, load = row_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
     load_at = _at(of, load)
 
@@ -188,7 +188,7 @@ def _load_row(name: str) -> Callable[..., bool]:
 @functools.cache
 def _load_element(name: str) -> Callable[..., Any]:
     of = named(name)
-    elements, REAL = elements_in(of), of.compute.type
+    elements, REAL = elements_in(of), of.compute.type  # type: ignore[no-untyped-call]
     value, _ = element_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
 
     @register_jitable
@@ -210,7 +210,7 @@ def _load_element(name: str) -> Callable[..., Any]:
 @functools.cache
 def _store_row(name: str) -> Callable[..., bool]:
     of = named(name)
-    elements, QUANTISED = elements_in(of), of.has_scales
+    elements, QUANTISED = elements_in(of), of.has_scales  # type: ignore[no-untyped-call]
     store, _ = row_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
 
     @register_jitable
