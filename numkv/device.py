@@ -38,7 +38,7 @@ from numkv.arrays import CacheArrays
 from numkv.kinds import Kind
 from numkv.kinds import kind as named
 from numkv.rows import address
-from numkv.rows.codec import element_codec, row_codec
+from numkv.rows.codec import element_codec, elements_in, row_codec
 
 __all__ = ["CacheArrays", "is_finite", "load_element", "load_row", "slot_of", "store_row"]
 
@@ -168,13 +168,13 @@ def store_row(kind: str | Kind) -> Callable[..., bool]:
 @functools.cache
 def _load_row(name: str) -> Callable[..., bool]:
     of = named(name)
-    PER_WORD = of.elements_per_word
+    elements = elements_in(of)  # type: ignore[no-untyped-call]
     _, load = row_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
     load_at = _at(of, load)
 
     @register_jitable
     def load_row_of_kind(words, scales, slot, head, out):  # type: ignore[no-untyped-def]
-        if not _holds(words, slot, head) or out.shape[0] != words.shape[3] * PER_WORD:
+        if not _holds(words, slot, head) or out.shape[0] != elements(words.shape[3]):
             for d in range(out.shape[0]):
                 out[d] = np.float32(np.nan)
             return False
@@ -188,18 +188,18 @@ def _load_row(name: str) -> Callable[..., bool]:
 @functools.cache
 def _load_element(name: str) -> Callable[..., Any]:
     of = named(name)
-    PER_WORD, REAL = of.elements_per_word, of.compute.type
+    elements, REAL = elements_in(of), of.compute.type  # type: ignore[no-untyped-call]
     value, _ = element_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
 
     @register_jitable
     def of_row(words, scales, d):  # type: ignore[no-untyped-def]
-        return value(words, scales, d, words.shape[0] * PER_WORD)
+        return value(words, scales, d, elements(words.shape[0]))
 
     value_at = _at(of, of_row)
 
     @register_jitable
     def load_element_of_kind(words, scales, slot, head, d):  # type: ignore[no-untyped-def]
-        if not _holds(words, slot, head) or d < 0 or d >= words.shape[3] * PER_WORD:
+        if not _holds(words, slot, head) or d < 0 or d >= elements(words.shape[3]):
             return REAL(np.nan)
         slot, size = np.int64(slot), np.int64(words.shape[2])
         return REAL(value_at(words, scales, slot // size, head, slot % size, d))
@@ -210,7 +210,7 @@ def _load_element(name: str) -> Callable[..., Any]:
 @functools.cache
 def _store_row(name: str) -> Callable[..., bool]:
     of = named(name)
-    PER_WORD, QUANTISED = of.elements_per_word, of.has_scales
+    elements, QUANTISED = elements_in(of), of.has_scales  # type: ignore[no-untyped-call]
     store, _ = row_codec(name, of.compute.name)  # type: ignore[no-untyped-call]
 
     @register_jitable
@@ -221,7 +221,7 @@ def _store_row(name: str) -> Callable[..., bool]:
 
     @register_jitable
     def store_row_of_kind(x, words, scales, slot, head):  # type: ignore[no-untyped-def]
-        if not _holds(words, slot, head) or x.shape[0] != words.shape[3] * PER_WORD:
+        if not _holds(words, slot, head) or x.shape[0] != elements(words.shape[3]):
             return False
         if QUANTISED and not is_finite(x):
             return False

@@ -41,11 +41,11 @@ class Kind:
     ----------
     name : str
         Canonical name: ``"fp64"``, ``"fp32"``, ``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
-        ``"int4"`` or ``"code4"``.
+        ``"code6"``, ``"int4"`` or ``"code4"``.
     dtype : numpy.dtype
         The dtype a user sees.
     word : numpy.dtype
-        The dtype of the buffers inside kernels and in ``.jit`` structures, of the same width as stored.
+        The dtype of the buffers inside kernels, in ``.jit`` structures and in files.
     compute : numpy.dtype
         The dtype that attention over this kind accumulates in (float64 if the query is float64).
     is_query : bool
@@ -60,8 +60,11 @@ class Kind:
         The dtype of scales inside kernels.
     group_size : int
         Elements that share a scale if ``scales_per`` is ``"group"``, else 0.
-    elements_per_word : int
-        Elements in a word of the buffers.
+    unit : tuple of int
+        The fewest elements that fill whole words of the buffers, and how many words that is: ``(1, 1)``, or what
+        several elements share.
+    codes_dtype : numpy.dtype or None
+        The dtype of codes that a user sees, if it is not `word`: of kinds that could not be told apart otherwise.
     """
 
     name: str
@@ -73,13 +76,26 @@ class Kind:
     scale_dtype: np.dtype[Any] = _FLOAT32
     scale_word: np.dtype[Any] = _FLOAT32
     group_size: int = 0
-    elements_per_word: int = 1
+    unit: tuple[int, int] = (1, 1)
+    codes_dtype: np.dtype[Any] | None = None
+
+    @property
+    def elements_per_word(self) -> int | float:
+        """Elements in a word of the buffers: 1, 2 where they are packed by twos, of ``code6`` 4 / 3."""
+        elements, words = self.unit
+        return elements / words if elements % words else elements // words
 
     @property
     def bytes_per_element(self) -> int | float:
         """Bytes of one stored element, without scales."""
-        size = self.word.itemsize
-        return size if self.elements_per_word == 1 else size / self.elements_per_word
+        elements, words = self.unit
+        size = words * self.word.itemsize
+        return size / elements if size % elements else size // elements
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """The dtype of arrays of stored elements, as functions take them and objects show them."""
+        return self.dtype if self.is_float else self.codes_dtype or self.word
 
     @property
     def has_scales(self) -> bool:
@@ -101,8 +117,8 @@ class Kind:
 
     @property
     def is_packed(self) -> bool:
-        """Whether several elements share a word."""
-        return self.elements_per_word > 1
+        """Whether elements share words."""
+        return self.unit[0] > 1
 
     @property
     def scale_ndim(self) -> int:
@@ -144,15 +160,32 @@ class Kind:
             If they do not fill whole words.
         """
         dim = check_size("head_dim", head_dim)
-        if dim % self.elements_per_word:
+        elements, words = self.unit
+        if dim % elements:
+            size = words * self.word.itemsize
             raise DimensionMismatch(
-                f"`head_dim`: expected a multiple of {self.elements_per_word} for {self} storage, "
-                f"which puts as many elements into a byte, got {dim}; pad the rows, or store "
-                "another kind",
-                expected=self.elements_per_word,
+                f"`head_dim`: expected a multiple of {elements} for {self} storage, "
+                f"which puts as many elements into {'a byte' if size == 1 else f'{size} bytes'}, got {dim}; "
+                "pad the rows, or store another kind",
+                expected=elements,
                 actual=dim,
             )
-        return dim // self.elements_per_word
+        return dim // elements * words
+
+    def elements_of(self, words: int) -> int:
+        """Elements of a stored row, by its words: the inverse of `words_per_row`.
+
+        Parameters
+        ----------
+        words : int
+            Words of the row, without scales: whole units.
+
+        Returns
+        -------
+        int
+        """
+        elements, of_unit = self.unit
+        return check_size("words", words) * elements // of_unit
 
     def scale_shape(self, rows: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
         """Shape of the scales of rows.
@@ -250,6 +283,14 @@ _KINDS = {
         _fp8("fp8_e5m2", ml_dtypes.float8_e5m2),
         Kind("int8", _FLOAT32, np.dtype(np.int8), scales_per="row"),
         Kind(
+            "code6",
+            _FLOAT32,
+            np.dtype(np.uint8),
+            scales_per="row",
+            unit=(8, 6),
+            codes_dtype=np.dtype(np.int16),
+        ),
+        Kind(
             "int4",
             _FLOAT32,
             np.dtype(np.uint8),
@@ -257,9 +298,9 @@ _KINDS = {
             scale_dtype=_BF16,
             scale_word=np.dtype(np.uint16),
             group_size=32,
-            elements_per_word=2,
+            unit=(2, 1),
         ),
-        Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", elements_per_word=2),
+        Kind("code4", _FLOAT32, np.dtype(np.uint8), scales_per="row", unit=(2, 1)),
     )
 }
 _ALIASES = {

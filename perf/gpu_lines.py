@@ -120,7 +120,7 @@ def _pools(make: Arrays, line: Line, blocks: int) -> tuple[Any, Any, dict[str, A
     for name, dim in (("k_scale", shape.dim), ("v_scale", shape.dim_v)):
         size = (blocks, shape.kv_heads, BLOCK)
         dtype = kind.dtype if kind.is_float else kind.word
-        found.append(make.random((*size, dim // kind.elements_per_word), dtype))
+        found.append(make.random((*size, kind.words_per_row(dim)), dtype))
         if kind.has_scales:
             groups = (dim // kind.group_size,) if kind.scales_per == "group" else ()
             scales[name] = make.given(np.full((*size, *groups), 0.01, kind.scale_dtype))

@@ -109,13 +109,45 @@ def int4_dequantise(codes, scale):
 CODE4_LEVELS = np.array([5, 15, 25, 36, 48, 62, 79, 104])
 
 
+#: Magnitudes of levels by bits of a code, and the scale that fits normal numbers times the largest of them.
+CODE_LEVELS = {
+    4: (CODE4_LEVELS, 2.733),
+    6: (
+        np.array([*range(1, 30, 2), 32, 34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108]),
+        3.7405,
+    ),
+}  # fmt: skip
+
+
 def code4_quantise(x):
-    """Codes, two to a byte, and float32 scales of rows ``(..., d)``: the sign above the number of a magnitude.
+    """Codes, two to a byte, and float32 scales of rows ``(..., d)``."""
+    codes, scale = codebook_quantise(x, 4)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale
+
+
+def code6_quantise(x):
+    """Codes, eight to three int16, and float32 scales of rows ``(..., d)``."""
+    codes, scale = codebook_quantise(x, 6)
+    bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :6]
+    packed = np.packbits(bits.reshape(*codes.shape[:-1], -1), axis=-1, bitorder="little")
+    return packed.view(np.int16), scale
+
+
+def code6_unpack(codes):
+    """The numbers of codes, uint8 ``(..., d)``."""
+    bits = np.unpackbits(np.ascontiguousarray(codes).view(np.uint8), axis=-1, bitorder="little")
+    bits = bits.reshape(*codes.shape[:-1], -1, 6)
+    return np.packbits(bits, axis=-1, bitorder="little")[..., 0]
+
+
+def codebook_quantise(x, bits):
+    """Codes and float32 scales of rows ``(..., d)``: the sign above the number of a magnitude.
 
     Of three scales the one with the least squared error is taken, the first of those that are as good, and then what
     least squares make of it. Numbers are cut to integers before they are added up, so no order matters.
     """
     f32 = np.float32
+    levels, of_normal = CODE_LEVELS[bits]
     x = np.asarray(x).astype(f32)
     size = np.abs(x)
     top = size.max(axis=-1, keepdims=True)
@@ -123,32 +155,36 @@ def code4_quantise(x):
     top, size = np.where(fits, top, f32(1)), np.where(fits, size, f32(1))
     parts = (size / top * f32(32767)).astype(np.int64)
     mean = (parts**2).sum(-1, keepdims=True).astype(f32) / (f32(x.shape[-1]) * f32(32767.0**2))
-    of_normal, of_top = top * np.sqrt(mean) * f32(2.733 / 104), top / f32(104)
+    of_normal = top * np.sqrt(mean) * f32(of_normal / levels[-1])
+    of_top = top / f32(levels[-1])
     best, least = np.zeros_like(top), np.full_like(top, np.inf)
     for scale in (of_normal, (of_normal + of_top) * f32(0.5), of_top):
         place = size / scale
-        off = ((place - code4_level(place)) * f32(8)).clip(max=f32(32767)).astype(np.int64)
+        off = (
+            ((place - nearest_level(place, levels)) * f32(8)).clip(max=f32(32767)).astype(np.int64)
+        )
         unit = scale / of_top
         error = (off**2).sum(-1, keepdims=True).astype(f32) * unit * unit
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     place = size / best
-    level = code4_level(place).astype(np.int64)
+    level = nearest_level(place, levels).astype(np.int64)
     along = ((place * f32(16)).clip(max=f32(1 << 20)).astype(np.int64) * level).sum(
         -1, keepdims=True
     )
     best = best * (along.astype(f32) / ((level**2).sum(-1, keepdims=True).astype(f32) * f32(16)))
-    codes = np.searchsorted(CODE4_LEVELS, code4_level(size / best)) + 8 * (x < 0)
+    codes = np.searchsorted(levels, nearest_level(size / best, levels))
+    codes = codes + 2 ** (bits - 1) * (x < 0)
     codes = np.where(fits, codes, 0).astype(np.uint8)
     scale = np.where(
         fits, best, np.where(np.isfinite(np.abs(x).max(-1, keepdims=True)), f32(0), f32(np.nan))
     )
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale[..., 0]
+    return codes, scale[..., 0]
 
 
-def code4_level(size):
+def nearest_level(size, levels):
     """The nearest level to magnitudes in units of the scale; of two that are as near, the larger."""
-    middles = ((CODE4_LEVELS[1:] + CODE4_LEVELS[:-1]) / 2).astype(np.float32)
-    return CODE4_LEVELS.astype(np.float32)[np.searchsorted(middles, size, side="right")]
+    middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
+    return levels.astype(np.float32)[np.searchsorted(middles, size, side="right")]
 
 
 def code4_dequantise(codes, scale):
@@ -156,6 +192,12 @@ def code4_dequantise(codes, scale):
     both = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     levels = np.concatenate([CODE4_LEVELS, -CODE4_LEVELS]).astype(np.float64)
     return levels[both] * np.asarray(scale).astype(np.float64)[..., None]
+
+
+def code6_dequantise(codes, scale):
+    """Float64 values of int16 words ``(..., 3 d / 8)`` with scales ``(...)``."""
+    levels = np.concatenate([CODE_LEVELS[6][0], -CODE_LEVELS[6][0]]).astype(np.float64)
+    return levels[code6_unpack(codes)] * np.asarray(scale).astype(np.float64)[..., None]
 
 
 def rotation(signs):
@@ -167,20 +209,26 @@ def rotation(signs):
     return np.kron(np.eye(len(signs) // block), hadamard / np.sqrt(block)) @ np.diag(signs)
 
 
-CODES = {"int8": np.dtype(np.int8), "int4": np.dtype(np.uint8), "code4": np.dtype(np.uint8)}
+CODES = {
+    "int8": np.dtype(np.int8), "code6": np.dtype(np.int16), "int4": np.dtype(np.uint8), "code4": np.dtype(np.uint8),
+}  # fmt: skip
 #: Those that tests of every kind take; it has tests of its own, as each kind is compiled anew.
 EVERYWHERE = ("int8", "int4")
 
 
 def quantise(x, kind):
     """Codes and scales of rows in a quantised kind."""
-    return {"int8": int8_quantise, "int4": int4_quantise, "code4": code4_quantise}[kind](x)
+    return {
+        "int8": int8_quantise, "int4": int4_quantise, "code4": code4_quantise, "code6": code6_quantise,
+    }[kind](x)  # fmt: skip
 
 
 def dequantise(codes, scale):
     """Float64 values of codes, whose dtype, and that of their scales, say of which kind they are."""
     if codes.dtype == np.int8:
         return int8_dequantise(codes, scale)
+    if codes.dtype == np.int16:
+        return code6_dequantise(codes, scale)
     return (code4_dequantise if scale.dtype == np.float32 else int4_dequantise)(codes, scale)
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Every 64-bit ARM since 2018 in servers has what this one has.
 CPU = "neoverse-n1"
 #: Instructions of ARM by functions that are called in their place while Numba makes code for this machine, too.
-STAND_INS = {"llvm.aarch64.neon.tbl1.v16i8": "stand_in_for_tbl1"}
+STAND_INS = {f"llvm.aarch64.neon.{name}.v16i8": f"stand_in_for_{name}" for name in ("tbl1", "tbl4")}
 
 
 def start(folder, kinds):
@@ -56,9 +56,10 @@ def main(folder, kinds):
     from numkv.kernels.cpu import attention
     from numkv.kernels.cpu.vectors import features, levels
 
-    for size, name in levels._LOOKUPS.items():
-        levels._LOOKUPS[size] = STAND_INS[name]
-        llvm.add_symbol(STAND_INS[name], id(main))  # some address, as nobody calls it
+    for table in (levels._LOOKUPS, levels._OF_64):
+        for key, name in table.items():
+            table[key] = STAND_INS[name]
+            llvm.add_symbol(STAND_INS[name], id(main))  # some address, as nobody calls it
     assert {"neon"} == features.FEATURES, features.FEATURES
     assert features.LANES == 4
     assert features.HAS_HALF

@@ -11,8 +11,18 @@ def stored(rows, kind):
     """Words and scales of rows ``(..., dim)`` in a kind; scales of float kinds are None."""
     if kind in naive.CODES:
         codes, scale = naive.quantise(rows, kind)
-        return codes, naive.words(scale) if kind == "int4" else scale
+        return codes_words(codes), naive.words(scale) if kind == "int4" else scale
     return words(naive.round_to(rows, kind)), None
+
+
+def codes_words(codes):
+    """Codes as kernels see them: of CODE6 bytes."""
+    return codes.view(np.uint8) if codes.dtype == np.int16 else codes
+
+
+def codes_of(words, kind):
+    """Codes as users see them, of words of a kind: the inverse of `codes_words`."""
+    return words.view(naive.CODES[kind])
 
 
 def words(x):

@@ -11,13 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LANES = {"haswell": 8, "x86-64": 4, "sandybridge": 8, "skylake-avx512": 16}
 #: Kinds whose code is another on that CPU than on those before.
 KINDS = {
-    "haswell": ("fp16", "int8", "int4", "code4"),
-    "x86-64": ("fp16", "int8", "int4", "code4"),
+    "haswell": ("fp16", "int8", "int4", "code4", "code6"),
+    "x86-64": ("fp16", "int8", "int4", "code4", "code6"),
     "sandybridge": ("fp16",),  # neither multiply-add nor integers of 256 bits
     "skylake-avx512": (
         "int8",
         "int4",
         "code4",
+        "code6",
     ),  # products of bytes and words are added by two instructions
 }
 
@@ -32,7 +33,8 @@ lanes = int(sys.argv[1])
 assert features.LANES == lanes, features.LANES
 rng = np.random.default_rng(0)
 for kind in sys.argv[2:]:
-    for shape in (Shape(6, 2, 96, (70, 33)), Shape(7, 1, 34, (41,), new=(3,)), Shape(8, 1, 64, (1100,))):
+    dim = 40 if kind == "code6" else 34
+    for shape in (Shape(6, 2, 96, (70, 33)), Shape(7, 1, dim, (41,), new=(3,)), Shape(8, 1, 64, (1100,))):
         problem = paged_problems.make(rng, shape, kind, block_size=16)
         problem.check(lambda x: x, lambda x: x)
     problem.check(lambda x: x, lambda x: x, window_left=500, logits_soft_cap=5.0)

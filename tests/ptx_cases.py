@@ -361,6 +361,8 @@ def cases():
         )
     case(append, "fp32", "code4", False, 96)
     case(append, "bf16", "code4", True, 34)
+    case(append, "fp32", "code6", False, 96)
+    case(append, "bf16", "code6", True, 40)
     for kind in FLOATS:
         case(append, kind, kind, True, 40)
         case(append, "fp16", kind, False, 40)
@@ -397,6 +399,10 @@ def cases():
     case(write, "fp32", "code4", "bf16", 2, False, dim=64)
     case(shift, "code4", False)
     case(shift, "code4", True, dim=96, half=20)
+    case(write, "bf16", "code6", "code6", 1, True, dim=48)
+    case(write, "fp32", "code6", "bf16", 2, False, dim=64)
+    case(shift, "code6", False)
+    case(shift, "code6", True, dim=96, half=20)
     case(write, "fp16", "int8", "int4", 2, True)
     case(write, "fp64", "int8", "fp16", 4, False)
     case(write, "fp32", "fp32", "fp32", 2, True, dim=3200)
@@ -446,6 +452,7 @@ def _attention(case):
             q_kind = {"int8": "fp16", "int4": "bf16"}.get(kind, kind)
             case(attention, shape, kind, q_kind, everyday=rows == 4 and kind in ("bf16", "int8"))
         case(attention, shape, "code4", "fp32", everyday=rows == 4)
+        case(attention, shape, "code6", "fp32", everyday=rows == 4)
         for kind in FP8:
             case(attention_of_heads, shape, kind, kind, "bf16", mass=True)
     long = Shape(4, 1, 64, (700, 300), spare=0)
@@ -459,6 +466,8 @@ def _attention(case):
     for kind in (*FLOATS, *naive.EVERYWHERE):  # rows that are no multiples of 16 bytes
         case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), kind, "fp32", block_size=3)
     case(attention, Shape(4, 1, 34, (70, 3), head_dim_v=6), "code4", "bf16", block_size=3)
+    case(attention, Shape(4, 1, 40, (70, 3), head_dim_v=8), "code6", "bf16", block_size=3)
+    case(attention, Shape(4, 1, 64, (70, 3), head_dim_v=48), "code6", "fp64", "code4")
     case(attention, Shape(8, 1, 64, (70,), head_dim_v=1100), "bf16", "bf16")
     for k_kind, v_kind, q_kind in (
         ("fp16", "bf16", "fp32"), ("int8", "fp16", "fp16"), ("fp32", "int8", "bf16"), ("int8", "int4", "fp16"),
@@ -486,6 +495,8 @@ def _attention(case):
     case(mass, Shape(2, 1, 13, (17,)), "int8", "bf16")
     case(mass, Shape(4, 2, 64, (70,)), "int4", "fp32")
     case(mass, Shape(4, 2, 64, (70,)), "code4", "fp32")
+    case(mass, Shape(4, 2, 64, (70,)), "code6", "fp32")
+    case(mass, Shape(2, 1, 24, (17,)), "code6", "bf16")
     case(mass, Shape(6, 2, 64, (270, 131), new=(1, 1)), "int8", "bf16")
 
 

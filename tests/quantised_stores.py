@@ -6,7 +6,7 @@ import numpy as np
 import numkv
 from numkv.blocks.tables import slot_mapping
 
-SCALES = {"int8": np.dtype(np.float32), "int4": naive.DTYPES["bf16"], "code4": np.dtype(np.float32)}
+SCALES = {kind: naive.DTYPES["bf16" if kind == "int4" else "fp32"] for kind in naive.CODES}
 TABLE = np.array([[3, 0, 4, 1]], np.int32)  # of the functional form; block 2 belongs to others
 
 
@@ -60,8 +60,7 @@ class Stores:
             dim, groups = x.shape[2], ()
             if self.kind == "int4":
                 groups = (-(-dim // 32),)
-            if self.kind != "int8":
-                dim //= 2
+            dim = int(dim * {"int8": 1, "code6": 3 / 8}.get(self.kind, 1 / 2))
             pools.append(to(np.full((5, heads, size, dim), 99, naive.CODES[self.kind])))
             scales.append(to(np.full((5, heads, size, *groups), np.nan, SCALES[self.kind])))
         slots = to(slot_mapping(TABLE, [len(k)], size, new_lens=[len(k)]))

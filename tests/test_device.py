@@ -14,7 +14,7 @@ from numkv import device
 from numkv.kinds import kinds
 
 #: Each is compiled anew; these are like others.
-NIGHTLY = ("fp64", "fp16", "bf16", "fp8_e5m2", "code4")
+NIGHTLY = ("fp64", "fp16", "bf16", "fp8_e5m2", "code4", "code6")
 NAMES = [
     pytest.param(kind.name, marks=pytest.mark.nightly) if kind.name in NIGHTLY else kind.name
     for kind in kinds()

@@ -19,6 +19,7 @@ TABLE = [  # name, bytes, scales, dtype, word
     ("fp8_e4m3", 1, False, ml_dtypes.float8_e4m3fn, np.uint8),
     ("fp8_e5m2", 1, False, ml_dtypes.float8_e5m2, np.uint8),
     ("int8", 1, True, np.float32, np.int8),
+    ("code6", 0.75, True, np.float32, np.uint8),
     ("int4", 0.5, True, np.float32, np.uint8),
     ("code4", 0.5, True, np.float32, np.uint8),
 ]
@@ -82,6 +83,8 @@ def test_unknown_names(bad):
         ("int8", 2, 5, 3, 32),
         ("int4", 8, 128, None, 1152),  # 4.5 bits an element
         ("int4", 1, 34, 2, 17 + 4 + 1 + 2),
+        ("code6", 8, 128, None, 1600),  # 6.25 bits an element
+        ("code6", 1, 40, 8, 30 + 4 + 6 + 4),
         ("code4", 8, 128, None, 1088),  # 4.25 bits an element
         ("code4", 1, 34, 2, 17 + 4 + 1 + 4),
     ],
@@ -108,6 +111,26 @@ def test_rows_of_66_elements(name, words, dtype, shape):
     assert kind.scale_dtype == np.dtype(dtype)
     assert kind.scale_word.itemsize == kind.scale_dtype.itemsize
     assert kind.scale_shape((3, 2, 5), 66) == shape
+
+
+def test_rows_of_six_bits():
+    kind = numkv.kind("code6")
+    assert kind.unit == (8, 6)
+    assert kind.elements_per_word == 4 / 3
+    assert [kind.words_per_row(n) for n in (0, 8, 80, 128)] == [0, 6, 60, 96]
+    assert [kind.elements_of(n) for n in (0, 6, 60, 96)] == [0, 8, 80, 128]
+    assert (kind.stored_dtype, kind.word) == (np.int16, np.uint8)
+    for dim in (4, 7, 34):
+        with pytest.raises(numkv.DimensionMismatch, match=r"multiple of 8 for code6.*6 bytes, got"):
+            kind.words_per_row(dim)
+
+
+def test_what_arrays_of_stored_elements_are():
+    for kind in kinds():
+        layer = numkv.ContiguousLayer(1, 1, 8, kind=kind)
+        assert layer.k.dtype == kind.stored_dtype
+        assert kind.elements_of(kind.words_per_row(8)) == 8
+        assert layer.k.nbytes == kind.words_per_row(8) * kind.word.itemsize
 
 
 def test_a_byte_has_no_room_for_half_an_int4():

@@ -206,17 +206,19 @@ def test_table_of_kinds():
     names = []
     for line in said:
         kinds, seen, word, in_row, scales = line.split(" | ")
-        dtypes = re.findall(r"bfloat16|float\d+|u?int8", seen)
+        dtypes = re.findall(r"bfloat16|float\d+|u?int\d+", seen)
         for i, name in enumerate(kinds.split(", ")):
             names.append(name)
             layer = numkv.ContiguousLayer(1, 1, 96, kind=name)
             assert str(layer.k.dtype) == dtypes[i % len(dtypes)]
             assert numkv.kind(name).word == (layer.k.dtype if word == "the same" else word)
-            assert layer.k.shape[3] == {"`D`": 96, "`D / 2`": 48}[in_row]
+            of_row = {"`D`": 96, "`D / 2`": 48, "`3 D / 4`": 72}[in_row]
+            assert numkv.kind(name).words_per_row(96) == of_row
+            assert layer.k.nbytes == of_row * numkv.kind(name).word.itemsize
             count = {"none": 0, "one float32": 1}.get(scales, 3)
             assert layer.k_scale.size == count
             assert not count or str(layer.k_scale.dtype) in scales
-    assert names == ["fp64", "fp32", "fp16", "bf16", "int8", "int4", "code4"]
+    assert names == ["fp64", "fp32", "fp16", "bf16", "int8", "code6", "int4", "code4"]
 
 
 def test_int8():
@@ -270,7 +272,7 @@ def test_values_of_int4():
 
 def test_levels_of_code4():
     """Nibbles as they are drawn, and the levels."""
-    title = "CODE4: levels of a codebook"
+    title = "CODE4 and CODE6: levels of a codebook"
     low, high = (words(after(title, s), 4) for s in ("low nibble", "high nibble"))
     levels = np.array(numbers(after(title, "level"), 8))
     codes = np.array([7, 0, 15, 1, 2, 10, 3, 4])
@@ -280,6 +282,28 @@ def test_levels_of_code4():
     assert cache.k_scales(0) == 0.5
     for byte, first, second in zip(cache.k_codes(0)[0, 0], low, high, strict=True):
         assert byte == codes[int(first[1:])] + 16 * codes[int(second[1:])]
+
+
+def test_levels_of_code6():
+    """Bits as they are drawn: each element's level of its own, the others at the first."""
+    title = "CODE4 and CODE6: levels of a codebook"
+    places = re.search(r"^bits +(.*?)  +CODE6", drawing(title), re.M)[1].split()
+    assert re.search(r"^of 3 bytes +(.*?)  +the", drawing(title), re.M)[1].split() == [
+        "e0",
+        "e1",
+        "e2",
+        "e3",
+    ]
+    for i, place in enumerate(places):
+        codes = np.zeros(8, int)
+        codes[i] = 31
+        row = np.where(codes, 108, 1).astype(np.float32).reshape(1, 1, 8)
+        layer = numkv.ContiguousLayer(1, 1, 8, kind="code6")
+        layer.append(row, row)
+        unit = int.from_bytes(layer.k.tobytes()[:3], "little")
+        low, high = map(int, place.split(".."))
+        assert unit >> low & (2 << high - low) - 1 == 31
+        assert unit == 31 << low
 
 
 def test_a_rotated_row():

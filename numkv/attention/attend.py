@@ -93,7 +93,7 @@ def attend(
         sinks = _no_sinks(target.key, compute)
     else:
         sinks = check_sinks(target, sinks, compute, num_q_heads, validate)
-    dim_v = int(v.words.shape[3]) * v_kind.elements_per_word
+    dim_v = v.dim
     out_shape = (num_tokens, num_q_heads, dim_v)
     if out is None:
         out = target.empty(out_shape, out_dtype)

@@ -65,8 +65,8 @@ def decode_attention(
         The newest token's query of each sequence; fp16, bf16, fp32 or fp64, whatever the cache is. Q head h reads
         kv head ``h // (num_q_heads // num_kv_heads)``.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or codes: int8, or of int4 and code4 two to a byte. Slots past a
-        sequence's length are never read.
+        Cached keys, of any float kind, or codes: int8, of int4 and code4 two to a byte, of code6 eight in three int16.
+        Slots past a sequence's length are never read.
     v : array (num_seqs, num_kv_heads, capacity, head_dim_v)
         Cached values.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -84,9 +84,9 @@ def decode_attention(
     out : array (num_seqs, num_q_heads, head_dim_v), optional
         Takes the output; of q's dtype. It may be `q` itself, and else shares no memory with what is read.
     k_scale, v_scale : array, optional
-        Scales of stored elements: of int8 and code4 float32 ``(num_seqs, num_kv_heads, capacity)``, of int4 bfloat16
-        ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a number,
-        or None for 1. None for other float kinds.
+        Scales of stored elements: of int8 and codes of codebooks float32 ``(num_seqs, num_kv_heads, capacity)``, of
+        int4 bfloat16 ``(num_seqs, num_kv_heads, capacity, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``,
+        a number, or None for 1. None for other float kinds.
     validate : bool
         On CUDA, check the values of `seq_lens` and `sinks` too, which waits for the device. On the CPU they are always
         checked.
@@ -141,8 +141,8 @@ def decode_attention(
         return target.run(decode_attention, _DECODE, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
-    head_dim = words * pool.k_buffer.kind.elements_per_word
+    num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
+    head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_seqs", "`k` and `v`")
     if q.shape[0] != num_seqs:
         raise DimensionMismatch(
@@ -228,8 +228,8 @@ def prefill_attention(
         return target.run(prefill_attention, _PREFILL, stream, arrays, asked)
     validate = check_flag("validate", validate)
     pool = _contiguous_pool(target, k, v, (k_scale, v_scale))
-    num_seqs, num_kv_heads, capacity, words = pool.k_buffer.words.shape
-    head_dim = words * pool.k_buffer.kind.elements_per_word
+    num_seqs, num_kv_heads, capacity, _ = pool.k_buffer.words.shape
+    head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "`k` and `v`")
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)
     starts = check_integers(target, "cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))

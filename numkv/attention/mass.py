@@ -113,7 +113,7 @@ def attention_weights(
     q : array (num_tokens, num_q_heads, head_dim)
         The newest tokens' queries of all sequences, one after another; fp16, bf16, fp32 or fp64.
     k : array (num_seqs, num_kv_heads, capacity, head_dim)
-        Cached keys, of any float kind, or int8 codes; or uint8 words of INT4 codes, ``head_dim / 2`` of them. Slots
+        Cached keys, of any float kind, or codes: see `numkv.decode_attention`. Slots
         past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
         Tokens in the cache, the queries' own included.
@@ -163,8 +163,8 @@ def attention_weights(
     validate = check_flag("validate", validate)
     shape = ("num_seqs", "num_kv_heads", "capacity", "head_dim")
     pool = stored_pool(target, ("k", "k"), k, k, (k_scale, k_scale), shape)
-    num_seqs, num_kv_heads, capacity, words = (int(n) for n in pool.k.shape)
-    head_dim = words * pool.k_kind.elements_per_word
+    num_seqs, num_kv_heads, capacity, _ = (int(n) for n in pool.k.shape)
+    head_dim = pool.k_buffer.dim
     q = check_queries(target, q, num_kv_heads, head_dim, "num_tokens", "the keys in `k`")
     num_tokens, decode = int(q.shape[0]), cu_seqlens_q is None
     lens = target.index(check_integers(target, "seq_lens", seq_lens, (num_seqs,)), np.int64)

@@ -79,7 +79,8 @@ def paged_decode_attention(
     q : array (num_seqs, num_q_heads, head_dim)
         The newest token's query of each sequence.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Pools of a float dtype, or of codes: int8, or uint8 for int4 and code4 (two to a byte).
+        Pools of a float dtype, or of codes: int8, uint8 for int4 and code4 (two to a byte), int16 for code6
+        (eight in three).
     block_table : int32 array (num_seqs, max_blocks)
         Physical block of each logical block; entries past a sequence's length are never read.
     seq_lens : int32 or int64 array (num_seqs,)
@@ -87,7 +88,7 @@ def paged_decode_attention(
     sm_scale, logits_soft_cap, window_left, sinks, return_lse, out
         See `numkv.decode_attention`.
     k_scale, v_scale : array, optional
-        Scales of stored elements: of int8 and code4 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
+        Scales of stored elements: of int8, code4 and code6 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4
         bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``; of fp8 float32 ``(num_kv_heads,)``, a
         number, or None for 1. None for other float kinds.
     validate : bool

@@ -124,8 +124,9 @@ class Layer(LayerOfLatents):
         """The K buffer ``(num_blocks, num_kv_heads, block_size, head_dim)`` in the kind's dtype.
 
         A contiguous layer has one block, of its capacity. Of quantised kinds: the codes, of int4 and code4 two to a
-        byte ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``; of tokens outside `quantised_tokens` they mean
-        nothing. With ``rotate=True`` rows are as stored: rotated; `numkv.storage.Rotation` has the inverse.
+        byte ``(num_blocks, num_kv_heads, block_size, head_dim / 2)``, of code6 eight in three int16; of tokens outside
+        `quantised_tokens` they mean nothing. With ``rotate=True`` rows are as stored: rotated;
+        `numkv.storage.Rotation` has the inverse.
         """
         return self._pool.values("k")
 
@@ -138,7 +139,7 @@ class Layer(LayerOfLatents):
     def k_scale(self) -> Array:
         """Scales of K; of float kinds an empty array.
 
-        Of int8 and code4 float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        Of int8 and codes of codebooks float32 ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
         ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``, of fp8 float32 ``(num_kv_heads,)``, which
         `set_scales` sets.
         """

@@ -78,8 +78,9 @@ class StoredRows(SingleSequence):
         -------
         array (tokens, num_kv_heads, head_dim)
             A view, valid until the cache grows: of int8 the codes, of int4 and code4 two of them to a byte
-            ``(tokens, num_kv_heads, head_dim / 2)``, in the order that `numkv.rows.int4` and
-            `numkv.rows.code4` say. Only those of `quantised_tokens` mean anything.
+            ``(tokens, num_kv_heads, head_dim / 2)``, of code6 eight in three int16, in the order that
+            `numkv.rows.int4`, `numkv.rows.code4` and `numkv.rows.code6` say. Only those of `quantised_tokens` mean
+            anything.
 
         Raises
         ------
@@ -102,8 +103,9 @@ class StoredRows(SingleSequence):
         Returns
         -------
         array
-            A view, valid until the cache grows: of int8 and code4 float32 ``(tokens, num_kv_heads)``, of int4 bfloat16
-            ``(tokens, num_kv_heads, groups)`` for groups of 32 elements, of fp8 float32 ``(num_kv_heads,)``.
+            A view, valid until the cache grows: of int8 and codes of codebooks float32
+            ``(tokens, num_kv_heads)``, of int4 bfloat16 ``(tokens, num_kv_heads, groups)`` for groups of 32
+            elements, of fp8 float32 ``(num_kv_heads,)``.
 
         Raises
         ------

@@ -39,7 +39,7 @@ Choice = CacheChoice | CompressorChoice | NewestChoice
 DEFAULT_CACHES = [
     *(kind.name for kind in kinds()[1:]),
     *(f"int8/{kind.name}" for kind in kinds() if kind.bytes_per_element < 1),
-    "int8/int4+rotate", "int8/code4+rotate", "int4+rotate", "code4+rotate",
+    "int8/int4+rotate", "int8/code4+rotate", "int4+rotate", "code4+rotate", "code6+rotate",
     "int4+window128+sinks4", "int4+rotate+window128+sinks4",
     "codes8", "codes6", "codes4", "codes4+sketch", "codes3", "last512", "last256",
 ]  # fmt: skip

@@ -204,7 +204,7 @@ def _choices(arguments: argparse.Namespace, needs: ModelNeeds) -> list[CacheChoi
         asked: list[CacheChoice] = arguments.kind
         return asked
     dims = {dim for rows in needs.rows for dim in (rows.dim, rows.dim_v)}
-    fitting = [k for k in kinds() if not any(dim % k.elements_per_word for dim in dims)]
+    fitting = [k for k in kinds() if not any(dim % k.unit[0] for dim in dims)]
     return [CacheChoice.parse(k.name) for k in fitting]
 
 

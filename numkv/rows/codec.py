@@ -20,11 +20,14 @@ import numpy as np
 from numba.extending import register_jitable
 
 from numkv.rows.code4 import code4_value, load_code4, store_code4
+from numkv.rows.code6 import code6_value, load_code6, store_code6
 from numkv.rows.convert import codec
 from numkv.rows.int4 import int4_value, load_int4, store_int4
 from numkv.rows.quantize import int8_divisor, int8_quotient, int8_scale, largest_of
 
-__all__ = ["SCALED_FLOATS", "element_codec", "row_codec", "scaled_codec", "scales_at"]
+__all__ = [
+    "SCALED_FLOATS", "element_codec", "elements_in", "row_codec", "scaled_codec", "scales_at",
+]  # fmt: skip
 
 #: Float kinds whose stored elements are multiplied by a scale, which all rows of a head share.
 SCALED_FLOATS = ("fp8_e4m3", "fp8_e5m2")
@@ -114,6 +117,8 @@ def row_codec(kind, compute="float32"):
         return store_int4, load_int4
     if kind == "code4":
         return store_code4, load_code4
+    if kind == "code6":
+        return store_code6, load_code6
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 
@@ -154,6 +159,8 @@ def element_codec(kind, compute="float32"):
         return int4_value, None
     if kind == "code4":
         return code4_value, None
+    if kind == "code6":
+        return code6_value, None
     load, store = scaled_codec(kind, compute)
     SCALED = kind in SCALED_FLOATS
 
@@ -166,6 +173,23 @@ def element_codec(kind, compute="float32"):
         words[d] = store(x, scales[0] if SCALED else np.float32(1))
 
     return value, put
+
+
+def elements_in(kind):
+    """The function that says how many elements a row has: ``elements(words)``, by its words.
+
+    Parameters
+    ----------
+    kind : Kind
+        Their storage kind.
+    """
+    ELEMENTS, WORDS = kind.unit
+
+    @register_jitable
+    def elements(words):
+        return words * ELEMENTS // WORDS
+
+    return elements
 
 
 def scales_at(scales_per):

@@ -37,7 +37,7 @@ class Buffer:
     target : Target
         Where it is.
     words : array (num_blocks, num_kv_heads, block_size, words_per_row)
-        Stored elements; a word is an element, of INT4 two.
+        Stored elements; a word is an element, of INT4 two: see `Kind.unit`.
     scales : array
         Their scales, in words: see `Kind.scale_shape`.
     kind : Kind
@@ -99,7 +99,8 @@ class Buffer:
     @property
     def dim(self) -> int:
         """Elements of a row."""
-        return int(self.words.shape[3]) * self.kind.elements_per_word
+        elements, words = self.kind.unit
+        return int(self.words.shape[3]) * elements // words
 
     @property
     def nbytes(self) -> int:
@@ -143,9 +144,12 @@ class Buffer:
     # -- reads
 
     def elements(self) -> Array:
-        """The elements as they are stored: float kinds in their dtype, quantised kinds as codes."""
+        """The elements as they are stored, in `Kind.stored_dtype`: floats, or codes."""
+        kind = self.kind
         return (
-            self.words if self.kind.has_scales else self.target.typed(self.words, self.kind.dtype)
+            self.words
+            if kind.has_scales and kind.codes_dtype is None
+            else self.target.typed(self.words, kind.stored_dtype)
         )
 
     def rows(self, block: int, part: slice) -> Array:

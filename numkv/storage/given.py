@@ -28,11 +28,11 @@ __all__ = ["check_written", "stored_pool"]
 
 _FLOAT32 = np.dtype(np.float32)
 
-# Several kinds may have the same words; the dtype and the rank of their scales tell them apart.
+# Several kinds may have the same dtype; the dtype and the rank of their scales tell them apart.
 _CODES: dict[np.dtype[Any], list[Kind]] = {}
 for _kind in kinds():
     if _kind.has_scales:
-        _CODES.setdefault(_kind.word, []).append(_kind)
+        _CODES.setdefault(_kind.stored_dtype, []).append(_kind)
 _STORED = (*STORED_FLOAT_DTYPES, *_CODES)
 _STORED_EACH = {dtype: (dtype,) for dtype in _STORED}
 # Pools over arrays that come again and hold no memory, and these, so that no others get their ids. What is checked of
@@ -83,7 +83,10 @@ def _checked(
             )
     k = check_array(target, names[0], k, _dtypes_for(k), shape)
     v = check_array(target, names[1], v, _dtypes_for(v), (*k.shape[:3], "head_dim_v"))
-    return Pool(_buffer(target, "k_scale", k, scales[0]), _buffer(target, "v_scale", v, scales[1]))
+    return Pool(
+        _buffer(target, (names[0], "k_scale"), k, scales[0]),
+        _buffer(target, (names[1], "v_scale"), v, scales[1]),
+    )
 
 
 def _dtypes_for(x: Any) -> tuple[np.dtype[Any], ...]:
@@ -91,12 +94,14 @@ def _dtypes_for(x: Any) -> tuple[np.dtype[Any], ...]:
     return _STORED_EACH.get(x.dtype, _STORED) if type(x) is np.ndarray else _STORED
 
 
-def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
+def _buffer(target: Target, names: tuple[str, str], x: Array, scale: Any) -> Buffer:
     """A checked array with its scales: floats have none, or those of heads; codes need them."""
-    found = kind_of_stored_dtype(x.dtype)
+    found, name = kind_of_stored_dtype(x.dtype), names[1]
     if found is None:
         found = _kind_of_codes(x.dtype, scale)
-        rows, dim = tuple(int(n) for n in x.shape[:3]), int(x.shape[3]) * found.elements_per_word
+        if found.codes_dtype is not None:
+            x = _in_words(target, names[0], x, found)
+        rows, dim = tuple(int(n) for n in x.shape[:3]), found.elements_of(x.shape[3])
         shape = found.scale_shape(rows, dim)
         if scale is None:
             raise DimensionMismatch(
@@ -114,6 +119,20 @@ def _buffer(target: Target, name: str, x: Array, scale: Any) -> Buffer:
     else:
         scales = _no_scale(target.key)
     return Buffer(target, target.words(x), scales, found)
+
+
+def _in_words(target: Target, name: str, x: Array, kind: Kind) -> Array:
+    """Checked codes as kernels see them, of a kind that users see as another dtype."""
+    elements, words = kind.unit
+    step = words * kind.word.itemsize // x.dtype.itemsize
+    if int(x.shape[3]) % step:
+        raise DimensionMismatch(
+            f"`{name}`: expected rows of a multiple of {step} {x.dtype} for {kind} storage, as {elements} elements "
+            f"take {step} of them, got {int(x.shape[3])}; pass a buffer of whole rows",
+            expected=step,
+            actual=int(x.shape[3]),
+        )
+    return target.typed(x, kind.word)
 
 
 def _kind_of_codes(words: np.dtype[Any], scale: Any) -> Kind:

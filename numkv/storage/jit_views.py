@@ -30,6 +30,7 @@ from numkv.device import slot_of as checked_slot_of
 from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
 from numkv.kernels.builder import SCALES, WORDS
 from numkv.kinds import kind
+from numkv.rows.codec import elements_in
 
 __all__ = ["cache_struct", "cells_struct", "host_struct", "layer_struct"]
 
@@ -51,11 +52,11 @@ def _scales(kind):
 
 def _rows_check(name):
     """The function that refuses rows ``(num_kv_heads, dim)`` of a token that a buffer of a kind does not take."""
-    PER_WORD, QUANTISED = kind(name).elements_per_word, kind(name).has_scales
+    elements, QUANTISED = elements_in(kind(name)), kind(name).has_scales
 
     @register_jitable
     def check(words, rows):
-        if rows.shape[0] != words.shape[1] or rows.shape[1] != words.shape[3] * PER_WORD:
+        if rows.shape[0] != words.shape[1] or rows.shape[1] != elements(words.shape[3]):
             raise DimensionMismatch(NOT_ROWS)
         if QUANTISED:
             for h in range(rows.shape[0]):
@@ -67,7 +68,7 @@ def _rows_check(name):
 
 def _load_check(name):
     """The function that refuses to load a row that is not there."""
-    PER_WORD = kind(name).elements_per_word
+    elements = elements_in(kind(name))
 
     @register_jitable
     def check(words, position, length, head, out):
@@ -75,7 +76,7 @@ def _load_check(name):
             raise IndexError(NO_POSITION)
         if head < 0 or head >= words.shape[1]:
             raise IndexError(NO_HEAD)
-        if len(out) != words.shape[3] * PER_WORD:
+        if len(out) != elements(words.shape[3]):
             raise DimensionMismatch(NOT_A_ROW)
 
     return check

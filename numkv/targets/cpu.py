@@ -204,12 +204,12 @@ class CpuTarget:
         return x
 
     def words(self, x: Any) -> Array:
-        """The array that kernels see: 16-bit and 8-bit floats as unsigned words, others as they are."""
+        """The array that kernels see: see `WORD_OF`; of other dtypes as they are."""
         word = WORD_OF.get(x.dtype)
         return x if word is None else x.view(word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
-        """The array that a user sees of float words."""
+        """The array that a user sees of words, in `Kind.stored_dtype`."""
         return words.view(dtype)
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
@@ -217,7 +217,7 @@ class CpuTarget:
         from numkv.kernels.cpu.convert import dequantise
 
         heads, tokens, words = codes.shape
-        out = np.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        out = np.empty((heads, tokens, kind.elements_of(words)), np.float32)
         dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 

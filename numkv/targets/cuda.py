@@ -326,15 +326,15 @@ class CudaTarget:
         return x if word is None else memory.reinterpret(x, word)
 
     def typed(self, words: Array, dtype: np.dtype[Any]) -> Array:
-        """The array that a user sees of float words: the inverse of `words`."""
-        return memory.reinterpret(words, dtype) if dtype in WORD_OF else words
+        """The array that a user sees of words, in `Kind.stored_dtype`: the inverse of `words`."""
+        return words if dtype == words.dtype else memory.reinterpret(words, dtype)
 
     def dequantise(self, kind: Kind, codes: Array, scale: Array) -> Array:
         """Values ``(heads, tokens, head_dim)`` of codes ``(heads, tokens, words)`` and their scales' words, float32."""
         from numkv.kernels.cuda.convert import dequantise
 
         heads, tokens, words = codes.shape
-        out = self.empty((heads, tokens, words * kind.elements_per_word), np.float32)
+        out = self.empty((heads, tokens, kind.elements_of(words)), np.float32)
         dequantise(codes, kind.name, scale, out)  # type: ignore[no-untyped-call]
         return out
 

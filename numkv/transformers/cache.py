@@ -54,7 +54,7 @@ class NumkvCache(Cache, Drawn):  # type: ignore[misc]
         The model's.
     kind : str, optional
         How K and V are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"int8"``,
-        ``"int4"``, ``"code4"``, …; as the model computes them if None.
+        ``"code6"``, ``"int4"``, …; as the model computes them if None.
     k_kind, v_kind : str, optional
         Another kind for K or for V.
     capacity : int, optional

@@ -30,11 +30,11 @@ _LOOK, _LOOK_FOR_NAN = int(Checks.LOOK), int(Checks.LOOK_FOR_NAN)
 _HOST = targets.of(_NO_SCALE)  # whose arrays NumPy's are
 SMALL = _HOST.small_call
 
-# Of kinds that have the same words, the first: others go the general way.
+# Of kinds that have the same words, the first: others go the general way, and so do codes seen as another dtype.
 _STORED = {
     (kind.word if kind.has_scales else kind.dtype): kind
     for kind in reversed(kinds())
-    if kind.scales_per != "head"
+    if kind.scales_per != "head" and kind.codes_dtype is None
 }
 
 

@@ -74,15 +74,17 @@ def paged_append(
         New rows of any number of sequences, in the pool's own dtype or in float32; for pools of codes and fp8 in
         fp32, fp16 or bf16.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim)
-        Written in place; a float dtype, or codes: int8, or uint8 for int4 and code4 (two to a byte).
+        Written in place; a float dtype, or codes: int8, uint8 for int4 and code4 (two to a byte), int16 for
+        code6 (eight in three).
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each row; -1 skips it. See
         `numkv.blocks.tables.slot_mapping`. Where rows share a slot the last one wins, on any number of threads; on CUDA
         with `validate` only, else any of them may.
     k_scale, v_scale : array, optional
-        Scales of pools of codes, written in place: of int8, code4 float32 ``(num_blocks, num_kv_heads, block_size)``,
-        of int4 bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements
-        are divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
+        Scales of pools of codes, written in place: of int8 and codes of codebooks float32
+        ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite : bool
         Whether rows that are to be quantised are looked at: on the CPU first; on CUDA, without `validate`, by the
         kernel that writes them. A row with NaN or infinity is then stored as zeros, and a later call raises.
@@ -156,7 +158,8 @@ def paged_write(
     qkv : array (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * head_dim_v)
         Projections of any number of sequences; any float dtype.
     k_pool, v_pool : array (num_blocks, num_kv_heads, block_size, head_dim), (…, head_dim_v)
-        Written in place; a float dtype, or codes: int8, or uint8 for int4 and code4 (two to a byte).
+        Written in place; a float dtype, or codes: int8, uint8 for int4 and code4 (two to a byte), int16 for
+        code6 (eight in three).
     slot_mapping : int32 or int64 array (num_tokens,)
         ``block * block_size + offset`` of each token; -1 leaves its K and V out.
     num_q_heads : int
@@ -166,9 +169,10 @@ def paged_write(
     cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out
         See `numkv.ContiguousLayer.write`.
     k_scale, v_scale : array, optional
-        Scales of pools of codes, written in place: of int8, code4 float32 ``(num_blocks, num_kv_heads, block_size)``,
-        of int4 bfloat16 ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements
-        are divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
+        Scales of pools of codes, written in place: of int8 and codes of codebooks float32
+        ``(num_blocks, num_kv_heads, block_size)``, of int4 bfloat16
+        ``(num_blocks, num_kv_heads, block_size, ceil(head_dim / 32))``. Of fp8 pools what elements are
+        divided by before they are stored, a number or float32 ``(num_kv_heads,)``, 1 if None, always the same.
     check_finite, validate : bool
         See `paged_append`; `validate` covers `positions` too.
     stream : object, optional

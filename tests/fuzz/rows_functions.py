@@ -504,6 +504,7 @@ Books.rows = [
     Row("Kind.scale_shape", {"rows": ROWS_SHAPE, "head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.scales_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
     Row("Kind.words_per_row", {"head_dim": integer(2, 64, "size")}, "kind"),
+    Row("Kind.elements_of", {"words": integer(2, 64, "size")}, "kind"),
     Row("blocks.block_table_to_csr", TABLES),
     Row(
         "blocks.csr_to_block_table",

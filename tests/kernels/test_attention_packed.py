@@ -1,4 +1,6 @@
-"""Attention over rows of which two elements share a byte: INT4 and codes of a codebook."""
+"""Attention over rows whose elements share bytes: INT4 and codes of codebooks."""
+
+from dataclasses import replace
 
 import numpy as np
 import paged_problems
@@ -30,7 +32,15 @@ shapes = pytest.mark.parametrize(
     indirect=["target"],
     ids=str,
 )
-kinds = pytest.mark.parametrize("kind", ["int4", "code4"])
+kinds = pytest.mark.parametrize("kind", ["int4", "code4", "code6"])
+
+
+def made(rng, shape, kind, *args, **options):
+    """A problem of a shape whose rows a kind can store: of CODE6 they are as many elements more as it takes."""
+    if kind == "code6":
+        dims = [None if n is None else -(-n // 8) * 8 for n in (shape.head_dim, shape.head_dim_v)]
+        shape = replace(shape, head_dim=dims[0], head_dim_v=dims[1])
+    return paged_problems.make(rng, shape, kind, *args, **options)
 
 
 @pytest.mark.boundscheck
@@ -38,7 +48,7 @@ kinds = pytest.mark.parametrize("kind", ["int4", "code4"])
 @shapes
 def test_every_shape(target, to, host, rng, kind, shape, block_size):
     """NaN or garbage in unused slots, blocks, scales and table entries reaches no output."""
-    paged_problems.make(rng, shape, kind, block_size=block_size).check(to, host)
+    made(rng, shape, kind, block_size=block_size).check(to, host)
 
 
 @kinds
@@ -47,13 +57,13 @@ def test_every_shape(target, to, host, rng, kind, shape, block_size):
 def test_groups(rng, kind, group, q_kind):
     """Rows that vector code takes at once, on the CPU."""
     shape = Shape(2 * group, 2, 112, (45, 100), new=(2, 45))
-    problem = paged_problems.make(rng, shape, kind, q_kind, block_size=16)
+    problem = made(rng, shape, kind, q_kind, block_size=16)
     problem.check(lambda x: x, lambda x: x)
 
 
 @kinds
 def test_a_later_tokens_rows_do_not_reach_an_earlier_query(target, to, host, rng, kind):
-    problem = paged_problems.make(rng, Shape(2, 1, 34, (12,), new=(6,)), kind, block_size=4)
+    problem = made(rng, Shape(2, 1, 34, (12,), new=(6,)), kind, block_size=4)
     want = host(problem.run(to, window_left=5))
     for position in (0, 11):  # left of every window; the last token
         at = problem.block_table[0, position // 4], slice(None), position % 4

@@ -18,6 +18,7 @@ PRODUCTS = {
     "bf16": (r"fmla\s+v\d+\.4s", r"(u?shll2?|zip[12]|uzp[12]|tbl)\s"),
     "int8": (r"(smlal2?|smull2?|mla)\s+v\d+\.4s", r"sshll2?\s"),
     "int4": (r"fmla\s+v\d+\.4s", r"[su]cvtf\s+v\d+\.4s"),
+    "code6": (r"(smlal2?|smull2?|mla)\s+v\d+\.4s", r"(sshll2?|tbl)\s"),
     "code4": (r"(smlal2?|smull2?|mla)\s+v\d+\.4s", r"(sshll2?|tbl)\s"),
 }
 ONE_FLOAT = re.compile(r"^f(madd|msub|mul|add)\s+[sdh]\d+")

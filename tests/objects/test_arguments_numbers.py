@@ -290,6 +290,7 @@ def test_sizes_that_kinds_are_asked_for(n):
     for call, name in (
         (kind.words_per_row, "head_dim"),
         (kind.scales_per_row, "head_dim"),
+        (kind.elements_of, "words"),
         (kind.row_bytes, "head_dim"),
         (lambda x: kind.bytes_per_token(x, 32), "num_kv_heads"),
         (lambda x: kind.bytes_per_token(2, x), "head_dim"),

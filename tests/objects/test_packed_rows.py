@@ -1,4 +1,4 @@
-"""A paged cache of rows of which two elements share a byte."""
+"""A paged cache of rows whose elements share bytes."""
 
 import naive
 import numpy as np
@@ -15,18 +15,21 @@ F32 = np.float32
     ("target", "kind"),
     [
         ("cpu", "int4"),
+        pytest.param("cpu", "code6", marks=pytest.mark.nightly),
         pytest.param("cpu", "code4", marks=pytest.mark.nightly),  # which would be compiled for this
         ("cuda", "int4"),
         ("cuda", "code4"),
+        ("cuda", "code6"),
     ],
     indirect=["target"],
 )
 def test_a_paged_cache(target, to, host, rng, tmp_path, kind):
     """Forks, copies of shared blocks, swapping and files move codes and scales together."""
+    dim = 40 if kind == "code6" else 34
     sizes = {"num_blocks": 12, "block_size": 2, "kind": kind, "target": target}
-    cache = numkv.PagedKVCache(2, 1, 34, **sizes)
+    cache = numkv.PagedKVCache(2, 1, dim, **sizes)
     first = cache.add()
-    rows = rng.standard_normal((2, 2, 5, 1, 34)).astype(F32)  # layer, K or V, token
+    rows = rng.standard_normal((2, 2, 5, 1, dim)).astype(F32)  # layer, K or V, token
 
     def put(seq, tokens):
         step = cache.reserve([seq], [tokens.stop - tokens.start])
@@ -38,7 +41,7 @@ def test_a_paged_cache(target, to, host, rng, tmp_path, kind):
     second = cache.fork(first)
     put(first, slice(3, 4))  # its last block was shared
     put(second, slice(4, 5))
-    q = rng.standard_normal((2, 2, 34), F32)
+    q = rng.standard_normal((2, 2, dim), F32)
 
     def check(cache, seqs):
         for layer in range(2):
@@ -55,7 +58,7 @@ def test_a_paged_cache(target, to, host, rng, tmp_path, kind):
     out = [cache.swap_out(s) for s in (first, second)]
     save_sequences(tmp_path / "sequences.safetensors", out)
     for swapped in (out, load_sequences(tmp_path / "sequences.safetensors")):
-        other = numkv.PagedKVCache(2, 1, 34, **sizes)
+        other = numkv.PagedKVCache(2, 1, dim, **sizes)
         check(other, [other.swap_in(s) for s in swapped])
     with pytest.raises(numkv.NumkvError):
-        numkv.PagedKVCache(2, 1, 34, **sizes | {"kind": "int8"}).swap_in(out[0])
+        numkv.PagedKVCache(2, 1, dim, **sizes | {"kind": "int8"}).swap_in(out[0])

@@ -99,7 +99,7 @@ def everything(kind, blocks, table, make):
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_blocks_are_like_near_ones(kind, far):
     word = numkv.kind(kind)
-    per_block = HEADS * BLOCK * DIM // word.elements_per_word
+    per_block = HEADS * BLOCK * word.words_per_row(DIM)
     first = far // per_block
     count = -(-(TOKENS + 8) // BLOCK) + 1
     order = np.random.default_rng(2).permutation(count)
@@ -118,7 +118,7 @@ def test_a_contiguous_cache_with_a_far_sequence(kind):
     rng = np.random.default_rng(3)
     capacity = 2**20
     word = numkv.kind(kind)
-    per_sequence = HEADS * capacity * DIM // word.elements_per_word
+    per_sequence = HEADS * capacity * word.words_per_row(DIM)
     sequences = 2**31 // per_sequence + 2
     rows = rng.standard_normal((2, TOKENS, HEADS, DIM), dtype=F32)
     layer = numkv.ContiguousLayer(TOKENS, HEADS, DIM, kind=kind)

@@ -59,7 +59,7 @@ def _run(call: Call) -> None:
     rng = np.random.default_rng(1)
 
     def pool() -> tuple[Any, Any]:
-        shape = (num_blocks, call.heads, BLOCK_SIZE, call.dim // kind.elements_per_word)
+        shape = (num_blocks, call.heads, BLOCK_SIZE, kind.words_per_row(call.dim))
         if kind.is_query:
             words = _words(rng.standard_normal(shape, np.float32), kind)
         else:

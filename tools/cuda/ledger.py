@@ -230,7 +230,7 @@ class Maker:
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Pools of K and V, and keywords with their scales."""
         of = self.numkv.kind(kind)
-        shape = (blocks, HEADS, BLOCK, DIM // of.elements_per_word)
+        shape = (blocks, HEADS, BLOCK, of.words_per_row(DIM))
         dtype = of.word if of.has_scales and of.scales_per != "head" else of.dtype
         k, v = (self.array(shape, dtype) for _ in range(2))
         if not of.has_scales:

@@ -64,7 +64,7 @@ def executed(
         scales: Any = np.zeros((0,) * of.scale_ndim, of.scale_word)
         if of.is_query:
             return _words(draw(*shape, dim), kind), scales
-        words = rng.integers(0, 100, (*shape, dim // of.elements_per_word)).astype(of.word)
+        words = rng.integers(0, 100, (*shape, of.words_per_row(dim))).astype(of.word)
         if of.scales_per == "head":
             scales = np.full(1, 0.01, np.float32)
         elif of.scale_ndim == 3:

@@ -51,7 +51,7 @@ class HeadScales:
                 kind = kinds[name == "v"]
                 heads = 1 if is_number(scales) else max(1, host_array(name, scales).size)
                 empty = (0, heads, 1)
-                buffer = Buffer.allocate(targets.get("cpu"), empty, kind.elements_per_word, kind)
+                buffer = Buffer.allocate(targets.get("cpu"), empty, kind.unit[0], kind)
                 buffer.check_scales(name, scales)
         copies = {name: np.array(x, np.float32) for name, x in given.items()}
         self._by_layer[layer] = self._by_layer.get(layer, {}) | copies

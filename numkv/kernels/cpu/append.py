@@ -33,7 +33,7 @@ from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
-from numkv.rows.codec import row_codec
+from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
@@ -130,7 +130,7 @@ def make_small_append(SRC, DST, BY_SLOT):
     load, _ = codec(SRC)
     put = row_writer(SRC, DST)
     OF_POOL = kind(DST)
-    PER_WORD, QUANTISED, GROUP = OF_POOL.elements_per_word, OF_POOL.has_scales, OF_POOL.group_size
+    QUANTISED, GROUP, elements = OF_POOL.has_scales, OF_POOL.group_size, elements_in(OF_POOL)
 
     def kernel(k, v, k_pool, v_pool, k_scale, v_scale, places, start, room, look):
         num_tokens, heads = np.int64(k.shape[0]), np.int64(k_pool.shape[1])
@@ -142,7 +142,7 @@ def make_small_append(SRC, DST, BY_SLOT):
         for rows, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
             if rows.shape[0] != num_tokens or rows.shape[1] != heads:
                 return -1
-            if rows.shape[2] != PER_WORD * pool.shape[3]:
+            if rows.shape[2] != elements(pool.shape[3]):
                 return -1
             if rows.strides[2] != rows.itemsize or pool.strides[3] != pool.itemsize:
                 return -1

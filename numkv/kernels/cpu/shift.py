@@ -18,7 +18,7 @@ from numkv.kernels.cpu.vectors.arrays import row_of
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
-from numkv.rows.codec import row_codec
+from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.rope import pair_of, rotate_pair
 
 __all__ = ["shift_rows"]
@@ -30,11 +30,8 @@ def make_shift_rows(KIND, INTERLEAVED):
     F = np.float64 if KIND == "fp64" else np.float32
     store_row, load_row = row_codec(KIND, COMPUTE)
     OF_POOL = kind(KIND)
-    PER_WORD, WHOLE_ROW, GROUP = (
-        OF_POOL.elements_per_word,
-        OF_POOL.scales_per == "row",
-        OF_POOL.group_size,
-    )
+    WHOLE_ROW, GROUP = OF_POOL.scales_per == "row", OF_POOL.group_size
+    elements = elements_in(OF_POOL)
 
     def kernel(pool, scale, slots, offset, cos, sin):
         block_size = np.int64(pool.shape[2])
@@ -46,7 +43,7 @@ def make_shift_rows(KIND, INTERLEAVED):
             if offset < 0:
                 s[i] = -s[i]
         # Elements that are not rotated stay as they are, except where a new scale makes new codes of them.
-        dim, row_dim = 2 * half, PER_WORD * pool.shape[3]
+        dim, row_dim = 2 * half, elements(pool.shape[3])
         if WHOLE_ROW:
             dim = row_dim
         elif GROUP:  # whole groups

@@ -28,7 +28,7 @@ from numkv.kernels.operations import Operations
 from numkv.kernels.small_calls import Checks
 from numkv.kinds import kind
 from numkv.rows.address import slot_of
-from numkv.rows.codec import row_codec
+from numkv.rows.codec import elements_in, row_codec
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
@@ -83,9 +83,9 @@ def _one_by_one(x):
 
 
 @register_jitable
-def _fits_pool(pool, scale, other, dim, per_word, has_scales, group_size):
-    """Whether a pool has rows of `dim` elements, the blocks and heads of the `other`, and its scales their shape."""
-    if pool.shape[3] * per_word != dim or not _one_by_one(pool):
+def _fits_pool(pool, scale, other, dim, has_scales, group_size):
+    """Whether a pool of rows of `dim` elements has the blocks and heads of the `other`, and its scales their shape."""
+    if not _one_by_one(pool):
         return False
     for axis in range(3):
         if pool.shape[axis] != other.shape[axis]:
@@ -153,7 +153,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
     store_k, _ = row_codec(K_KIND, COMPUTE)
     store_v, _ = row_codec(V_KIND, COMPUTE)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
-    K_PER_WORD, V_PER_WORD = OF_K.elements_per_word, OF_V.elements_per_word
+    elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
     K_GROUP, V_GROUP = max(1, OF_K.group_size), max(1, OF_V.group_size)
 
@@ -167,7 +167,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
         num_q_heads, num_kv_heads = np.int64(q_out.shape[1]), np.int64(k_pool.shape[1])
         num_tokens, block_size = np.int64(qkv.shape[0]), np.int64(k_pool.shape[2])
         dim, half = np.int64(q_out.shape[2]), np.int64(cos.shape[1])
-        dim_v = np.int64(v_pool.shape[3]) * V_PER_WORD
+        dim_v = np.int64(elements_v(v_pool.shape[3]))
         k_first = num_q_heads * dim
         v_first = k_first + num_kv_heads * dim
         if look != CHECKED:
@@ -178,9 +178,11 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT):
                 return np.int64(-1)
             if not (_one_by_one(qkv) and _one_by_one(q_out)):
                 return np.int64(-1)
-            if not _fits_pool(k_pool, k_scale, k_pool, dim, K_PER_WORD, K_CODES, K_GROUP):
+            if elements_k(k_pool.shape[3]) != dim:
                 return np.int64(-1)
-            if not _fits_pool(v_pool, v_scale, k_pool, dim_v, V_PER_WORD, V_CODES, V_GROUP):
+            if not _fits_pool(k_pool, k_scale, k_pool, dim, K_CODES, K_GROUP):
+                return np.int64(-1)
+            if not _fits_pool(v_pool, v_scale, k_pool, dim_v, V_CODES, V_GROUP):
                 return np.int64(-1)
             if normalise and (len(q_weight) != dim or len(k_weight) != dim):
                 return np.int64(-1)

@@ -52,7 +52,7 @@ if SIMULATED:
     DeviceArray: Any = None
 
     def reinterpret(x: Any, dtype: Any) -> Any:
-        """The same memory as elements of another dtype of as many bytes."""
+        """The same memory as elements of another dtype, of other sizes along the last axis, which is contiguous."""
         return x.view(dtype)
 
 else:
@@ -240,8 +240,14 @@ else:
         return _made(shape, strides, dtype, piece)
 
     def reinterpret(x: Any, dtype: Any) -> Any:
-        """The same memory as elements of another dtype of as many bytes."""
-        return _made(x.shape, x.strides, np.dtype(dtype), x.gpu_data, x.stream)
+        """The same memory as elements of another dtype, of other sizes along the last axis, which is contiguous."""
+        to, size = np.dtype(dtype), x.dtype.itemsize
+        if to.itemsize == size:
+            return _made(x.shape, x.strides, to, x.gpu_data, x.stream)
+        last = x.shape[-1] * size // to.itemsize
+        return _made(
+            (*x.shape[:-1], last), (*x.strides[:-1], to.itemsize), to, x.gpu_data, x.stream
+        )
 
     def foreign(
         pointer: int,

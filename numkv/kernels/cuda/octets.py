@@ -88,7 +88,7 @@ def octets_fit(array, kind: str, dim: int) -> bool:
     if (
         SIMULATED
         or not array.size
-        or kind == "code4"  # which is no more than right
+        or (of.is_packed and of.scales_per == "row")  # which is no more than right
         or dim % (32 if of.is_packed else 8)
         or (of.has_scales and dim > MAX_DIM)
     ):
@@ -103,7 +103,7 @@ def octets_fit(array, kind: str, dim: int) -> bool:
 def bytes_of(kind: str) -> int:
     """Bytes of an octet."""
     of = kind_of(kind)
-    return 8 // of.elements_per_word * of.word.itemsize
+    return of.words_per_row(8) * of.word.itemsize
 
 
 def octet_loader(KIND, COMPUTE="float32"):

@@ -14,6 +14,7 @@ from numkv.kernels.cuda.launches import number_at
 from numkv.kernels.cuda.simd import LANES
 from numkv.kinds import kind
 from numkv.rows.code4 import code4_store
+from numkv.rows.code6 import code6_store
 from numkv.rows.codec import element_codec
 from numkv.rows.int4 import GROUP, store_int4_group
 from numkv.rows.quantize import int8_code, int8_scale, is_finite
@@ -81,9 +82,9 @@ def zero_int4_group(count, words, at):
 
 
 @register_jitable
-def zero_code4_row(dim, words):
-    """Put a row of zeros into `words`, and return its scale."""
-    for j in range(dim // 2):
+def zero_coded_row(words):
+    """Put a row of zeros into `words`, codes of a codebook, and return its scale."""
+    for j in range(len(words)):
         words[j] = np.uint8(0)
     return np.float32(0)
 
@@ -107,11 +108,12 @@ def row_store(KIND, COMPUTE, load):
     put : function
         ``put(x, at, dim, pool, scale, block, head, offset, peaks, warp, lane, look)`` stores this lane's part of the
         row at ``pool[block, head, offset]``. ``peaks[warp]`` are the peaks of all lanes, if `needs_peak`; with `look`
-        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats. CODE4 takes
-        whole rows: one lane does it all, so that sums need no other.
+        above 0 a row with an infinite one is stored as zeros. INT4 takes whole groups, and `x` in floats. Codes of
+        codebooks take whole rows: one lane does it all, so that sums need no other.
     """
     PER_HEAD, PER_ROW, PER_GROUP = (kind(KIND).scales_per == of for of in ("head", "row", "group"))
-    CODE4, store_code4 = KIND == "code4", code4_store(load)
+    BY_CODEBOOK = KIND in ("code4", "code6")
+    store_coded = code6_store(load) if KIND == "code6" else code4_store(load)
     _, put_element = element_codec(KIND, COMPUTE)
 
     @register_jitable
@@ -129,12 +131,12 @@ def row_store(KIND, COMPUTE, load):
             for i in range(LANES):
                 largest = max(largest, np.float32(peaks[warp, i]))
         bad = look > 0 and largest == np.float32(np.inf)
-        if CODE4:  # a lane for all of it
+        if BY_CODEBOOK:  # a lane for all of it
             if lane == 0:
                 if bad:
-                    scale[block, head, offset] = zero_code4_row(dim, words)
+                    scale[block, head, offset] = zero_coded_row(words)
                 else:
-                    scale[block, head, offset] = store_code4(x[at : at + dim], words)
+                    scale[block, head, offset] = store_coded(x[at : at + dim], words)
         elif PER_ROW:
             of_row = np.float32(0) if bad else int8_scale(largest)
             if lane == 0:

@@ -33,7 +33,7 @@ from numkv.kernels.cuda.rows import as_it_is, row_store
 from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natural
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.rows.codec import element_codec
+from numkv.rows.codec import element_codec, elements_in
 from numkv.rows.rope import pair_of, rotate_pair
 
 __all__ = ["shift_rows"]
@@ -44,7 +44,7 @@ ROWS = THREADS // LANES  # rows that a block takes at once
 def make_shift_rows(KIND):
     """The kernel for a pool of kind `KIND`."""
     OF_POOL = kinds.kind(KIND)
-    QUANTISED, GROUP, PER_WORD = OF_POOL.has_scales, OF_POOL.group_size, OF_POOL.elements_per_word
+    QUANTISED, GROUP, elements = OF_POOL.has_scales, OF_POOL.group_size, elements_in(OF_POOL)
     COMPUTE = OF_POOL.compute.name
     F, REAL = OF_POOL.compute.type, getattr(types, COMPUTE)
     value, put_element = element_codec(KIND, COMPUTE)
@@ -54,7 +54,7 @@ def make_shift_rows(KIND):
 
     def kernel(pool, scale, slots, offset, cos, sin, interleaved):
         num_blocks, num_heads, block_size, words_of_row = pool.shape
-        dim = PER_WORD * words_of_row
+        dim = elements(words_of_row)
         half, angle = cos.shape[1], natural(abs(offset))
         if GROUP:  # those that are rotated
             dim = min(dim, (2 * half + GROUP - 1) // GROUP * GROUP)
@@ -176,7 +176,7 @@ def _shift_octets(kind: str) -> Any:
 def _octet_width(pool, kind, cos, sin, interleaved, tokens) -> int:
     """Elements of a row that `make_shift_octets` takes; 0 where it does not take rows like these."""
     of, half = kinds.kind(kind), cos.shape[1]
-    dim = pool.shape[3] * of.elements_per_word
+    dim = of.elements_of(pool.shape[3])
     width = dim if of.has_scales else 2 * half
     if (
         not half
@@ -201,7 +201,7 @@ def _shift_rows(kind: str) -> Any:
 def _shared_bytes(name: str, words: int) -> int:
     """What the floats of a row take while they wait for their scale."""
     of_pool = kinds.kind(name)
-    return 4 * words * of_pool.elements_per_word if of_pool.has_scales else 0
+    return 4 * of_pool.elements_of(words) if of_pool.has_scales else 0
 
 
 @implements(Operations.shift_rows)

@@ -16,6 +16,7 @@ from numkv.kernels.cuda.launches import SIMULATED, THREADS
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
 from numkv.rows.code4 import code4_level
+from numkv.rows.code6 import code6_level
 from numkv.rows.convert import bf16_to_float32
 from numkv.rows.int4 import GROUP, int4_column, lowest_level
 
@@ -38,8 +39,8 @@ __all__ = [
 #: Threads that share a row where a block takes several: a warp, so that they read adjacent elements.
 LANES = 4 if SIMULATED else 32
 #: Elements of a kind in 16 bytes, the most that `load_chunk` reads at once; but no more than 16 elements (of INT4 and
-#: CODE4, 8 bytes), as more make too many floats.
-WIDTH = {k.name: min(16, 16 * k.elements_per_word // k.word.itemsize) for k in kinds()}
+#: CODE4, 8 bytes, of CODE6 12), as more make too many floats.
+WIDTH = {k.name: 16 if k.is_packed else 16 // k.word.itemsize for k in kinds()}
 #: Kinds that only pools have, not queries; catalogues name each of them in one case at least.
 STORED_ONLY = [k.name for k in kinds() if not k.is_query]
 
@@ -75,9 +76,10 @@ def aligned(array: Any, kind: str, width: int) -> bool:
     width : int
         Elements of a chunk.
     """
-    width //= kind_of(kind).elements_per_word
-    size = width * array.dtype.itemsize
-    if tuple(array.shape)[-1] % width or any(step % size for step in array.strides[:-1]):
+    words = kind_of(kind).words_per_row(width)
+    size = words * array.dtype.itemsize
+    size &= -size  # of 12 bytes, three words of 4
+    if tuple(array.shape)[-1] % words or any(step % size for step in array.strides[:-1]):
         return False
     return SIMULATED or int(array.gpu_data.device_pointer) % size == 0
 
@@ -105,7 +107,7 @@ def reader(KIND, COMPUTE, STEP, WIDE):
     """
     load = loader(KIND, COMPUTE)
     F = np.float32 if COMPUTE == "float32" else np.float64
-    CODE4, BY_GROUP = KIND == "code4", kind_of(KIND).scales_per == "group"
+    CODE4, CODE6, BY_GROUP = KIND == "code4", KIND == "code6", kind_of(KIND).scales_per == "group"
     BYTES, GROUP_BYTES = STEP // 2, GROUP // 2
 
     @register_jitable
@@ -139,6 +141,20 @@ def reader(KIND, COMPUTE, STEP, WIDE):
                         low = F(code4_level(byte))
                         high = F(code4_level(np.int32(byte >> np.int32(4))))
                     floats[at + 2 * i], floats[at + 2 * i + 1] = low, high
+        elif CODE6:
+            first = chunk * (STEP // 4 * 3)
+            if WIDE:
+                load_chunk(KIND, STEP, array, a, b, c, first, floats, at)
+            else:
+                for i in range(STEP // 4):
+                    unit, byte = np.int32(0), first + 3 * i
+                    if byte < array.shape[3]:
+                        for j in range(3):
+                            word = np.int32(array[a, b, c, byte + j])
+                            unit = np.int32(unit | np.int32(word << np.int32(8 * j)))
+                    for j in range(4):
+                        level = code6_level(np.int32(unit >> np.int32(6 * j)))
+                        floats[at + 4 * i + j] = F(level) if byte < array.shape[3] else F(0)
         elif WIDE:
             load_chunk(KIND, STEP, array, a, b, c, chunk * STEP, floats, at)
         else:

@@ -39,6 +39,7 @@ from numkv.kernels.cuda.simd import LANES, STORED_ONLY, THREADS, ceil_div, natur
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kinds import kind
+from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 from numkv.rows.rmsnorm import root_mean_square
@@ -58,7 +59,7 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     """
     FROM, REAL = bytes_of(SRC), np.float64 if COMPUTE == "float64" else np.float32
     SAME, LOOKS = K_KIND == V_KIND, needs_peak(K_KIND) or needs_peak(V_KIND)
-    V_PER_WORD = kind(V_KIND).elements_per_word
+    elements_v = elements_in(kind(V_KIND))
     load, store_q, find = octet_loader(SRC, COMPUTE), octet_storer(SRC), slot_finder(BY_SLOT)
     normalise_octets, turn = octet_normaliser(COMPUTE), octet_turner(COMPUTE, TABLE)
     put_k, put_v = row_putter(K_KIND, COMPUTE), row_putter(V_KIND, COMPUTE)
@@ -79,7 +80,7 @@ def octet_writer(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
             natural(k_pool.shape[2]),
             k_pool.shape[0] * np.int64(k_pool.shape[2]),
         )
-        dim_v, num_tokens = natural(v_pool.shape[3] * V_PER_WORD), natural(qkv.shape[0])
+        dim_v, num_tokens = natural(elements_v(v_pool.shape[3])), natural(qkv.shape[0])
         lanes, thread, at_once = (
             np.int64(1) << log,
             np.int64(cuda.threadIdx.x),
@@ -189,7 +190,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
     find = slot_finder(BY_SLOT)
     NEEDS_PEAK = needs_peak(K_KIND) or needs_peak(V_KIND)
     K_LOOKS, V_LOOKS = needs_peak(K_KIND), needs_peak(V_KIND)
-    V_PER_WORD = kind(V_KIND).elements_per_word
+    elements_v = elements_in(kind(V_KIND))
     peak, put_k = row_store(K_KIND, COMPUTE, as_it_is)
     _, put_v = row_store(V_KIND, COMPUTE, as_it_is)
     SHAPE = (ROWS, LANES)
@@ -204,7 +205,7 @@ def make_write_rows(SRC, K_KIND, V_KIND, COMPUTE, BY_SLOT, TABLE):
         block_size = np.int64(k_pool.shape[2])
         num_heads = num_q_heads + 2 * num_kv_heads
         rows = qkv.shape[0] * num_heads
-        dim_v = v_pool.shape[3] * V_PER_WORD
+        dim_v = elements_v(v_pool.shape[3])
         v_head = num_q_heads + num_kv_heads
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         x = cuda.shared.array(0, REAL)  # a row for each head that the block takes
@@ -314,7 +315,7 @@ def _by_octets(qkv, qkv_kind, cos, sin, mode, weights, q_out, pools) -> bool:
         if not (cos.shape[0] and (half % 4 == 0 if interleaved else 2 * half == dim)):
             return False
     for pool, of in pools:
-        width = pool.shape[3] * kind(of).elements_per_word
+        width = kind(of).elements_of(pool.shape[3])
         if (
             width % (64 if kind(of).is_packed else 16)
             or width > MAX_DIM
@@ -334,7 +335,7 @@ def _write(
     compute = q_weight.dtype
     tokens, heads, kv_heads = qkv.shape[0], q_out.shape[1], k_pool.shape[1]
     kinds = qkv_kind, k_kind, v_kind, compute.name, by_slot, cos.dtype.name
-    widest = max(q_out.shape[2], v_pool.shape[3] * kind(v_kind).elements_per_word)
+    widest = max(q_out.shape[2], kind(v_kind).elements_of(v_pool.shape[3]))
     rest = (
         q_weight,
         k_weight,

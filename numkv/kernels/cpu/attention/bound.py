@@ -43,6 +43,7 @@ from numkv.kernels.cpu.vectors.records import (
     put_number,
 )
 from numkv.kinds import kind
+from numkv.rows.codec import elements_in
 from numkv.rows.convert import codec
 from numkv.rows.quantize import is_finite
 
@@ -146,7 +147,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
     put_k, put_v = row_writer(ROWS_KIND, K_KIND), row_writer(ROWS_KIND, V_KIND)
     OF_K, OF_V = kind(K_KIND), kind(V_KIND)
     K_CODES, V_CODES = OF_K.has_scales, OF_V.has_scales
-    K_PER_WORD, V_PER_WORD = OF_K.elements_per_word, OF_V.elements_per_word
+    elements_k, elements_v = elements_in(OF_K), elements_in(OF_V)
     AS_IT_IS = kind(Q_KIND).word.name == COMPUTE
     FLAGS = np.int64(BF16_QUERIES if Q_KIND == "bf16" else 0)
     real = getattr(types, COMPUTE)
@@ -198,7 +199,7 @@ def make_append_attend(Q_KIND, ROWS_KIND, K_KIND, V_KIND, COMPUTE):
         k_pool, k_scale = k_at(layer, _K), k_scale_at(layer, _K_SCALE)
         v_pool, v_scale = v_at(layer, _V), v_scale_at(layer, _V_SCALE)
         tokens, q_heads, heads = int_at(step, _TOKENS), int_at(step, _Q_HEADS), k_pool.shape[1]
-        dim, dim_v = k_pool.shape[3] * K_PER_WORD, v_pool.shape[3] * V_PER_WORD
+        dim, dim_v = elements_k(k_pool.shape[3]), elements_v(v_pool.shape[3])
         if not (_fits(q, tokens, q_heads, dim) and _fits(out, tokens, q_heads, dim_v)):
             return -1
         if not (_fits(k, tokens, heads, dim) and _fits(v, tokens, heads, dim_v)):

@@ -1,8 +1,8 @@
 """The engine of integers: quantised rows meet queries and probabilities of 16 bits.
 
-The error, 1e-4 of a result or so, is a hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4,
-whose levels are INT8, after a look into a table; INT4 too where vectors have 512 bits. The sides of K and of V are
-those of `floats`, under the same names.
+The error, 1e-4 of a result or so, is a hundredth of what INT8 costs. INT8 goes this way with float32, and CODE4 and
+CODE6, whose levels are INT8, after a look into a table; INT4 too where vectors have 512 bits. The sides of K and of V
+are those of `floats`, under the same names.
 """
 
 from __future__ import annotations

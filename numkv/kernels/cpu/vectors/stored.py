@@ -9,34 +9,39 @@ from llvmlite import ir
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, HALF, I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_HALF
-from numkv.kernels.cpu.vectors.levels import levels_of
+from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of, spread_size
 from numkv.kinds import kinds
 
-__all__ = ["ON_LINE", "PER_WORD", "STORED", "in_words", "widened"]
+__all__ = ["ON_LINE", "STORED", "in_words", "loaded_words", "widened"]
 
 _WORDS = {"float64": DOUBLE, "float32": FLOAT, "uint16": I16, "uint8": I8, "int8": I8}
 #: Type of a word in memory, by kind.
 STORED = {kind.name: _WORDS[kind.word.name] for kind in kinds()}
-#: Elements in a word.
-PER_WORD = {kind.name: kind.elements_per_word for kind in kinds()}
-#: Elements in a cache line.
-ON_LINE = {kind.name: 64 * kind.elements_per_word // kind.word.itemsize for kind in kinds()}
+#: Elements in a cache line, rounded down to a power of 2.
+ON_LINE = {kind.name: 1 << int(64 / kind.bytes_per_element).bit_length() - 1 for kind in kinds()}
 
 
 def in_words(builder, kind, elements):
     """How many words so many elements of a row take, or where in a row they begin: an LLVM integer."""
-    return builder.ashr(elements, I64(1)) if PER_WORD[kind] == 2 else elements
+    if kind == "code6":
+        return builder.ashr(builder.mul(elements, I64(3)), I64(2))
+    return builder.ashr(elements, I64(1)) if kind in ("int4", "code4") else elements
+
+
+def loaded_words(kind, elements):
+    """Words of a vector that so many elements are loaded into, where they are loaded as they lie."""
+    return spread_size(kind, elements) if kind in LOOKED_UP else elements
 
 
 def widened(v, kind, words):
     """The floats that a vector of words of a kind stands for, in the float type of `v`: ``words.astype(compute)``.
 
-    Words of INT8 are codes, which have still to be multiplied by their scale, and so have levels of CODE4, two of which
-    are a word; 8-bit floats may have to be by their head's.
+    Words of INT8 are codes, which have still to be multiplied by their scale, and so have levels of CODE4 and CODE6,
+    whose words are those of `Vectors.load_packed`; 8-bit floats may have to be by their head's.
     """
-    if kind == "code4":
-        words = levels_of(v.b, words)
-    if kind in ("int8", "code4"):
+    if kind in LOOKED_UP:
+        words = levels_of(v.b, kind, words)
+    if kind == "int8" or kind in LOOKED_UP:
         return v.b.sitofp(v.b.sext(words, v.int_type), v.type)
     floats = _WIDEN[kind](v, words)
     if v.double and floats.type.element != DOUBLE:

@@ -7,8 +7,8 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import DOUBLE, FLOAT, I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import ADD_PAIRS, FEATURES, HAS_FMA, LANES
-from numkv.kernels.cpu.vectors.levels import levels_of
-from numkv.kernels.cpu.vectors.stored import PER_WORD, STORED, widened
+from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of, pair_of_code6
+from numkv.kernels.cpu.vectors.stored import STORED, loaded_words, widened
 
 __all__ = ["Vectors"]
 
@@ -32,6 +32,8 @@ class Vectors:
         self.int = I64 if self.double else I32
         self.type = ir.VectorType(self.float, self.lanes)
         self.int_type = ir.VectorType(self.int, self.lanes)
+        # Whether bytes are loaded by a mask in one instruction.
+        self.wide_masks = LANES == 16 and {"avx512bw", "avx512vl"} <= FEATURES
 
     # -- constants and lanes
 
@@ -73,10 +75,17 @@ class Vectors:
         typed = self.b.bitcast(base, element.as_pointer())
         return self.b.gep(typed, [at])
 
-    def load(self, kind, base, at, mask=None):
-        """Load `lanes` elements of a storage kind, widened; words outside `mask` are zero and not touched."""
+    def load(self, kind, base, at, mask=None, column=None):
+        """Load `lanes` elements of a storage kind, widened; words outside `mask` are zero and not touched.
+
+        Where these may begin within a byte, as two of CODE6, `column` is the number of the first.
+        """
+        if kind in LOOKED_UP:
+            if kind == "code6" and self.lanes == 2:
+                return self._pair_of_code6(base, at, column)
+            return widened(self, kind, self.load_packed(kind, base, at, self.lanes, mask))
         element = STORED[kind]
-        type_ = ir.VectorType(element, self.lanes // PER_WORD[kind])
+        type_ = ir.VectorType(element, self.lanes)
         pointer = self.pointer(base, at, element)
         size = {I8: 1, I16: 2, FLOAT: 4, DOUBLE: 8}[element]
         if mask is None:
@@ -94,16 +103,47 @@ class Vectors:
         zero = ir.Constant(type_, None)
         return self.b.call(function, [pointer, I32(size), mask, zero])
 
+    def _pair_of_code6(self, base, at, column):
+        """Two elements of CODE6 as floats: in two bytes, from their lowest bit on or from the fifth."""
+        pointer = self.b.bitcast(self.pointer(base, at, I8), I16.as_pointer())
+        shift = self.b.trunc(self.b.shl(self.b.and_(column, I64(2)), I64(1)), I16)
+        levels = pair_of_code6(self.b, self.b.lshr(self.b.load(pointer, align=1), shift))
+        return self.b.sitofp(self.b.sext(levels, self.int_type), self.type)
+
+    def load_packed(self, kind, base, at, elements, mask=None):
+        """Load elements of a kind that are packed, for `levels_of`; outside `mask` no byte is touched.
+
+        CODE6's three bytes for each four elements become a vector of four, whose last quarter is anything.
+        """
+        size = loaded_words(kind, elements)
+        type_, pointer = ir.VectorType(I8, size), self.pointer(base, at, I8)
+        if mask is not None:
+            return self.masked_load(pointer, type_, 1, mask)
+        if kind != "code6":
+            return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+        if self.wide_masks and size >= 16:
+            bits = ir.VectorType(ir.IntType(1), size)
+            mask = ir.Constant(bits, [bits.element(int(4 * i < 3 * size)) for i in range(size)])
+            return self.masked_load(pointer, type_, 1, mask)
+        # Half and a quarter of the vector.
+        half, quarter = (ir.VectorType(I8, size // n) for n in (2, 4))
+        low = self.b.load(self.b.bitcast(pointer, half.as_pointer()), align=1)
+        rest = self.b.gep(pointer, [I64(size // 2)])
+        high = self.b.load(self.b.bitcast(rest, quarter.as_pointer()), align=1)
+        high = self.shuffle(high, high, [i % quarter.count for i in range(half.count)])
+        return self.shuffle(low, high, range(size))
+
     def load_codes(self, base, at, mask=None, kind="int8"):
         """Load ``2 * lanes`` int8 codes, or levels, as 16-bit integers; outside `mask` no byte is touched."""
-        type_ = ir.VectorType(I8, 2 * self.lanes // PER_WORD[kind])
+        if kind in LOOKED_UP:
+            value = levels_of(self.b, kind, self.load_packed(kind, base, at, 2 * self.lanes, mask))
+            return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
+        type_ = ir.VectorType(I8, 2 * self.lanes)
         pointer = self.pointer(base, at, I8)
         if mask is None:
             value = self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
         else:
             value = self.masked_load(pointer, type_, 1, mask)
-        if kind == "code4":
-            value = levels_of(self.b, value)
         return self.b.sext(value, ir.VectorType(I16, 2 * self.lanes))
 
     def load_words(self, base, at):

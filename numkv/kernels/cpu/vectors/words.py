@@ -10,8 +10,8 @@ from numba.core import cgutils
 
 from numkv.kernels.cpu.vectors.emit import I8, I16, I32, I64
 from numkv.kernels.cpu.vectors.features import HAS_FOURS, LANES
-from numkv.kernels.cpu.vectors.levels import level_pairs, level_words
-from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
+from numkv.kernels.cpu.vectors.levels import LOOKED_UP, level_pairs, level_words
+from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 
 __all__ = ["Words"]
@@ -49,10 +49,9 @@ class Words(Vectors):
 
             bytes   c0 c1 | c2 c3 | ...    ->   even  c0 | c2 | ...     odd  c1 | c3 | ...
         """
-        size = 4 * self.lanes // PER_WORD[kind]
-        codes = self.load_bytes(base, at, in_words(self.b, kind, count), size)
-        if kind == "code4":
-            return level_words(self.b, codes)
+        if kind in LOOKED_UP:
+            return level_words(self.b, kind, self.load_some(kind, base, at, count, 4 * self.lanes))
+        codes = self.load_bytes(base, at, count, 4 * self.lanes)
         words = self.words(codes)
         eight = self.splat_word(8)
         return [self.b.ashr(self.b.shl(words, eight), eight), self.b.ashr(words, eight)]
@@ -74,8 +73,18 @@ class Words(Vectors):
         both = self.b.or_(first, self.b.shl(second, self.splat_int(16)))
         return level_pairs(self.b, both)
 
-    def load_bytes(self, base, at, count, size):
-        """Load `count` bytes into a vector of `size`; the others are 0."""
+    def load_some(self, kind, base, at, count, most):
+        """Load `count` elements of a kind that are packed, at most `most`, for `levels_of`; none beyond is touched."""
+        size = loaded_words(kind, most)
+        all_of_them = lambda: self.load_packed(kind, base, at, most)  # noqa: E731
+        needed = size * 3 // 4 if kind == "code6" else size
+        return self.load_bytes(base, at, in_words(self.b, kind, count), size, (needed, all_of_them))
+
+    def load_bytes(self, base, at, count, size, whole=None):
+        """Load `count` bytes into a vector of `size`; the others are 0.
+
+        `whole` says from how many on all that matter are there, and loads these.
+        """
         type_ = ir.VectorType(I8, size)
         iota = ir.Constant(type_, [ir.Constant(I8, i) for i in range(size)])
         some = self.b.select(self.b.icmp_signed("<", count, I64(size)), count, I64(size))
@@ -88,11 +97,15 @@ class Words(Vectors):
             return self.masked_load(pointer, type_, 1, mask)
         # Without masks in hardware, byte by byte: only where a row ends.
         value = cgutils.alloca_once(self.b, type_)
-        whole = self.b.icmp_signed(">=", count, I64(size))
-        with self.b.if_else(whole) as (of_whole, of_rest):
+
+        def load_all():
+            return self.b.load(self.b.bitcast(pointer, type_.as_pointer()), align=1)
+
+        needed, load = whole or (size, load_all)
+        enough = self.b.icmp_signed(">=", count, I64(needed))
+        with self.b.if_else(enough) as (of_whole, of_rest):
             with of_whole:
-                wide = self.b.bitcast(pointer, type_.as_pointer())
-                self.b.store(self.b.load(wide, align=1), value)
+                self.b.store(load(), value)
             with of_rest:
                 self.b.store(self.masked_load(pointer, type_, 1, mask), value)
         return self.b.load(value)

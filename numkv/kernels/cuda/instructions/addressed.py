@@ -57,7 +57,7 @@ def _load_chunk_at(
     def codegen(context, b, sig, args):
         to = context.make_array(sig.args[5])(context, b, args[5])
         word_bytes = sig.args[2].dtype.bitwidth // 8
-        size = width // kind_of(kind).elements_per_word * word_bytes
+        size = kind_of(kind).words_per_row(width) * word_bytes
         first = context.cast(b, args[4], sig.args[4], types.int64)
         address = b.add(args[3], b.mul(first, ir.Constant(ir.IntType(64), word_bytes)))
         at_ = context.cast(b, args[6], sig.args[6], types.int64)

@@ -15,12 +15,13 @@ from numkv.kernels.cuda.instructions.emit import intrinsic
 from numkv.kernels.cuda.streams import SIMULATED
 from numkv.kinds import kind as kind_of
 from numkv.kinds import kinds
+from numkv.rows import code6
 from numkv.rows.code4 import LEVELS, code4_level
 from numkv.rows.convert import codec
 
 __all__ = ["PACKED", "load_chunk", "loader"]
 
-#: Kinds of which several elements share a word: INT4 and CODE4.
+#: Kinds of which several elements share words: INT4, CODE4 and CODE6.
 PACKED = frozenset(k.name for k in kinds() if k.is_packed)
 
 
@@ -37,6 +38,12 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
         for i in range(WIDTH):
             floats[at + i] = code4_level(int(row[d + i // 2]) >> 4 * (i % 2))
         return
+    if KIND == "code6":
+        for i in range(WIDTH):
+            first = d + i // 4 * 3
+            unit = sum(int(row[first + j]) << 8 * j for j in range(3))
+            floats[at + i] = code6.code6_level(unit >> 6 * (i % 4) & 63)
+        return
     if KIND in PACKED:
         for i in range(WIDTH // 2):
             floats[at + i] = int(row[d + i]) & 15
@@ -47,10 +54,10 @@ def _simulated_load_chunk(KIND, WIDTH, array, a, b, c, d, floats, at):
 
 
 def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
-    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned.
+    """Put ``array[a, b, c, d : d + WIDTH]`` as floats at ``floats[at:]``; 4, 8 or 16 bytes, aligned, of CODE6 6 or 12.
 
-    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4, whose words
-    start there too, the levels, in their order.
+    Of INT4, whose ``WIDTH / 2`` words start with word `d`, the codes: first all low nibbles'. Of CODE4 and
+    CODE6, whose words start there too, the levels, in their order.
     `floats` is a local array, which stays in registers as long as `at` is known when loops are unrolled.
     """
     if not (isinstance(KIND, types.StringLiteral) and isinstance(WIDTH, types.IntegerLiteral)):
@@ -66,7 +73,7 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
         for index, index_type, step in zip(args[3:7], sig.args[3:7], steps, strict=True):
             wide = context.cast(b, index, index_type, types.int64)
             address = b.add(address, b.mul(wide, step))
-        words = width // kind_of(kind).elements_per_word
+        words = kind_of(kind).words_per_row(width)
         size = words * sig.args[2].dtype.bitwidth // 8
         at_ = context.cast(b, args[8], sig.args[8], types.int64)
         _put_floats(context, b, kind, address, size, as_float, to, at_)
@@ -77,19 +84,27 @@ def _load_chunk(typing_context, KIND, WIDTH, array, a, b, c, d, floats, at):
 
 def _put_floats(context, b, kind, address, size, as_float, to, at):
     """Read `size` bytes of global memory, and put their elements as floats into the array `to`, from `at` on."""
-    vector = ir.VectorType(ir.IntType(32), size // 4)
-    # Arrays come as generic pointers; these are all in global memory.
-    pointer = b.addrspacecast(
-        b.inttoptr(address, vector.as_pointer()), ir.PointerType(vector, addrspace=1)
-    )
-    chunk = b.load(pointer)
-    chunk.align = size
     real = ir.DoubleType() if as_float == types.float64 else ir.FloatType()
-    for i, value in enumerate(_floats_of(context, b, kind, chunk)):
+    if kind == "code6":
+        values = _code6_floats(b, address, size)
+    else:
+        vector = ir.VectorType(ir.IntType(32), size // 4)
+        values = _floats_of(context, b, kind, _load(b, address, vector, size))
+    for i, value in enumerate(values):
         if value.type != real:
             convert = b.fpext if as_float == types.float64 else b.fptrunc
             value = convert(value, real)
         b.store(value, b.gep(to.data, [b.add(at, ir.Constant(ir.IntType(64), i))]))
+
+
+def _load(b, address, type_, size):
+    """Read from global memory; arrays come as generic pointers, but these are all there."""
+    pointer = b.addrspacecast(
+        b.inttoptr(address, type_.as_pointer()), ir.PointerType(type_, addrspace=1)
+    )
+    found = b.load(pointer)
+    found.align = size
+    return found
 
 
 def _floats_of(context, b, kind, chunk):
@@ -157,6 +172,60 @@ def _code4_floats(b, codes):
         for i, size in enumerate(_byte_floats(b, _permute(b, low, high, numbers), 2.0**23)):
             sign = b.and_(b.shl(here, ir.Constant(i32, 28 - 4 * i)), ir.Constant(i32, 0x80000000))
             yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
+
+
+def _code6_floats(b, address, size):
+    """The levels of 8 or 16 codes of `numkv.rows.code6`, in 6 or 12 bytes: three loads, as wide as rows lie."""
+    i32, each = ir.IntType(32), size // 3
+    a, c, e = (
+        b.zext(_load(b, b.add(address, ir.Constant(ir.IntType(64), each * i)), ir.IntType(8 * each), each), i32)
+        for i in range(3)
+    )  # fmt: skip
+
+    def shifted(low, right, high, left):
+        return b.or_(b.lshr(low, ir.Constant(i32, right)), b.shl(high, ir.Constant(i32, left)))
+
+    # Three bytes each, and above them what does not matter.
+    if each == 2:
+        units = [shifted(a, 0, c, 16), shifted(c, 8, e, 8)]
+    else:
+        units = [a, shifted(a, 24, c, 8), shifted(c, 16, e, 16), b.lshr(e, ir.Constant(i32, 8))]
+    for unit in units:
+        yield from _unit_floats(b, unit)
+
+
+def _unit_floats(b, unit):
+    """The levels of the four codes of CODE6 in the lower three bytes of a word."""
+    i32, single = ir.IntType(32), ir.FloatType()
+
+    def masked(word, left, mask):
+        return b.and_(b.shl(word, ir.Constant(i32, left)), ir.Constant(i32, mask))
+
+    codes = masked(unit, 0, 63)
+    for i in range(1, 4):  # a byte for each
+        codes = b.or_(codes, masked(unit, 2 * i, 63 << 8 * i))
+    # A permutation of bytes looks four magnitudes up in a table of eight; the code's upper bits say in which.
+    numbers = masked(codes, 0, 0x07070707)
+    numbers = b.or_(numbers, b.lshr(numbers, ir.Constant(i32, 4)))
+    numbers = _permute(b, numbers, ir.Constant(i32, 0), ir.Constant(i32, 0x4420))
+    found = []
+    for first in range(0, 32, 8):
+        low, high = (
+            ir.Constant(i32, sum(x << 8 * i for i, x in enumerate(code6.LEVELS[at : at + 4])))
+            for at in (first, first + 4)
+        )
+        found.append(_permute(b, low, high, numbers))
+    for left in (4, 3):  # bits 3 and 4 of codes, as signs of bytes, which fill them
+        upper = _permute(
+            b, b.shl(codes, ir.Constant(i32, left)), ir.Constant(i32, 0), ir.Constant(i32, 0xBA98)
+        )
+        found = [
+            b.xor(x, b.and_(upper, b.xor(x, y)))
+            for x, y in zip(found[::2], found[1::2], strict=True)
+        ]
+    for i, size in enumerate(_byte_floats(b, found[0], 2.0**23)):
+        sign = masked(codes, 26 - 8 * i, 0x80000000)
+        yield b.bitcast(b.or_(b.bitcast(size, i32), sign), single)
 
 
 def _permute(b, low, high, numbers):

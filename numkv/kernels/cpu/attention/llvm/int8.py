@@ -143,7 +143,7 @@ def add_to_output(v, floats, outputs, row, value, column, mask=None):
 
 @functools.cache
 def make_accumulate_int8(next_kind, kind="int8"):
-    """`accumulate_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
+    """`accumulate_int8`; `next_kind` is the storage kind of rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
 
     @intrinsic
     def accumulate_int8(

@@ -24,7 +24,7 @@ from numkv.kernels.cpu.vectors.emit import (
     steps,
     unpack,
 )
-from numkv.kernels.cpu.vectors.levels import levels_of
+from numkv.kernels.cpu.vectors.levels import LOOKED_UP, levels_of
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
 from numkv.kernels.cpu.vectors.stored import in_words
 from numkv.kernels.cpu.vectors.words import Words
@@ -90,7 +90,7 @@ def add_queries(v, floats, at, sums, codes):
 
 @functools.cache
 def make_qk_int8(next_kind, kind="int8"):
-    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8 or CODE4."""
+    """`qk_int8`; `next_kind` is the storage kind of the rows that are prefetched, `kind` INT8, CODE4 or CODE6."""
 
     @intrinsic
     def qk_int8(typing_context, rows, floats, queries, keys, count, s_at, extents):
@@ -129,8 +129,8 @@ class _Int8:
         b, v = self.b, self.v
         self.rows, self.each = rows, v.lanes // rows
         self.columns = 4 * self.each
-        # Units that are taken at once: of CODE4 a vector of levels.
-        self.units = rows if self.kind == "code4" else 1
+        # Units that are taken at once: of CODE4 and CODE6 a vector of levels.
+        self.units = rows if self.kind in LOOKED_UP else 1
         self.flip = v.opaque(v.splat_int(0x80808080 - 2**32))
         starts = self.first_sums()
         row_scales = v.repeated(self.floats, self.queries.scales_at, rows)
@@ -170,7 +170,7 @@ class _Int8:
         k_at = [b.load(b.gep(self.keys.offsets, [b.add(t0, I64(t))])) for t in range(TOKENS)]
 
         def add(d, left=None):
-            if self.kind == "code4":
+            if self.kind in LOOKED_UP:
                 self.add_levels(k_at, sums, d, left)
                 return
 
@@ -190,23 +190,20 @@ class _Int8:
         return [b.add(b.shl(b.load(high), eight), b.load(low)) for high, low in sums]
 
     def add_levels(self, k_at, sums, d, left):
-        """Add the products of several units of CODE4, whose levels are looked up once and put down for all rows.
+        """Add the products of several units of CODE4 or CODE6, whose levels are looked up once for all rows.
 
         Past a row's end queries are 0.
         """
         b, v, columns = self.b, self.v, self.columns * self.units
-        type_ = ir.VectorType(I8, columns // 2)
         levels = []
         for t, row_at in enumerate(k_at):
             self.stream.issue(columns, t)
             at = b.add(row_at, in_words(b, self.kind, d))
             if left is None:
-                pointer = v.pointer(self.keys.words, at, I8)
-                packed = b.load(b.bitcast(pointer, type_.as_pointer()), align=1)
+                packed = v.load_packed(self.kind, self.keys.words, at, columns)
             else:
-                count = in_words(b, self.kind, left)
-                packed = v.load_bytes(self.keys.words, at, count, type_.count)
-            levels.append(b.bitcast(levels_of(b, packed, True), v.type))
+                packed = v.load_some(self.kind, self.keys.words, at, left, columns)
+            levels.append(b.bitcast(levels_of(b, self.kind, packed, True), v.type))
         if self.units == 1:
             add_queries(v, self.floats, self.unit_at(d), sums, levels.__getitem__)
             return

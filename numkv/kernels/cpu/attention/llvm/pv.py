@@ -12,7 +12,7 @@ from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.vectors.emit import I64, for_rows, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, ROW_UNROLL, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
-from numkv.kernels.cpu.vectors.stored import PER_WORD, in_words
+from numkv.kernels.cpu.vectors.stored import in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
@@ -36,7 +36,7 @@ def make_accumulate_pv(kind, compute, next_kind):
         All floats are in one array: p[t, r] is at ``p_at + t * rows + r``, o[r, d] at
         ``outputs.at + r * outputs.step + d``. Of the `rows` rows the first `count` are taken. Output rows are padded to
         whole vectors; columns past the head dim get zeros. Where V is quantised, `values` says where `gather_scales`
-        (INT8 and CODE4, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
+        (INT8, CODE4 and CODE6, with float64 only) or `gather_groups` (INT4) put the tokens' scales.
 
         A vector holds columns of one row, and sums stay in registers while all tokens pass::
 
@@ -131,7 +131,7 @@ class _PV:
     def add_vectors(self, column, vectors, columns=None):
         """Add `vectors` vectors of columns, or one with so many columns as a row's end has left."""
         b, v = self.b, self.v
-        mask, lanes = None, v.lanes // PER_WORD[self.kind]
+        mask, lanes = None, loaded_words(self.kind, v.lanes)
         if columns is not None:
             mask = v.lanes_below(in_words(b, self.kind, columns), lanes=lanes)
         starts = [b.add(column, I64(i * v.lanes)) for i in range(vectors)]
@@ -140,7 +140,7 @@ class _PV:
             row_at = b.load(b.gep(self.values.offsets, [t]))
             for start in starts:
                 at = b.add(row_at, in_words(b, self.kind, start))
-                yield v.load(self.kind, self.values.words, at, mask)
+                yield v.load(self.kind, self.values.words, at, mask, start)
 
         self.add_rows(starts, None, load, vectors * v.lanes)
 

@@ -1,4 +1,4 @@
-"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8 or CODE4."""
+"""Scores of query rows against a tile of K rows, in floats, or in integers where K is INT8 or codes of a codebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numkv.kernels.cpu.attention.llvm.scales import load_group
 from numkv.kernels.cpu.vectors.emit import I64, for_rows, scratch_floats, steps, unpack
 from numkv.kernels.cpu.vectors.features import ACCUMULATORS, row_unroll
 from numkv.kernels.cpu.vectors.prefetch import PrefetchStream
-from numkv.kernels.cpu.vectors.stored import ON_LINE, PER_WORD, in_words
+from numkv.kernels.cpu.vectors.stored import ON_LINE, in_words, loaded_words
 from numkv.kernels.cpu.vectors.vectors import Vectors
 from numkv.kinds import kind as kind_named
 from numkv.rows.int4 import GROUP
@@ -78,7 +78,7 @@ def make_qk_tile(kind, compute, next_kind):
         to whole groups of tokens, so the offsets of `keys` must be valid up to `KV_TILE`. Scores go to
         ``s_at + t * rows + r``.
 
-        Where K is INT8 or CODE4, scores are multiplied by the tokens' scales. Then, with float32, query rows are
+        Where K is INT8, CODE4 or CODE6, scores are multiplied by the tokens' scales. Then, with float32, query rows are
         integers that `quantise_query` made, and so are sums, and scores are multiplied by the scales of query rows too.
         Where K is INT4, K rows are dequantised by what `gather_groups` put down.
 
@@ -173,7 +173,7 @@ class _QK:
         if columns is None:
             return None
         count = in_words(self.b, self.kind, columns)
-        return self.v.lanes_below(count, lanes=most // PER_WORD[self.kind])
+        return self.v.lanes_below(count, lanes=loaded_words(self.kind, most))
 
     # -- rows as they are
 
@@ -192,7 +192,7 @@ class _QK:
                 if self.integers:
                     return v.load_codes(self.keys.words, at, mask, self.kind)
                 if rows == 1:
-                    return v.load(self.kind, self.keys.words, at, mask)
+                    return v.load(self.kind, self.keys.words, at, mask, d)
                 part = v.load_part(self.keys.words, at, each, mask)
                 return v.shuffle(part, part, [i % each for i in range(v.lanes)])
 
@@ -292,7 +292,7 @@ class _QK:
         if self.integers:
             values = v.load_codes(self.keys.words, at, mask, self.kind)
         else:
-            values = v.load(self.kind, self.keys.words, at, mask)
+            values = v.load(self.kind, self.keys.words, at, mask, d)
         v.store(b.bitcast(values, v.type), self.scratch, to)
 
     def dequantise(self, row_at, t, d, to, columns):

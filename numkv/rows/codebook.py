@@ -1,0 +1,123 @@
+"""The scale of a row whose elements become levels of a codebook; the kinds are `numkv.rows.code4` and `code6`.
+
+``value = scale * level``. Levels are those with the least squared error for normal numbers (Lloyd, 1957; Max, 1960), as
+integers of 8 bits. As levels are INT8, so is a row of codes after a look into a table, and attention multiplies it as
+one. Elements of a row are normal numbers once it has been multiplied by a random rotation (Zandieh et al.,
+"TurboQuant", arXiv:2504.19874, section 3.1), which is what pools with ``rotate=True`` do. Rows as models make them have
+outliers.
+
+The scale is a float32. Of three that are tried, what fits normal numbers of the row's mean square, what reaches the
+row's largest element, and the mean of both, the one with the least squared error is taken, the first of equals; it is
+replaced by ``sum(x * level) / sum(level ** 2)``, the best for the levels that it chose (least squares), and codes are
+those of the levels that are then nearest. A row below 1e-30 is stored as zeros, with scale 0; one with NaN or infinity
+has scale NaN.
+
+What is added up are integers, so that their order makes no difference: all targets find the same words.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba.extending import register_jitable
+
+__all__ = ["place_finder", "scale_finder"]
+
+_TINY, _NOT_FINITE = 1e-30, 0x7F800000
+
+
+def place_finder(load):
+    """The function that says where an element lies: ``place(x, scale) -> x / scale``, of a word that `load` turns."""
+
+    @register_jitable
+    def place(x, scale):
+        return np.float32(np.float32(load(x)) / scale)
+
+    return place
+
+
+def scale_finder(load, nearest, TOP, OF_NORMAL):
+    """The function that finds a row's scale: ``scale_of(x) -> float32``.
+
+    Parameters
+    ----------
+    load : function
+        What turns a word of the row into a float.
+    nearest : function
+        ``nearest(magnitude) -> int32``: the level nearest to a magnitude in units of the scale.
+    TOP : int
+        The largest level.
+    OF_NORMAL : float
+        The scale that fits normal numbers of mean square 1.
+    """
+    place = place_finder(load)
+
+    @register_jitable
+    def magnitude(x, scale):
+        return np.float32(abs(place(x, scale)))
+
+    @register_jitable
+    def mean_square(x, largest):
+        """The mean square of a row, in units of the largest magnitude's square."""
+        total = np.int64(0)
+        for d in range(len(x)):
+            part = np.int32(magnitude(x[d], largest) * np.float32(32767))
+            total += np.int64(np.int32(part * part))
+        return np.float32(
+            np.float32(total) / np.float32(np.float32(len(x)) * np.float32(32767.0**2))
+        )
+
+    @register_jitable
+    def squared_error(x, scale):
+        """The squared error of a row under a scale, in units of ``(scale / 8) ** 2``."""
+        total = np.int64(0)
+        for d in range(len(x)):
+            size = magnitude(x[d], scale)
+            off = np.float32(np.float32(size - np.float32(nearest(size))) * np.float32(8))
+            error = np.int32(min(off, np.float32(32767)))
+            total += np.int64(np.int32(error * error))
+        return np.float32(total)
+
+    @register_jitable
+    def fitted(x, scale):
+        """The best scale for the levels that a scale has chosen, by least squares."""
+        along, squares = np.int64(0), np.int64(0)
+        for d in range(len(x)):
+            size = magnitude(x[d], scale)
+            level = nearest(size)
+            sixteenths = np.int32(min(np.float32(size * np.float32(16)), np.float32(1 << 20)))
+            along += np.int64(np.int32(sixteenths * level))
+            squares += np.int64(np.int32(level * level))
+        factor = np.float32(np.float32(along) / np.float32(np.float32(squares) * np.float32(16)))
+        return np.float32(scale * factor)
+
+    @register_jitable
+    def scale_of(x):
+        most = np.int32(0)  # magnitude's bits; those of NaN are above those of infinity
+        for d in range(len(x)):
+            bits = np.int32(np.float32(load(x[d])).view(np.int32) & np.int32(0x7FFFFFFF))
+            most = max(most, bits)
+        if most >= np.int32(_NOT_FINITE):
+            return np.float32(np.nan)
+        largest = np.int32(most).view(np.float32)
+        if largest < np.float32(_TINY):
+            return np.float32(0)
+        root = np.float32(math.sqrt(mean_square(x, largest)))
+        of_normal = np.float32(np.float32(largest * root) * np.float32(OF_NORMAL))
+        of_largest = np.float32(largest / np.float32(TOP))
+        best, least = np.float32(0), np.float32(np.inf)
+        for i in range(3):
+            scale = of_normal
+            if i == 1:
+                scale = np.float32(np.float32(of_normal + of_largest) * np.float32(0.5))
+            elif i == 2:
+                scale = of_largest
+            # Relative to one of them, so that tiny errors do not vanish when they are squared.
+            unit = np.float32(scale / of_largest)
+            error = np.float32(np.float32(squared_error(x, scale) * unit) * unit)
+            if error < least:
+                best, least = scale, error
+        return fitted(x, best)
+
+    return scale_of
