@@ -124,8 +124,8 @@ def check(folder, acknowledged):
     tiers, there = of._store.tiers, 0
     for number, i, name in acknowledged:
         text = prompt(number, (i + 1) * SIZE)
-        content = np.zeros(tiers._bytes.content, np.uint8)
-        if tiers._engine.read(tiers._section, OneBlock(name, i, text[-SIZE:], content))[0]:
+        content = np.zeros(tiers.parts[0].content.content, np.uint8)
+        if tiers._engine.read(tiers.parts[0].section, OneBlock(name, i, text[-SIZE:], content))[0]:
             there += 1
             want = [rows(layer, text)[:, -SIZE:].swapaxes(1, 2) for layer in range(of.num_layers)]
             assert content.tobytes() == np.stack(want).tobytes()

@@ -510,7 +510,7 @@ class PagedKVCache(WholeCache):
         if slots is not None:
             slots.register(ending.checkpoints)
         try:
-            register(self._store, ending.names)
+            register(self._store, ending.names, ending.checkpoints)
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)

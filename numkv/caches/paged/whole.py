@@ -305,7 +305,7 @@ class WholeCache(ReadableSequences):
     def _copied(self) -> Self:
         self._refuse_open_steps("copy")
         made = self.__class__.__new__(self.__class__)
-        store = with_tiers(copied(self._store), self.store)
+        store = with_tiers(copied(self._store), self.store, self._store.tiers)
         made._adopt(store, dict(self._sequences), self._next)
         return made
 
