@@ -101,7 +101,7 @@ class StoredSequences(Drawn):
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
         bounded = check_flag("key_bounds", more.get("key_bounds"))
         of_block = block_nbytes(layers, groups, size)
-        of_block += bounds_nbytes(layers) * len(groups[0].layers) * bounded
+        of_block += bounds_nbytes(layers, groups) * bounded
         count = _num_blocks(num_blocks, more.get("max_nbytes"), of_states, of_block)
         blocks = BlockPool(count, size)  # which bounds both numbers
         slots = StateSlots(place, layers.with_states, num_states, every) if every else None
