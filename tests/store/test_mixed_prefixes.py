@@ -1,6 +1,7 @@
 """Prefixes of caches whose layers are not alike, and of states, in pool, host memory and folder."""
 
 import os
+import pickle
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ from mixed_caches import Layer
 from processes import PATIENCE
 from stored_mixed import LAYERS, SIZE, cache, check_rows, grow, prompt, started, store_in
 
+import numkv
 from numkv.store import BlocksDropped, PrefixFound
 from numkv.store.folder import Folder
 
@@ -186,6 +188,7 @@ def test_checkpoints_that_nobody_can_name_are_not_kept(tmp_path):
     for path in objects(tmp_path):
         path.unlink()
     twin = of.copy()
+    assert pickle.loads(pickle.dumps(of)).store is None
     of.remove(1), twin.remove(1)
     for each in (twin, of):
         other, _ = started(each, prompt(6, 30))
@@ -247,3 +250,29 @@ def test_what_compaction_moves_is_not_written(tmp_path):
     other, found = started(reader, TEXT)
     assert found == 20
     check_rows(reader, other, TEXT)
+
+
+def test_a_copy_still_finds_prefixes_to_the_token(tmp_path):
+    of = cache(store_in(tmp_path), states=None)
+    started(of, TEXT)
+    for each in (of, of.copy()):
+        seq = each.add([*TEXT[:14], 999, 999])
+        assert each.cached_len(seq) == 14
+        check_rows(each, seq, TEXT)
+
+
+def test_new_scales_forget_states_too(tmp_path):
+    layers = [Layer(2, 8, 8, "fp8_e4m3"), Layer(1, 16, 16)]
+    of = numkv.PagedKVCache(
+        2, [2, 1], [8, 16], kind=[x.kind for x in layers], num_blocks=8, block_size=4, num_states=4,
+        states={0: [((1,), "int8")]}, store=store_in(tmp_path),
+    )  # fmt: skip
+    step = of.reserve([of.add(TEXT[:5])], 4)
+    step.mark_written()
+    of.commit(step, token_ids=TEXT[:4])
+    of.remove(0)
+    assert of.store.flush() == 0
+    assert of.states.stats().cached == 1
+    of.set_scales(0, k=2.0)
+    assert of.states.stats().cached == 0
+    assert of.cached_len(of.add(TEXT[:5])) == 0

@@ -112,6 +112,8 @@ class WholeCache(ReadableSequences):
         for name, scales in (("k", k), ("v", v)):
             if scales is not None:
                 pool.buffer(name).check_scales(name, scales)
+        if self.states is not None:
+            self.states.forget()
         self.blocks.forget()
         pool.set_scales(k, v)
         self._store.forget_bounds(None)
