@@ -387,17 +387,17 @@ class BoundStep:
         self._dtype = bound._rows.kind.dtype
         # Layers that are still to be called; of each a `_Ready`, or None where it goes the ordinary way.
         self._ready: dict[int, _Ready | None] = dict.fromkeys(bound._layers)
-        plans = [
-            x and ((num_tokens, x.extents.num_q_heads, x.extents.dim_v), bound._kernel_at(number))
-            for number, x in enumerate(memory)
-        ]
+        plans: list[Any] = [
+            x and (x, x.address, x.workers, (num_tokens, x.extents.num_q_heads, x.extents.dim_v), bound._kernel_at(n))
+            for n, x in enumerate(memory)
+        ]  # fmt: skip
         for layer in bound._layers if memory else ():
-            of_layer, number = bound._records[layer], group_of[layer]
-            of_step = memory[number]
-            if of_layer is not None and of_step is not None:
+            of_layer, plan = bound._records[layer], plans[group_of[layer]]
+            if of_layer is not None and plan is not None:
+                of_step, address, workers, shape, kernel = plan
                 self._ready[layer] = _Ready(
-                    of_layer.address, of_step.address, of_step.workers, *plans[number], of_layer, of_step
-                )  # fmt: skip
+                    of_layer.address, address, workers, shape, kernel, of_layer, of_step
+                )
         self._written = written  # of each layer, if the cache wants to know
         bound._begun[:] = [(self._ready, memory)]
 

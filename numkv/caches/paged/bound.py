@@ -59,7 +59,7 @@ def _of_each(name: str, given: Any, layers: int, is_of_all: Callable[[Any], bool
         return [given] * layers
     try:
         count = len(given)
-    except TypeError:  # something that others have words for
+    except Exception:  # something that others have words for
         return [given] * layers
     if count != layers:
         raise DimensionMismatch(

@@ -194,7 +194,8 @@ class Tiers:
         for number, part in enumerate(self.parts):
             mine = np.flatnonzero(own & (groups == number) if len(self.parts) > 1 else own)
             self._part_of[new.ids[mine]] = number
-            self._write(part, part.full_blocks(*(column[mine] for column in new[:4])))
+            columns = new.ids[mine], new.names[mine], new.tokens[mine], new.depths[mine]
+            self._write(part, part.full_blocks(*columns))
 
     def stored_states(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Have states written that have been registered under the name of a prefix."""
