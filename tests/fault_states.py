@@ -1,5 +1,6 @@
 """What is tried of states in the test of memory that runs out; see `fault_subjects`."""
 
+import fault_bound
 import numpy as np
 from fault_base import BLOCK, DIM, HEADS, rows
 
@@ -67,7 +68,7 @@ def _swapped(made):
 
 CALLS = {
     "add a prompt with a checkpoint": lambda c: c.add([*range(2 * BLOCK), 9, 9]),
-    "bind": repr,  # which is refused with states
+    "bind": fault_bound.bind,
     "fork": lambda c: c.fork(0),
     "remove": lambda c: c.remove(1),
     "truncate": lambda c: c.truncate(0, BLOCK),

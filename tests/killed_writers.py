@@ -1,8 +1,9 @@
-"""Processes that write to one store and are killed: ``python tests/killed_writers.py FOLDER KILLS [MAX_NBYTES]``.
+"""Processes that write to one store and are killed: ``python tests/killed_writers.py FOLDER KILLS [BYTES | mixed]``.
 
 Four processes add prompts, look at every row of what they find, and write down which blocks their store has said are
 written. One after another is killed (SIGKILL) at random moments, and another takes its place. In the end every block
-that was written down has to be there, and be right, unless the store may evict. Prints what happened, as JSON.
+was written down has to be there, and be right, unless the store may evict. With "mixed" layers are not alike, and keep
+states. Prints what happened, as JSON.
 """
 
 import json
@@ -18,20 +19,36 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from stored_prefixes import HEADS, SIZE, cache, check_rows, prompt, rows, started, store_in
+import stored_mixed
+import stored_prefixes
+from stored_prefixes import HEADS, SIZE, prompt, rows, store_in
 
-from numkv.blocks import block_digests
+from numkv.caches.paged.prefix_match import block_names, group_mask
 from numkv.store import BlocksWritten
+
+MIXED = sys.argv[-1] == "mixed"
+MODEL = stored_mixed if MIXED else stored_prefixes
+cache, check_rows, started = MODEL.cache, MODEL.check_rows, MODEL.started
 
 WRITERS = 4
 RECORD = struct.Struct("<II32s")
 WRONG = 3
 
 
-def named(number, tokens):
+def names_of_parts(of, number, tokens):
+    """Names of the blocks of a prompt in each part of the store: groups of layers, and states."""
+    ids = np.array(prompt(number, tokens)[: tokens // SIZE * SIZE], np.int32)
+    found = block_names(of._store, ids, None)
+    if MIXED:
+        found.append(found[0].copy())
+        found[-1].view(np.uint64)[:, 0] ^= group_mask(len(found) - 1)
+    return found
+
+
+def named(of, number, tokens):
     """Names of the blocks of a prompt, with its number and their places in it."""
-    names = block_digests(prompt(number, tokens), SIZE)
-    return {name.tobytes(): (number, i) for i, name in enumerate(names)}
+    parts = names_of_parts(of, number, tokens)
+    return {x.tobytes(): (number, i) for names in parts for i, x in enumerate(names)}
 
 
 def write(folder, said, seed, max_nbytes):
@@ -47,16 +64,17 @@ def write(folder, said, seed, max_nbytes):
             note([name.tobytes() for name in event.block_hashes])
 
     of = cache(
-        store_in(folder, max_nbytes=max_nbytes, host_nbytes=1 << 15, on_event=told), num_blocks=24
+        store_in(folder, max_nbytes=max_nbytes, host_nbytes=1 << 15, on_event=told),
+        num_blocks=80 if MIXED else 24,
     )
     while True:
         number, tokens = rng.choice([rng.randrange(30), rng.randrange(10**6)]), rng.randrange(2, 60)
-        mine = named(number, tokens)
+        mine = named(of, number, tokens)
         known |= mine
         seq, _ = started(of, prompt(number, tokens))
         check_rows(of, seq, prompt(number, tokens))
         of.remove(seq)
-        if rng.randrange(10) == 0 and of.store.flush() == 0 and max_nbytes is None:
+        if rng.randrange(10) == 0 and of.store.flush() == 0 and max_nbytes is None and not MIXED:
             note(mine)
 
 
@@ -123,13 +141,22 @@ def check(folder, acknowledged):
     of = cache(store_in(folder))
     tiers, there = of._store.tiers, 0
     for number, i, name in acknowledged:
-        text = prompt(number, (i + 1) * SIZE)
-        content = np.zeros(tiers._bytes.content, np.uint8)
-        if tiers._engine.read(tiers._section, OneBlock(name, i, text[-SIZE:], content))[0]:
+        text, part = prompt(number, (i + 1) * SIZE), tiers.parts[0]
+        if MIXED:
+            names = [x[i].tobytes() for x in names_of_parts(of, number, len(text))]
+            part = [*tiers.parts, tiers.of_states][names.index(name)]
+        content = np.zeros(part.content.content, np.uint8)
+        if tiers._engine.read(part.section, OneBlock(name, i, text[-SIZE:], content))[0]:
             there += 1
+            if MIXED:
+                continue
             want = [rows(layer, text)[:, -SIZE:].swapaxes(1, 2) for layer in range(of.num_layers)]
             assert content.tobytes() == np.stack(want).tobytes()
             assert content.size == np.stack(want).nbytes == of.num_layers * 2 * HEADS * SIZE * 8 * 4
+    for number in {number for number, _, _ in acknowledged if MIXED}:
+        seq, _ = started(of, prompt(number))
+        check_rows(of, seq, prompt(number))
+        of.remove(seq)
     now = of.store.stats()
     assert now.damaged == now.refused == 0
     return there
@@ -138,5 +165,5 @@ def check(folder, acknowledged):
 if __name__ == "__main__":
     places = [Path(sys.argv[1]) / name for name in ("store", "notes")]
     places[1].mkdir(parents=True)
-    most = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    most = int(sys.argv[3]) if len(sys.argv) > 3 and sys.argv[3].isdigit() else None
     print(json.dumps(run(*places, int(sys.argv[2]), most)))

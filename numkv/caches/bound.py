@@ -80,6 +80,8 @@ class _Ready(NamedTuple):
     layer: int
     step: int
     workers: int
+    shape: tuple[int, ...]  # of the output
+    kernel: Any
     layer_record: Any
     step_record: Any
 
@@ -137,6 +139,8 @@ class Bound:
     def __init__(self, pools: Sequence[Pool], rows: Rows, options: list[AttentionOptions]) -> None:
         self._rows, self._options = rows, options
         self._pools = list(pools)
+        self._heads = [rows.num_q_heads] * len(options)
+        self._layers: Sequence[int] = range(len(options))  # that are called in a step
         # Of the last step the layers that are left and the memory, which the next one takes if there are none.
         self._begun: list[tuple[dict[int, Any], list[Any]]] = []
         self._kernel: Any = None
@@ -150,7 +154,7 @@ class Bound:
 
     @property
     def num_q_heads(self) -> int:
-        """Q heads."""
+        """Q heads; of the first layer with rows where these differ."""
         return self._rows.num_q_heads
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -166,21 +170,35 @@ class Bound:
 
     def _bind(self, marks: Sequence[Any], parts: Sequence[Any], lives: Any) -> None:
         """Make the records of all layers, if there is a compiled function for them."""
-        self._kernel, self._records = None, []
-        pool = self._pools[0] if self._pools else None
-        if pool is None or not pool.target.values_on_host or pool.rotate:
-            return
+        self._records = []
+        self._kernel = kernel = self._kernel_of(self._pools[0]) if self._pools else None
+        if kernel is not None:
+            each = zip(self._pools, parts, self._options, marks, strict=True)
+            self._records = [
+                self._record(kernel, pool, arrays, options, mark, lives)
+                for pool, arrays, options, mark in each
+            ]
+
+    def _kernel_of(self, pool: Pool) -> Any:
+        """The compiled function for layers of a pool, if there is one."""
+        if not pool.target.values_on_host or pool.rotate:
+            return None
         kind = self._rows.kind.name
-        kernel = pool.target.ops.append_attend(kind, kind, pool.k_kind.name, pool.v_kind.name)
-        self._records = [
-            kernel.layer(
-                *arrays, np.empty(0, kernel.compute) if options.sinks is None else options.sinks,
-                (options.scale(pool.head_dim), options.logits_soft_cap, options.window_left),
-                self._rows.check_finite, mark, lives,
-            )
-            for arrays, options, mark in zip(parts, self._options, marks, strict=True)
-        ]  # fmt: skip
-        self._kernel = kernel
+        return pool.target.ops.append_attend(kind, kind, pool.k_kind.name, pool.v_kind.name)
+
+    def _kernel_at(self, number: int) -> Any:
+        """The compiled function for layers of one of a step's plans."""
+        return self._kernel
+
+    def _record(
+        self, kernel: Any, pool: Pool, arrays: Sequence[Any], options: AttentionOptions, mark: Any, lives: Any
+    ) -> Any:  # fmt: skip
+        """The record of a layer with these buffers."""
+        return kernel.layer(
+            *arrays, np.empty(0, kernel.compute) if options.sinks is None else options.sinks,
+            (options.scale(pool.head_dim), options.logits_soft_cap, options.window_left),
+            self._rows.check_finite, mark, lives,
+        )  # fmt: skip
 
     def _fits_one_call(self, num_tokens: int) -> bool:
         """Whether a step's rows are so few that one compiled call takes them."""
@@ -217,17 +235,21 @@ class Bound:
         """Check arrays of a call that goes the ordinary way; they come back as the target's own."""
         pool, dtypes = self._pools[layer], (self.kind.dtype,)
         target, rows = pool.target, (tokens, int(pool.k.shape[1]))
-        q = check_array(target, "q", q, dtypes, (tokens, self.num_q_heads, pool.head_dim))
+        q, out = self._check_queries(layer, tokens, q, out)
         k = check_array(target, "k", k, dtypes, (*rows, pool.head_dim))
         v = check_array(target, "v", v, dtypes, (*rows, pool.head_dim_v))
-        if out is not None:
-            out = check_array(
-                target, "out", out, dtypes, (tokens, self.num_q_heads, pool.head_dim_v)
-            )
-            check_writable("out", out)
-            check_own_memory(target, out, q, pool, {})
         first = self._rows.check_finite and pool.looks_first
         return q, *pool.check_rows(k, v, check_finite=first), out
+
+    def _check_queries(self, layer: int, tokens: int, q: Any, out: Any) -> tuple[Any, Any]:
+        """Check queries, and the array that takes the output, if there is one."""
+        pool, dtypes, heads = self._pools[layer], (self.kind.dtype,), self._heads[layer]
+        q = check_array(pool.target, "q", q, dtypes, (tokens, heads, pool.head_dim))
+        if out is not None:
+            out = check_array(pool.target, "out", out, dtypes, (tokens, heads, pool.head_dim_v))
+            check_writable("out", out)
+            check_own_memory(pool.target, out, q, pool, {})
+        return q, out
 
     def _extents(self, num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[int, ...]:
         """What the memory of a step is made for."""
@@ -336,7 +358,7 @@ class BoundStep:
     num_tokens : int
         New tokens, of all sequences.
     memory : list
-        The step's records, for each group of layers; none where calls go the ordinary ways.
+        The step's records, for each group of layers; none, or None for a group, where calls go the ordinary ways.
     group_of : sequence of int
         Group of each layer.
     written : bool array (num_layers,) or None
@@ -362,21 +384,22 @@ class BoundStep:
     ) -> None:  # fmt: skip
         self._bound, self._of, self.num_tokens = bound, of, num_tokens
         self._access, self._writer = access, access.writer
-        rows, pool = bound._rows, bound._pools[0] if bound._pools else None
-        self._dtype = rows.kind.dtype
-        self._shape = (num_tokens, rows.num_q_heads, 0 if pool is None else pool.head_dim_v)
+        self._dtype = bound._rows.kind.dtype
         # Layers that are still to be called; of each a `_Ready`, or None where it goes the ordinary way.
-        self._ready: dict[int, _Ready | None] = dict.fromkeys(range(len(bound._options)))
-        if memory:
-            self._ready = {
-                layer: _Ready(of_layer.address, of_step.address, of_step.workers, of_layer, of_step)
-                for layer, (of_layer, of_step) in enumerate(
-                    zip(bound._records, [memory[group] for group in group_of], strict=True)
+        self._ready: dict[int, _Ready | None] = dict.fromkeys(bound._layers)
+        plans: list[Any] = [
+            x and (x, x.address, x.workers, (num_tokens, x.extents.num_q_heads, x.extents.dim_v), bound._kernel_at(n))
+            for n, x in enumerate(memory)
+        ]  # fmt: skip
+        for layer in bound._layers if memory else ():
+            of_layer, plan = bound._records[layer], plans[group_of[layer]]
+            if of_layer is not None and plan is not None:
+                of_step, address, workers, shape, kernel = plan
+                self._ready[layer] = _Ready(
+                    of_layer.address, address, workers, shape, kernel, of_layer, of_step
                 )
-            }
         self._written = written  # of each layer, if the cache wants to know
         bound._begun[:] = [(self._ready, memory)]
-        self._kernel = bound._kernel
 
     def __call__(
         self, layer: int, q: Any, k: Any, v: Any, out: Any = None, *, stream: Any = None
@@ -393,9 +416,9 @@ class BoundStep:
         q : array (num_tokens, num_q_heads, head_dim)
             Queries of the new tokens, of one sequence after another, in the bound kind.
         k : array (num_tokens, num_kv_heads, head_dim)
-            Their keys.
+            Their keys; None for a layer that reads another one's rows, which is called after that one.
         v : array (num_tokens, num_kv_heads, head_dim_v)
-            Their values.
+            Their values; None likewise.
         out : array (num_tokens, num_q_heads, head_dim_v), optional
             Takes the output. It may be `q` itself, and else shares no memory with q or the cache.
         stream : object, optional
@@ -426,8 +449,8 @@ class BoundStep:
                 raise busy(self, "call")
             ready = self._ready.get(layer) if type(layer) is int else None
             if ready is not None and stream is None:
-                result = _empty(self._shape, self._dtype) if out is None else out
-                if not run_compiled(self._kernel, self._dtype, ready, q, k, v, result):
+                result = _empty(ready.shape, self._dtype) if out is None else out
+                if not run_compiled(ready.kernel, self._dtype, ready, q, k, v, result):
                     if self._written is not None:
                         self._written[layer] = True
                     del self._ready[layer]
@@ -443,7 +466,7 @@ class BoundStep:
         number = check_index("layer", layer, len(bound._options))
         if number not in self._ready:
             raise NumkvError(bound._ended(self, number))
-        pool, after = bound._pools[0], getattr(self._of, "_place", None)
+        pool, after = bound._pools[number], getattr(self._of, "_place", None)
         with pool.target.on(stream, q, k, v, pool.k, after=after):
             pool.target.refuse_capture("BoundStep")
             q, k, v, checked = bound._checked(number, self.num_tokens, q, k, v, out)

@@ -329,6 +329,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--block-size", type=_at_least(1), metavar="N", help="round up to blocks of N tokens"
     )
+    parser.add_argument("--key-bounds", action="store_true", help="count bounds of keys, too")
     parser.add_argument(
         "--source-tokens",
         type=_at_least(0),

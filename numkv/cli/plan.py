@@ -58,8 +58,12 @@ def run(arguments: argparse.Namespace) -> None:
     """
     needs = _needs(arguments)
     choices = _choices(arguments, needs)
+    if arguments.key_bounds and arguments.block_size is None:
+        raise UsageError("--key-bounds needs --block-size: there are bounds for each block")
     print("\n".join(_about(needs)) + "\n")
     if arguments.nodes:
+        if arguments.key_bounds:
+            raise UsageError("--key-bounds is for a cache in one place: sharded ones keep none")
         choice = choices[0] if arguments.kind else CacheChoice("fp16")
         print(plan_nodes(arguments, needs, choice, arguments.q_heads))
         return
@@ -129,7 +133,9 @@ def _per_token(arguments: argparse.Namespace, needs: ModelNeeds, choices: list[C
             row.append(f"{needs.bytes_per_token(*pair, tokens=full_at):,}")
         if across:
             row.append(f"{needs.bytes_per_source_token(*pair):,}")
-        fitting = needs.tokens_in(memory, *pair, block_size=size, source_tokens=source)
+        fitting = needs.tokens_in(
+            memory, *pair, block_size=size, source_tokens=source, key_bounds=arguments.key_bounds
+        )
         row.append("any number" if fitting is None else f"{fitting:,}")
         if arguments.tokens is not None:
             row.append(arguments.memory.text(_sequence(arguments, needs, choice, arguments.tokens)))
@@ -145,6 +151,7 @@ def _sequence(
         *_kinds_of(choice),
         block_size=arguments.block_size,
         source_tokens=arguments.source_tokens,
+        key_bounds=arguments.key_bounds,
     )
 
 
@@ -191,6 +198,11 @@ def _notes(
     if arguments.block_size is not None:
         notes.append(
             f"Lengths are rounded up to blocks of {arguments.block_size} tokens, with one more for each window."
+        )
+    if arguments.key_bounds:
+        of_block = arguments.memory.text(sum(rows.bounds_bytes() for rows in needs.rows))
+        notes.append(
+            f"Bounds of keys, {of_block} for each block in all layers, are counted where blocks are, not by token."
         )
     if any(rows.of_source for rows in needs.rows) and not arguments.source_tokens:
         notes.append("Of the text that is read nothing is counted: give --source-tokens.")

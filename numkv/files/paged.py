@@ -289,7 +289,7 @@ def plan(name: str, fields: Fields, prefix: str, file: Container, options: Optio
 
     # Books of a block: its digest, its tokens, references and lists.
     of_block = block_nbytes(geometry.layers, geometry.groups, geometry.block_size)
-    of_block += bounds_nbytes(geometry.layers) * len(geometry.groups[0].layers) * bounded
+    of_block += bounds_nbytes(geometry.layers, geometry.groups) * bounded
     of_states = more.get("num_states", 0) * StateSlots.slot_nbytes(shapes_of_states)
     return Plan(of_states + num_blocks * (of_block + 4 * geometry.block_size + 128), build)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from numkv.kinds import Kind, kind
-from numkv.numbers import check_size
+from numkv.numbers import check_flag, check_size
 
 __all__ = ["LayerNeeds", "ModelNeeds", "Rows", "State"]
 
@@ -62,6 +62,15 @@ class Rows:
         """
         row = k_kind.row_bytes(self.dim)
         return self.heads * (row + (v_kind.row_bytes(self.dim_v) if self.dim_v else 0))
+
+    def bounds_bytes(self) -> int:
+        """Bytes of the bounds of a block's keys, for sparse reading; 0 of what is no K and V.
+
+        Returns
+        -------
+        int
+        """
+        return 8 * self.heads * self.dim if self.dim_v and not self.of_source else 0
 
     def kept(self, tokens: int, block_size: int | None = None) -> int:
         """How many tokens' rows there is room for when a sequence has some tokens.
@@ -231,6 +240,7 @@ class ModelNeeds:
         *,
         block_size: int | None = None,
         source_tokens: int = 0,
+        key_bounds: bool = False,
     ) -> int:
         """Bytes of one sequence, states and scales included.
 
@@ -244,10 +254,18 @@ class ModelNeeds:
             Tokens in a block, to which lengths are rounded up; exact lengths if None.
         source_tokens : int
             Tokens of the text that it reads by cross attention.
+        key_bounds : bool
+            Whether bounds of keys are kept beside the blocks, as by ``PagedKVCache(key_bounds=True)``. It needs a
+            `block_size`.
 
         Returns
         -------
         int
+
+        Raises
+        ------
+        ValueError
+            If bounds are asked for without blocks.
 
         Notes
         -----
@@ -262,7 +280,15 @@ class ModelNeeds:
         def count(rows: Rows) -> int:
             return rows.kept(source_tokens if rows.of_source else tokens, block_size)
 
-        return self.state_bytes() + self._sum(self.rows, k_kind, v_kind, count)
+        bounds = 0
+        if check_flag("key_bounds", key_bounds):
+            if block_size is None:
+                raise ValueError("`key_bounds`: expected False without `block_size`, got True")
+            kept = (
+                r.bounds_bytes() * (r.kept(tokens, block_size) // block_size) for r in self.rows
+            )
+            bounds = sum(kept)
+        return self.state_bytes() + self._sum(self.rows, k_kind, v_kind, count) + bounds
 
     def tokens_in(
         self,
@@ -272,6 +298,7 @@ class ModelNeeds:
         *,
         block_size: int | None = None,
         source_tokens: int = 0,
+        key_bounds: bool = False,
     ) -> int | None:
         """Tokens of one sequence that fit.
 
@@ -279,7 +306,7 @@ class ModelNeeds:
         ----------
         memory : int
             Bytes.
-        k_kind, v_kind, block_size, source_tokens
+        k_kind, v_kind, block_size, source_tokens, key_bounds
             See `sequence_bytes`.
 
         Returns
@@ -290,8 +317,9 @@ class ModelNeeds:
 
         def cost(tokens: int) -> int:
             return self.sequence_bytes(
-                tokens, k_kind, v_kind, block_size=block_size, source_tokens=source_tokens
-            )
+                tokens, k_kind, v_kind, block_size=block_size, source_tokens=source_tokens,
+                key_bounds=key_bounds,
+            )  # fmt: skip
 
         high = max(1, self.windows_full_at + (block_size or 0))
         if (

@@ -28,7 +28,9 @@ from numkv.storage.tables import one_query_each
 from numkv.targets.base import Target
 from numkv.targets.call import Call
 
-__all__ = ["attend_to_choice", "sparse_decode_attention", "token_decode_attention"]
+__all__ = [
+    "are_numbered", "attend_by_head", "attend_to_choice", "sparse_decode_attention", "token_decode_attention",
+]  # fmt: skip
 
 _POOL = ("num_blocks", "num_kv_heads", "block_size", "head_dim")
 _NAMES = ("k_pool", "v_pool")
@@ -266,6 +268,86 @@ def attend_to_choice(
     if not whole:
         out[...] = result.reshape(shape)
     return out if lse is None else (out, lse.reshape((num_seqs, num_q_heads)))
+
+
+def are_numbered(pool: Pool) -> bool:
+    """Whether a pool's (block, kv head) parts can be blocks of one kv head: in one piece, without scales of heads."""
+    for x in (pool.k_buffer, pool.v_buffer):
+        if int(x.words.shape[1]) == 1:
+            continue
+        if not _in_one_piece(x.words) or (x.kind.has_scales and not _in_one_piece(x.scales)):
+            return False
+        # On CUDA nobody waits to see whether they are 1.
+        if x.kind.scales_per == "head":
+            known = x.target.values_on_host
+            if not known or (x.scales != 1).any():
+                return False
+    return True
+
+
+def attend_by_head(
+    pool: Pool, tables: Array, lens: Array, q: Array, options: AttentionOptions
+) -> Any:
+    """`attend_to_choice` for pools whose parts have no numbers: a call for each kv head, with the same bits.
+
+    Parameters
+    ----------
+    pool, tables, q, options
+        See `attend_to_choice`. The pool may have any strides, and scales of heads.
+    lens : int array (num_seqs,)
+        Tokens in a sequence's blocks, the same for all heads.
+    """
+    target, (num_seqs, num_q_heads, _) = pool.target, (int(n) for n in q.shape)
+    heads, shape = int(tables.shape[1]), (num_seqs, num_q_heads, pool.head_dim_v)
+    out, sinks, read = options.out, options.sinks, {"tables": tables, "seq_lens": lens}
+    if sinks is not None:
+        wide = "fp64" in (pool.k_kind.name, pool.v_kind.name) or q.dtype == np.float64
+        compute = np.dtype(np.float64 if wide else np.float32)
+        sinks = read["sinks"] = check_sinks(target, sinks, compute, num_q_heads, False)
+    if out is None:
+        out = target.empty(shape, q.dtype)
+    else:
+        out = check_array(target, "out", out, (q.dtype,), shape)
+        check_writable("out", out)
+        check_own_memory(target, out, q, pool, read)
+    lse = target.empty((num_seqs, num_q_heads), np.dtype(np.float32))
+    if num_seqs and num_q_heads:
+        group, starts = num_q_heads // heads, one_query_each(target.device_key, num_seqs)
+        for head in range(heads):
+            own = slice(head * group, (head + 1) * group)
+            got, of_got = attend(
+                _head_of(pool, head), tables[:, head], q[:, own], lens, starts,
+                options._replace(out=None, return_lse=True, sinks=None if sinks is None else sinks[own]),
+            )  # fmt: skip
+            for whole, part in ((out, got), (lse, of_got)):
+                _put_heads(target, whole, part, own)
+    return (out, lse) if options.return_lse else out
+
+
+def _head_of(pool: Pool, head: int) -> Pool:
+    """The part of a pool that is of one kv head."""
+    own, sides = slice(head, head + 1), []
+    for x in (pool.k_buffer, pool.v_buffer):
+        if x.kind.scales_per == "head":
+            scales = x.scales[own]
+        else:
+            scales = x.scales[:, own] if x.kind.has_scales else x.scales
+        sides.append(Buffer(x.target, x.words[:, own], scales, x.kind, x.rotation))
+    return Pool(*sides)
+
+
+def _put_heads(target: Target, whole: Array, part: Array, own: slice) -> None:
+    """Copy results of some heads, ``(num_seqs, heads, ...)``, to those of all."""
+    if target.values_on_host:
+        whole[:, own] = part
+        return
+    num_seqs = int(part.shape[0])
+    width = 1 if len(part.shape) == 2 else int(part.shape[2])
+    to, source = (
+        target.words(x).reshape((num_seqs, int(x.shape[1]), 1, width)) for x in (whole, part)
+    )
+    slots = target.index(np.arange(num_seqs), np.int64)
+    target.ops.copy_tokens(source, slots, to[:, own], slots)
 
 
 def _with_sinks(

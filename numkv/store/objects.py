@@ -16,8 +16,10 @@ offset  what
 72      the identity (JSON: see `numkv.store.identity`), the token ids int32, zeros
 ======  =============================================================================================
 
-The content is, for each layer of the block in turn, the words of K and of V as they are stored, and the scales of
-rows of K and of V where the kind has such.
+The content of a block is, for each layer of its group in turn, the words of K and of V as they are stored, and the
+scales of rows of K and of V where the kind has such; that of states the arrays of each layer that keeps some, in turn.
+States have the name of the block that they come after but for its first 8 bytes, as have blocks of all groups but the
+first.
 
 CRC-32 finds damage: flipped bits, parts that are missing. It does not find malice.
 """

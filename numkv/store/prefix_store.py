@@ -31,8 +31,9 @@ class PrefixStore(Explained):
 
     `PagedKVCache.add` looks for a prompt's blocks in the cache's own pool, then in the host memory of this object, then
     here; `PagedKVCache.commit` has full blocks written, by a thread of its own. Any number of caches, processes and
-    machines may use one place. What is found is what was computed for the same tokens, extra keys, mark, RoPE, sizes,
-    kinds and windows, to the bit; anything else is not found.
+    machines may use one place. What is found is what was computed for the same tokens, extra keys, mark, RoPE and
+    layers (sizes, kinds, windows, chunks, sources, states), to the bit; anything else is not found. States of layers
+    that keep some are written where they are checkpoints at the end of full blocks; a prefix ends at one of these.
 
     Parameters
     ----------

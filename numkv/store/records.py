@@ -12,7 +12,10 @@ __all__ = ["BlocksDropped", "BlocksWritten", "PrefixFound", "StoreStats"]
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counts of one `PrefixStore` since it was made; all but `lookups` and bytes count blocks."""
+    """Counts of one `PrefixStore` since it was made; all but `lookups` and bytes count blocks.
+
+    Checkpoints of states count as blocks where objects are meant: in all but `wanted`, `missed` and what was found.
+    """
 
     lookups: int = 0
     """Prompts that were looked for, by all caches of this store."""

@@ -6,6 +6,7 @@ from demo_models import SIZES, cells, run
 
 import numkv
 from numkv.cli import main
+from numkv.planning import needs_of
 
 
 def test_plan_by_sizes(capsys):
@@ -131,6 +132,21 @@ def test_plan_of_latents_blocks_and_cross_attention(tmp_path, capsys):
     assert "give --source-tokens" in output
     output = run(capsys, "plan", path, "--kind", "bf16", "--tokens", 1, "--source-tokens", 3)
     assert cells(output, "bf16")[-2:] == ["1", "KiB"]
+
+
+def test_plan_counts_bounds_of_keys(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, "model_type": "llama"}))
+    of = needs_of(path)
+    options = ("plan", path, "--kind", "bf16", "--block-size", 16)
+    output = run(capsys, *options, "--key-bounds", "--context", 32, "--memory", "1MiB")
+    planned = of.sequence_bytes(32, "bf16", block_size=16, key_bounds=True)
+    assert planned > of.sequence_bytes(32, "bf16", block_size=16)
+    assert f"{2**20 // planned:,}" in output
+    assert "Bounds of keys" in output
+    for wrong in ((*options[:-2], "--key-bounds"), (*options, "--key-bounds", "--nodes", 8)):
+        assert main([str(x) for x in wrong]) == 2
+        assert "--key-bounds" in capsys.readouterr().err
 
 
 def test_plan_of_a_model_that_never_grows(tmp_path, capsys):

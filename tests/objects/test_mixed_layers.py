@@ -120,8 +120,6 @@ def test_a_layer_that_reads_another_is_not_written_to(cpu):
     with pytest.raises(numkv.NotSupported, match="layer 3, which reads"):
         make().set_scales(3, k=1.0)
     assert step.unwritten_layers == [0, 1, 2, 4, 6]
-    with pytest.raises(numkv.NotSupported, match="bind"):
-        cache.bind(4)
     with pytest.raises(numkv.NotSupported, match="chunks of 4"):
         cache.step_buffers(4)
     with pytest.raises(numkv.NotSupported, match="chunks of 4"):

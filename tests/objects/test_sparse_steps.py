@@ -538,9 +538,5 @@ def test_what_is_refused(rng):
         step.sparse_attention(0, queries(1), most_blocks=3)
     with pytest.raises(numkv.NotSupported, match="latents"):
         make(1, key_bounds=True, head_dim_v=4, v_kind="latent")
-    with pytest.raises(numkv.NotSupported, match="several shapes"):
-        numkv.PagedKVCache(2, [1, 2], DIM, num_blocks=4, key_bounds=True)
     with pytest.raises(TypeError, match="key_bounds"):
         make(1, key_bounds=3)
-    with pytest.raises(numkv.NotSupported, match="key_bounds"):
-        make(1, kind="fp8_e4m3", key_bounds=True).set_scales(0, k=2.0)

@@ -74,6 +74,21 @@ def test_the_blocks_of_a_plan_are_those_of_a_paged_cache(kind, window):
     assert most * of_block == needs.sequence_bytes(60, kind, block_size=size)
 
 
+def test_bounds_of_keys_are_what_a_cache_keeps():
+    """Of K and V; latents and the text that is read have none."""
+    needs = needs_of({**SIZES, "model_type": "llama", "num_hidden_layers": 3, "head_dim": 32})
+    cache = numkv.PagedKVCache(3, 2, 32, num_blocks=8, block_size=4, kind="int8", key_bounds=True)
+    with_bounds = [
+        needs.sequence_bytes(n, "int8", block_size=4, key_bounds=True) for n in (0, 1, 4, 29)
+    ]
+    assert with_bounds == [n * cache.nbytes // 8 for n in (0, 1, 1, 8)]
+    assert needs.tokens_in(cache.nbytes, "int8", block_size=4, key_bounds=True) == 32
+    with pytest.raises(ValueError, match="`key_bounds`"):
+        needs.sequence_bytes(4, "int8", key_bounds=True)
+    for rows in (Rows("latents", 1, 40, 0), Rows("keys and values", 2, 8, 8, of_source=True)):
+        assert rows.bounds_bytes() == 0
+
+
 @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_windows_in_blocks_leave_room_for_the_next_token(window, size):

@@ -44,6 +44,12 @@ def test_nothing_is_wrong_after_kills_where_blocks_are_evicted(tmp_path, kills):
     assert sum(sizes) <= most + 4 * (most / 16 + max(sizes))
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.nightly)])
+def test_kills_where_layers_are_not_alike_and_keep_states(tmp_path, kills):
+    found = killed(tmp_path, kills, "mixed")
+    assert found["there"] == found["acknowledged"] > 20 * kills
+
+
 def test_writers_wait_while_another_one_evicts(tmp_path, monkeypatch):
     """Else they would write without a bound, as often as that one is stopped in the middle."""
     monkeypatch.setattr("numkv.store.folder._PATIENCE", processes.PATIENCE)

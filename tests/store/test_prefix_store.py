@@ -113,7 +113,7 @@ def test_blocks_of_another_model_in_this_ones_place_are_refused(tmp_path, caplog
         first.store.flush()
     folders = [p for p in tmp_path.iterdir() if p.is_dir()]
     other = cache(store_in(tmp_path, mark="model b", on_event=told.append))
-    (theirs,) = [p for p in folders if p.name == other._store.tiers._section.folder]
+    (theirs,) = [p for p in folders if p.name == other._store.tiers.parts[0].section.folder]
     (ours,) = [p for p in folders if p != theirs]
     os.rename(theirs, tmp_path / "away"), os.rename(ours, theirs)
     assert started(other, text)[1] == 0
@@ -219,7 +219,7 @@ def test_objects_that_go_missing_shorten_a_prefix(tmp_path, monkeypatch):
     writer, reader = (cache(store_in(tmp_path)) for _ in "ab")
     started(writer, text)
     writer.store.flush()
-    gone = reader._store.tiers._section.key(_names(reader, text)[0][6].tobytes())
+    gone = reader._store.tiers.parts[0].section.key(_names(reader, text)[0][6].tobytes())
     exist = Folder.exist
 
     def looked(self, keys, nbytes):

@@ -83,7 +83,7 @@ def test_damaged_and_missing_objects(place):
     started(first, prompt(2, 41))
     first.store.flush()
     names = first._sequences[0].digests[0]
-    key = first._store.tiers._section.key
+    key = first._store.tiers.parts[0].section.key
     remote = first.store._engine.place
     path = remote._path(key(names[7].tobytes()))
     whole = remote._fs.cat_file(path)

@@ -99,7 +99,7 @@ class PagedKVCache(WholeCache):
     max_nbytes : int, optional
         Bytes of all blocks and states, instead of `num_blocks`.
     key_bounds : bool, optional
-        Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`; layers are alike then.
+        Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`.
 
     Attributes
     ----------
@@ -510,7 +510,7 @@ class PagedKVCache(WholeCache):
         if slots is not None:
             slots.register(ending.checkpoints)
         try:
-            register(self._store, ending.names)
+            register(self._store, ending.names, ending.checkpoints)
         except BaseException:
             if slots is not None:
                 slots.forget(ending.checkpoints)

@@ -25,6 +25,11 @@ class LayerGroup(NamedTuple):
     chunk: int = 0
     """Tokens of a chunk, within which queries attend; 0 for none."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether queries attend to all earlier tokens."""
+        return self.window < 0 and not self.chunk
+
     def first_visible(self, length: int) -> int:
         """First token that the newest of `length` tokens attends to; later tokens need no earlier one."""
         if self.chunk:

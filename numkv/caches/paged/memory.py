@@ -74,8 +74,7 @@ def new_store(
     }
     num_groups, pages, bounds = len(groups), None, None
     if key_bounds:
-        sizes = blocks.num_blocks, blocks.block_size, len(groups[0].layers)
-        bounds = BlockBounds(target, layers, *sizes)
+        bounds = BlockBounds(target, layers, groups, blocks.num_blocks, blocks.block_size)
     if layers.alike:
         rows = layers.first
         shape = (blocks.num_blocks, rows.num_kv_heads, blocks.block_size)

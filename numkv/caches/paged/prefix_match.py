@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from numkv.blocks.arrays import ABSENT
 from numkv.blocks.prefix import block_digests, root_digest
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import Checkpoint, StateSlots
 from numkv.caches.paged.store import BlockStore, Extra, SequenceState
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "block_names",
     "find_part",
     "find_prefix",
+    "group_mask",
     "last_name",
     "longest_prefix",
     "name_blocks",
@@ -63,10 +64,14 @@ def _of_groups(store: BlockStore, chain: NDArray[np.uint8]) -> list[NDArray[np.u
     """The names of blocks in each group, by those in group 0."""
     names = [chain]
     for group in range(1, len(store.groups)):
-        other = chain.copy()
-        other.view("<u8")[:, 0] ^= np.uint64(group * _SPREAD % 2**64)
-        names.append(other)
+        names.append(chain.copy())
+        names[-1].view("<u8")[:, 0] ^= group_mask(group)
     return names
+
+
+def group_mask(group: int) -> np.uint64:
+    """What the first word of a block's name in a group differs by from that in group 0."""
+    return np.uint64(group * _SPREAD % 2**64)
 
 
 class Match(NamedTuple):
@@ -87,7 +92,7 @@ class Match(NamedTuple):
 def longest_prefix(
     store: BlockStore, present: Sequence[NDArray[np.bool_]], with_states: NDArray[np.bool_] | None = None
 ) -> int:  # fmt: skip
-    """Blocks of the longest prefix with all blocks in full groups, and those in the window in sliding groups.
+    """Blocks of the longest prefix with all blocks in full groups, and those in the window or chunk in the others.
 
     Parameters
     ----------
@@ -100,7 +105,7 @@ def longest_prefix(
     """
     blocks = len(present[0])
     for group, there in zip(store.groups, present, strict=True):
-        if group.window < 0:
+        if group.is_full:
             missing = np.flatnonzero(~there[:blocks])
             blocks = int(missing[0]) if len(missing) else blocks
     # fits[n]: in every group, the newest token of n blocks finds all that it attends to.
@@ -108,11 +113,12 @@ def longest_prefix(
         np.ones(blocks + 1, np.bool_) if with_states is None else with_states[: blocks + 1].copy()
     )
     for group, there in zip(store.groups, present, strict=True):
-        if group.window >= 0:
+        if not group.is_full:
             numbers = np.arange(1, blocks + 1)
             last_hole = np.maximum.accumulate(np.where(there[:blocks], 0, numbers))
-            ends = numbers * store.block_size - 1 - group.window
-            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
+            newest = numbers * store.block_size - 1
+            first = newest // group.chunk * group.chunk if group.chunk else newest - group.window
+            fits[1:] &= last_hole <= np.maximum(0, first) // store.block_size
     return int(np.flatnonzero(fits)[-1])
 
 
@@ -238,6 +244,7 @@ class NewNames(NamedTuple):
     """Blocks before each in its sequence."""
     parent: bytes | None = None
     """Of group 0, where none is missing, the name before the first."""
+    group: int = 0
 
 
 def name_blocks(
@@ -277,14 +284,18 @@ def name_blocks(
             before = None
             if group == 0 and stored.all():
                 before = last_name(store, state.digests, state.extra)
-            parts.append(
-                NewNames(ids[stored], names[stored], new.reshape(-1, size)[stored], depths, before)
-            )
+            of_stored = ids[stored], names[stored], new.reshape(-1, size)[stored], depths
+            parts.append(NewNames(*of_stored, before, group))
     return state._replace(digests=digests, registered=full), parts
 
 
-def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
-    """Register blocks in the prefix cache, all or none, and have those written that are new there."""
+def register(
+    store: BlockStore, parts: Sequence[NewNames], checkpoints: Sequence[Checkpoint] = ()
+) -> None:
+    """Register blocks in the prefix cache, all or none, and have those written that are new there.
+
+    With them states are written that are registered already, and whose names say which tokens they are of.
+    """
     if parts:
         columns = zip(*(part[:4] for part in parts), strict=True)
         ids, names, tokens, depths = (np.concatenate(column) for column in columns)
@@ -293,7 +304,11 @@ def register(store: BlockStore, parts: Sequence[NewNames]) -> None:
             if part.parent is not None:
                 store.followers.note(part.parent, part.names, part.tokens)
         if store.tiers is not None:
-            store.tiers.stored(NewNames(ids, names, tokens, depths), holders)
+            groups = np.array([part.group for part in parts])
+            of_each = groups.repeat([len(part.ids) for part in parts])
+            store.tiers.stored(NewNames(ids, names, tokens, depths), holders, of_each)
+    if store.tiers is not None and checkpoints:
+        store.tiers.stored_states(checkpoints)
 
 
 def register_blocks(store: BlockStore, state: SequenceState) -> SequenceState:

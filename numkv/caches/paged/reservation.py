@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from numkv import targets
 from numkv.caches.paged.buffers import StepBuffers
 from numkv.caches.paged.prefix_match import NewNames, name_blocks, split_at_window
-from numkv.caches.paged.states import StateSlots
+from numkv.caches.paged.states import Checkpoint, StateSlots
 from numkv.caches.paged.step import Step
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState, held
 from numkv.caches.paged.trees import Tree
@@ -187,8 +187,8 @@ class Ending(NamedTuple):
     """Blocks of tokens that were not accepted, and blocks behind windows."""
     slots: NDArray[np.int32]
     """Slots of states that nobody needs any more."""
-    checkpoints: list[tuple[int, bytes, int]]
-    """Slots of states that are to be registered, their names, and the lengths."""
+    checkpoints: list[Checkpoint]
+    """States that are to be registered."""
 
 
 def end_step(
@@ -218,7 +218,7 @@ def end_step(
     names: list[NewNames] = []
     released: list[NDArray[np.int32]] = []
     slots: list[int] = []
-    checkpoints: list[tuple[int, bytes, int]] = []
+    checkpoints: list[Checkpoint] = []
     working = step._state_slots[1].tolist() if store.states is not None else [-1] * len(keep)
     each = zip(states.items(), starts, keep.tolist(), working, strict=False)
     for (seq, state), first, n, slot in each:
@@ -235,7 +235,9 @@ def end_step(
             if n:
                 after = _with_states(store, store.states, after, slot)
                 if after.marks is not state.marks:
-                    checkpoints.append((slot, after.marks[-1][1], length))
+                    named = len(after.digests[0]) * store.block_size >= length
+                    last = after.tokens[length - store.block_size : length] if named else None
+                    checkpoints.append(Checkpoint(slot, after.marks[-1][1], length, last))
         new_states[seq] = after
         names += parts
         released += rejected + behind

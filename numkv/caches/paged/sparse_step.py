@@ -12,7 +12,7 @@ from numkv.attention.options import check_options
 from numkv.caches.paged.key_bounds import BlockBounds
 from numkv.caches.paged.trees import Tree
 from numkv.errors import NotSupported
-from numkv.sparse.attention import attend_to_choice
+from numkv.sparse.attention import are_numbered, attend_by_head, attend_to_choice
 from numkv.sparse.bounds import scores_of
 from numkv.sparse.choice import check_counts, chosen
 from numkv.storage.pool import Pool
@@ -36,6 +36,8 @@ class _Read(NamedTuple):
     """A row of blocks for each query, on the target."""
     lens: Array
     """How many tokens each query sees."""
+    on_host: Ints
+    """The same on the host."""
 
 
 class SparseStep:
@@ -73,11 +75,12 @@ class SparseStep:
         rows = np.minimum(lens[seq] - logical * size, size)
         written = logical >= ((lens - self.new_lens) // size)[seq]
         on_target: tuple[Array, Array] = self._tables[group], self._lens
+        seen = self._places + 1
         if not self._one_each:
             of_token = np.arange(len(lens)).repeat(self.new_lens)
             index = self._store.target.index
-            on_target = index(table[of_token], np.int32), index(self._places + 1, np.int64)
-        found = self._reads[group] = _Read(table[seq, logical], rows, written, *on_target)
+            on_target = index(table[of_token], np.int32), index(seen, np.int64)
+        found = self._reads[group] = _Read(table[seq, logical], rows, written, *on_target, seen)
         return found
 
     @writes
@@ -186,5 +189,10 @@ class SparseStep:
             self._store.places[number][0], pool, read.blocks, read.counts, read.written
         )
         scores = scores_of(pool, q, low, high, read.table, read.lens, size, options)
-        choice = chosen(pool.target, scores, read.table, read.lens, size, counts)
-        return attend_to_choice(pool, *choice, q, options)
+        tables, lens = chosen(pool.target, scores, read.table, read.lens, size, counts)
+        if are_numbered(pool):
+            return attend_to_choice(pool, tables, lens, q, options)
+        # As many for all heads: all blocks are full but for the newest one, which is always read.
+        used = -(-read.on_host // size)
+        tokens = read.on_host - np.maximum(used - counts[0], 0) * size
+        return attend_by_head(pool, tables, pool.target.index(tokens, np.int64), q, options)

@@ -23,7 +23,7 @@ from numkv.checks import check_bytes, check_size
 from numkv.errors import DimensionMismatch, NotSupported, NumkvError, UnsupportedDType
 from numkv.targets.base import Array, Target
 
-__all__ = ["StateShape", "StateSlots", "check_content", "check_states"]
+__all__ = ["Checkpoint", "StateShape", "StateSlots", "check_content", "check_states"]
 
 #: What a state may be made of; to numkv it is bytes.
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -87,6 +87,16 @@ def _dtype(given: Any) -> str:
     return name
 
 
+class Checkpoint(NamedTuple):
+    """States that a step has ended with, where others are to find them."""
+
+    slot: int
+    name: bytes
+    length: int
+    tokens: NDArray[np.int32] | None
+    """Ids of the last block of tokens, where the name is that of a prefix; else nobody else knows it."""
+
+
 class StateSlots:
     """Slots for the states of all layers, and their books.
 
@@ -135,6 +145,11 @@ class StateSlots:
     def slot_nbytes(shapes: Mapping[int, tuple[StateShape, ...]]) -> int:
         """Bytes of the states of one sequence."""
         return sum(shape.nbytes for of_layer in shapes.values() for shape in of_layer)
+
+    @property
+    def pages(self) -> list[Array]:
+        """The bytes of each array in all slots, uint8 ``(num_slots, n)``."""
+        return self._bytes
 
     def _each(self) -> list[tuple[int, StateShape]]:
         return [(layer, shape) for layer, of in self.shapes.items() for shape in of]
@@ -234,22 +249,16 @@ class StateSlots:
         taken = self.books.stats().allocations
         return sha256(f"state {next(self._unnamed)} {taken}".encode()).digest()
 
-    def register(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
-        """Have slots found by names, but for names that other slots have.
-
-        Parameters
-        ----------
-        checkpoints : sequence of (int, bytes, int)
-            Slots, names and lengths.
-        """
+    def register(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have slots found by names, but for names that other slots have."""
         if checkpoints:
-            slots, names, lengths = zip(*checkpoints, strict=True)
+            slots, names, lengths, _ = zip(*checkpoints, strict=True)
             self.books.register(slots, _names(names), np.array(lengths).reshape(-1, 1))
 
-    def forget(self, checkpoints: Sequence[tuple[int, bytes, int]]) -> None:
+    def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Undo `register`."""
         if checkpoints:
-            self.books.forget([slot for slot, _, _ in checkpoints])
+            self.books.forget([each.slot for each in checkpoints])
 
     def find(self, names: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.int32]:
         """The slots of checkpoints, negative numbers where they are gone."""

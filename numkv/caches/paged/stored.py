@@ -96,17 +96,12 @@ class StoredSequences(Drawn):
         size = check_size("block_size", block_size, 1)
         rotated = check_flag("rotate", rotate)
         _check_store(store)
-        if store is not None and not layers.plain:
-            raise NotSupported(
-                "`store`: expected None where layers have rows of several shapes, chunks or none of their own, got a "
-                "PrefixStore; share prefixes within the cache"
-            )
         groups = groups_of(layers, size)
         num_states, every = _state_sizes(layers, more, size)
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
         bounded = check_flag("key_bounds", more.get("key_bounds"))
         of_block = block_nbytes(layers, groups, size)
-        of_block += bounds_nbytes(layers) * len(groups[0].layers) * bounded
+        of_block += bounds_nbytes(layers, groups) * bounded
         count = _num_blocks(num_blocks, more.get("max_nbytes"), of_states, of_block)
         blocks = BlockPool(count, size)  # which bounds both numbers
         slots = StateSlots(place, layers.with_states, num_states, every) if every else None

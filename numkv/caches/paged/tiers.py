@@ -3,31 +3,33 @@
 The pool is the first tier, the store's host memory the second, its folder the third; see `numkv.store`. `Tiers` is
 what the cache has of a store. It gives names and numbers of full blocks to the store's queue, is told by the
 `BlockPool` which blocks it evicts, before anybody can write to them, and brings what `add` misses into blocks of the
-pool.
+pool. Where layers keep states, it does the same with checkpoints: a prefix that is brought ends at one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numkv.caches.paged.block_bytes import BlockBytes, Room
+from numkv.caches.paged.block_bytes import BlockBytes, SlotBytes
 from numkv.caches.paged.prefix_match import (
     Match,
     NewNames,
     find_prefix,
+    group_mask,
     last_name,
     longest_prefix,
 )
+from numkv.caches.paged.states import Checkpoint
 from numkv.caches.paged.store import BlockStore, Extra
+from numkv.caches.paged.stored_parts import Missing, StoredPart
 from numkv.caches.paged.swap import head_scales_of
 from numkv.errors import CacheFull
-from numkv.store.engine import IN_HOST, IN_POOL, IN_STORE, NOWHERE, FullBlock, Section
+from numkv.store.engine import IN_HOST, IN_POOL, NOWHERE, FullBlock, Section
 from numkv.store.prefix_store import PrefixStore
 from numkv.store.records import PrefixFound
 
@@ -36,15 +38,26 @@ __all__ = ["Tiers", "longest_found", "with_tiers"]
 #: Names that are looked for at first; then twice as many, and so on, until one is nowhere.
 _FIRST_LOOK = 32
 
+#: Where nobody has looked for states yet.
+_UNKNOWN = -1
+
 _NONE = np.empty(0, np.int32)
 Where = NDArray[np.int8]
 
 
-def with_tiers(store: BlockStore, prefixes: PrefixStore | None) -> BlockStore:
-    """The same buffers and books, with a place for prefixes beyond them."""
+def with_tiers(
+    store: BlockStore, prefixes: PrefixStore | None, like: Tiers | None = None
+) -> BlockStore:
+    """The same buffers and books, with a place for prefixes beyond them; `like` is that of which they are a copy."""
     if prefixes is None:
         return store
-    return dataclasses.replace(store, tiers=Tiers(store, prefixes))
+    made = Tiers(store, prefixes)
+    if like is not None:
+        made.take(like)
+    full = dataclasses.replace(store, tiers=made)
+    full.__dict__["followers"] = store.followers  # what is cached on the first is not on the second
+    made.belongs_to(full)
+    return full
 
 
 @contextlib.contextmanager
@@ -61,22 +74,48 @@ def longest_found(
         What the content depends on beside the tokens.
     """
     match = found = find_prefix(store, ids, names)
-    kept = _NONE
+    kept = None
     try:
         if store.tiers is not None and match.wanted:
-            kept, where, nbytes = store.tiers.bring(ids, names, match)
-            if len(kept):
+            kept = store.tiers.bring(ids, names, match)
+            if kept.blocks or kept.slots:
                 found = find_prefix(store, ids, names)
                 chain = names[0][: found.blocks]
                 root = last_name(store, [chain[:0]], extra)
                 store.followers.note(root, chain, ids.reshape(-1, store.block_size)[: len(chain)])
-            store.tiers.count(found, where, nbytes)
+            store.tiers.count(found, kept)
         yield found
     finally:
-        if len(kept):
-            store.blocks.release(kept)
+        if kept is not None:
+            kept.release(store)
     if match.wanted:
         store.blocks.count_lookup(match.wanted, match.blocks, match.reason)
+
+
+class Brought:
+    """What a lookup has found where, and references to what makes the prefix longer.
+
+    Parameters
+    ----------
+    where : list of int8 array (num_blocks,)
+        Where each block was found, for each group.
+    ends : int8 array (num_blocks + 1,) or None
+        Where the states were found after so many blocks, if layers keep some.
+    """
+
+    def __init__(self, where: list[Where], ends: Where | None) -> None:
+        self.where, self.ends, self.nbytes = where, ends, 0
+        self.blocks: list[NDArray[np.int32]] = []
+        self.slots: list[NDArray[np.int32]] = []
+
+    def release(self, store: BlockStore) -> None:
+        """Give the references back."""
+        blocks, slots = self.blocks, self.slots
+        self.blocks, self.slots = [], []
+        if blocks:
+            store.blocks.release(np.concatenate(blocks))
+        if slots and store.states is not None:
+            store.states.books.release(np.concatenate(slots))
 
 
 class Tiers:
@@ -92,96 +131,142 @@ class Tiers:
 
     def __init__(self, of: BlockStore, store: PrefixStore) -> None:
         self.store, self._of, self._engine = store, of, store._engine
-        self._bytes = BlockBytes(of)
-        self.rename()
-        of.blocks._watcher = self
+        if of.layers.alike:
+            contents = [BlockBytes(of, of.pools)]
+        else:
+            each = range(len(of.groups))
+            contents = [BlockBytes(of, [x.pool for x in of.parts if n in x.groups]) for n in each]
+        make, blocks = self._section_maker(), of.blocks
+        #: Of blocks, of one group after another; one for all of them where layers are alike.
+        self.parts = [
+            StoredPart(self._engine, blocks, content, make(content.content)) for content in contents
+        ]
+        #: Which of them each block that is registered belongs to; -1 for what others have registered.
+        self._nobody = -1 if len(self.parts) > 1 else 0
+        self._part_of = np.full(blocks.num_blocks, self._nobody, np.int32)
+        self.of_states: StoredPart | None = None
+        if of.states is not None:
+            content = SlotBytes(of.states)
+            self.of_states = StoredPart(
+                self._engine, of.states.books, content, make(content.content), group_mask(len(of.groups))
+            )  # fmt: skip
+            self._named = np.zeros(of.states.books.num_blocks, np.bool_)
+            of.states.books._watcher = _OfStates(self.of_states, self._named)
+        blocks._watcher = self
 
-    def rename(self) -> None:
-        """Have another identity from now on, as scales of heads have changed."""
+    def belongs_to(self, of: BlockStore) -> None:
+        """Look at these buffers and books from now on: the same, which know of this object."""
+        self._of = of
+
+    def take(self, like: Tiers) -> None:
+        """Know of blocks and slots what another one does, of whose books these are a copy."""
+        self._part_of[:] = like._part_of
+        if self.of_states is not None:
+            self._named[:] = like._named
+
+    def _section_maker(self) -> Callable[[int], Section]:
+        """What gives the objects of so many bytes their place, as the cache is now."""
         of = self._of
-        sizes, k_kind, v_kind, windows, seed = of.geometry
+        sizes, k_kind, v_kind, windows, seed, *more = of.geometry
         scales = [[x.tolist() for x in layer] for layer in head_scales_of(of)]
         fields = {
             "sizes": sizes, "kinds": [k_kind, v_kind], "windows": windows, "rotation": seed,
             "layers_per_block": len(of.pools), "scales": scales,
         }  # fmt: skip
-        self._section: Section = self.store._section(fields, of.block_size, self._bytes.content)
+        if more:  # rows, chunks, sources and states of each layer, and what shares a block
+            fields |= {"layers": more[0], "groups": [group.layers for group in of.groups]}
+        return lambda content: self.store._section(fields, of.block_size, content)
+
+    def rename(self) -> None:
+        """Have another identity from now on, as scales of heads have changed."""
+        make = self._section_maker()
+        for part in (*self.parts, *([] if self.of_states is None else [self.of_states])):
+            part.section = make(part.content.content)
+
+    def _part(self, group: int) -> StoredPart:
+        return self.parts[group if len(self.parts) > 1 else 0]
 
     # -- out
 
-    def stored(self, new: NewNames, holders: NDArray[np.int32]) -> None:
+    def stored(self, new: NewNames, holders: NDArray[np.int32], groups: NDArray[np.int64]) -> None:
         """Have blocks written that have been registered, but for those whose content another block has already."""
-        own = np.flatnonzero(holders == new.ids)
-        tokens = np.ascontiguousarray(new.tokens, "<i4")
-        blocks = [
-            FullBlock(
-                int(new.ids[i]), new.names[i].tobytes(), tokens[i].tobytes(), int(new.depths[i])
-            )
-            for i in own.tolist()
-        ]
-        if self._bytes.seen_by_host:
-            self._engine.add(self._section, self, blocks)
-        elif blocks and not self.store.closed:
-            copies = self._bytes.copies([of.block for of in blocks])
+        own = holders == new.ids
+        for number, part in enumerate(self.parts):
+            mine = np.flatnonzero(own & (groups == number) if len(self.parts) > 1 else own)
+            self._part_of[new.ids[mine]] = number
+            columns = new.ids[mine], new.names[mine], new.tokens[mine], new.depths[mine]
+            self._write(part, part.full_blocks(*columns))
+
+    def stored_states(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have states written that have been registered under the name of a prefix."""
+        slots, part, blocks = self._of.states, self.of_states, []
+        assert slots is not None
+        assert part is not None
+        for slot, name, length, tokens in checkpoints:
+            if tokens is not None and slots.books._digests[slot].tobytes() == name:
+                self._named[slot] = True
+                of_name = np.frombuffer(bytearray(name), np.uint8)[None]
+                depth = np.array([length // self._of.block_size - 1])
+                blocks += part.full_blocks(np.array([slot], np.int32), of_name, tokens[None], depth)
+        self._write(part, blocks)
+
+    def _write(self, part: StoredPart, blocks: list[FullBlock]) -> None:
+        if not blocks:
+            return
+        if part.content.seen_by_host:
+            part.queue(blocks)
+        elif not self.store.closed:
+            copies = part.content.copies([of.block for of in blocks])
             self._of.collect()  # by now all that was written before the copies has been told of
             if not self._of.bad:
-                self._engine.add_data(self._section, zip(blocks, copies, strict=True))
-
-    def copy_block(self, block: int, out: NDArray[np.uint8]) -> None:
-        """Copy the content of a block of the pool."""
-        self._bytes.copy(block, out)
-
-    def holds(self, block: int, name: bytes) -> bool:
-        """Whether a block is registered under a name; looked up without waiting for a turn."""
-        return bool(self._of.blocks._digests[block].tobytes() == name)
+                part.queue_copies(blocks, copies)
 
     def evicted(
         self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
         """Take what the pool evicts into the host tier."""
-        self._engine.rescue(self._section, self, self._named(ids, names))
+        of_each = self._part_of[ids]
+        for number, part in enumerate(self.parts):
+            mine = of_each == number
+            if mine.any():
+                part.rescue(ids[mine], names[mine])
+        self._part_of[ids] = self._nobody
 
     def dropped(self, ids: NDArray[np.int32]) -> None:
         """Take what the pool forgets, and what is still to be written, into the host tier."""
-        self._engine.rescue(None, self, ((block, b"") for block in ids.tolist()))
-
-    @staticmethod
-    def _named(ids: NDArray[np.int32], names: NDArray[np.uint64]) -> Iterable[tuple[int, bytes]]:
-        return zip(ids.tolist(), (name.tobytes() for name in names), strict=True)
+        of_each = self._part_of[ids]
+        for number, part in enumerate(self.parts):
+            part.rescue_waiting(ids[of_each == number].tolist())
+        self._part_of[ids] = self._nobody
 
     # -- in
 
     def bring(
         self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], match: Match
-    ) -> tuple[NDArray[np.int32], list[Where], int]:
-        """Bring into the pool, and register there, what makes a prefix longer.
-
-        Returns
-        -------
-        kept : int32 array (n,)
-            Blocks that the caller has a reference to: those brought, and those of the pool that go with them.
-        where : list of int8 array (num_blocks,)
-            Where each block was found, for each group.
-        nbytes : int
-            Bytes that were brought.
-        """
+    ) -> Brought:
+        """Bring into the pool, and register there, what makes a prefix longer."""
         where = [np.where(x >= 0, IN_POOL, NOWHERE).astype(np.int8) for x in match.found]
+        kept = Brought(where, self._ends(names[0]))
         if match.blocks == match.wanted or self.store.closed:
-            return _NONE, where, 0
+            return kept
         self._look(names, where)
-        kept: list[NDArray[np.int32]] = [_NONE]
-        nbytes = 0
+        present, ends = [x > NOWHERE for x in where], kept.ends
+        if ends is not None:
+            self._hold_states(names[0], match.blocks, kept)
         try:
-            present = [x > NOWHERE for x in where]
-            while (blocks := longest_prefix(self._of, present)) > match.blocks:
+            while (blocks := self._longest(present, ends)) > match.blocks:
+                if ends is not None and ends[blocks] == _UNKNOWN:
+                    self._look_for_states(names[0], ends, blocks, match.blocks)
+                    continue
                 missing = self._missing(ids, names, blocks, kept)
                 room = self._of.blocks.num_free
                 if len(missing) > room:  # as much as there is room for
                     for there in present:
                         there[max(match.blocks, blocks - (len(missing) - room)) :] = False
                     continue
-                good = self._fetch(missing, where, kept)
-                nbytes += int(good.sum()) * self._bytes.content
+                if not self._fetch_states(names[0], ids, blocks, kept):
+                    continue
+                good = self._fetch(missing, kept)
                 if good.all():
                     break
                 for (group, i, *_), is_good in zip(missing, good, strict=True):
@@ -189,40 +274,39 @@ class Tiers:
         except CacheFull:  # another user of the pool was first
             pass
         except BaseException:
-            self._of.blocks.release(np.concatenate(kept))
+            kept.release(self._of)
             raise
-        return np.concatenate(kept), where, nbytes
+        return kept
+
+    def _longest(self, present: list[NDArray[np.bool_]], ends: Where | None) -> int:
+        """Blocks of the longest prefix; states of which nothing is known are taken to be there."""
+        return longest_prefix(self._of, present, None if ends is None else ends != NOWHERE)
 
     def _look(self, names: list[NDArray[np.uint8]], where: list[Where]) -> None:
         """Look for blocks in the other tiers, and note in `where` what is there."""
         limit = len(where[0])
-        full = [g for g, group in enumerate(self._of.groups) if group.window < 0]
-        sliding = [g for g, group in enumerate(self._of.groups) if group.window >= 0]
+        full = [g for g, group in enumerate(self._of.groups) if group.is_full]
+        others = [g for g, group in enumerate(self._of.groups) if not group.is_full]
         for group in full:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
             at, count = 0, _FIRST_LOOK
             while at < len(missing):
                 part = missing[at : at + count]
-                found = self._where(names[group][part])
+                found = self._part(group).where(names[group][part])
                 where[group][part] = found
                 if not found.all():
                     limit = int(part[np.argmin(found)])
                     break
                 at, count = at + count, 2 * count
-        for group in sliding:
+        for group in others:
             missing = np.flatnonzero(where[group][:limit] == NOWHERE)
-            where[group][missing] = self._where(names[group][missing])
+            where[group][missing] = self._part(group).where(names[group][missing])
         for in_group in where:
             in_group[limit:] = np.minimum(in_group[limit:], IN_POOL)
 
-    def _where(self, names: NDArray[np.uint8]) -> Where:
-        each = [name.tobytes() for name in names]
-        return np.array(self._engine.where(self._section, each), np.int8)
-
     def _missing(
-        self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], blocks: int,
-        kept: list[NDArray[np.int32]],
-    ) -> list[_Missing]:  # fmt: skip
+        self, ids: NDArray[np.int32], names: list[NDArray[np.uint8]], blocks: int, kept: Brought
+    ) -> list[Missing]:
         """What the pool lacks of so many blocks; a reference to each of the others is taken, and put into `kept`."""
         size, books = self._of.block_size, self._of.blocks
         by_block = ids.reshape(-1, size)
@@ -233,90 +317,147 @@ class Tiers:
             found = books.find_each(of_group[first:blocks], by_block[first:blocks])
             there.append(found[found >= 0])
             for i in (first + np.flatnonzero(found < 0)).tolist():
-                missing.append(_Missing(group, i, of_group[i], by_block[i]))
-        new = np.setdiff1d(np.concatenate(there), np.concatenate(kept)).astype(np.int32)
-        books.acquire(new)
-        kept.append(new)
+                in_host = kept.where[group][i] == IN_HOST
+                missing.append(Missing(group, i, of_group[i], by_block[i], in_host))
+        new = np.setdiff1d(np.concatenate(there), np.concatenate([_NONE, *kept.blocks]))
+        books.acquire(new.astype(np.int32))
+        kept.blocks.append(new.astype(np.int32))
         return missing
 
-    def _fetch(
-        self, missing: list[_Missing], where: list[Where], kept: list[NDArray[np.int32]]
-    ) -> NDArray[np.bool_]:
+    def _fetch(self, missing: list[Missing], kept: Brought) -> NDArray[np.bool_]:
         """Bring blocks into the pool and register them; which of them there were."""
         books = self._of.blocks
         taken = books.allocate(len(missing))
         self._of.forget_bounds(taken)
+        groups = np.array([of.group for of in missing], np.int32)
+        part_of = groups if len(self.parts) > 1 else np.zeros_like(groups)
+        good = np.zeros(len(missing), np.bool_)
         try:
-            good = self._fill(missing, where, taken)
+            for number in np.unique(part_of).tolist():
+                mine, part = np.flatnonzero(part_of == number), self.parts[number]
+                chosen = [missing[i] for i in mine]
+                good[mine], tiers = part.fill(chosen, taken[mine])
+                for of, tier in zip(chosen, tiers, strict=True):
+                    kept.where[of.group][of.number] = tier
+                kept.nbytes += int(good[mine].sum()) * part.content.content
             if good.any():
-                chosen = np.flatnonzero(good)
-                names = np.stack([missing[i].name for i in chosen])
-                books.register(taken[good], names, np.stack([missing[i].tokens for i in chosen]))
+                chosen = [missing[i] for i in np.flatnonzero(good)]
+                tokens = np.stack([of.tokens for of in chosen])
+                books.register(taken[good], np.stack([of.name for of in chosen]), tokens)
+                self._part_of[taken[good]] = part_of[good]
         except BaseException:
             books.release(taken)
             raise
-        kept.append(taken[good])
+        kept.blocks.append(taken[good])
         books.release(taken[~good])
         return good
 
-    def _fill(
-        self, missing: list[_Missing], where: list[Where], taken: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """Copy and read content into blocks; which of them have it now."""
-        room = self._bytes.room(taken)
-        good = np.zeros(len(missing), np.bool_)
-        others = []
-        for at, (group, i, name, _) in enumerate(missing):
-            data = None
-            if where[group][i] == IN_HOST:
-                data = self._engine.from_host(self._section, name.tobytes())
-            if data is None:
-                where[group][i] = IN_STORE
-                others.append(at)
-            else:
-                room.fill(at, data)
-                good[at] = True
-        if others:
-            good[others] = self._engine.read(
-                self._section, _Reading(self._bytes, room, missing, others)
-            )
-        room.done(good)
-        return good
+    # -- states
 
-    def count(self, found: Match, where: list[Where], nbytes: int) -> None:
+    def _ends(self, chain: NDArray[np.uint8]) -> Where | None:
+        """Where there are states after so many blocks: in the pool, or nobody knows; None where no layer keeps any."""
+        slots = self._of.states
+        if slots is None:
+            return None
+        there = slots.present(chain, self._of.block_size)
+        ends = np.where(there, IN_POOL, NOWHERE).astype(np.int8)
+        if slots.books.num_free:
+            at = slice(slots.every // self._of.block_size, None, slots.every // self._of.block_size)
+            ends[at][~there[at]] = _UNKNOWN
+        return ends
+
+    def _hold_states(self, chain: NDArray[np.uint8], blocks: int, kept: Brought) -> None:
+        """Keep the checkpoint that the pool itself has: those that are brought could take its place."""
+        slots = self._of.states
+        if slots is not None and blocks and kept.ends is not None:
+            found = slots.find([chain[blocks - 1].tobytes()], [blocks * self._of.block_size])
+            if found[0] >= 0:
+                slots.books.acquire(found)
+                kept.slots.append(found)
+            if not slots.books.num_free:
+                kept.ends[kept.ends == _UNKNOWN] = NOWHERE
+
+    def _look_for_states(
+        self, chain: NDArray[np.uint8], ends: Where, blocks: int, least: int
+    ) -> None:
+        """Look for the states after so many blocks, and after some fewer, in the other tiers."""
+        assert self.of_states is not None
+        unknown = np.flatnonzero(ends[: blocks + 1] == _UNKNOWN)
+        asked = unknown[unknown > least][-_FIRST_LOOK:]
+        ends[asked] = self.of_states.where(chain[asked - 1])
+
+    def _fetch_states(
+        self, chain: NDArray[np.uint8], ids: NDArray[np.int32], blocks: int, kept: Brought
+    ) -> bool:
+        """Bring the states after so many blocks, if the pool has none; whether there are some now."""
+        slots, ends, part = self._of.states, kept.ends, self.of_states
+        if slots is None or ends is None or part is None or ends[blocks] == IN_POOL:
+            return True
+        size, name = self._of.block_size, chain[blocks - 1]
+        length = blocks * size
+        if slots.find([name.tobytes()], [length])[0] >= 0:  # of a turn before
+            return True
+        if not slots.books.num_free:
+            ends[blocks] = NOWHERE
+            return False
+        missing = Missing(0, blocks - 1, name, ids[length - size : length], ends[blocks] == IN_HOST)
+        taken = slots.books.allocate(1)
+        try:
+            good, tiers = part.fill([missing], taken)
+            if good[0]:
+                slots.register([Checkpoint(int(taken[0]), name.tobytes(), length, None)])
+                self._named[taken] = True
+        except BaseException:
+            slots.books.release(taken)
+            raise
+        if not good[0]:
+            slots.books.release(taken)
+            ends[blocks] = NOWHERE
+            return False
+        kept.slots.append(taken)
+        kept.nbytes += part.content.content
+        ends[blocks] = tiers[0]
+        return True
+
+    def count(self, found: Match, kept: Brought) -> None:
         """Count a lookup, and tell of it: in which tier each block of a prefix was."""
         size, blocks = self._of.block_size, found.blocks
         tiers = np.full(blocks, IN_POOL, np.int8)
-        for group, in_group in enumerate(where):
+        for group, in_group in enumerate(kept.where):
             first = self._of.first_needed(group, blocks * size)
             np.maximum(tiers[first:], in_group[first:blocks], out=tiers[first:])
+        if kept.ends is not None and blocks:
+            tiers[-1] = max(tiers[-1], kept.ends[blocks])
         _, in_pool, in_host, in_store = np.bincount(tiers, minlength=4).tolist()
         missed = found.wanted - blocks
         self._engine.count(found.wanted, (missed, in_pool, in_host, in_store))
-        self._engine.tell_now(PrefixFound(found.wanted, in_pool, in_host, in_store, missed, nbytes))
+        self._engine.tell_now(
+            PrefixFound(found.wanted, in_pool, in_host, in_store, missed, kept.nbytes)
+        )
 
 
-class _Missing(NamedTuple):
-    """A block that the pool lacks."""
+class _OfStates:
+    """What the books of states tell; see `numkv.blocks.books`.
 
-    group: int
-    number: int
-    name: NDArray[np.uint8]
-    tokens: NDArray[np.int32]
+    Parameters
+    ----------
+    part : StoredPart
+        The states.
+    named : bool array (num_slots,)
+        Which slots have names that others know.
+    """
 
+    def __init__(self, part: StoredPart, named: NDArray[np.bool_]) -> None:
+        self._part, self._named = part, named
 
-class _Reading:
-    """Blocks that are read from the store; see `Readings`."""
-
-    def __init__(
-        self, of: BlockBytes, room: Room, missing: list[_Missing], which: list[int]
+    def evicted(
+        self, ids: NDArray[np.int32], names: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        self._room, self._missing, self._which, self.sound = room, missing, which, of.sound
-        self.names: Sequence[bytes] = [missing[at].name.tobytes() for at in which]
-        self.depths: Sequence[int] = [missing[at].number for at in which]
+        mine = self._named[ids]
+        if mine.any():
+            self._part.rescue(ids[mine], names[mine])
+        self._named[ids] = False
 
-    def tokens(self, i: int) -> bytes:
-        return self._missing[self._which[i]].tokens.astype("<i4").tobytes()
-
-    def content(self, i: int) -> list[NDArray[np.uint8]]:
-        return self._room.rows(self._which[i])
+    def dropped(self, ids: NDArray[np.int32]) -> None:
+        self._part.rescue_waiting(ids.tolist())
+        self._named[ids] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -90,7 +91,7 @@ class WholeCache(ReadableSequences):
         NumkvError
             If the cache has sequences, or pinned blocks: their rows are stored by the present scales.
         NotSupported
-            If the kind has no scales of heads, the layer reads another one's rows, or the cache keeps bounds of keys.
+            If the kind has no scales of heads, or the layer reads another one's rows.
         DimensionMismatch, UnsupportedDType, ValueError
             If they are no such scales.
         IndexError
@@ -103,11 +104,6 @@ class WholeCache(ReadableSequences):
         number = check_index("layer", layer, self.num_layers)
         self._store.refuse_sharing("set_scales", number)
         pool, _ = self._store.place(number)
-        if self._store.bounds is not None:
-            raise NotSupported(
-                "set_scales: expected a cache without key bounds, as choices of blocks go by scales of 1, got one with "
-                "key_bounds=True"
-            )
         if self._sequences:
             raise NumkvError(
                 f"set_scales: expected a cache without sequences, got {len(self)}; set scales before "
@@ -116,8 +112,11 @@ class WholeCache(ReadableSequences):
         for name, scales in (("k", k), ("v", v)):
             if scales is not None:
                 pool.buffer(name).check_scales(name, scales)
+        if self.states is not None:
+            self.states.forget()
         self.blocks.forget()
         pool.set_scales(k, v)
+        self._store.forget_bounds(None)
         if self._store.tiers is not None:
             self._store.tiers.rename()
 
@@ -175,7 +174,7 @@ class WholeCache(ReadableSequences):
 
     def bind(
         self,
-        num_q_heads: int,
+        num_q_heads: int | Sequence[int | None],
         kind: str | Kind = "fp32",
         *,
         sm_scale: float | None = None,
@@ -187,8 +186,10 @@ class WholeCache(ReadableSequences):
 
         Parameters
         ----------
-        num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
-            See `numkv.KVCache.bind`; windows are the cache's own.
+        num_q_heads : int or sequence of int
+            Q heads, or those of each layer.
+        kind, sm_scale, logits_soft_cap, sinks, check_finite
+            See `numkv.KVCache.bind`; windows are the cache's own. Sinks of layers with different q heads are a list.
 
         Returns
         -------
@@ -305,7 +306,7 @@ class WholeCache(ReadableSequences):
     def _copied(self) -> Self:
         self._refuse_open_steps("copy")
         made = self.__class__.__new__(self.__class__)
-        store = with_tiers(copied(self._store), self.store)
+        store = with_tiers(copied(self._store), self.store, self._store.tiers)
         made._adopt(store, dict(self._sequences), self._next)
         return made
 

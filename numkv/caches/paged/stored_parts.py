@@ -1,0 +1,153 @@
+"""What a cache has in a `numkv.store.PrefixStore` under objects of one form: blocks of layer groups, or states.
+
+Where layers are alike, a block has the same bytes in every group, and all blocks are one *part*. Where they are not,
+each group is a part, as its objects have a size of their own; the states of layers that keep some are one more. Objects
+of all parts lie in one folder, under names that differ from part to part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.blocks.pool import BlockPool
+from numkv.caches.paged.block_bytes import BlockBytes, Room, SlotBytes
+from numkv.store.engine import IN_HOST, IN_STORE, Engine, FullBlock, Section
+
+__all__ = ["Missing", "StoredPart"]
+
+
+class Missing(NamedTuple):
+    """A block, or the states after it, that a cache lacks."""
+
+    group: int
+    number: int
+    """Blocks before it."""
+    name: NDArray[np.uint8]
+    tokens: NDArray[np.int32]
+    is_in_host: bool = False
+    """Whether the host tier had it when it was looked for."""
+
+
+class StoredPart:
+    """Blocks of one form, or slots of states, on their way to a store and back.
+
+    Parameters
+    ----------
+    engine : Engine
+        The store's.
+    books : BlockPool
+        Which of them are cached, and under which names.
+    content : BlockBytes or SlotBytes
+        Their bytes.
+    section : Section
+        Their objects.
+    mask : numpy.uint64
+        What the first word of an object's name differs by from that in `books`.
+    """
+
+    def __init__(
+        self, engine: Engine, books: BlockPool, content: BlockBytes | SlotBytes, section: Section,
+        mask: np.uint64 | None = None,
+    ) -> None:  # fmt: skip
+        self._engine, self._books, self._mask = engine, books, mask
+        self.content, self.section = content, section
+
+    def _masked(self, names: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Names of objects for those in the books, or the other way round."""
+        if self._mask is None:
+            return names
+        found = np.array(names)
+        found.view(np.uint64)[..., 0] ^= self._mask
+        return found
+
+    # -- out
+
+    def copy_block(self, block: int, out: NDArray[np.uint8]) -> None:
+        """Copy the content of a block."""
+        self.content.copy(block, out)
+
+    def holds(self, block: int, name: bytes) -> bool:
+        """Whether a block is registered under a name; looked up without waiting for a turn."""
+        registered = self._books._digests[block].view(np.uint8)
+        return bool(self._masked(registered).tobytes() == name)
+
+    def full_blocks(
+        self, ids: NDArray[np.int32], names: NDArray[np.uint8], tokens: NDArray[Any], depths: NDArray[np.int64]
+    ) -> list[FullBlock]:  # fmt: skip
+        """Blocks as the store's queue takes them."""
+        of_each = np.ascontiguousarray(tokens, "<i4")
+        return [
+            FullBlock(int(i), name.tobytes(), of_block.tobytes(), int(depth))
+            for i, name, of_block, depth in zip(
+                ids, self._masked(names), of_each, depths, strict=True
+            )
+        ]
+
+    def queue(self, blocks: Sequence[FullBlock]) -> None:
+        """Have blocks written that lie in host memory."""
+        self._engine.add(self.section, self, blocks)
+
+    def queue_copies(self, blocks: Sequence[FullBlock], copies: Sequence[Any]) -> None:
+        """Have copies of blocks written."""
+        self._engine.add_data(self.section, zip(blocks, copies, strict=True))
+
+    def rescue(self, ids: NDArray[np.int32], names: NDArray[np.uint64]) -> None:
+        """Take what the books evict into the host tier."""
+        named = self._masked(np.ascontiguousarray(names).view(np.uint8).reshape(len(ids), -1))
+        each = zip(ids.tolist(), (name.tobytes() for name in named), strict=True)
+        self._engine.rescue(self.section, self, each)
+
+    def rescue_waiting(self, ids: Iterable[int]) -> None:
+        """Take what is still to be written, and the books forget, into the host tier."""
+        self._engine.rescue(None, self, ((block, b"") for block in ids))
+
+    # -- in
+
+    def where(self, names: NDArray[np.uint8]) -> NDArray[np.int8]:
+        """In which tier each is, by its name in the books."""
+        each = [name.tobytes() for name in self._masked(names)]
+        return np.array(self._engine.where(self.section, each), np.int8)
+
+    def fill(
+        self, missing: Sequence[Missing], taken: NDArray[np.int32]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int8]]:
+        """Copy and read content into blocks; which of them have it now, and from which tier."""
+        room = self.content.room(taken)
+        good = np.zeros(len(missing), np.bool_)
+        tiers = np.full(len(missing), IN_STORE, np.int8)
+        others = []
+        names = [self._masked(of.name[None])[0].tobytes() for of in missing]
+        for at, of in enumerate(missing):
+            data = self._engine.from_host(self.section, names[at]) if of.is_in_host else None
+            if data is None:
+                others.append(at)
+            else:
+                room.fill(at, data)
+                good[at], tiers[at] = True, IN_HOST
+        if others:
+            reading = _Reading(self.content, room, missing, others, names)
+            good[others] = self._engine.read(self.section, reading)
+        room.done(good)
+        return good, tiers
+
+
+class _Reading:
+    """Blocks that are read from the store; see `Readings`."""
+
+    def __init__(
+        self, of: BlockBytes | SlotBytes, room: Room, missing: Sequence[Missing], which: list[int],
+        names: list[bytes],
+    ) -> None:  # fmt: skip
+        self._room, self._missing, self._which, self.sound = room, missing, which, of.sound
+        self.names: Sequence[bytes] = [names[at] for at in which]
+        self.depths: Sequence[int] = [missing[at].number for at in which]
+
+    def tokens(self, i: int) -> bytes:
+        return self._missing[self._which[i]].tokens.astype("<i4").tobytes()
+
+    def content(self, i: int) -> list[NDArray[np.uint8]]:
+        return self._room.rows(self._which[i])
