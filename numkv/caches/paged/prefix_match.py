@@ -112,7 +112,9 @@ def longest_prefix(
             numbers = np.arange(1, blocks + 1)
             last_hole = np.maximum.accumulate(np.where(there[:blocks], 0, numbers))
             ends = numbers * store.block_size - 1 - group.window
-            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
+            kept = group.kept_blocks(store.block_size)
+            first_hole = int(np.argmin(there[:kept])) if not there[:kept].all() else blocks
+            fits[1:] &= (last_hole <= np.maximum(0, ends) // store.block_size) & (numbers <= first_hole)
     return int(np.flatnonzero(fits)[-1])
 
 
@@ -145,7 +147,8 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     tables = []
     for number, in_group in enumerate(found):
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
-        table[: store.first_needed(number, blocks * store.block_size)] = -1
+        kept = store.groups[number].kept_blocks(store.block_size)
+        table[kept : store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
     return Match(blocks, tables, wanted, reason, found)
 
@@ -271,7 +274,8 @@ def name_blocks(
     for group, names in enumerate(block_names(store, new, state.extra, parent)):
         digests.append(np.concatenate([state.digests[group], names]))
         ids = (tables or state.tables)[group][first:full]
-        stored = ids >= 0  # a window may have moved past some already
+        begin = store.blocks_for(state.starts[group])  # a block that begins without its first rows has no name
+        stored = (ids >= 0) & (first + np.arange(len(ids)) >= begin)  # windows may have moved past some
         if stored.any():
             depths = first + np.flatnonzero(stored)
             before = None
@@ -309,10 +313,11 @@ def split_at_window(
     """Split off what windows have moved past: the tables with -1 there, and the blocks that were there."""
     ahead, released = tables, []
     for group, table in enumerate(tables):
-        behind = table[: store.first_needed(group, length)]
+        kept = store.groups[group].kept_blocks(store.block_size)
+        behind = table[kept : store.first_needed(group, length)]
         if len(behind) and (behind >= 0).any():
             released.append(behind)
             table = table.copy()
-            table[: len(behind)] = -1
+            table[kept : kept + len(behind)] = -1
             ahead = [*ahead[:group], table, *ahead[group + 1 :]]
     return ahead, released
