@@ -66,9 +66,13 @@ def plan_compaction(
     """
     plans = [
         relocate_beside(
-            table, kept, store.first_stored(state, number), group.reach(len(kept)), store.block_size,
+            table,
+            kept,
+            store.first_stored(state, number),
+            group.reach(len(kept)),
+            store.block_size,
             group.keeps,
-        )  # fmt: skip
+        )
         for number, (group, table) in enumerate(zip(store.groups, state.tables, strict=True))
     ]
     source = np.concatenate([plan.source for plan in plans])

@@ -84,7 +84,13 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     for layer in layers.storing:
         rows = layers.rows[layer]
         assert rows is not None
-        shape = (layers.chunks[layer], layers.windows[layer], rows, layers.keeps(layer), layer >= layers.own)
+        shape = (
+            layers.chunks[layer],
+            layers.windows[layer],
+            rows,
+            layers.keeps(layer),
+            layer >= layers.own,
+        )
         by_shape.setdefault(shape, []).append(layer)
     sizes = {shape: shape[2].offsets(block_size)[1] for shape in by_shape}
 

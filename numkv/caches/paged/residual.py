@@ -11,7 +11,6 @@ Sources: see `numkv.caches.full_precision`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from numkv.checks import check_size
 from numkv.compaction.moves import Relocation, relocate, slots_of
-from numkv.errors import NotSupported, NumkvError, UnsupportedDType
+from numkv.errors import NotSupported, UnsupportedDType
 from numkv.kinds import Kind, kind
 
 __all__ = ["Residual", "relocate_beside", "split"]

@@ -1,8 +1,7 @@
 """Attention of a `PagedKVCache` over tokens in full precision and codes: parts that are merged exactly.
 
-Each part is attention over ranges of one block table, and its logarithm of the sum of exponentials; see
-`numkv.merge_states`. Which token a query reads where follows from positions alone (`residual.split`), so that no result
-depends on the batch. A part that no query of a call sees is left out, which changes no bit of what is merged.
+Each part is attention over ranges of one block table; see `numkv.caches.parts`. Which token a query reads where
+follows from positions alone (`residual.split`), so that no result depends on the batch.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numkv.arrays import Array
-from numkv.attention.attend import attend, check_own_memory
-from numkv.attention.cascade import converted
 from numkv.attention.options import AttentionOptions
 from numkv.attention.sight import Sight
 from numkv.caches.paged.residual import split
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
-from numkv.checks import check_array, check_integers, check_writable
+from numkv.caches.parts import Part, attend_to_parts
+from numkv.checks import check_integers
 from numkv.errors import NotSupported
-from numkv.kinds import kind, kind_of_dtype
 from numkv.storage.pool import Pool
 from numkv.writing.fused_write import Projection
 
-__all__ = ["Queries", "StepInFull", "attend_in_full", "attend_to_newest"]
+__all__ = ["Queries", "StepInFull", "attend_to_newest"]
 
 
 class Queries(NamedTuple):
@@ -55,15 +52,7 @@ class Queries(NamedTuple):
         return np.stack([low, high], 1)
 
 
-class _Part(NamedTuple):
-    """What is read of one pool."""
-
-    pool: Pool
-    table: Array
-    ranges: Array
-
-
-def _parts(store: BlockStore, layer: int, tables: Any, queries: Queries, seen: Ints) -> list[_Part]:
+def _parts(store: BlockStore, layer: int, tables: Any, queries: Queries, seen: Ints) -> list[Part]:
     """The parts of a layer's attention that any query sees; `tables` gives the table of a group."""
     twin = store.layers.twin(layer)
     residual = store.layers.residual
@@ -78,43 +67,8 @@ def _parts(store: BlockStore, layer: int, tables: Any, queries: Queries, seen: I
         (floats, of_floats, newest), (floats, of_floats, sinks), (codes, of_codes, older),
     ):  # fmt: skip
         if not found or (ranges[:, 0] < ranges[:, 1]).any():
-            found.append(_Part(pool, tables(group), store.target.index(ranges, np.int64)))
+            found.append(Part(pool, tables(group), store.target.index(ranges, np.int64)))
     return found
-
-
-def attend_in_full(
-    parts: Sequence[_Part], q: Array, lens: Array, starts: Array, options: AttentionOptions
-) -> Any:
-    """Attend over several parts; the first one is there always, and has the sinks of the softmax."""
-    target = parts[0].pool.target
-    shape = int(q.shape[0]), int(q.shape[1]), parts[0].pool.head_dim_v
-    out = options.out
-    if out is not None:
-        out = check_array(target, "out", out, (q.dtype,), shape)
-        check_writable("out", out)
-        for part in parts:
-            of_call = {"seq_lens": lens, "cu_seqlens_q": starts, "block_table": part.table}
-            check_own_memory(target, out, q, part.pool, of_call)
-    own = kind_of_dtype(q.dtype)
-    assert own is not None
-    exact = own if own.dtype.itemsize >= 4 else kind("fp32")
-    wide = q if exact is own else converted(target, q, target.empty(q.shape, exact.dtype))
-    asked = options._replace(return_lse=True, out=None, window_left=-1, sight=None)
-    words, found = target.words, None
-    for part in parts:
-        o, lse = attend(part.pool, part.table, wide, lens, starts, asked, ranges=part.ranges)
-        if found is not None:
-            into = target.empty(shape, exact.dtype), target.empty(shape[:2], np.dtype(np.float32))
-            target.ops.merge_states(
-                words(found[0]), found[1], words(o), lse, exact.name, words(into[0]), into[1]
-            )
-            o, lse = into
-        found, asked = (o, lse), asked._replace(sinks=None)
-    assert found is not None
-    o, lse = found
-    if out is not None or exact is not own:
-        o = converted(target, o, target.empty(shape, q.dtype) if out is None else out)
-    return (o, lse) if options.return_lse else o
 
 
 def attend_to_newest(
@@ -134,7 +88,7 @@ def attend_to_newest(
 
     starts = target.index(np.arange(len(states) + 1), np.int64)
     parts = _parts(store, layer, table, queries, seen)
-    return attend_in_full(parts, q, target.index(lens, np.int64), starts, options)
+    return attend_to_parts(parts, q, target.index(lens, np.int64), starts, options)
 
 
 class StepInFull:
@@ -152,7 +106,7 @@ class StepInFull:
 
     def _begin_in_full(self, states: Sequence[SequenceState]) -> None:
         """Note what sequences have in full, as the step begins."""
-        self._parts_in_full: dict[tuple[int, int, int], list[_Part]] = {}
+        self._parts_in_full: dict[tuple[int, int, int], list[Part]] = {}
         if self._store.layers.residual is None:
             return
         first = [
@@ -201,4 +155,4 @@ class StepInFull:
         # Layers of a group have tables and ranges alike, and rows of their own.
         pools = store.place(twin)[0], store.place(layer)[0]
         own = [part._replace(pool=pools[part.table is self._tables[key[0]]]) for part in parts]
-        return attend_in_full(own, q, self._lens, self._starts, options)
+        return attend_to_parts(own, q, self._lens, self._starts, options)

@@ -96,13 +96,13 @@ class StoredSequences(Drawn):
         size = check_size("block_size", block_size, 1)
         rotated = check_flag("rotate", rotate)
         _check_store(store)
+        if store is not None and layers.residual is not None:
+            layers.residual.refuse("`store`", "share prefixes within the cache")
         if store is not None and not layers.plain:
             raise NotSupported(
                 "`store`: expected None where layers have rows of several shapes, chunks or none of their own, got a "
                 "PrefixStore; share prefixes within the cache"
             )
-        if store is not None and layers.residual is not None:
-            layers.residual.refuse("`store`", "share prefixes within the cache")
         groups = groups_of(layers, size)
         num_states, every = _state_sizes(layers, more, size)
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)

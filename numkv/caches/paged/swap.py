@@ -181,7 +181,9 @@ class Geometry(NamedTuple):
         )
         extras = more[0] if more else None
         _expect(
-            not more or (isinstance(extras, tuple) and len(extras) in (4, 5)), "rows of layers", extras
+            not more or (isinstance(extras, tuple) and len(extras) in (4, 5)),
+            "rows of layers",
+            extras,
         )
         try:
             layers = Layers.read((heads, dim, dim_v, k_kind, v_kind), windows, extras)
