@@ -154,7 +154,7 @@ def test_a_prompt_a_fork_a_second_prompt_and_a_cut(target, to, host, kind, full)
 @pytest.mark.parametrize("windows", [WINDOWS, [-1] * 4])
 def test_any_calls_in_any_order(windows):
     rng = np.random.default_rng(3)
-    cache, plain = make(num_blocks=90, windows=windows), Plain(windows=windows)
+    cache, plain = make(num_blocks=64, windows=windows), Plain(windows=windows)
     full = lost = found = 0
     for turn in range(80):
         seqs = list(cache.sequences)
@@ -200,9 +200,9 @@ def test_any_calls_in_any_order(windows):
         if turn % 5 == 0:
             check(cache, plain)
     check(cache, plain)
-    assert full > 1
-    assert lost > 1 or windows == WINDOWS
-    assert found > 1
+    assert full > 0
+    assert lost > 0 or windows == WINDOWS
+    assert found > 0
 
 
 def test_a_cut_far_back_leaves_codes():

@@ -23,7 +23,7 @@ def make(target="cpu", kind="fp32", *, memory=None, capacity=64, max_sequences=2
 class Plain:
     """Rows by sequence and position, and what is evicted."""
 
-    def __init__(self, memory=WINDOW, kind="fp32"):
+    def __init__(self, memory=WINDOW + 1, kind="fp32"):  # of several sequences one more is kept
         self.memory, self.kind, self.rows, self.rng = memory, kind, {}, np.random.default_rng(1)
 
     def batch(self, positions, sequences):
@@ -83,7 +83,7 @@ def test_a_prompt_and_what_follows(target, to, host, kind):
     step(cache, plain, [7, 8, 1, 2], [0, 0, 1, 1], to, host)
     for p in range(9, 12):
         step(cache, plain, [p], [0], to, host)
-    assert cache.positions(0).tolist() == [0, 1, 2, *range(7, 12)]
+    assert cache.positions(0).tolist() == [0, 1, 2, *range(6, 12)]
 
 
 @pytest.mark.parametrize("memory", [None, 6])
@@ -150,20 +150,20 @@ def test_positions_within_the_cache_by_a_shift():
     cache, plain = make(shift=numkv.rope_shift(cos, sin)), Plain()
     for positions in (range(6), range(6, 12), [12]):
         step(cache, plain, list(positions), [0] * len(positions))
-    assert cache.positions(0).tolist() == [0, 1, 2, *range(8, 13)]
-    cache.remove(0, SINKS, 8)
-    assert cache.positions(0).tolist() == list(range(8))
+    assert cache.positions(0).tolist() == [0, 1, 2, *range(7, 13)]
+    cache.remove(0, SINKS, 7)
+    assert cache.positions(0).tolist() == list(range(9))
     row = np.ones((1, HEADS, DIM), F32)
-    cache.start_forward(numkv.Batch([8], [0]))
+    cache.start_forward(numkv.Batch([9], [0]))
     cache.put(0, row, row)
     k, _, mask = cache.get(0)
     shown = k[mask[0] == 0]
     turned = []
     for p, x in sorted(plain.rows[0].items()):
         a, b = x[0, :, :4].astype(np.float64), x[0, :, 4:].astype(np.float64)
-        c, s = (f(5 * rates * (p >= SINKS)) for f in (np.cos, np.sin))
+        c, s = (f(4 * rates * (p >= SINKS)) for f in (np.cos, np.sin))
         turned.append(np.concatenate([a * c + b * s, b * c - a * s], -1))
-    want = [*turned[:3], *turned[4:], row[0]]  # position 3, which was 8, has left the window
+    want = [*turned[:3], *turned[5:], row[0]]  # positions 3 and 4, which were 7 and 8, are hidden
     found = {tuple(np.round(x.reshape(-1), 4)) for x in shown}
     assert found == {tuple(np.round(np.asarray(x, F32).reshape(-1), 4)) for x in want}
 
@@ -179,7 +179,7 @@ def test_copies_pickles_and_files(tmp_path):
         assert other.num_sink_tokens == SINKS
         own = copy.deepcopy(plain)
         step(other, own, [10, 1], [0, 1])
-        assert other.positions(0).tolist() == [0, 1, 2, *range(6, 11)]
+        assert other.positions(0).tolist() == [0, 1, 2, *range(5, 11)]
         assert other.can_resume(0, 11)
         assert not other.can_resume(0, 8)
 

@@ -62,7 +62,7 @@ def _parts(store: BlockStore, layer: int, tables: Any, queries: Queries, seen: I
     newest, sinks, older = split(
         residual, store.groups[of_floats].keeps, seen, queries.positions, queries.first
     )
-    found = []
+    found: list[Part] = []
     for pool, group, ranges in (
         (floats, of_floats, newest), (floats, of_floats, sinks), (codes, of_codes, older),
     ):  # fmt: skip
