@@ -249,6 +249,7 @@ _PAGED_CACHE = {
 }
 # What a cache with tokens in full precision refuses.
 _NOT_IN_FULL = {
+    "bind": refused(lambda c: c.bind(4)),
     "step_buffers": refused(lambda c: c.step_buffers(2, 4, 8)),
     "attention_weights": refused(lambda c: c.attention_weights(0, 1, queries(2))),
 }

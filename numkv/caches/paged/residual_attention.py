@@ -52,23 +52,29 @@ class Queries(NamedTuple):
         return np.stack([low, high], 1)
 
 
-def _parts(store: BlockStore, layer: int, tables: Any, queries: Queries, seen: Ints) -> list[Part]:
-    """The parts of a layer's attention that any query sees; `tables` gives the table of a group."""
-    twin = store.layers.twin(layer)
+#: What queries see: newest tokens in full, first ones, codes; None for what nobody sees, but for the first.
+_Ranges = tuple[Array | None, Array | None, Array | None]
+
+
+def _ranges(store: BlockStore, twin: int, queries: Queries, seen: Ints) -> _Ranges:
+    """The parts of what queries see in the layer that has this twin, as kernels take them."""
     residual = store.layers.residual
-    assert twin is not None
     assert residual is not None
-    (codes, of_codes), (floats, of_floats) = store.place(layer), store.place(twin)
-    newest, sinks, older = split(
-        residual, store.groups[of_floats].keeps, seen, queries.positions, queries.first
-    )
-    found: list[Part] = []
-    for pool, group, ranges in (
-        (floats, of_floats, newest), (floats, of_floats, sinks), (codes, of_codes, older),
-    ):  # fmt: skip
-        if not found or (ranges[:, 0] < ranges[:, 1]).any():
-            found.append(Part(pool, tables(group), store.target.index(ranges, np.int64)))
-    return found
+    keeps = store.layers.keeps(twin)
+    newest, *others = split(residual, keeps, seen, queries.positions, queries.first)
+    index = store.target.index
+    sinks, codes = (index(x, np.int64) if (x[:, 0] < x[:, 1]).any() else None for x in others)
+    return index(newest, np.int64), sinks, codes
+
+
+def _parts(store: BlockStore, layer: int, twin: int, tables: Any, ranges: _Ranges) -> list[Part]:
+    """The parts of a layer's attention; `tables` gives the table of a group."""
+    codes, floats = store.place(layer), store.place(twin)
+    return [
+        Part(pool, tables(group), of)
+        for (pool, group), of in zip((floats, floats, codes), ranges, strict=True)
+        if of is not None
+    ]
 
 
 def attend_to_newest(
@@ -87,7 +93,7 @@ def attend_to_newest(
         return target.index(store.block_table(states, group), np.int32)
 
     starts = target.index(np.arange(len(states) + 1), np.int64)
-    parts = _parts(store, layer, table, queries, seen)
+    parts = _parts(store, layer, twin, table, _ranges(store, twin, queries, seen))
     return attend_to_parts(parts, q, target.index(lens, np.int64), starts, options)
 
 
@@ -105,15 +111,31 @@ class StepInFull:
     new_lens: Ints
 
     def _begin_in_full(self, states: Sequence[SequenceState]) -> None:
-        """Note what sequences have in full, as the step begins."""
-        self._parts_in_full: dict[tuple[int, int, int], list[Part]] = {}
-        if self._store.layers.residual is None:
+        """Note what sequences have in full as the step begins, and what its queries read where."""
+        self._seen_in_full: dict[tuple[int, int], _Ranges] = {}
+        store = self._store
+        if store.layers.residual is None:
             return
         first = [
-            [self._store.first_stored(state, group) for state in states]
-            for group in range(len(self._store.groups))
+            [store.first_stored(state, group) for state in states]
+            for group in range(len(store.groups))
         ]
         self._first_in_full = np.array(first, np.int64).reshape(-1, len(states))
+        # Now, as the step's tables: calls on any stream come after them.
+        for layer in store.layers.storing:
+            twin = store.layers.twin(layer) if layer < store.num_layers else None
+            key = -1 if twin is None else store.place(twin)[1], store.window_of(layer)
+            if twin is not None and key not in self._seen_in_full:
+                queries = self._queries_in_full(twin)
+                seen = queries.seen(None, key[1], store.target)
+                self._seen_in_full[key] = _ranges(store, twin, queries, seen)
+
+    def _queries_in_full(self, twin: int) -> Queries:
+        """The step's queries, as they see a layer that has this twin."""
+        of_token = np.arange(len(self._ends)).repeat(self.new_lens)
+        lens = np.array(self._ends, np.int64)[of_token]
+        first = self._first_in_full[self._store.place(twin)[1]]
+        return Queries(self._places, lens, first[of_token])
 
     def _twin_of(self, layer: int) -> tuple[Pool, Array] | None:
         """The pool in which a layer's rows are in full, and the slots of the step's tokens there."""
@@ -141,18 +163,11 @@ class StepInFull:
         """Attend in a layer that has a twin."""
         store, twin = self._store, self._store.layers.twin(layer)
         assert twin is not None
-        group = store.place(twin)[1]
-        key = store.place(layer)[1], group, options.window_left
-        parts = self._parts_in_full.get(key) if options.sight is None else None
-        if parts is None:
-            of_token = np.arange(len(self._ends)).repeat(self.new_lens)
-            lens = np.array(self._ends, np.int64)[of_token]
-            queries = Queries(self._places, lens, self._first_in_full[group][of_token])
+        if options.sight is None:
+            ranges = self._seen_in_full[store.place(twin)[1], options.window_left]
+        else:
+            queries = self._queries_in_full(twin)
             seen = queries.seen(options.sight, options.window_left, store.target)
-            parts = _parts(store, layer, self._tables.__getitem__, queries, seen)
-            if options.sight is None:
-                self._parts_in_full[key] = parts
-        # Layers of a group have tables and ranges alike, and rows of their own.
-        pools = store.place(twin)[0], store.place(layer)[0]
-        own = [part._replace(pool=pools[part.table is self._tables[key[0]]]) for part in parts]
-        return attend_to_parts(own, q, self._lens, self._starts, options)
+            ranges = _ranges(store, twin, queries, seen)
+        parts = _parts(store, layer, twin, self._tables.__getitem__, ranges)
+        return attend_to_parts(parts, q, self._lens, self._starts, options)
