@@ -546,9 +546,8 @@ class CellCache(LayeredCache):
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
         columns, sinks = max(counts, default=0), now.sinks_on_target()
-        if (
-            sinks is not None and lse is None
-        ):  # with the lse known, parts are independent of each other
+        if sinks is not None and lse is None:
+            # With the lse known, the mass of each token is independent of the others.
             parts = [Part(pool, table, ranges), Part(pool, table, sinks)]
             asked = options._replace(return_lse=True)
             lse = attend_to_parts(parts, q, lens, starts, asked, by_slot=True)[1]

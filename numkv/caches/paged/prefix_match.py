@@ -114,9 +114,8 @@ def longest_prefix(
             ends = numbers * store.block_size - 1 - group.window
             kept = group.kept_blocks(store.block_size)
             first_hole = int(np.argmin(there[:kept])) if not there[:kept].all() else blocks
-            fits[1:] &= (last_hole <= np.maximum(0, ends) // store.block_size) & (
-                numbers <= first_hole
-            )
+            fits[1:] &= last_hole <= np.maximum(0, ends) // store.block_size
+            fits[1:] &= numbers <= first_hole
     return int(np.flatnonzero(fits)[-1])
 
 
@@ -276,12 +275,9 @@ def name_blocks(
     for group, names in enumerate(block_names(store, new, state.extra, parent)):
         digests.append(np.concatenate([state.digests[group], names]))
         ids = (tables or state.tables)[group][first:full]
-        begin = store.blocks_for(
-            state.starts[group]
-        )  # a block that begins without its first rows has no name
-        stored = (ids >= 0) & (
-            first + np.arange(len(ids)) >= begin
-        )  # windows may have moved past some
+        # A window may have moved past some already; and what begins without its first rows has no name.
+        begin = store.blocks_for(state.starts[group])
+        stored = (ids >= 0) & (first + np.arange(len(ids)) >= begin)
         if stored.any():
             depths = first + np.flatnonzero(stored)
             before = None

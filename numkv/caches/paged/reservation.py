@@ -130,10 +130,8 @@ def _plan_tables(
     if True in copied:
         # Others may use the block, or find it by what it stored before a truncation.
         last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
-        gone, last = (
-            last < 0,
-            np.maximum(last, 0),
-        )  # a truncated sequence may lack rows in full precision
+        # Of what is kept beside codes, a truncated sequence may lack the block.
+        gone, last = last < 0, np.maximum(last, 0)
         busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last) | gone
         copied = (busy & copied).tolist()
     wanted = [
