@@ -122,13 +122,19 @@ class StepInFull:
         ]
         self._first_in_full = np.array(first, np.int64).reshape(-1, len(states))
         # Now, as the step's tables: calls on any stream come after them.
+        made: dict[Any, _Ranges] = {}
         for layer in store.layers.storing:
             twin = store.layers.twin(layer) if layer < store.num_layers else None
-            key = -1 if twin is None else store.place(twin)[1], store.window_of(layer)
-            if twin is not None and key not in self._seen_in_full:
+            if twin is None:
+                continue
+            group, window = store.place(twin)[1], store.window_of(layer)
+            # Most groups differ in their blocks alone.
+            alike = window, store.layers.keeps(twin), self._first_in_full[group].tobytes()
+            if alike not in made:
                 queries = self._queries_in_full(twin)
-                seen = queries.seen(None, key[1], store.target)
-                self._seen_in_full[key] = _ranges(store, twin, queries, seen)
+                seen = queries.seen(None, window, store.target)
+                made[alike] = _ranges(store, twin, queries, seen)
+            self._seen_in_full[group, window] = made[alike]
 
     def _queries_in_full(self, twin: int) -> Queries:
         """The step's queries, as they see a layer that has this twin."""
