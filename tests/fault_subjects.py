@@ -151,10 +151,10 @@ _LONGER = {"seq_len, larger": lambda c: setattr(c, "seq_len", 20)}
 # ---------------------------------------------------------------- many sequences, in blocks
 
 
-def _paged_cache(kind, windows=None):
+def _paged_cache(kind, windows=None, **options):
     def make():
         cache = numkv.PagedKVCache(
-            2, HEADS, DIM, num_blocks=64, block_size=BLOCK, kind=kind, windows=windows
+            2, HEADS, DIM, num_blocks=64, block_size=BLOCK, kind=kind, windows=windows, **options
         )
         for tokens, named in ((7, True), (5, False)):
             ids = np.arange(tokens)
@@ -246,6 +246,16 @@ _PAGED_CACHE = {
     "block_table": lambda c: c.block_table(1, 1),
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
+}
+# What a cache with tokens in full precision refuses.
+_NOT_IN_FULL = {
+    "bind": refused(lambda c: c.bind(4)),
+    "step_buffers": refused(lambda c: c.step_buffers(2, 4, 8)),
+    "attention_weights": refused(lambda c: c.attention_weights(0, 1, queries(2))),
+}
+_NOT_IN_STEPS = {
+    "attention_weights": refused(lambda c: c.step.attention_weights(0, queries(5))),
+    "mark_written": refused(lambda c: c.step.mark_written(1)),
 }
 _STEP = {
     "append": lambda c: c.step.append(1, *rows(5, 9)),
@@ -519,6 +529,10 @@ def _subjects():
         add(name, numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE)
         calls = _STEP | fault_bound.OF_STEP | fault_sparse.OF_STEP
         add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
+    make = _paged_cache("int8", residual_window=2, num_sink_tokens=1)
+    add("int8, residual", numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE | _NOT_IN_FULL)
+    make, calls = functools.partial(_with_step, make), _STEP | _NOT_IN_STEPS
+    add("int8, residual", numkv.Step, make, _see_step, calls)
     add("states", numkv.PagedKVCache, fault_states.cache, fault_states.see, fault_states.CALLS)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
     for name, of, options, kind in (

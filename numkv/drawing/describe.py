@@ -152,6 +152,12 @@ def _paged_cache(cache: Any) -> Picture:
             window = cache.window_of(layer)
             what = "blocks" if window < 0 else f"window {window} blocks"
             said.append(f"{what} {in_short(own.tolist()) or 'none'}")
+        for table in _tables_in_full(cache, seq):
+            own = table[table >= 0]
+            last = table[length // cache.block_size :][:1]
+            if length % cache.block_size and len(last) and last[0] >= 0 and states[last[0]] == 1:
+                states[last[0]] = 3
+            said.append(f"in full {in_short(own.tolist()) or 'none'}")
         cached = cache.cached_len(seq)
         found = f" ({cached:,} found)" if cached else ""
         lines.append((str(seq), f"{plural(length, 'token')}{found}, {', '.join(said)}"))
@@ -161,6 +167,13 @@ def _paged_cache(cache: Any) -> Picture:
         [_block_strip(states, cache.block_size)],
         lines,
     )
+
+
+def _tables_in_full(cache: Any, seq: int) -> list[NDArray[np.int32]]:
+    """Block tables of a sequence's tokens in full precision, beside codes."""
+    groups = cache._store.groups
+    tables = cache._sequence(seq).tables
+    return [table for group, table in zip(groups, tables, strict=True) if group.beside]
 
 
 def _swapped(swapped: Any) -> Picture:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.encoder import EncoderCache
+from numkv.caches.multi.sinks import cells_of
 from numkv.caches.multi.variants import CausalCache, ChunkedCache, SlidingWindowCache
 from numkv.caches.multi.wrapper import WrapperCache
 from numkv.cells import compiled as kernels
@@ -103,6 +104,8 @@ def _describe_cells(cache: Any, prefix: str) -> Saved:
         "rotation": 0 if cache._rotate else None,
         "layers": _layer_fields(cache._layers),
     }
+    if cache._num_sinks:
+        fields["num_sink_tokens"] = cache._num_sinks
     lists = [cells.owned(seq).copy() for seq in cells.sequences]
     tables: dict[str, NDArray[Any]] = {
         "cells": used.astype(np.int32),
@@ -382,6 +385,7 @@ class _Tables:
     def __init__(self, fields: Fields, prefix: str, file: Container) -> None:
         self.num_cells = fields.integer("num_cells")
         self.memory = fields.optional("cells_memory")
+        self.sinks = fields.integer("num_sink_tokens") if fields.has("num_sink_tokens") else 0
         self.used = fields.integer("cells", most=self.num_cells)
         self._prefix = prefix
         sequences, listed = fields.integer("num_sequences"), fields.integer("listed", most=_ANY)
@@ -404,7 +408,7 @@ class _Tables:
         expect(len(np.unique(sequences)) == len(sequences), "a sequence comes twice")
         _expect(lengths, (lengths >= 0).all() and int(lengths.sum()) == len(lists), "wrong lengths")
         expect(bool(((lengths >= 0) & (lengths <= len(lists))).all()), "wrong lengths")
-        books = Cells(self.num_cells, self.memory)
+        books = cells_of(self.num_cells, self.memory, self.sinks)
         books.positions[cells] = positions
         in_use = np.zeros(self.num_cells, np.bool_)
         in_use[cells] = True
@@ -437,6 +441,7 @@ def _plan_cells(name: str, fields: Fields, prefix: str, file: Container, options
     memory, max_batch = fields.optional("memory"), fields.integer("max_batch")
     _check_class(name, window, chunk, memory)
     tables = _Tables(fields, prefix, file)
+    expect(not tables.sinks or name == "SlidingWindowCache", f"sink tokens of {name}")
     layers = _read_layers(fields, tables.used)
     for layer in layers:
         layer.take(file, prefix, kinds)
@@ -448,7 +453,7 @@ def _plan_cells(name: str, fields: Fields, prefix: str, file: Container, options
         books, used = tables.read(file)
         cache: Any
         if name == "SlidingWindowCache":
-            cache = SlidingWindowCache(window, memory, options.shift)
+            cache = SlidingWindowCache(window, memory, options.shift, tables.sinks)
         elif name == "ChunkedCache":
             cache = ChunkedCache(chunk, options.shift)
         else:

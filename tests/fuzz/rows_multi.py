@@ -75,7 +75,7 @@ class Cells(Single):
         if self.cls == "ChunkedCache":
             return numkv.ChunkedCache(1 + n % 4, shift)
         if self.cls == "SlidingWindowCache":
-            return numkv.SlidingWindowCache(n % 4, [None, 3][n // 4 % 2], shift)
+            return numkv.SlidingWindowCache(n % 4, [None, 3][n // 4 % 2], shift, n // 8 % 3)
         if self.cls == "EncoderCache":
             return numkv.EncoderCache()
         children = [numkv.SlidingWindowCache(2, shift=shift), numkv.CausalCache(shift)]
@@ -222,7 +222,12 @@ Cells.rows = [
     ),
     Row(
         "SlidingWindowCache",
-        {"window_left": integer(-1, 4), "memory": integer(0, 4, "size"), "shift": SHIFT_FUNCTION},
+        {
+            "window_left": integer(-1, 4),
+            "memory": integer(0, 4, "size"),
+            "shift": SHIFT_FUNCTION,
+            "num_sink_tokens": integer(0, 4, "size"),
+        },
         call=constructed,
         weight=0.2,
     ),

@@ -54,6 +54,9 @@ class Paged(Single):
             options |= _unlike(d, self.layers, options["block_size"])
         bounded = not self.latent and self.kind in ("fp32", "bf16", "int8", "int4")
         options["key_bounds"] = bounded and d.randrange(3) == 0
+        quantised = not self.latent and self.kind in ("int8", "int4")
+        if quantised and not options["key_bounds"] and "chunks" not in options and d.randrange(2):
+            options |= {"residual_window": d.choice([1, 3]), "num_sink_tokens": d.choice([0, 2])}
         made = [numkv.PagedKVCache(self.layers, self.heads, self.dim, **options) for _ in "ab"]
         self.cache = made[0]
         self.objects["PagedKVCache"] = Pair(*made)
@@ -362,6 +365,9 @@ Paged.rows = [
                     "checkpoint_every",
                     "max_nbytes",
                     "key_bounds",
+                    "residual_window",
+                    "num_sink_tokens",
+                    "residual_kind",
                 )
             },
         },

@@ -34,7 +34,9 @@ from numkv.caches.multi.checks import (
 from numkv.caches.multi.config import CacheConfig, Setup
 from numkv.caches.multi.forward_pass import UNLIMITED, ForwardPass, View, as_table
 from numkv.caches.multi.layered import LayeredCache, check_picklable
+from numkv.caches.multi.sinks import cells_of
 from numkv.caches.multi.told import ToldOfCells
+from numkv.caches.parts import Part, attend_to_parts
 from numkv.cells.cells import Cells, Compaction, Copy, Forward, Removal, Rows
 from numkv.checks import check_array
 from numkv.compaction.key_shift import Shift, plan_shift
@@ -65,6 +67,8 @@ class CellCache(LayeredCache):
     _window = -1
     _chunk = 0
     _memory: int | None = None
+    #: Positions from 0 on that are never evicted nor hidden.
+    _num_sinks = 0
 
     def __init__(self, shift: Shift | None = None) -> None:
         super().__init__()
@@ -221,7 +225,7 @@ class CellCache(LayeredCache):
         if memory == UNLIMITED:
             needed = setup.max_sequences * setup.capacity
         else:
-            needed = setup.max_sequences * memory + setup.max_batch
+            needed = setup.max_sequences * (memory + self._num_sinks) + setup.max_batch
         padding = max(1, config.padding)
         num_cells = -(-needed // padding) * padding
         if num_cells >= MOST_POSITIONS:
@@ -231,7 +235,8 @@ class CellCache(LayeredCache):
                 expected=MOST_POSITIONS - 1,
                 actual=num_cells,
             )
-        return setup, config, Cells(num_cells, None if memory == UNLIMITED else memory)
+        kept = None if memory == UNLIMITED else memory
+        return setup, config, cells_of(num_cells, kept, self._num_sinks)
 
     def _commit_init(self, plan: tuple[Setup, CacheConfig, Cells]) -> None:
         setup, self._config, self._cells = plan
@@ -240,7 +245,7 @@ class CellCache(LayeredCache):
         self._permuted_v = self._config.permuted_v
         self._view = View(
             self._cells, self._target, self._window, self._chunk, max(1, self._config.padding),
-            kind(self._config.mask_dtype),
+            kind(self._config.mask_dtype), self._num_sinks,
         )  # fmt: skip
         self._state = "ready"
         self._again = self._target.repeats()
@@ -493,7 +498,7 @@ class CellCache(LayeredCache):
 
     def _attend(self, layer: int, q: Any, options: AttentionOptions) -> Any:
         now, again = self._current(), self._again
-        if again is None or layer not in self._layers:
+        if again is None or layer not in self._layers or self._num_sinks:
             return self._attend_here(now, layer, q, options)
         arrays, own = (q, options.sinks, options.out), now.on_target()
         shapes = own[0].shape, own[3].shape
@@ -526,7 +531,11 @@ class CellCache(LayeredCache):
         pool, q = self._queries(now, layer, q)
         begun = self._begin_reading(layer)
         table, lens, starts, ranges = now.on_target()
-        found = attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
+        if self._num_sinks:
+            parts = [Part(pool, table, x) for x in (ranges, now.sinks_on_target()) if x is not None]
+            found = attend_to_parts(parts, q, lens, starts, options, by_slot=True)
+        else:
+            found = attend(pool, table, q, lens, starts, options, ranges=ranges, by_slot=True)
         self._end_reading(layer, begun)
         return found
 
@@ -536,10 +545,21 @@ class CellCache(LayeredCache):
         begun = self._begin_reading(layer)
         table, lens, starts, ranges = now.on_target()
         counts, heads = now.counts(), int(pool.k.shape[1])
-        weights = attention_mass(
-            pool, table, q, lens, starts, max(counts, default=0),
-            options, lse=lse, ranges=ranges, by_slot=True,
-        )  # fmt: skip
+        columns, sinks = max(counts, default=0), now.sinks_on_target()
+        if sinks is not None and lse is None:
+            # With the lse known, the mass of each token is independent of the others.
+            parts = [Part(pool, table, ranges), Part(pool, table, sinks)]
+            asked = options._replace(return_lse=True)
+            lse = attend_to_parts(parts, q, lens, starts, asked, by_slot=True)[1]
+        each = [
+            attention_mass(
+                pool, table, q, lens, starts, columns, options, lse=lse, ranges=part, by_slot=True
+            )
+            for part in (ranges, sinks) if part is not None
+        ]  # fmt: skip
+        weights = each[0]
+        if len(each) > 1:
+            weights = self._target.asarray(sum(map(self._target.to_host, each)))
         self._end_reading(layer, begun)
         found: dict[int, Array] = {}
         for run, (seq, n) in enumerate(zip(now.rows.sequences, counts, strict=True)):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.caches.multi.sinks import show_sinks, sinks_and_windows
 from numkv.cells import compiled as kernels
 from numkv.cells.cells import Cells, Rows
 from numkv.kinds import Kind
@@ -38,6 +39,8 @@ class View(NamedTuple):
     """The shown cells begin and end at multiples of this."""
     mask_kind: Kind
     """Float kind of the mask."""
+    num_sinks: int = 0
+    """Positions from 0 on that every later token attends to, whatever its window."""
 
 
 class ForwardPass:
@@ -60,7 +63,7 @@ class ForwardPass:
     """
 
     __slots__ = (
-        "_device", "_found", "_mask", "_shown", "_slots_on_target", "_view", "_visible_ranges", "excepted",
+        "_device", "_found", "_mask", "_shown", "_sight", "_slots_on_target", "_view", "_visible_ranges", "excepted",
         "reserve", "rows", "slots",
     )  # fmt: skip
 
@@ -76,6 +79,8 @@ class ForwardPass:
         self._found: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
         # Of each token, in its run's table row, int64 (num_tokens, 2).
         self._visible_ranges: NDArray[np.int64] | None = None
+        # The same where first positions are seen too: these, and the rest; see `sinks_and_windows`.
+        self._sight: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._device: tuple[Array, Array, Array, Array] | None = None
         self._mask: Array = None
 
@@ -138,6 +143,9 @@ class ForwardPass:
             low, last = kernels.compiled("visible_cells")(
                 cells.positions, table, lens, rows.starts, rows.positions, reach
             )
+            sinks = self._sinks()
+            if len(sinks):
+                low, last = min(low, int(sinks.min())), max(last, int(sinks.max()))
             padding = self._view.padding
             shown = (0, 0)
             if last >= 0:
@@ -152,16 +160,19 @@ class ForwardPass:
             dtype, word = self._view.mask_kind.dtype, self._view.mask_kind.word
             mask = np.empty((self.num_tokens, high - low), dtype)
             hidden = dtype.type(-np.inf).view(word)
+            sinks, windows = self.sight()
             kernels.compiled(f"fill_mask {word.name}")(
-                self._table()[0], self.rows.starts, self._ranges(), low, hidden, mask.view(word)
+                self._table()[0], self.rows.starts, windows, low, hidden, mask.view(word)
             )
+            if sinks is not None:
+                show_sinks(self._table()[0], self.rows.starts, sinks, low, mask)
             self._mask = self._view.target.asarray(mask)
         return self._mask
 
     def on_target(self) -> tuple[Array, Array, Array, Array]:
         """Table, lengths, first token of each run, and visible ranges, as attention kernels take them."""
         if self._device is None:
-            ranges, (table, lens) = self._ranges(), self._table()
+            ranges, (table, lens) = self.sight()[1], self._table()
             target = self._view.target
             if not table.size:
                 table = np.zeros((len(lens), 1), np.int32)
@@ -178,6 +189,37 @@ class ForwardPass:
                 self._slots_on_target = slots
             self._device = (of_table, of_lens, of_starts, of_ranges)
         return self._device
+
+    def sinks_on_target(self) -> Array | None:
+        """Ranges of first tokens that are seen apart from windows, as kernels take them; None if there are none."""
+        sinks = self.sight()[0]
+        return None if sinks is None else self._view.target.index(sinks, np.int64)
+
+    def sight(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64]]:
+        """What each token sees: first tokens apart from its window, if any sees such, and the rest."""
+        view = self._view
+        if not view.num_sinks or view.window < 0:
+            return None, self._ranges()
+        found = self._sight
+        if found is None:
+            table, lens = self._table()
+            counts = [
+                view.cells.before(row[:n], view.num_sinks)
+                for row, n in zip(table, lens, strict=True)
+            ]
+            found = self._sight = sinks_and_windows(counts, self.rows.starts, self._ranges())
+        return (found[0] if found[0].any() else None), found[1]
+
+    def _sinks(self) -> NDArray[np.int32]:
+        """Cells of first positions that stay visible."""
+        view, (table, lens) = self._view, self._table()
+        if not view.num_sinks:
+            return np.empty(0, np.int32)
+        every = [
+            row[: view.cells.before(row[:n], view.num_sinks)]
+            for row, n in zip(table, lens, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.int32), *every])
 
     def _table(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         found = self._found

@@ -55,11 +55,16 @@ class SlidingWindowCache(CellCache):
         Positions that are kept before a sequence's next token, to resume from; `window_left` if None.
     shift : callable, optional
         See `CausalCache`.
+    num_sink_tokens : int
+        Positions from 0 on that are never evicted, and that every later token attends to beside its window: attention
+        sinks (Xiao et al., arXiv:2309.17453). Positions stay those that tokens were given.
 
     Raises
     ------
     ValueError
         If `window_left` is below -1, or `memory` negative. A memory below the window is refused by `init`.
+    DimensionMismatch
+        If `num_sink_tokens` is negative.
     TypeError
         If they are no integers, or `shift` is no function.
 
@@ -69,16 +74,27 @@ class SlidingWindowCache(CellCache):
     """
 
     def __init__(
-        self, window_left: int, memory: int | None = None, shift: Shift | None = None
+        self,
+        window_left: int,
+        memory: int | None = None,
+        shift: Shift | None = None,
+        num_sink_tokens: int = 0,
     ) -> None:
         super().__init__(shift)
         # More positions than there are do no more than all of them, and an int64 may not hold them.
         self._window = min(UNLIMITED, check_size("window_left", window_left, -1))
         self._memory = None if memory is None else min(UNLIMITED, check_size("memory", memory))
+        self._num_sinks = min(UNLIMITED, check_size("num_sink_tokens", num_sink_tokens))
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """Positions from 0 on that are never evicted nor hidden."""
+        return self._num_sinks
 
     def _options(self) -> str:
         memory = "" if self._memory is None else f"memory={self._memory}, "
-        return f"window_left={self._window}, {memory}"
+        sinks = f"num_sink_tokens={self._num_sinks}, " if self._num_sinks else ""
+        return f"window_left={self._window}, {memory}{sinks}"
 
 
 class ChunkedCache(CellCache):

@@ -90,10 +90,12 @@ def _check_sequence(store: BlockStore, state: SequenceState) -> str:
     need = store.blocks_for(length + reserved)
     for number, group in enumerate(store.groups):
         table, first = state.tables[number], store.first_needed(number, length)
-        start = state.starts[number]
-        if not 0 <= start <= group.first_visible(length):
+        start, kept = state.starts[number], group.kept_blocks(store.block_size)
+        if group.beside:
+            first = max(first, store.blocks_for(start))
+        if not 0 <= start <= (length if group.beside else group.first_visible(length)):
             return f"expected rows of all tokens that its newest sees, got rows from {start} on"
-        if len(table) != need or (table[first:] < 0).any():
+        if len(table) != need or (table[first:] < 0).any() or (table[:kept] < 0).any():
             return f"expected {need} blocks, got the table {table}"
     return ""
 

@@ -100,6 +100,11 @@ class PagedKVCache(WholeCache):
         Bytes of all blocks and states, instead of `num_blocks`.
     key_bounds : bool, optional
         Whether bounds of keys are kept beside the blocks, for `Step.sparse_attention`.
+    residual_window, num_sink_tokens : int, optional
+        How many of the newest tokens that a query sees, its own included, and of each sequence's first ones are read in
+        full precision, not as codes: in layers whose kind quantises. Layers with windows keep newest ones alone.
+    residual_kind : str or Kind, optional
+        What these are stored in: ``"fp32"``, which it is if None, ``"bf16"`` or ``"fp16"``. See `docs/accuracy.md`.
 
     Attributes
     ----------
@@ -244,13 +249,16 @@ class PagedKVCache(WholeCache):
         """
         state = self._idle(seq)
         length = check_index("length", length, state.length, inclusive=True)
+        starts = [min(start, length) for start in state.starts]
         for number, group in enumerate(self._groups):
             stored = self._store.first_stored(state, number)
-            if length and group.first_visible(length) < stored:
+            if length and group.first_visible(length) < stored and not group.beside:
                 raise NotSupported(
                     f"`length`: expected one that the sliding window of {group.window} tokens still covers, "
                     f"got {length} of {state.length}; its blocks are gone"
                 )
+            if group.beside:  # what is not there in full is read as codes from now on
+                starts[number] = min(stored, length)
         slots, slot, marks = self._store.states, state.slot, state.marks
         if slots is not None and length < state.length:
             slot = slots.restore(marks, length, state.length) if length else -1
@@ -264,7 +272,7 @@ class PagedKVCache(WholeCache):
             tokens=state.tokens[:length],
             digests=[names[:full] for names in state.digests],
             registered=min(state.registered, full),
-            starts=[min(start, length) for start in state.starts],
+            starts=starts,
             dropped=state.rows_dropped() if length < state.length else state.dropped,
             slot=slot,
             marks=marks,
@@ -582,16 +590,7 @@ class PagedKVCache(WholeCache):
         ids = self.blocks.allocate(sum(len(logical) for logical in swapped.logical))
         try:
             state = register_blocks(self._store, copy_in(self._store, swapped, ids))
-            if self._store.states is not None and swapped.states:
-                taken = self._store.states.books.allocate(1)
-                slot = int(taken[0])
-                try:
-                    self._store.states.put(slot, swapped.states)
-                    seq = self._insert(state._replace(slot=slot), shared=ids[:0])
-                finally:
-                    self._release_slots(taken)  # the sequence has a reference of its own
-            else:
-                seq = self._insert(state, shared=ids[:0])
+            seq = self._insert_with_states(state, swapped.states)
         except BaseException:  # a device without room, say
             self.blocks._undo_allocation(ids, peak)
             raise

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.caches.paged.residual import relocate_beside
 from numkv.caches.paged.store import BlockStore, Ints, SequenceState
 from numkv.compaction.key_shift import RopeShift
-from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, relocate, slots_of
+from numkv.compaction.moves import Relocation, fresh_blocks, plan_moves, slots_of
 from numkv.storage.buffer import Buffer
 from numkv.storage.pool import Pool
 from numkv.targets.base import Array
@@ -64,8 +65,13 @@ def plan_compaction(
         What moves their keys to their new positions.
     """
     plans = [
-        relocate(
-            table, kept, store.first_stored(state, number), group.reach(len(kept)), store.block_size
+        relocate_beside(
+            table,
+            kept,
+            store.first_stored(state, number),
+            group.reach(len(kept)),
+            store.block_size,
+            group.keeps,
         )
         for number, (group, table) in enumerate(zip(store.groups, state.tables, strict=True))
     ]

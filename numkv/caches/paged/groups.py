@@ -14,6 +14,9 @@ from numkv.caches.paged.layers import LayerRows, Layers
 
 __all__ = ["LayerGroup", "group_layers", "groups_of", "page_bytes"]
 
+#: Chunk, window, rows, first tokens that stay, and whether they are beside codes.
+_Shape = tuple[int, int, LayerRows, int, bool]
+
 
 class LayerGroup(NamedTuple):
     """Layers that share a block table."""
@@ -24,6 +27,14 @@ class LayerGroup(NamedTuple):
     """The layers. Where all layers are alike the i-th of each group lies in the i-th pool."""
     chunk: int = 0
     """Tokens of a chunk, within which queries attend; 0 for none."""
+    keeps: int = 0
+    """First tokens whose blocks stay when the window has moved past them."""
+    beside: bool = False
+    """Whether these are rows in full precision, beside codes that are read where such are gone."""
+
+    def kept_blocks(self, block_size: int) -> int:
+        """First blocks that stay."""
+        return -(-self.keeps // block_size)
 
     @property
     def is_full(self) -> bool:
@@ -74,14 +85,21 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
     """
     if layers.alike:
         return _equal_groups(layers, layers.storing)
-    by_shape: dict[tuple[int, int, LayerRows], list[int]] = {}
+    by_shape: dict[_Shape, list[int]] = {}
     for layer in layers.storing:
         rows = layers.rows[layer]
         assert rows is not None
-        by_shape.setdefault((layers.chunks[layer], layers.windows[layer], rows), []).append(layer)
+        shape = (
+            layers.chunks[layer],
+            layers.windows[layer],
+            rows,
+            layers.keeps(layer),
+            layer >= layers.own,
+        )
+        by_shape.setdefault(shape, []).append(layer)
     sizes = {shape: shape[2].offsets(block_size)[1] for shape in by_shape}
 
-    def parts(nbytes: int) -> dict[tuple[int, int, LayerRows], int]:
+    def parts(nbytes: int) -> dict[_Shape, int]:
         """How many groups layers of each shape make."""
         return {x: -(-len(of) // min(len(of), nbytes // sizes[x])) for x, of in by_shape.items()}
 
@@ -93,12 +111,16 @@ def groups_of(layers: Layers, block_size: int) -> list[LayerGroup]:
         if count * sizes[x] >= largest
     }
     # What a token costs in full layers and in those with windows alike; of equals the fewest groups.
-    best = min(choices, key=lambda n: (n * sum(parts(n).values()), -n))
+    # Rows beside codes count less: of these there are the newest tokens alone.
+    best = min(
+        choices, key=lambda n: (n * sum(m / 8 if x[4] else m for x, m in parts(n).items()), -n)
+    )
     found = []
-    for shape in sorted(by_shape, key=lambda x: (x[0], x[1], by_shape[x][0])):
+    for shape in sorted(by_shape, key=lambda x: (x[4], x[0], x[1], by_shape[x][0])):
         of, count = by_shape[shape], parts(best)[shape]
         ends = [len(of) * i // count for i in range(count + 1)]
-        found += [LayerGroup(shape[1], of[a:b], shape[0]) for a, b in itertools.pairwise(ends)]
+        rest = shape[0], *shape[3:]
+        found += [LayerGroup(shape[1], of[a:b], *rest) for a, b in itertools.pairwise(ends)]
     return found
 
 

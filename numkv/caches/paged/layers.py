@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from numkv.caches.paged.residual import Residual
 from numkv.caches.paged.states import StateShape, check_states
 from numkv.checks import check_size
 from numkv.errors import DimensionMismatch, NotSupported
@@ -39,6 +40,9 @@ class LayerOptions(TypedDict, total=False):
     checkpoint_every: int | None
     max_nbytes: int | None
     key_bounds: bool | None
+    residual_window: int | None
+    num_sink_tokens: int | None
+    residual_kind: str | Kind | None
 
 
 def shows_options(function: _F) -> _F:
@@ -133,6 +137,8 @@ class Layers(NamedTuple):
         The layer whose rows each one reads: itself, or another.
     states : tuple of tuple of StateShape
         The states that each keeps.
+    residual : Residual or None
+        Which tokens are there in full precision too: in twins of layers, which come after the model's.
     """
 
     rows: tuple[LayerRows | None, ...]
@@ -140,6 +146,54 @@ class Layers(NamedTuple):
     chunks: tuple[int, ...]
     sources: tuple[int, ...]
     states: tuple[tuple[StateShape, ...], ...] = ()
+    residual: Residual | None = None
+
+    @property
+    def own(self) -> int:
+        """Layers of the model: others are twins."""
+        return len(self.rows) if self.residual is None else self.residual.layers
+
+    def twin(self, layer: int) -> int | None:
+        """The layer that has the full-precision tokens of a layer, or of the one whose rows it reads."""
+        if self.residual is None:
+            return None
+        found = self.residual.layers + self.sources[layer]
+        return None if self.rows[found] is None else found
+
+    def keeps(self, layer: int) -> int:
+        """First tokens whose rows stay in a layer, whatever its window: in twins of layers that have none."""
+        of = self.residual
+        twin = of is not None and layer >= of.layers
+        return of.sinks if of is not None and twin and self.windows[layer - of.layers] < 0 else 0
+
+    def _with_twins(self, residual: Residual | None) -> Layers:
+        """These layers and those that have their tokens in full precision."""
+        if residual is None:
+            return self
+        name = "residual_window" if residual.window else "num_sink_tokens"
+        if any(self.chunks):
+            raise NotSupported(
+                f"`{name}`: expected no layers whose queries attend within chunks, got some; leave it out"
+            )
+        twins: list[LayerRows | None] = []
+        for rows, window in zip(self.rows, self.windows, strict=True):
+            quantised = rows is not None and (rows.k_kind.has_scales or rows.v_kind.has_scales)
+            if rows is not None and quantised and rows.is_latent:
+                raise NotSupported(f"`{name}`: expected 0 for latents, got some; leave it out")
+            if rows is None or not quantised or (window >= 0 and not residual.window):
+                twins.append(None)
+            else:
+                twins.append(rows._replace(k_kind=residual.kind, v_kind=residual.kind))
+        if not any(twins):
+            raise NotSupported(
+                f"`{name}`: expected 0 for storage in {self.first.k_kind}, which quantises nothing, or for layers with "
+                f"windows alone, which keep newest tokens only, got {residual}; leave it out, or choose int8 or int4"
+            )
+        n = len(self.rows)
+        return Layers(
+            (*self.rows, *twins), (*self.windows, *map(residual.twin_window, self.windows)),
+            self.chunks * 2, (*self.sources, *range(n, 2 * n)), (*self.states, *((),) * n), residual,
+        )  # fmt: skip
 
     @property
     def with_states(self) -> dict[int, tuple[StateShape, ...]]:
@@ -169,7 +223,7 @@ class Layers(NamedTuple):
 
     def arguments(self) -> dict[str, Any]:
         """What a `PagedKVCache` is given for such layers, by name."""
-        rows = [self.rows[source] for source in self.sources]
+        rows = [self.rows[source] for source in self.sources[: self.own]]
         names = ("head_dim", "head_dim_v", "k_kind", "v_kind")
         found: dict[str, Any] = {
             name: [getattr(self.first if x is None else x, name) for x in rows] for name in names
@@ -179,16 +233,19 @@ class Layers(NamedTuple):
         shares = {layer: source for layer, source in enumerate(self.sources) if layer != source}
         own = {
             "num_kv_heads": [None if x is None else x.num_kv_heads for x in rows],
-            "chunks": list(self.chunks), "shares": shares, "windows": list(self.windows),
+            "chunks": list(self.chunks[: self.own]), "shares": shares, "windows": list(self.windows[: self.own]),
             "states": self.with_states or None,
         }  # fmt: skip
-        return {"num_layers": len(rows), **found, **own}
+        in_full = {} if self.residual is None else self.residual.arguments()
+        return {"num_layers": len(rows), **found, **own, **in_full}
 
     def more(self) -> tuple[Any, ...]:
         """What a geometry has of layers that are not plain, in numbers and names."""
-        rows = tuple(None if x is None else x.plain() for x in self.rows)
-        states = tuple(tuple(map(tuple, of_layer)) for of_layer in self.states)
-        return (rows, self.chunks, self.sources, states)
+        own = self.own
+        rows = tuple(None if x is None else x.plain() for x in self.rows[:own])
+        states = tuple(tuple(map(tuple, of_layer)) for of_layer in self.states[:own])
+        found = (rows, self.chunks[:own], self.sources[:own], states)
+        return found if self.residual is None else (*found, self.residual.plain())
 
     @classmethod
     def check(
@@ -268,7 +325,8 @@ class Layers(NamedTuple):
         of_each = tuple(states.get(layer, ()) for layer in range(layers))
         found = cls(tuple(rows), tuple(windows_of), tuple(chunks), tuple(sources), of_each)
         found._refuse_mixed_latents()
-        return found
+        asked = (more.get(x) for x in ("residual_window", "num_sink_tokens", "residual_kind"))
+        return found._with_twins(Residual.check(layers, *asked))
 
     def _refuse_mixed_latents(self) -> None:
         """Refuse latents beside other rows: pages have room for a V of its own."""
@@ -285,7 +343,7 @@ class Layers(NamedTuple):
         if more is None:
             of_all = LayerRows.read(first)
             return cls((of_all,) * n, windows, (0,) * n, tuple(range(n)), ((),) * n)
-        rows, chunks, sources, states = more
+        rows, chunks, sources, states, *in_full = more
         named = (("rows", rows), ("chunks", chunks), ("sources", sources), ("states", states))
         for name, x in named:
             if not isinstance(x, tuple) or len(x) != n:
@@ -302,7 +360,7 @@ class Layers(NamedTuple):
             if source != layer and (found.rows[layer] is not None or found.rows[source] is None):
                 raise ValueError(f"`geometry`: expected rows to read for layer {layer}, got none")
         found._refuse_mixed_latents()
-        return found
+        return found._with_twins(Residual.read(in_full[0], n) if in_full else None)
 
 
 def _key(x: Any) -> Any:

@@ -118,7 +118,10 @@ def longest_prefix(
             last_hole = np.maximum.accumulate(np.where(there[:blocks], 0, numbers))
             newest = numbers * store.block_size - 1
             first = newest // group.chunk * group.chunk if group.chunk else newest - group.window
+            kept = group.kept_blocks(store.block_size)
+            first_hole = int(np.argmin(there[:kept])) if not there[:kept].all() else blocks
             fits[1:] &= last_hole <= np.maximum(0, first) // store.block_size
+            fits[1:] &= numbers <= first_hole
     return int(np.flatnonzero(fits)[-1])
 
 
@@ -151,7 +154,8 @@ def find_prefix(store: BlockStore, ids: NDArray[np.int32], names: list[NDArray[n
     tables = []
     for number, in_group in enumerate(found):
         table = np.maximum(in_group[:blocks], -1).astype(np.int32)
-        table[: store.first_needed(number, blocks * store.block_size)] = -1
+        kept = store.groups[number].kept_blocks(store.block_size)
+        table[kept : store.first_needed(number, blocks * store.block_size)] = -1
         tables.append(table)
     return Match(blocks, tables, wanted, reason, found)
 
@@ -278,7 +282,9 @@ def name_blocks(
     for group, names in enumerate(block_names(store, new, state.extra, parent)):
         digests.append(np.concatenate([state.digests[group], names]))
         ids = (tables or state.tables)[group][first:full]
-        stored = ids >= 0  # a window may have moved past some already
+        # A window may have moved past some already; and what begins without its first rows has no name.
+        begin = store.blocks_for(state.starts[group])
+        stored = (ids >= 0) & (first + np.arange(len(ids)) >= begin)
         if stored.any():
             depths = first + np.flatnonzero(stored)
             before = None
@@ -324,10 +330,11 @@ def split_at_window(
     """Split off what windows have moved past: the tables with -1 there, and the blocks that were there."""
     ahead, released = tables, []
     for group, table in enumerate(tables):
-        behind = table[: store.first_needed(group, length)]
+        kept = store.groups[group].kept_blocks(store.block_size)
+        behind = table[kept : store.first_needed(group, length)]
         if len(behind) and (behind >= 0).any():
             released.append(behind)
             table = table.copy()
-            table[: len(behind)] = -1
+            table[kept : kept + len(behind)] = -1
             ahead = [*ahead[:group], table, *ahead[group + 1 :]]
     return ahead, released

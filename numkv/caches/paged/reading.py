@@ -16,6 +16,7 @@ from numkv.attention.attend import attend, check_queries, too_many_queries
 from numkv.attention.mass import attention_mass
 from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
+from numkv.caches.paged.residual_attention import attend_to_newest
 from numkv.caches.paged.store import SequenceState
 from numkv.caches.paged.stored import StoredSequences
 from numkv.caches.paged.swap import SwappedSequence, copy_out
@@ -115,6 +116,10 @@ class ReadableSequences(StoredSequences):
         lens = np.array([state.length for state in states], np.int64)
         window = self._groups[group].window
         options = check_options(sm_scale, logits_soft_cap, window, sinks, return_lse, out, visible)
+        if self._store.layers.twin(int(layer)) is not None:
+            result = attend_to_newest(self._store, int(layer), states, q, lens, options)
+            self._refuse_overtaken("decode_attention", generation, seqs, states)
+            return result
         ranges = None
         if self._groups[group].chunk:
             if options.sight is not None:

@@ -65,6 +65,8 @@ def reserve_room(
     tree : Tree, optional
         What the new tokens are drafts of, if they are trees.
     """
+    if tree is not None:
+        store.refuse_residual("parents", "draft in a line, or use one without")
     lens = new_lens.tolist()
     wanted, copied = _plan_tables(store, states, lens)
     peak = store.blocks._peak()
@@ -93,9 +95,10 @@ def reserve_room(
             for group, table in enumerate(state.tables):
                 begin, end = end, end + wanted[part]
                 if copied[part]:
-                    copy_from.append(int(table[-1]))
-                    copy_to.append(int(taken[begin]))
-                    copy_group.append(group)
+                    if table[-1] >= 0:
+                        copy_from.append(int(table[-1]))
+                        copy_to.append(int(taken[begin]))
+                        copy_group.append(group)
                     table, dropped = table[:-1], state.rows_dropped()
                 tables.append(np.concatenate([table, taken[begin:end]]) if end > begin else table)
                 part += 1
@@ -127,7 +130,9 @@ def _plan_tables(
     if True in copied:
         # Others may use the block, or find it by what it stored before a truncation.
         last = np.array([t[-1] if c else 0 for t, c in zip(tables, copied, strict=True)], np.int32)
-        busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last)
+        # Of what is kept beside codes, a truncated sequence may lack the block.
+        gone, last = last < 0, np.maximum(last, 0)
+        busy = (store.blocks.ref_count(last) > 1) | store.blocks.is_cached(last) | gone
         copied = (busy & copied).tolist()
     wanted = [
         max(0, need - len(table)) + copy

@@ -16,6 +16,7 @@ from numkv.attention.options import check_options
 from numkv.attention.sight import Visible
 from numkv.caches.paged.buffers import Filled, StepBuffers
 from numkv.caches.paged.latents import StepOfLatents
+from numkv.caches.paged.residual_attention import StepInFull
 from numkv.caches.paged.shared import attend_shared
 from numkv.caches.paged.sparse_step import SparseStep
 from numkv.caches.paged.step_reports import ToldStep
@@ -35,7 +36,7 @@ from numkv.writing.fused_write import Projection, QKMode
 __all__ = ["Step"]
 
 
-class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
+class Step(StateStep, StepOfLatents, SparseStep, StepInFull, ToldStep):
     """New tokens of some sequences, with blocks for them in every layer; made by `PagedKVCache.reserve`.
 
     Parameters
@@ -100,6 +101,7 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
         slots = [table[of_token, block].astype(np.int64) * store.block_size + offset for table in tables]  # fmt: skip
         self._places = places
         self._begin_bounds(tables, lens)
+        self._begin_in_full(list(sequences.values()))
         if tree is not None:
             tree.put(store.target, slots)
         if into is None:
@@ -188,28 +190,6 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
         return cache_arrays(pool, *copies)
 
     @writes
-    def mark_written(self, layer: int | None = None) -> None:
-        """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
-
-        Parameters
-        ----------
-        layer : int, optional
-            In which layer; in all of them if None.
-
-        Raises
-        ------
-        NumkvError
-            If the step has ended.
-        IndexError
-            If there is no such layer.
-        """
-        every = slice(None)
-        number = every if layer is None else check_index("layer", layer, self._store.num_layers)
-        if not self.open:
-            raise NumkvError("expected an open step, got one that was committed or rolled back")
-        self._written[number] = self._slots_written[number] = True
-
-    @writes
     def _alone(self, action: Callable[[], None]) -> None:
         """Do something with a step that nobody else uses."""
         action()
@@ -294,6 +274,7 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
         self._check_tokens("k", int(k.shape[0]))
         self._watch_nothing()
         look = pool.watch(k, v, self._marker(captured)) if check_finite and not first else 0
+        self._append_in_full(layer, k, v)
         pool.scatter(k, v, slots, look)
         self._written[layer] |= not captured
 
@@ -341,7 +322,8 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
         if self._store.layers.rows[layer] is None:
             self._store.refuse_sharing("write", int(layer))
         slots = self._slots[group]
-        if stream is None and self._buffers is None:
+        in_full = self._store.layers.residual is not None
+        if stream is None and self._buffers is None and not in_full:
             tokens, q = fast_path.pool_write(
                 pool, qkv, num_q_heads, cos, sin, qk_mode, q_norm_weight, k_norm_weight, eps, q_out,
                 self._positions, 0, slots, 0, 0, check_finite,
@@ -408,6 +390,7 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
         self._watch_nothing()
         look = p.watch(pool, self._marker(captured)) if check_finite and not first else 0
         p.scatter(pool, slots, self._positions, look)
+        self._write_in_full(layer, p)
         self._written[layer] |= not captured
         return p
 
@@ -496,7 +479,12 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
             )
         visible = dict(visible or {}) if self._tree is None else self._tree.seen(visible)
         shared = visible.pop("shared_len", None)
+        in_full = self._store.layers.twin(layer) is not None
+        if shared and in_full:
+            self._store.refuse_residual("`shared_len`", "pass 0, or use one without")
         options = check_options(sm_scale, cap, of.window, sinks, return_lse, out, visible)
+        if in_full:
+            return self._attend_in_full(layer, q, options)
         args = pool, self._tables[group], q, self._lens, self._starts, options
         if shared:
             return attend_shared(self, group, shared, *args)
@@ -555,7 +543,8 @@ class Step(StateStep, StepOfLatents, SparseStep, ToldStep):
     @property
     def _again(self) -> Any:
         """What makes calls that repeat the short way; None for steps in buffers, whose calls are for graphs."""
-        return self._store.again if self._buffers is None else None
+        alone = self._buffers is None and self._store.layers.residual is None
+        return self._store.again if alone else None
 
     def _on(self, stream: Any, *arrays: Any) -> Any:
         """A context for what runs on a stream, after the step's tables have arrived there."""

@@ -43,6 +43,7 @@ class StateStep:
     _access: Access
     open: bool
     sequences: tuple[int, ...]
+    _written: NDArray[np.bool_]
 
     def _begin_states(self, read: list[int], write: NDArray[np.int32] | None) -> None:
         self._slots_written = self._store.without_states.copy()
@@ -146,3 +147,28 @@ class StateStep:
         ]
         slots.scatter(checked, slots.arrays[number], self._state_slots[1])
         self._slots_written[number] = True
+
+    @writes
+    def mark_written(self, layer: int | None = None) -> None:
+        """Say that all rows and states of new tokens have been written: by a kernel of your own, or by a CUDA graph.
+
+        Parameters
+        ----------
+        layer : int, optional
+            In which layer; in all of them if None.
+
+        Raises
+        ------
+        NumkvError
+            If the step has ended.
+        IndexError
+            If there is no such layer.
+        NotSupported
+            If the cache keeps tokens in full precision, whose rows are written beside others.
+        """
+        self._store.refuse_residual("mark_written", "write by `append` or `write`")
+        every = slice(None)
+        number = every if layer is None else check_index("layer", layer, self._store.num_layers)
+        if not self.open:
+            raise NumkvError("expected an open step, got one that was committed or rolled back")
+        self._written[number] = self._slots_written[number] = True

@@ -210,8 +210,8 @@ class BlockStore:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
-        return len(self.layers.rows)
+        """Layers of the model."""
+        return self.layers.own
 
     @property
     def block_size(self) -> int:
@@ -240,7 +240,8 @@ class BlockStore:
         heads, dim, dim_v, k_kind, v_kind = self.layers.first.plain()
         rotation = self.parts[0].pool.k_rotation
         seed = None if rotation is None else rotation.seed
-        found = ((heads, self.block_size, dim, dim_v), k_kind, v_kind, self.layers.windows, seed)
+        windows = self.layers.windows[: self.num_layers]
+        found = ((heads, self.block_size, dim, dim_v), k_kind, v_kind, windows, seed)
         return found if self.layers.plain else (*found, self.layers.more())
 
     def place(self, layer: int) -> tuple[Pool, int]:
@@ -258,8 +259,10 @@ class BlockStore:
 
     @functools.cached_property
     def reading_only(self) -> NDArray[np.bool_]:
-        """Which layers have no rows of their own."""
-        return np.array([rows is None for rows in self.layers.rows])
+        """Which layers have no rows of their own, or have them from the layer whose twin they are."""
+        return np.array(
+            [rows is None or i >= self.num_layers for i, rows in enumerate(self.layers.rows)]
+        )
 
     @functools.cached_property
     def without_states(self) -> NDArray[np.bool_]:
@@ -276,12 +279,18 @@ class BlockStore:
             )
 
     def refuse_chunks(self, name: str, layer: int) -> None:
-        """Refuse what goes by windows only."""
+        """Refuse what goes by windows only, and by one kind of rows in a layer."""
+        self.refuse_residual(name, "use one without")
         if self.layers.chunks[layer]:
             raise NotSupported(
                 f"{name}: expected a layer with a window or without, got layer {layer}, whose queries attend within "
                 f"chunks of {self.layers.chunks[layer]} tokens"
             )
+
+    def refuse_residual(self, name: str, remedy: str) -> None:
+        """Refuse what knows nothing of tokens in full precision."""
+        if self.layers.residual is not None:
+            self.layers.residual.refuse(name, remedy)
 
     def blocks_for(self, length: int) -> int:
         """Blocks that `length` tokens take in one group."""
@@ -292,9 +301,12 @@ class BlockStore:
         return self.groups[group].first_visible(length) // self.block_size
 
     def first_stored(self, state: SequenceState, group: int) -> int:
-        """First token of a sequence that a group has the rows of."""
-        table = state.tables[group]
-        released = int(np.argmax(table >= 0)) if len(table) else 0
+        """First token of a sequence that a group has the rows of, and of all after it; what it keeps aside."""
+        kept = self.groups[group].kept_blocks(self.block_size)
+        there = state.tables[group][kept:] >= 0
+        if not len(there) or there[0]:
+            return state.starts[group]
+        released = kept + (int(np.argmax(there)) if there.any() else len(there))
         return max(state.starts[group], released * self.block_size)
 
     def block_table(self, states: Iterable[SequenceState], group: int) -> NDArray[np.int32]:

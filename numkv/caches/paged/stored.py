@@ -96,6 +96,8 @@ class StoredSequences(Drawn):
         size = check_size("block_size", block_size, 1)
         rotated = check_flag("rotate", rotate)
         _check_store(store)
+        if store is not None and layers.residual is not None:
+            layers.residual.refuse("`store`", "share prefixes within the cache")
         groups = groups_of(layers, size)
         num_states, every = _state_sizes(layers, more, size)
         of_states = num_states * StateSlots.slot_nbytes(layers.with_states)
@@ -209,6 +211,18 @@ class StoredSequences(Drawn):
         return self._store.bounds is not None
 
     @property
+    def residual_window(self) -> int:
+        """Newest tokens of each sequence that are kept in full precision beside codes."""
+        residual = self._store.layers.residual
+        return 0 if residual is None else residual.window
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens of each sequence that are kept in full precision beside codes."""
+        residual = self._store.layers.residual
+        return 0 if residual is None else residual.sinks
+
+    @property
     def generation(self) -> int:
         """Another number whenever the tables that `arrays` gave before are out of date."""
         return self._generation
@@ -290,6 +304,8 @@ class StoredSequences(Drawn):
         kinds = str(rows.k_kind)
         kinds += "" if rows.v_storage == rows.k_kind.name else f"/{rows.v_storage}"
         kinds += ", rotate=True" if self.rotate else ""
+        residual = self._store.layers.residual
+        kinds += "" if residual is None else f", {residual}"
         return (
             f"PagedKVCache(sequences={len(self)}, num_layers={self.num_layers}, "
             f"blocks={self.num_blocks - self.num_free}/{self.num_blocks}, block_size={self.block_size}, "

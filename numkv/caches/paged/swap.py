@@ -105,7 +105,7 @@ def _by_head(side: Buffer) -> bool:
 
 def head_scales_of(store: BlockStore) -> tuple[tuple[NDArray[Any], NDArray[Any]], ...]:
     """Scales of heads of K and of V, by layer; empty if neither kind has any."""
-    pools = [store.layer_pools.get(layer) for layer in range(store.num_layers)]
+    pools = [store.layer_pools.get(layer) for layer in range(len(store.layers.rows))]
     if not any(_by_head(s) for x in pools if x is not None for s in (x.k_buffer, x.v_buffer)):
         return ()
 
@@ -181,7 +181,9 @@ class Geometry(NamedTuple):
         )
         extras = more[0] if more else None
         _expect(
-            not more or (isinstance(extras, tuple) and len(extras) == 4), "rows of layers", extras
+            not more or (isinstance(extras, tuple) and len(extras) in (4, 5)),
+            "rows of layers",
+            extras,
         )
         try:
             layers = Layers.read((heads, dim, dim_v, k_kind, v_kind), windows, extras)
@@ -364,13 +366,17 @@ def check_table(
     plain = entries.ndim == 1 and (entries.dtype.kind in "iu" or not entries.size)
     _expect(plain, "numbers of blocks", entries)
     entries = entries.astype(np.int64)
-    last_start = group.first_visible(length)
-    blocks, first = -(-length // geometry.block_size), last_start // geometry.block_size
+    size, last_start = geometry.block_size, group.first_visible(length)
+    blocks, first, kept = -(-length // size), last_start // size, group.kept_blocks(size)
+    if group.beside and _are_integers((start,), 0):
+        first, last_start = max(first, -(-int(start) // size)), length
     needed = entries[entries >= first]
+    first_ones = np.arange(min(kept, blocks))
     _expect(
         bool((np.diff(entries) > 0).all()) and len(needed) == blocks - first
-        and (not len(entries) or bool(entries[0] >= 0 and entries[-1] < blocks)),
-        f"rising numbers below {blocks}, all from {first} on among them", entries,
+        and (not len(entries) or bool(entries[0] >= 0 and entries[-1] < blocks))
+        and np.array_equal(entries[: len(first_ones)], first_ones),
+        f"rising numbers below {blocks}, all below {kept} and from {first} on among them", entries,
     )  # fmt: skip
     _expect(
         _are_integers((start,), 0) and bool(start <= last_start),

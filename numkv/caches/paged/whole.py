@@ -70,6 +70,19 @@ class WholeCache(ReadableSequences):
         self._next = seq + 1
         return seq
 
+    def _insert_with_states(self, state: SequenceState, states: Any) -> int:
+        """Give a sequence that owns its blocks its number, and a slot for states that it has."""
+        none, slots = np.empty(0, np.int32), self._store.states
+        if slots is None or not states:
+            return self._insert(state, shared=none)
+        taken = slots.books.allocate(1)
+        slot = int(taken[0])
+        try:
+            slots.put(slot, states)
+            return self._insert(state._replace(slot=slot), shared=none)
+        finally:
+            self._release_slots(taken)  # the sequence has a reference of its own
+
     # -- scales
 
     @on_stream
@@ -201,6 +214,7 @@ class WholeCache(ReadableSequences):
         DimensionMismatch, UnsupportedDType, NotSupported, ValueError, TypeError
             If an argument does not fit the cache.
         """
+        self._store.refuse_residual("bind", "call `append` and `attention` of the step")
         return bind_paged(
             self._store, num_q_heads, kind, sm_scale, logits_soft_cap, sinks, check_finite
         )

@@ -1,0 +1,172 @@
+"""Full-precision tokens beside the codes of a `PagedKVCache`: the newest ones of each sequence, and the first ones.
+
+Every layer that quantises has a *twin*: a layer behind the model's own, in floats, whose group has a window. So blocks
+of full-precision rows come from the same pool, and all that is done with sequences (forks, prefixes, rollback, host
+memory, files) is done with them too. All tokens are stored as codes at once. A query at position p reads in full the
+tokens that are newer than ``p - residual_window`` and the first ``num_sink_tokens``, and the others as codes, so that a
+result depends neither on the steps in which a prompt came, nor on whether it was found.
+
+Sources: see `numkv.caches.full_precision`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numkv.checks import check_size
+from numkv.compaction.moves import Relocation, relocate, slots_of
+from numkv.errors import NotSupported, UnsupportedDType
+from numkv.kinds import Kind, kind
+
+__all__ = ["Residual", "relocate_beside", "split"]
+
+Ints = NDArray[np.int64]
+
+#: Kinds that full-precision rows may have: those of models.
+_KINDS = ("fp32", "bf16", "fp16")
+
+
+class Residual(NamedTuple):
+    """Which tokens of a `PagedKVCache` are kept in full precision.
+
+    Attributes
+    ----------
+    window, sinks : int
+        Newest tokens, a query's own included, and first tokens.
+    kind : Kind
+        What they are stored in.
+    layers : int
+        Layers of the model; the twin of layer i is layer ``layers + i``.
+    """
+
+    window: int
+    sinks: int
+    kind: Kind
+    layers: int
+
+    def __str__(self) -> str:
+        return f"residual_window={self.window}, num_sink_tokens={self.sinks}, residual_kind={self.kind}"
+
+    def plain(self) -> tuple[int, int, str]:
+        """The same in numbers and names, for geometries and headers of files."""
+        return self.window, self.sinks, self.kind.name
+
+    def arguments(self) -> dict[str, Any]:
+        """What a `PagedKVCache` is given for it, by name."""
+        names = ("residual_window", "num_sink_tokens", "residual_kind")
+        return dict(zip(names, self.plain(), strict=True))
+
+    def twin_window(self, window: int) -> int:
+        """Earlier tokens that the twin of a layer with this window keeps for a query; it keeps its own always."""
+        own = max(0, self.window - 1)
+        return own if window < 0 else min(own, window)
+
+    @classmethod
+    def check(cls, layers: int, window: Any, sinks: Any, of: Any) -> Residual | None:
+        """Check the arguments of a `PagedKVCache`; None if they ask for no tokens in full precision."""
+        window = 0 if window is None else check_size("residual_window", window)
+        sinks = 0 if sinks is None else check_size("num_sink_tokens", sinks)
+        if not window and not sinks:
+            if of is not None:
+                raise TypeError(
+                    "`residual_kind`: expected it with `residual_window` or `num_sink_tokens` only, got it without"
+                )
+            return None
+        found = kind("fp32" if of is None else of)
+        if found.name not in _KINDS:
+            raise UnsupportedDType(
+                f"`residual_kind`: expected the model's own, one of {', '.join(_KINDS)}, got {found}"
+            )
+        return cls(window, sinks, found, layers)
+
+    @classmethod
+    def read(cls, given: Any, layers: int) -> Residual:
+        """What `plain` gave, checked."""
+        window, sinks, name = given
+        found = cls.check(layers, window, sinks, name)
+        if found is None:
+            raise ValueError("`geometry`: expected tokens in full precision, got none")
+        return found
+
+    def refuse(self, name: str, remedy: str) -> None:
+        """Refuse what knows one kind of rows in a layer."""
+        raise NotSupported(
+            f"{name}: expected a cache without tokens in full precision, got one with {self}; {remedy}"
+        )
+
+
+def split(
+    residual: Residual, keeps: int, seen: Ints, positions: Ints, first: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The parts of what queries see: newest tokens in full, first tokens in full, and codes between.
+
+    Parameters
+    ----------
+    residual : Residual
+        What is kept.
+    keeps : int
+        First tokens that the layer has in full.
+    seen : int64 array (n, 2)
+        Tokens that each query sees.
+    positions : int64 array (n,)
+        Of the queries.
+    first : int64 array (n,)
+        First token that each query's sequence still has in full, the first ones aside.
+
+    Returns
+    -------
+    newest, sinks, codes : int64 array (n, 2)
+        Ranges; ``[0, 0)`` for nothing.
+    """
+    low, high = seen[:, 0], seen[:, 1]
+    begin = np.maximum(np.maximum(positions + 1 - residual.window, first), keeps)
+    parts = (
+        (np.maximum(low, begin), high),
+        (low, np.minimum(high, keeps)),
+        (np.maximum(low, keeps), np.minimum(high, begin)),
+    )
+    newest, sinks, codes = (
+        np.where((a < b)[:, None], np.stack([a, b], 1), 0).astype(np.int64) for a, b in parts
+    )
+    return newest, sinks, codes
+
+
+def relocate_beside(
+    table: NDArray[np.int32], kept: Ints, start: int, window: int, block_size: int, keeps: int
+) -> Relocation:
+    """Plan the table of a compacted sequence in a group that keeps first tokens; see `relocate`.
+
+    Raises
+    ------
+    NotSupported
+        If the newest tokens to keep are not there in full, or the first ones are not kept.
+    """
+    plan = relocate(table, kept, start, window, block_size)
+    n, sinks = len(kept), min(keeps, len(kept))
+    if not sinks:
+        return plan
+    if not np.array_equal(kept[:sinks], np.arange(sinks)):
+        raise NotSupported(
+            f"`keep`: expected the first {keeps} tokens among those to keep, as no others can be in full precision in "
+            f"their place, got {kept[:4].tolist()}, …; keep tokens 0 to {keeps - 1}"
+        )
+    blocks = -(-n // block_size)
+    stays = np.arange(blocks)
+    first = max(0, n - 1 - window) // block_size
+    stays = stays[(stays < -(-sinks // block_size)) | (stays >= first)]
+    elsewhere = np.flatnonzero(kept != np.arange(n))
+    same = int(elsewhere[0]) // block_size if len(elsewhere) else blocks
+    new = np.full(blocks, -1, np.int32)
+    new[stays] = table[stays]
+    gone = np.ones(len(table), np.bool_)
+    gone[stays] = False
+    changed = stays[stays >= same]
+    tokens = np.arange(n)
+    there = (tokens < sinks) | (tokens >= max(plan.start, first * block_size))
+    moved = tokens[there & np.isin(tokens // block_size, changed)]
+    dropped = table[gone]
+    source = slots_of(table, kept[moved], block_size)
+    return Relocation(new, changed, dropped[dropped >= 0], plan.start, moved, source)
