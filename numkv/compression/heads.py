@@ -66,6 +66,7 @@ class Heads(Drawn):
         wide = config.head_dim + max(config.head_dim, config.projections or 0)
         check_bytes({"num_heads": num_heads, "head_dim": config.head_dim, "projections": wide}, 8)
         self._config = config
+        self._plain_options = CodesOptions(1 / math.sqrt(config.head_dim))
         self._num_q_heads = num_q_heads
         self._target = targets.get(target)
         self._quantiser = quantiser_of(config, num_heads, self._target)
@@ -271,8 +272,17 @@ class Heads(Drawn):
 
     def _options(self, sm_scale: Any, logits_soft_cap: Any, window_left: Any) -> CodesOptions:
         """What is asked of scores, checked; see `numkv.decode_attention`."""
+        # Most calls ask for nothing, and small ones notice checks.
+        if (
+            sm_scale is None
+            and type(logits_soft_cap) is float
+            and logits_soft_cap == 0.0
+            and type(window_left) is int
+            and window_left == -1
+        ):
+            return self._plain_options
         given = check_scale(sm_scale)
-        scale = 1 / math.sqrt(self._config.head_dim) if given is None else given
+        scale = self._plain_options.sm_scale if given is None else given
         return CodesOptions(
             scale, check_soft_cap(logits_soft_cap, given), check_window(window_left)
         )

@@ -306,7 +306,7 @@ def _paged_compressor(compressor: Any) -> Picture:
         if length % size and states[blocks[-1]] == 1:
             states[blocks[-1]] = 3
         said = f"{plural(length, 'token')}, blocks {in_short(blocks.tolist()) or 'none'}"
-        lines.append((f"sequence {seq}", said))
+        lines.append((str(seq), said))
     strip = _block_strip(states, size)
     return Picture(type(compressor).__name__, _facts_of_codes(compressor), [strip], lines)
 
