@@ -210,6 +210,9 @@ def _sequences(fields: Fields, tokens: int) -> tuple[dict[int, Sequence], int]:
         expect(number < following and number not in found, f"sequence {number}, or two of them")
         apart = len(set(blocks)) == len(blocks)
         alike = all(places.setdefault(x, i) == i for i, x in enumerate(blocks))
-        expect(apart and alike, f"blocks {blocks[:8]} of sequence {number}, which others have elsewhere")
+        expect(
+            apart and alike,
+            f"blocks {blocks[:8]} of sequence {number}, which others have elsewhere",
+        )
         found[number] = Sequence(np.array(blocks, np.int64), length)
     return found, following

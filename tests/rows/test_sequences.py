@@ -49,7 +49,7 @@ def test_the_sequence_of_each_item_and_query(functions, items):
 def test_tokens_of_blocks(functions):
     _, slot_at = functions
     tables, size = [[5, 2], [], [9, 0, 4]], 4
-    plan = np.array([7] * (3 * WIDTH) + sum(tables, []), np.int64)
+    plan = np.array([7] * (3 * WIDTH) + [block for table in tables for block in table], np.int64)
     at = 3 * WIDTH
     for table in tables:
         expected = [block * size + i for block in table for i in range(size)]
