@@ -1,19 +1,24 @@
-"""`PagedCompressor`: encoded keys and values of many sequences, in blocks of one pool that grows.
-
-A block has `BLOCK_SIZE` tokens of all heads. Which blocks are in use, and how often, is not kept: it follows from the
-sequences, and is counted where a call needs a block.
-"""
+"""`PagedCompressor`: encoded keys and values of many sequences, in blocks of one pool that grows."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from numkv.access import drops, reads, writes
 from numkv.checks import check_flag, check_index
+from numkv.compression.blocks import (
+    BLOCK_SIZE,
+    NO_BLOCKS,
+    Numbers,
+    Sequence,
+    StoredBlocks,
+    counts_of,
+    with_room,
+)
 from numkv.compression.compressor import Codes, check_heads
 from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
@@ -23,45 +28,7 @@ from numkv.kernels.operations_of_codes import Sequences, StoredCodes
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
-__all__ = ["BLOCK_SIZE", "PagedCompressor", "Sequence", "StoredBlocks"]
-
-#: Tokens of a block: whole tiles of every kernel.
-BLOCK_SIZE = 128
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class Sequence(NamedTuple):
-    """The blocks of a sequence, as many as it needs, and its tokens; never changed."""
-
-    blocks: Numbers
-    length: int
-
-
-class StoredBlocks(NamedTuple):
-    """All that a `PagedCompressor` stores; replaced as a whole, so that a reader has what belongs together."""
-
-    keys: Encoded
-    values: Encoded
-    sequences: dict[int, Sequence]
-    #: The number of the next sequence.
-    following: int
-    #: Whether a block may belong to two sequences.
-    shared: bool
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the buffers hold."""
-        return int(self.keys.scales.shape[1])
-
-    def references(self) -> Numbers:
-        """How many sequences each block belongs to."""
-        tables = [x.blocks for x in self.sequences.values()]
-        used = np.concatenate(tables) if tables else _NO_BLOCKS
-        return np.bincount(used, minlength=self.capacity // BLOCK_SIZE)
-
-
-_NO_BLOCKS = np.empty(0, np.int64)
+__all__ = ["PagedCompressor"]
 
 
 class PagedCompressor(Heads):
@@ -177,7 +144,7 @@ class PagedCompressor(Heads):
         int
             Its number, which no other sequence has had.
         """
-        return self._insert(Sequence(_NO_BLOCKS, 0), self._stored.shared)
+        return self._insert(Sequence(NO_BLOCKS, 0), self._stored.shared)
 
     @writes
     def fork(self, seq: int) -> int:
@@ -282,13 +249,13 @@ class PagedCompressor(Heads):
             If an argument has another dtype, layout, target or type.
         """
         seqs = self._numbers(sequences, self._stored)
-        lens = _counts("new_lens", new_lens, len(seqs))
+        lens = counts_of("new_lens", new_lens, len(seqs))
         shape = (sum(lens), self.num_heads, "head_dim")
         keys, values = self._vectors("keys", keys, shape), self._vectors("values", values, shape)
         self._check_vectors(("keys", "values"), keys, values, check_finite)
         if not sum(lens):
             return
-        stored, made, moves = self._with_room(seqs, lens)
+        stored, made, moves = with_room(self._stored, seqs, lens, self._grown)
         for source, to in moves:
             self._copy_tokens(stored, source, stored, to)
         slots = []
@@ -340,7 +307,7 @@ class PagedCompressor(Heads):
         return_lse = check_flag("return_lse", return_lse)
         stored = self._stored
         seqs = self._numbers(sequences, stored)
-        lens = _counts("query_lens", query_lens, len(seqs))
+        lens = counts_of("query_lens", query_lens, len(seqs))
         queries = self._vectors("queries", queries, (sum(lens), self._num_q_heads, "head_dim"))
         q, q_kind = self._query("queries", queries, check_finite)
         self._check_length("queries", queries)
@@ -531,8 +498,8 @@ class PagedCompressor(Heads):
                 if block in places and (places[block] != place or not stored.shared):
                     raise NumkvError(f"check: block {block} belongs to two sequences")
                 places[block] = place
-        slots = [self._slots(found) for found in stored.sequences.values()]
-        used = np.unique(np.concatenate(slots)) if slots else _NO_BLOCKS
+        slots = [found.slots() for found in stored.sequences.values()]
+        used = np.unique(np.concatenate(slots)) if slots else NO_BLOCKS
         self._check_buffers(stored.keys, stored.values, used)
 
     # -- how
@@ -570,46 +537,6 @@ class PagedCompressor(Heads):
     def _replace(self, made: dict[int, Sequence]) -> None:
         self._stored = self._stored._replace(sequences=self._stored.sequences | made)
 
-    def _with_room(
-        self, seqs: list[int], lens: list[int]
-    ) -> tuple[StoredBlocks, dict[int, Sequence], list[tuple[Numbers, Numbers]]]:
-        """Buffers with room for new tokens, the sequences with their new blocks, and tokens to be copied before.
-
-        A block that other sequences have too is copied before its sequence writes to it. Readers lose nothing: what has
-        been copied still belongs to others.
-        """
-        stored, wanted = self._stored, []
-        references = stored.references() if stored.shared else None
-        if references is not None and references.max(initial=0) < 2:  # the others are gone
-            stored, references = stored._replace(shared=False), None
-        for seq, n in zip(seqs, lens, strict=True):
-            blocks, length = stored.sequences[seq]
-            kept = len(blocks)
-            if n and references is not None and length % BLOCK_SIZE:
-                last = blocks[-1]
-                if references[last] > 1:
-                    references[last] -= 1
-                    kept -= 1
-            wanted.append((kept, -(-(length + n) // BLOCK_SIZE) - kept))
-        count = sum(n for _, n in wanted)
-        free = _NO_BLOCKS
-        if count:
-            free = np.flatnonzero(stored.references() == 0)[:count]
-            if len(free) < count:
-                stored = self._grown(stored, count - len(free))
-                free = np.flatnonzero(stored.references() == 0)[:count]
-        made, moves, at = {}, [], 0
-        for seq, n, (kept, new) in zip(seqs, lens, wanted, strict=True):
-            blocks, length = stored.sequences[seq]
-            table = np.concatenate([blocks[:kept], free[at : at + new]]) if new else blocks
-            if kept < len(blocks):
-                inside = np.arange(length % BLOCK_SIZE)
-                moves.append(
-                    (blocks[kept] * BLOCK_SIZE + inside, table[kept] * BLOCK_SIZE + inside)
-                )
-            made[seq], at = Sequence(table, length + n), at + new
-        return stored, made, moves
-
     def _grown(self, stored: StoredBlocks, missing: int) -> StoredBlocks:
         """With room for so many more blocks, and at least for twice as many tokens."""
         capacity = stored.capacity
@@ -635,43 +562,14 @@ class PagedCompressor(Heads):
                     x, y = (a.reshape((1, *a.shape)) for a in (x, y))
                     self._target.ops.copy_tokens(x, places[0], y, places[1])
 
-    @staticmethod
-    def _slots(found: Sequence) -> Numbers:
-        """Where a sequence's tokens lie."""
-        blocks, length = found
-        tokens = np.arange(length)
-        slots: Numbers = blocks[tokens // BLOCK_SIZE] * BLOCK_SIZE + tokens % BLOCK_SIZE
-        return slots
-
     def _gathered(self, found: Sequence) -> Stored:
         """Copies of what is stored of a sequence, one token after the other."""
         stored = self._stored  # blocks keep their numbers when it grows
         rows = Stored(*self._allocate(found.length), 0, found.length)
         if found.length:
-            self._copy_tokens(stored, self._slots(found), rows, np.arange(found.length))
+            self._copy_tokens(stored, found.slots(), rows, np.arange(found.length))
         return rows
 
     def _codes(self, seq: Any, which: Side) -> Codes:
         encoded: Encoded = getattr(self._gathered(self._find(seq)[1]), which)
         return Codes(*encoded.arrays())
-
-
-def _counts(name: str, given: Any, num_seqs: int) -> list[int]:
-    """A number for each sequence, or one for all."""
-    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        each = [given] * num_seqs
-    else:
-        try:
-            each = list(itertools.islice(iter(given), num_seqs + 1))
-        except TypeError:
-            raise TypeError(
-                f"`{name}`: expected an integer, or one for each sequence, got {type(given).__name__}"
-            ) from None
-    if len(each) != num_seqs:
-        raise DimensionMismatch(
-            f"`{name}`: expected a number for each of {num_seqs} sequences, got "
-            f"{'more' if len(each) > num_seqs else len(each)}",
-            expected=num_seqs,
-            actual=len(each),
-        )
-    return [check_index(name, n, 2**40) for n in each]

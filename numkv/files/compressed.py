@@ -1,7 +1,6 @@
 """Compressed heads in files: `numkv.HeadCompressor`, `numkv.MultiHeadCompressor` and `numkv.PagedCompressor`.
 
-Private names of these classes that are used here: ``_stored``, ``_allocate``, ``_slots``, ``_target`` and
-``_quantiser``.
+Private names of these classes that are used here: ``_stored``, ``_allocate``, ``_target`` and ``_quantiser``.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from numkv.compression.blocks import BLOCK_SIZE, Sequence
 from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
 from numkv.compression.config import CompressorConfig
-from numkv.compression.paged import BLOCK_SIZE, PagedCompressor, Sequence
+from numkv.compression.paged import PagedCompressor
 from numkv.errors import NumkvError
 from numkv.files.container import Container, Spec, Tensor, bytes_of
 from numkv.files.fields import Fields, claims, expect
@@ -72,7 +72,7 @@ def _of_blocks(stored: Any) -> tuple[Any, dict[str, Any]]:
     tables = [found.blocks for found in stored.sequences.values()]
     used = np.unique(np.concatenate(tables)) if tables else np.empty(0, np.int64)
     slots = (used[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
-    own = [PagedCompressor._slots(found) for found in stored.sequences.values()]
+    own = [found.slots() for found in stored.sequences.values()]
     if own:
         slots[~np.isin(slots, np.concatenate(own))] = -1
     sequences = [

@@ -13,14 +13,14 @@ from messages import about
 
 import numkv
 from numkv import CompressorConfig, MultiHeadCompressor, PagedCompressor
-from numkv.compression.paged import BLOCK_SIZE
+from numkv.compression.blocks import BLOCK_SIZE
 
 HEADS, GROUP, DIM = 2, 3, 8
 Q_HEADS = HEADS * GROUP
 CONFIG = CompressorConfig(DIM, 4, 16, 42)
 OTHER_BITS = CompressorConfig(DIM, 4, seed=42, v_bits=3)
 #: None, one, a block to the token, more than a block; on the CPU also more than a split.
-LENGTHS = {"cpu": [5, 0, 128, 1, 300, 1100], "cuda": [5, 0, 20, 1, 131]}
+LENGTHS = {"cpu": [5, 0, 128, 1, 300, 1100], "cuda": [5, 0, 12, 1, 130]}
 #: Sequences with no query at all, one, and several of their newest tokens.
 QUERIES = {"cpu": [2, 1, 0, 1, 20, 3], "cuda": [2, 1, 0, 1, 3]}
 
@@ -42,7 +42,7 @@ class Batch:
         self.extend(list(self.alone), lengths)
 
     def extend(self, seqs, new_lens):
-        x = random(self.rng, 2, sum(new_lens), HEADS, DIM)
+        x = random(self.rng, 2, sum(new_lens), HEADS, self.cache.head_dim)
         self.cache.extend(seqs, self.to(x[0]), self.to(x[1]), new_lens)
         ends = np.cumsum(new_lens)
         for seq, begin, end in zip(seqs, ends - new_lens, ends, strict=True):
@@ -50,7 +50,7 @@ class Batch:
                 self.alone[seq].extend(self.to(x[0, begin:end]), self.to(x[1, begin:end]))
 
     def queries(self, query_lens):
-        return random(self.rng, sum(query_lens), Q_HEADS, DIM)
+        return random(self.rng, sum(query_lens), Q_HEADS, self.cache.head_dim)
 
     def attend(self, seqs, q, query_lens, **options):
         found = self.cache.attend(seqs, self.to(q), query_lens, return_lse=True, **options)
@@ -87,7 +87,7 @@ class Batch:
             (cache.key_codes(seq), config.bits, levels),
             (cache.value_codes(seq), config.v_bits or config.bits, v_levels),
         ):
-            codes = naive_codes.unpack(self.host(stored.codes), DIM, bits)
+            codes = naive_codes.unpack(self.host(stored.codes), cache.head_dim, bits)
             rows.append(naive_codes.decode(codes, self.host(stored.scales), values, rotation))
         stored = cache.key_codes(seq)
         signs = naive_codes.unpack(self.host(stored.signs), config.projections or 0, 1)
@@ -242,9 +242,9 @@ def test_copies_and_pickles(target, batch):
 def test_what_others_store_may_be_anything(batch):
     """NaN in another sequence's block, and behind a sequence's own last token."""
     cache, seqs = batch.cache, list(batch.alone)
-    bad = batch.to(np.full((200, HEADS, DIM), np.nan, np.float32))
+    bad = batch.to(np.full((130, HEADS, DIM), np.nan, np.float32))
     spoiled = cache.add()
-    cache.extend([spoiled], bad, bad, 200, check_finite=False)
+    cache.extend([spoiled], bad, bad, 130, check_finite=False)
     with pytest.raises(numkv.NumkvError, match="scales of keys are not finite"):
         cache.check()
     cache.remove(spoiled)
