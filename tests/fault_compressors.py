@@ -78,8 +78,10 @@ _PAGED = {
     "extend": lambda c: c.extend([1, 2], *rows(3, 7, dim=32), [2, 1]),
     "extend, which parts a fork": lambda c: c.extend([3, 0], *rows(2, 7, dim=32)),
     "extend, which grows": lambda c: c.extend([2], *rows(200, 7, dim=32), 200),
-    "decode_keys": lambda c: [c.decode_keys(0), c.decode_values(0)],
-    "key_codes": lambda c: [*c.key_codes(0), *c.value_codes(2)],
+    "decode_keys": lambda c: c.decode_keys(0),
+    "decode_values": lambda c: c.decode_values(2),
+    "key_codes": lambda c: [*c.key_codes(0)],
+    "value_codes": lambda c: [*c.value_codes(2)],
     "attention_scores": lambda c: c.attention_scores(2, queries(1, Q_HEADS, 32)[0]),
     "attend": lambda c: c.attend(
         [2, 0], queries(3, Q_HEADS, 32), [1, 2], window_left=3, return_lse=True

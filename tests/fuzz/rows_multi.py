@@ -370,7 +370,7 @@ def _of_counts(heads: str) -> Arg:
 
 
 SEQ_OF_CODES = {"seq": Arg("int", _code_seq)}
-SEQS_OF_CODES = Arg("sequences", _code_sequences)
+SEQS_OF_CODES = Arg("iterable", _code_sequences)
 PagedCodes.rows = [
     Row("PagedCompressor.add", {}, "PagedCompressor", weight=1.5),
     Row("PagedCompressor.fork", SEQ_OF_CODES, "PagedCompressor", weight=0.7),
