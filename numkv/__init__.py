@@ -40,6 +40,7 @@ from numkv.compaction.key_shift import rope_shift
 from numkv.compile_ahead import warmup
 from numkv.compression.compressor import HeadCompressor, MultiHeadCompressor
 from numkv.compression.config import CompressorConfig
+from numkv.compression.paged import PagedCompressor
 from numkv.drawing.text import show
 from numkv.errors import (
     CacheFull,
@@ -88,6 +89,7 @@ __all__ = [
     "NonFiniteInput",
     "NotSupported",
     "NumkvError",
+    "PagedCompressor",
     "PagedKVCache",
     "PagedLayer",
     "PagedPool",

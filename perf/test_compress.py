@@ -96,6 +96,32 @@ def test_attend_with_several_queries(measure, side_by_side, target, to, rng, que
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("num_seqs", [8, 32])
+def test_attend_with_several_sequences(measure, side_by_side, target, to, rng, num_seqs):
+    """Ragged sequences in one call beside a call for each."""
+    q_heads, kv_heads, dim = 32, 8, 128
+    config = numkv.CompressorConfig(dim, 4)
+    many = numkv.PagedCompressor(kv_heads, config, num_q_heads=q_heads, target=target.name)
+    each, lengths = [], rng.integers(200, 1000, num_seqs).tolist()
+    for length in lengths:
+        rows = [to(x) for x in rng.standard_normal((2, length, kv_heads, dim), np.float32)]
+        many.extend([many.add()], *rows, length)
+        one = numkv.MultiHeadCompressor(kv_heads, config, num_q_heads=q_heads, target=target.name)
+        one.extend(*rows)
+        each.append(one)
+    q = rng.standard_normal((num_seqs, q_heads, dim), np.float32)
+    given, apart, seqs = to(q), [to(x) for x in q], many.sequences
+    found = target.to_host(many.attend(seqs, given))
+    assert np.array_equal(found[-1], target.to_host(each[-1].attend(apart[-1])))
+    measure(
+        lambda: many.attend(seqs, given), sum(lengths) * many.bytes_per_token + 2 * q.nbytes, "read"
+    )
+    side_by_side(
+        "together / one by one", lambda: many.attend(seqs, given),
+        lambda: [one.attend(x) for one, x in zip(each, apart, strict=True)], 1.1,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("config", ["4 bits", "4 bits, 128 signs"])
 def test_scores(measure, target, to, rng, config):
     _, q_heads, kv_heads, dim, length, *_ = SHAPES["A"]

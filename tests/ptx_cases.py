@@ -21,6 +21,7 @@ import ptx_prefill
 import ptx_sight
 import tolerances
 from kernels import test_compress as codes
+from objects.test_paged_compressor import Batch
 from problems import Shape
 from ptx_writes import (
     F32,
@@ -337,6 +338,23 @@ def compressed(rng, shape, kind):
         assert np.allclose(lse, wanted_lse, rtol=0, atol=2e-5)
 
 
+def compressed_batch(rng, bits, projections):
+    """Ragged sequences, one of them without tokens, in blocks that are not in order."""
+    config = numkv.CompressorConfig(32, bits, projections)
+    batch = Batch("cuda", to, host, rng, [3, 0, 131], config)
+    batch.extend([0, 2], [130, 140])
+    for options in ({}, {"window_left": 40, "logits_soft_cap": 2.0}):
+        q = batch.queries([1, 1, 3])
+        out, lse = batch.attend([0, 1, 2], q, [1, 1, 3], **options)
+        assert np.all(out[1] == 0)
+        for seq, rows in ((0, slice(0, 1)), (2, slice(2, 5))):
+            _, wanted, wanted_lse = batch.expected(
+                seq, q[rows], 32**-0.5, options.get("logits_soft_cap", 0.0), options.get("window_left", -1)
+            )  # fmt: skip
+            tolerances.assert_rows_close(out[rows], wanted, 3e-5)
+            assert np.allclose(lse[rows], wanted_lse, rtol=0, atol=2e-5)
+
+
 # ---------------------------------------------------------------- the table
 
 
@@ -437,6 +455,7 @@ def cases():
         (codes.Shape(32, 4, 9, group=2, tokens=150, queries=3, v_bits=3), "fp32"),
     ):  # fmt: skip
         case(compressed, shape, kind, everyday=kind == "fp16")
+    case(compressed_batch, 4, 9)
     return {c.name: c for c in made}
 
 

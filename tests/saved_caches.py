@@ -114,6 +114,18 @@ def compressor(target, cls=numkv.MultiHeadCompressor, n=5, **options):
     return made
 
 
+def paged_compressor(target, **options):
+    config = numkv.CompressorConfig(DIM, **options)
+    made = numkv.PagedCompressor(HEADS, config, num_q_heads=2 * HEADS, target=target)
+    for _ in range(3):
+        made.add()
+    made.extend([0, 2], *(rows(7, target, seed=s) for s in (0, 5)), [5, 2])
+    made.extend([made.fork(2)], *(rows(1, target, seed=s) for s in (1, 6)))
+    made.fork(0)
+    made.remove(2)
+    return made
+
+
 def shift():
     angles = np.arange(64)[:, None] / 100.0 ** (np.arange(DIM // 2) / (DIM // 2))
     return numkv.rope_shift(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
@@ -152,6 +164,7 @@ CACHES = {
     "HeadCompressor": lambda t: compressor(t, numkv.HeadCompressor, bits=3),
     "MultiHeadCompressor sketch": lambda t: compressor(t, bits=4, projections=20, seed=5),
     "MultiHeadCompressor values": lambda t: compressor(t, bits=4, v_bits=3),
+    "PagedCompressor": lambda t: paged_compressor(t, bits=4, projections=20, v_bits=3),
     "MultiHeadCompressor empty": lambda t: numkv.MultiHeadCompressor(
         HEADS, numkv.CompressorConfig(DIM), num_q_heads=2 * HEADS, target=t
     ),
@@ -269,6 +282,20 @@ def _of_compressor(cache, target):
     yield on_host(cache.attend(q), target)
 
 
+def _of_paged_compressor(cache, target):
+    yield from (cache.sequences, cache.config, cache.bytes_per_token)
+    for seq in cache.sequences:
+        yield cache.length(seq)
+        for x in (*cache.key_codes(seq), *cache.value_codes(seq)):
+            yield on_host(x, target)
+    q = targets.get(target).asarray(random(len(cache), 2 * HEADS, DIM))
+    yield on_host(cache.attend(cache.sequences, q), target)
+    made = cache.add()
+    cache.extend([made, cache.sequences[0]], *(rows(2, target, seed=s) for s in (2, 7)))
+    yield (made, on_host(cache.attend(cache.sequences[-1:], q[:1]), target).tobytes())
+    cache.check()
+
+
 _SEEN = {
     "KVCache": _of_kv_cache,
     "ContiguousLayer": _of_layer,
@@ -281,6 +308,7 @@ _SEEN = {
     "WrapperCache": _of_wrapper,
     "HeadCompressor": _of_compressor,
     "MultiHeadCompressor": _of_compressor,
+    "PagedCompressor": _of_paged_compressor,
 }
 
 

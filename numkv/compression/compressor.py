@@ -12,10 +12,23 @@ from numkv.errors import DimensionMismatch
 from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
-__all__ = ["Codes", "HeadCompressor", "MultiHeadCompressor"]
+__all__ = ["Codes", "HeadCompressor", "MultiHeadCompressor", "check_heads"]
 
 #: Heads that a compressor has at most: each has random matrices of its own.
 MAX_HEADS = 2**16
+
+
+def check_heads(num_heads: Any, num_q_heads: Any) -> tuple[int, int]:
+    """Check numbers of kv heads and of q heads, which are as many if None."""
+    heads = check_size("num_heads", num_heads, 1, MAX_HEADS)
+    queries = heads if num_q_heads is None else check_size("num_q_heads", num_q_heads, 1)
+    if queries % heads:
+        raise DimensionMismatch(
+            f"`num_q_heads`: expected a multiple of num_heads={heads}, got {queries}",
+            expected=heads,
+            actual=queries,
+        )
+    return heads, queries
 
 
 class Codes(NamedTuple):
@@ -293,14 +306,7 @@ class MultiHeadCompressor(Compressor):
         num_q_heads: int | None = None,
         target: str = "cpu",
     ) -> None:
-        num_heads = check_size("num_heads", num_heads, 1, MAX_HEADS)
-        queries = num_heads if num_q_heads is None else check_size("num_q_heads", num_q_heads, 1)
-        if queries % num_heads:
-            raise DimensionMismatch(
-                f"`num_q_heads`: expected a multiple of num_heads={num_heads}, got {queries}",
-                expected=num_heads,
-                actual=queries,
-            )
+        num_heads, queries = check_heads(num_heads, num_q_heads)
         self._num_heads = num_heads
         super().__init__(config, num_heads, queries, target)
 

@@ -6,143 +6,32 @@ Operations on the codes are in `numkv.kernels.cpu.compress`. The rotations and t
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any
 
-import numpy as np
-
-from numkv import targets
-from numkv.access import Access, drops, reads
-from numkv.checks import Shape, check_array, check_bytes, check_flag, check_index, check_size
-from numkv.compression.config import CodesKind, CompressorConfig
+from numkv.access import drops, reads
+from numkv.checks import check_flag, check_index, check_size
+from numkv.compression.config import CompressorConfig
 from numkv.compression.encoded import Encoded
-from numkv.compression.quantiser import quantiser_of
-from numkv.drawing.page import Drawn
-from numkv.errors import DimensionMismatch, NonFiniteInput, NumkvError
-from numkv.kernels.operations_of_codes import CodesOptions, StoredCodes
-from numkv.kinds import QUERY_DTYPES, kind_of_dtype
-from numkv.numbers import check_scale, check_soft_cap, check_window
-from numkv.targets.base import Array, Target
+from numkv.compression.heads import Heads, Side, Stored
+from numkv.errors import NumkvError
+from numkv.kernels.operations_of_codes import CodesOptions
+from numkv.targets.base import Array
 from numkv.targets.streamed import on_stream
 
-__all__ = ["Compressor", "Stored"]
-
-Side = Literal["keys", "values"]
+__all__ = ["Compressor"]
 
 # Tokens that a compressor makes room for at first.
 _FIRST_CAPACITY = 16
 
 
-class Stored(NamedTuple):
-    """Encoded tokens: those in ``[begin, end)`` of the buffers.
-
-    A compressor has one at a time and never changes it, so that a reader beside a writer has buffers and numbers that
-    belong together. Rows past `end` may be written meanwhile.
-    """
-
-    keys: Encoded
-    values: Encoded
-    begin: int
-    end: int
-
-    @property
-    def tokens(self) -> int:
-        """How many."""
-        return self.end - self.begin
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the buffers hold."""
-        return int(self.keys.scales.shape[1])
-
-
-class Compressor(Drawn):
+class Compressor(Heads):
     """What the compressors of one head and of several have in common: encoded keys and values, by head."""
 
     def __init__(
         self, config: CompressorConfig, num_heads: int, num_q_heads: int, target: str
     ) -> None:
-        if not isinstance(config, CompressorConfig):
-            raise TypeError(f"`config`: expected a CompressorConfig, got {type(config).__name__}")
-        wide = config.head_dim + max(config.head_dim, config.projections or 0)
-        check_bytes({"num_heads": num_heads, "head_dim": config.head_dim, "projections": wide}, 8)
-        self._config = config
-        self._num_q_heads = num_q_heads
-        self._target = targets.get(target)
-        self._quantiser = quantiser_of(config, num_heads, self._target)
-        self._access = Access()
+        super().__init__(config, num_heads, num_q_heads, target)
         self._stored = Stored(*self._allocate(0), 0, 0)
-
-    def _runs_on(self) -> tuple[Target, Any]:
-        return self._target, self._quantiser.levels
-
-    def _allocate(self, capacity: int) -> tuple[Encoded, Encoded]:
-        heads, config = int(self._quantiser.rotation.shape[0]), self._config
-        keys, values = (
-            Encoded.allocate(self._target, heads, capacity, config.head_dim, kind)
-            for kind in (config.kind, config.v_kind)
-        )
-        return keys, values
-
-    # -- what it is
-
-    @property
-    def config(self) -> CompressorConfig:
-        """How vectors are compressed."""
-        return self._config
-
-    @property
-    def target(self) -> str:
-        """Name of the target."""
-        return self._target.name
-
-    @property
-    def kind(self) -> CodesKind:
-        """How keys are stored: ``codes`` and their bits, with a sketch if there is one."""
-        return self._config.kind
-
-    @property
-    def v_kind(self) -> CodesKind:
-        """How values are stored."""
-        return self._config.v_kind
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Kv heads."""
-        return int(self._quantiser.rotation.shape[0])
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a key."""
-        return self._config.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        """Elements of a value: as many."""
-        return self._config.head_dim
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the buffers hold now."""
-        return self._stored.capacity
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values, scales and sketch included."""
-        dim = self._config.head_dim
-        return self.num_kv_heads * (self.kind.row_bytes(dim) + self.v_kind.row_bytes(dim))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers, room for further tokens included."""
-        stored = self._stored
-        buffers = (*stored.keys.arrays(), *stored.values.arrays())
-        return sum(int(x.nbytes) for x in buffers)
-
-    @property
-    def quantiser_nbytes(self) -> int:
-        """Bytes of the rotations, sketch and codebook, which compressors of equal config and heads share."""
-        return self._quantiser.nbytes
 
     @property
     def compression_ratio(self) -> float:
@@ -158,51 +47,6 @@ class Compressor(Drawn):
 
     def __len__(self) -> int:
         return self._stored.tokens
-
-    # What is stored, part by part; `numkv.files` fills a new compressor by them.
-
-    @property
-    def _keys(self) -> Encoded:
-        return self._stored.keys
-
-    @_keys.setter
-    def _keys(self, keys: Encoded) -> None:
-        self._stored = self._stored._replace(keys=keys)
-
-    @property
-    def _values(self) -> Encoded:
-        return self._stored.values
-
-    @_values.setter
-    def _values(self, values: Encoded) -> None:
-        self._stored = self._stored._replace(values=values)
-
-    @property
-    def _begin(self) -> int:
-        return self._stored.begin
-
-    @_begin.setter
-    def _begin(self, begin: int) -> None:
-        self._stored = self._stored._replace(begin=begin)
-
-    @property
-    def _end(self) -> int:
-        return self._stored.end
-
-    @_end.setter
-    def _end(self, end: int) -> None:
-        self._stored = self._stored._replace(end=end)
-
-    def _describe(self, heads: str) -> str:
-        config = self._config
-        v_bits = "" if config.v_bits is None else f", v_bits={config.v_bits}"
-        sketch = "" if config.projections is None else f", projections={config.projections}"
-        v_kind = "" if config.v_bits is None else f", v_kind={self.v_kind}"
-        return (
-            f"{type(self).__name__}(len={len(self)}, {heads}head_dim={config.head_dim}, "
-            f"bits={config.bits}{v_bits}{sketch}, seed={config.seed}, kind={self.kind}{v_kind}, target={self.target}, "
-            f"bytes_per_token={self.bytes_per_token}, nbytes={self.nbytes})"
-        )
 
     # -- which tokens
 
@@ -251,52 +95,8 @@ class Compressor(Drawn):
         kept = check_index("length", length, stored.tokens, inclusive=True)
         self._stored = stored._replace(end=stored.begin + kept)
 
-    @on_stream
-    @reads
-    def copy(self, *, stream: Any = None) -> Self:
-        """A deep copy; only the quantiser, which is immutable, is shared.
-
-        ``copy.copy`` and ``copy.deepcopy`` make the same; on the CPU compressors can be pickled too.
-
-        Parameters
-        ----------
-        stream : object, optional
-            See `numkv.paged_decode_attention`.
-
-        Returns
-        -------
-        HeadCompressor or MultiHeadCompressor
-            Of the same class.
-        """
-        return self._copied()
-
-    def _copied(self) -> Self:
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new._access = Access()
-        new._stored = new._moved(self._stored, self._stored.capacity)
-        return new
-
-    def __copy__(self) -> Self:
-        return self.copy()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy()
-
-    @reads
-    def __getstate__(self) -> dict[str, Any]:
-        if not self._target.values_on_host:
-            raise NumkvError(
-                f"{type(self).__name__}: expected a compressor on the CPU to pickle, got one on "
-                f"{self.target}, whose memory belongs to this process; copy it with copy()"
-            )
-        # The quantiser follows from the config.
-        return {n: x for n, x in self._copied().__dict__.items() if n != "_quantiser"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        heads = int(self._stored.keys.scales.shape[0])
-        self._quantiser = quantiser_of(self._config, heads, self._target)
+    def _copied_rows(self) -> Stored:
+        return self._moved(self._stored, self._stored.capacity)
 
     def _moved(self, stored: Stored, capacity: int) -> Stored:
         """The tokens at the start of new buffers."""
@@ -330,19 +130,7 @@ class Compressor(Drawn):
             raise NumkvError(
                 f"check: tokens are said to lie in [{begin}, {end}) of buffers for {stored.capacity}"
             )
-        for name, encoded, kind in (("keys", keys, self.kind), ("values", values, self.v_kind)):
-            wanted = Encoded.shapes(self.num_kv_heads, stored.capacity, self.head_dim, kind)
-            for array, shape in zip(encoded.arrays(), wanted, strict=True):
-                if tuple(array.shape) != shape:
-                    raise NumkvError(
-                        f"check: buffers of {name} have shape {tuple(array.shape)}, expected {shape}"
-                    )
-            for floats in (encoded.scales, encoded.residuals):
-                if not np.isfinite(self._target.to_host(floats)[:, begin:end]).all():
-                    raise NumkvError(
-                        f"check: scales of {name} are not finite; vectors with NaN or infinity were pushed "
-                        "unchecked"
-                    )
+        self._check_buffers(keys, values, slice(begin, end))
 
     # -- what is stored, as it is stored
 
@@ -357,161 +145,38 @@ class Compressor(Drawn):
             encoded.move(self._target, copied, stored.begin)
         return copied
 
-    # -- checks, in the order of the contract: number of vectors, finite elements, number of elements
-
-    def _vectors(self, name: str, x: Any, shape: Shape) -> Array:
-        """Check dtype, rank and number of vectors."""
-        x = check_array(self._target, name, x, QUERY_DTYPES, tuple(str(n) for n in shape))
-        for expected, actual in zip(shape[:-1], tuple(x.shape)[:-1], strict=True):
-            if isinstance(expected, int) and expected != actual:
-                raise DimensionMismatch(
-                    f"`{name}`: expected {x.dtype} ({', '.join(map(str, shape))}), got "
-                    f"{tuple(x.shape)}; pass a vector for each head",
-                    expected=expected,
-                    actual=int(actual),
-                )
-        return x
-
-    def _check_finite(self, name: str, x: Array) -> None:
-        """Refuse NaN and infinity in vectors ``(num_tokens, num_heads, …)``."""
-        kind = kind_of_dtype(x.dtype)
-        assert kind is not None
-        flat = self._target.ops.first_non_finite(self._target.words(x), kind.name)
-        if flat >= 0:
-            token, head, i = (int(n) for n in np.unravel_index(flat, tuple(x.shape)))
-            raise NonFiniteInput(
-                f"`{name}`: expected finite numbers, got NaN or infinity at index {i} of the vector of "
-                f"token {token}, head {head}; mask it, or pass check_finite=False",
-                index=i,
-            )
-
-    def _check_length(self, name: str, x: Array) -> None:
-        expected, actual = self._config.head_dim, int(tuple(x.shape)[-1])
-        if actual != expected:
-            raise DimensionMismatch(
-                f"`{name}`: expected vectors of head_dim={expected} elements, got {actual}; pass "
-                "vectors of the config's length",
-                expected=expected,
-                actual=actual,
-            )
-
     # -- writing and reading; arrays are by head
 
     def _append(
         self, names: tuple[str, str], keys: Array, values: Array, check_finite: bool
     ) -> None:
         """Encode vectors ``(num_tokens, num_heads, head_dim)`` whose numbers have been checked."""
-        if check_flag("check_finite", check_finite, True):
-            self._check_finite(names[0], keys)
-            self._check_finite(names[1], values)
-        self._check_length(names[0], keys)
-        self._check_length(names[1], values)
+        self._check_vectors(names, keys, values, check_finite)
         tokens, stored = int(keys.shape[0]), self._stored
         if stored.end + tokens > stored.capacity:
             room = max(stored.tokens + tokens, 2 * stored.tokens, _FIRST_CAPACITY)
             stored = self._moved(stored, room)
-        quantiser = self._quantiser
-        for x, levels, edges, sketch, to in (
-            (keys, quantiser.levels, quantiser.edges, quantiser.sketch, stored.keys),
-            (values, quantiser.v_levels, quantiser.v_edges, quantiser.no_sketch, stored.values),
-        ):
-            kind = kind_of_dtype(x.dtype)
-            assert kind is not None
-            self._target.ops.encode_rows(
-                self._target.words(x), kind.name, quantiser.rotation, edges, levels, sketch,
-                *to.arrays(), stored.end,
-            )  # fmt: skip
+        self._encode(keys, values, stored.keys, stored.values, stored.end)
         self._stored = Stored(stored.keys, stored.values, stored.begin, stored.end + tokens)
+
+    # -- reading
 
     def _decode(self, which: Side) -> Array:
         """All ``"keys"`` or ``"values"`` ``(num_heads, len, head_dim)``."""
-        stored = self._stored
-        encoded: Encoded = getattr(stored, which)
-        heads, dim = (int(n) for n in self._quantiser.rotation.shape[:2])
-        out = self._target.empty((heads, stored.tokens, dim), np.float32)
-        quantiser = self._quantiser
-        levels = quantiser.levels if which == "keys" else quantiser.v_levels
-        if stored.tokens:
-            self._target.ops.decode_rows(
-                encoded.codes, encoded.scales, stored.begin, levels, quantiser.back, out
-            )
-        return out
-
-    def _options(self, sm_scale: Any, logits_soft_cap: Any, window_left: Any) -> CodesOptions:
-        """What is asked of scores, checked; see `numkv.decode_attention`."""
-        given = check_scale(sm_scale)
-        scale = 1 / math.sqrt(self._config.head_dim) if given is None else given
-        return CodesOptions(
-            scale, check_soft_cap(logits_soft_cap, given), check_window(window_left)
-        )
-
-    def _by_query(self, name: str, x: Any, shape: Shape) -> tuple[Array, bool]:
-        """Queries ``(num_queries, num_q_heads, …)`` of an array with that axis, or without; whether it has it."""
-        several = len(getattr(x, "shape", ())) > len(shape)
-        x = self._vectors(name, x, ("num_queries", *shape) if several else shape)
-        if len(shape) == 1:  # of one head
-            x = self._target.one_head(x) if several else x.reshape((1, 1, int(x.shape[0])))
-        elif not several:
-            x = self._target.token_major(self._target.one_head(x))
-        return x, several
-
-    def _query(self, name: str, x: Array, check_finite: bool) -> tuple[Array, str]:
-        if check_flag("check_finite", check_finite, True):
-            self._check_finite(name, x)
-        kind = kind_of_dtype(x.dtype)
-        assert kind is not None
-        return self._target.words(x), kind.name
-
-    def _read(self, name: str, queries: Array) -> tuple[StoredCodes, int]:
-        """What these queries read, and how many tokens that is."""
-        stored, count = self._stored, int(queries.shape[0])
-        if count > max(stored.tokens, 1):
-            raise DimensionMismatch(
-                f"`{name}`: expected queries of the newest tokens, of which there are {stored.tokens}, got {count}; "
-                "append the tokens first",
-                expected=stored.tokens,
-                actual=count,
-            )
-        values = stored.values
-        codes = (*stored.keys.arrays(), values.codes, values.scales)
-        return StoredCodes(*codes, stored.begin, stored.end), stored.tokens
+        return self._decode_rows(which, self._stored)
 
     def _scores(
         self, name: str, queries: Array, options: CodesOptions, check_finite: bool
     ) -> Array:
         """Scores ``(num_queries, num_q_heads, len)`` of queries ``(num_queries, num_q_heads, …)``."""
-        q, q_kind = self._query(name, queries, check_finite)
-        if not self._stored.tokens and int(q.shape[0]) == 1:  # whatever the length of the query
-            return self._target.empty((1, self._num_q_heads, 0), np.float32)
-        self._check_length(name, queries)
-        stored, tokens = self._read(name, queries)
-        out = self._target.empty((int(q.shape[0]), self._num_q_heads, tokens), np.float32)
-        if tokens and int(q.shape[0]):
-            self._target.ops.score_codes(q, q_kind, self._quantiser.book, stored, options, out)
-        return out
+        return self._scores_of(name, queries, options, check_finite, self._stored)
 
     def _attend(
-        self,
-        name: str,
-        queries: Array,
-        options: CodesOptions,
-        return_lse: bool | None,
-        check_finite: bool,
-    ) -> tuple[Array, Array]:
+        self, name: str, queries: Array, options: CodesOptions, return_lse: bool | None, check_finite: bool
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Outputs of queries ``(num_queries, num_q_heads, head_dim)``, and lse, which is empty where nobody asks."""
         return_lse = check_flag("return_lse", return_lse)
         q, q_kind = self._query(name, queries, check_finite)
         self._check_length(name, queries)
-        stored, tokens = self._read(name, queries)
-        shape = (int(q.shape[0]), self._num_q_heads)
-        of_lse = shape if return_lse else (0, 0)
-        if not tokens:
-            nothing = self._target.asarray(np.full(of_lse, -np.inf, np.float32))
-            return self._target.zeros((*shape, self._config.head_dim), np.float32), nothing
-        out = self._target.empty((*shape, self._config.head_dim), np.float32)
-        lse = self._target.empty(of_lse, np.float32)
-        if shape[0]:
-            self._target.ops.attend_codes(
-                q, q_kind, self._quantiser.book, stored, options, out, lse
-            )
-        return out, lse
+        codes, tokens = self._read(name, queries, self._stored)
+        return self._attended(q, q_kind, codes if tokens else None, options, return_lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any, Self
@@ -78,7 +79,7 @@ class Quantiser:
             *of_values,
         )
 
-    @property
+    @functools.cached_property
     def book(self) -> Codebook:
         """What codes mean, as kernels take it."""
         return Codebook(self.rotation, self.back, self.levels, self.v_levels, self.sketch)

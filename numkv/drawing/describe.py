@@ -294,18 +294,34 @@ def _strip_of_books(layers: list[Any]) -> Strip:
 # ---------------------------------------------------------------- compressed heads
 
 
-def _compressor(compressor: Any) -> Picture:
-    tokens, room = len(compressor), max(compressor.capacity, len(compressor))
+def _facts_of_codes(compressor: Any) -> list[str]:
     bits, v_bits = compressor.config.bits, compressor.config.v_bits
-    facts = [
+    return [
         f"{bits} bits" if v_bits is None else f"{bits} bits, values {v_bits}",
         f"{plural(compressor.num_kv_heads, 'kv head')} of {compressor.head_dim}",
         str(compressor.target),
         format_bytes(compressor.nbytes),
     ]
+
+
+def _compressor(compressor: Any) -> Picture:
+    tokens, room = len(compressor), max(compressor.capacity, len(compressor))
     runs = [(tokens, State.FULL, ""), (room - tokens, State.FREE, "")]
     strip = Strip(f"tokens: {tokens:,} of {room:,}, grows", runs)
-    return Picture(type(compressor).__name__, facts, [strip])
+    return Picture(type(compressor).__name__, _facts_of_codes(compressor), [strip])
+
+
+def _paged_compressor(compressor: Any) -> Picture:
+    stored, size = compressor._stored, compressor.block_size
+    states = np.minimum(stored.references(), 2).astype(np.int64)
+    lines = []
+    for seq, (blocks, length) in stored.sequences.items():
+        if length % size and states[blocks[-1]] == 1:
+            states[blocks[-1]] = 3
+        said = f"{plural(length, 'token')}, blocks {in_short(blocks.tolist()) or 'none'}"
+        lines.append((str(seq), said))
+    strip = _block_strip(states, size)
+    return Picture(type(compressor).__name__, _facts_of_codes(compressor), [strip], lines)
 
 
 _LOOKS: dict[str, Callable[[Any], Picture]] = {
@@ -320,4 +336,5 @@ _LOOKS: dict[str, Callable[[Any], Picture]] = {
     "WrapperCache": _wrapper,
     "NumkvCache": _for_transformers,
     "Compressor": _compressor,
+    "PagedCompressor": _paged_compressor,
 }

@@ -51,7 +51,8 @@ def save(
     path : path-like
         The file.
     cache : KVCache, ContiguousLayer, PagedLayer, PagedKVCache, CausalCache, SlidingWindowCache, ChunkedCache, \
-EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, SwappedSequence or sequence of SwappedSequence
+EncoderCache, WrapperCache, HeadCompressor, MultiHeadCompressor, PagedCompressor, SwappedSequence or sequence of \
+SwappedSequence
         What is saved; it does not change. Of a `PagedKVCache` the sequences are saved, not the prefixes of removed
         ones, and not pins. Of a multi-sequence cache its cells are saved, not the pass that has begun.
     mark : str or mapping, optional

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from numkv.arrays import Array
 
-__all__ = ["Codebook", "CodesOptions", "OperationsOfCodes", "StoredCodes"]
+__all__ = ["Codebook", "CodesOptions", "OperationsOfCodes", "Sequences", "StoredCodes"]
 
 
 class Codebook(NamedTuple):
@@ -29,8 +31,32 @@ class Codebook(NamedTuple):
     sketch: Array
 
 
+class Sequences(NamedTuple):
+    """Several sequences whose tokens lie in blocks: token t of one in its block ``t // block_size``. On the host.
+
+    Attributes
+    ----------
+    lengths : int64 array (num_seqs,)
+        Tokens of each.
+    query_lens : int64 array (num_seqs,)
+        Queries of each, those of its newest tokens.
+    blocks : int64 array
+        The blocks of all, one sequence after the other; block b has the tokens from ``b * block_size`` of the buffers.
+    starts : int64 array (num_seqs,)
+        Where each sequence's blocks start.
+    block_size : int
+        Tokens of a block: a multiple of 128.
+    """
+
+    lengths: np.ndarray[Any, np.dtype[np.int64]]
+    query_lens: np.ndarray[Any, np.dtype[np.int64]]
+    blocks: np.ndarray[Any, np.dtype[np.int64]]
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    block_size: int
+
+
 class StoredCodes(NamedTuple):
-    """Encoded keys and values of a sequence; see `OperationsOfCodes.encode_rows`.
+    """Encoded keys and values of a sequence, or of several; see `OperationsOfCodes.encode_rows`.
 
     Attributes
     ----------
@@ -39,7 +65,9 @@ class StoredCodes(NamedTuple):
     v_codes, v_scales
         Values, which have no sketch.
     begin, end : int
-        The tokens, at least one.
+        The tokens of one sequence, at least one.
+    sequences : Sequences, optional
+        Which tokens instead, for attention.
     """
 
     k_codes: Array
@@ -50,6 +78,7 @@ class StoredCodes(NamedTuple):
     v_scales: Array
     begin: int
     end: int
+    sequences: Sequences | None = None
 
 
 class CodesOptions(NamedTuple):
@@ -83,7 +112,8 @@ class OperationsOfCodes:
         ----------
         q : array (num_queries, num_q_heads, head_dim)
             Queries of the newest tokens, at most as many as are stored, in the words of `q_kind`; several q heads in a
-            row share a head of the codes.
+            row share a head of the codes. Those of several sequences come one sequence after the other; one of a
+            sequence without tokens gets zeros, and -inf.
         q_kind : str
             Their kind.
         book : Codebook
@@ -135,6 +165,7 @@ class OperationsOfCodes:
         signs: Array,
         residuals: Array,
         start: int,
+        slots: Array | None = None,
     ) -> None:
         """Encode rows of several heads.
 
@@ -159,7 +190,9 @@ class OperationsOfCodes:
         residuals : float32 array (num_heads, capacity)
             Takes the norms of what the codes leave over; not looked at without a sketch.
         start : int
-            Where the first token goes.
+            Where the first token goes, and the others behind it.
+        slots : int64 array (num_tokens,), optional
+            Where each token goes instead.
         """
         raise NotImplementedError
 

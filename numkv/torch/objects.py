@@ -18,8 +18,8 @@ from numkv.torch.tensors import counterparts, on_tensors, tensors_of
 
 __all__ = [
     "AttentionTally", "CausalCache", "ChunkedCache", "ContiguousLayer", "EncoderCache", "HeadCompressor",
-    "KVCache", "MultiHeadCompressor", "PagedKVCache", "PagedLayer", "PagedPool", "SlidingWindowCache", "Step",
-    "WrapperCache",
+    "KVCache", "MultiHeadCompressor", "PagedCompressor", "PagedKVCache", "PagedLayer", "PagedPool",
+    "SlidingWindowCache", "Step", "WrapperCache",
 ]  # fmt: skip
 
 # For kernels, and for numkv's own books.
@@ -112,6 +112,11 @@ class KVCache(numkv.KVCache):
 @_on_tensors
 class MultiHeadCompressor(numkv.MultiHeadCompressor):
     """`numkv.MultiHeadCompressor` on tensors."""
+
+
+@_on_tensors
+class PagedCompressor(numkv.PagedCompressor):
+    """`numkv.PagedCompressor` on tensors."""
 
 
 @_on_tensors

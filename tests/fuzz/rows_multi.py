@@ -328,6 +328,112 @@ Compressors.rows = [
 ]
 
 
+class PagedCodes(Compressors):
+    """A `PagedCompressor`."""
+
+    def __init__(self, rng) -> None:
+        Single.__init__(self, rng)
+        d = self.d
+        self.dim = self.dim_v = d.choice([4, 8])
+        config = numkv.CompressorConfig(self.dim, 4, d.choice([None, 4]), 1, d.choice([None, 3]))
+        self.key, self.seq = "PagedCompressor", 0
+        made = [numkv.PagedCompressor(self.heads, config, num_q_heads=self.q_heads) for _ in "ab"]
+        self.queries = (self.q_heads,)
+        self.objects[self.key] = Pair(*made)
+
+    def check(self, side: int) -> None:
+        self.objects[self.key][side].check()
+
+    def length(self) -> int:
+        cache = self.objects[self.key].a
+        return cache.length(self.seq) if self.seq in cache.sequences else 0
+
+
+def _code_seq(d: Draw) -> int:
+    d.scene.seq = d.choice(list(d.scene.objects["PagedCompressor"].a.sequences) or [0])
+    return d.scene.seq
+
+
+def _code_sequences(d: Draw) -> list[int]:
+    known = list(d.scene.objects["PagedCompressor"].a.sequences)
+    return d.rng.sample(known, min(len(known), d.choice([0, 1, 1, 2, 3])))
+
+
+def _code_counts(most: int, d: Draw) -> object:
+    """Numbers of tokens or of queries, as many as there are tokens at most."""
+    cache = d.scene.objects["PagedCompressor"].a
+    counts = [d.randrange(most + 1) for _ in d.given["sequences"]]
+    if most == 3:
+        lengths = [cache.length(seq) for seq in d.given["sequences"]]
+        counts = [min(n, max(1, length)) for n, length in zip(counts, lengths, strict=True)]
+    d.n = sum(counts)
+    return np.array(counts, np.int64)
+
+
+def _of_counts(heads: str) -> Arg:
+    return Arg("floats", lambda d: d.floats((d.n, getattr(d.scene, heads), d.scene.dim)))
+
+
+SEQ_OF_CODES = {"seq": Arg("int", _code_seq)}
+SEQS_OF_CODES = Arg("iterable", _code_sequences)
+PagedCodes.rows = [
+    Row("PagedCompressor.add", {}, "PagedCompressor", weight=1.5),
+    Row("PagedCompressor.fork", SEQ_OF_CODES, "PagedCompressor", weight=0.7),
+    Row("PagedCompressor.remove", SEQ_OF_CODES, "PagedCompressor", weight=0.3),
+    Row("PagedCompressor.length", SEQ_OF_CODES, "PagedCompressor", weight=0.3),
+    Row(
+        "PagedCompressor.truncate",
+        {**SEQ_OF_CODES, "length": LENGTH},
+        "PagedCompressor",
+        weight=0.5,
+    ),
+    Row(
+        "PagedCompressor.extend",
+        {
+            "sequences": SEQS_OF_CODES,
+            "new_lens": Arg("integers", lambda d: _code_counts(d.choice([1, 5, 140]), d)),
+            "keys": _of_counts("heads"),
+            "values": _of_counts("heads"),
+            **FINITE,
+        },
+        "PagedCompressor",
+        weight=3,
+    ),
+    Row(
+        "PagedCompressor.attend",
+        {
+            "sequences": SEQS_OF_CODES,
+            "query_lens": Arg("integers", lambda d: _code_counts(3, d)),
+            "queries": _of_counts("q_heads"),
+            "return_lse": FLAG,
+            **OF_SCORES,
+        },
+        "PagedCompressor",
+        weight=3,
+    ),
+    Row(
+        "PagedCompressor.attention_scores",
+        {**SEQ_OF_CODES, "queries": QUERY, **OF_SCORES},
+        "PagedCompressor",
+    ),
+    *(
+        Row(f"PagedCompressor.{name}", SEQ_OF_CODES, "PagedCompressor", weight=0.4)
+        for name in ("decode_keys", "decode_values", "key_codes", "value_codes")
+    ),
+    Row(
+        "PagedCompressor",
+        {
+            "num_heads": integer(1, 2, "size"),
+            "config": CODES,
+            "num_q_heads": Arg("size", lambda d: 2 * d.given.get("num_heads", 1)),
+            "target": TARGET,
+        },
+        call=constructed,
+        weight=0.2,
+    ),
+]
+
+
 class Tally(Single):
     """An `AttentionTally`, and a `RopeShift`."""
 
@@ -358,4 +464,4 @@ Tally.rows = [
     Row("AttentionTally", {"num_kv_heads": integer(1, 3, "size")}, call=constructed),
 ]
 
-SCENES = [(6, Cells), (2, Compressors), (0.3, Tally)]
+SCENES = [(6, Cells), (2, Compressors), (1.5, PagedCodes), (0.3, Tally)]

@@ -25,8 +25,8 @@ def unit(rng, n, dim):
 
 def stored(compressor, host):
     """All that is stored, as bytes."""
-    live = slice(compressor._begin, compressor._end)
-    buffers = (*compressor._keys.arrays(), *compressor._values.arrays())
+    live = slice(compressor._stored.begin, compressor._stored.end)
+    buffers = (*compressor._stored.keys.arrays(), *compressor._stored.values.arrays())
     return [host(x)[:, live].tobytes() for x in buffers]
 
 
@@ -124,8 +124,8 @@ def test_every_head_has_its_own_numbers(target, to, host, rng):
     for seed in (0, 1, 2):
         cache = MultiHeadCompressor(3, CompressorConfig(8, 8, 16, seed), target=target)
         cache.extend(to(x), to(x))
-        seen += [tuple(h.ravel()) for h in host(cache._keys.codes)]
-        seen += [tuple(h.ravel()) for h in host(cache._keys.signs)]
+        seen += [tuple(h.ravel()) for h in host(cache._stored.keys.codes)]
+        seen += [tuple(h.ravel()) for h in host(cache._stored.keys.signs)]
     assert len(set(seen)) == len(seen)
 
 

@@ -12,8 +12,8 @@ CONFIG = CompressorConfig(8, 4, 16, 42)
 
 def stored(compressor, host):
     """All that is stored, as bytes."""
-    live = slice(compressor._begin, compressor._end)
-    buffers = (*compressor._keys.arrays(), *compressor._values.arrays())
+    live = slice(compressor._stored.begin, compressor._stored.end)
+    buffers = (*compressor._stored.keys.arrays(), *compressor._stored.values.arrays())
     return [host(x)[:, live].tobytes() for x in buffers]
 
 
@@ -349,7 +349,7 @@ def test_check_finds_what_is_wrong(target, to):
     with pytest.raises(numkv.NumkvError, match=r"lie in \[0, 17\)"):
         cache.check()
     cache = filled()
-    cache._stored = cache._stored._replace(values=cache._keys)
+    cache._stored = cache._stored._replace(values=cache._stored.keys)
     with pytest.raises(numkv.NumkvError, match="buffers of values"):
         cache.check()
     cache = filled()

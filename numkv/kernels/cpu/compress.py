@@ -15,7 +15,8 @@ unit vector, the sum over i of ``|e| sign(g_i . e) (g_i . R q) / (m u)`` has the
 Queries are rotated once. Scores are sums of levels times ``R q``, looked up in registers; attention adds weighted
 levels up and rotates the sum back at the end. No decoded row is ever written. In a long cache each head's tokens are
 split, at multiples of `SPLIT` tokens from the first, and the parts are merged in order; those before any query's window
-are left out. Query rows of one kv head stand together, query by query, so that they share what is looked up.
+are left out. Query rows of one kv head stand together, query by query, so that they share what is looked up. Several
+sequences are done in one launch (`numkv.rows.sequences`), each as it would be alone.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from numkv.kernels.cpu.vectors.launch import next_item, on_threads
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
 from numkv.kernels.operations_of_codes import Codebook
+from numkv.kernels.plan_of_codes import NOTHING, Limits, rounds
 from numkv.rows.codes import code_at, packed_byte, refined
 from numkv.rows.convert import codec
+from numkv.rows.sequences import BY_ITEM, BY_QUERY, WIDTH, sequence_at, slot_at
 from numkv.rows.softmax import finish, power_of_2
 from numkv.rows.visible import oldest_visible
 
@@ -65,6 +68,8 @@ SERIAL_WORK = 2_000_000
 LARGEST = float(np.finfo(np.float32).max)
 # The levels of a code of one bit: a sign.
 SIGNS = np.array([-1.0, 1.0], np.float32)
+# What stands for a sketch of queries, and for an lse, that nobody asks for.
+NO_ROWS = np.empty((0, 0), np.float32)
 
 _f32, _i64, _u8 = types.float32, types.int64, types.uint8
 
@@ -88,12 +93,13 @@ def make_encode(SRC):
     BLOCK, TOP = ROWS, LARGEST
 
     def kernel(
-        rows, rotation, edges, levels, bits, sketch, codes, scales, signs, residuals, start,
+        rows, rotation, edges, levels, span, sketch, codes, scales, signs, residuals, slots,
         counter, launch, worker, workers,
     ):  # fmt: skip
         if launch != 0:
             on_threads(launch, workers)
             return
+        bits, start = span
         num_tokens, num_heads, dim = rows.shape
         projections = sketch.shape[2]
         blocks = (num_tokens + BLOCK - 1) // BLOCK
@@ -119,7 +125,7 @@ def make_encode(SRC):
                     x[r, d] = np.float32(np.float64(load(source[d])) * inverse)
             _multiply(x, count, rotation, h, z)
             for r in range(count):
-                t = start + t0 + r
+                t = start + t0 + r if len(slots) == 0 else slots[t0 + r]
                 dot, square = np.float64(0), np.float64(0)
                 rotated = row_of(z, (np.int64(r),))
                 for d in range(dim):
@@ -147,36 +153,56 @@ def make_encode(SRC):
                 for r in range(count):
                     for i in range(projections):
                         chosen[i] = np.int64(products[r, i] >= 0)
+                    t = start + t0 + r if len(slots) == 0 else slots[t0 + r]
                     for i in range(signs.shape[2]):
-                        byte = packed_byte(chosen, 0, projections, 1, i)
-                        signs[h, start + t0 + r, i] = byte
+                        signs[h, t, i] = packed_byte(chosen, 0, projections, 1, i)
 
     return kernel
 
 
-def make_decode():
-    """The kernel that decodes codes into rows."""
+def _on_rows(fill):
+    """The loop of a kernel that multiplies rows with the matrix of their head; `fill` puts a row down."""
     BLOCK = ROWS
+
+    @register_jitable
+    def loop(source, matrix, of_head, out, counter):
+        num_heads, dim, columns = matrix.shape
+        blocks = (of_head + BLOCK - 1) // BLOCK
+        x = np.empty((BLOCK, dim), np.float32)
+        while True:
+            item = next_item(counter)
+            if item >= blocks * num_heads:
+                break
+            h, first = item % num_heads, item // num_heads * BLOCK
+            count = min(BLOCK, of_head - first)
+            for r in range(count):
+                fill(source, h, first + r, row_of(x, (np.int64(r),)))
+            at = h * of_head + first
+            _multiply(x, count, matrix, h, out[at : at + count, :columns])
+            out[at : at + count, columns:] = np.float32(0)
+
+    return loop
+
+
+def make_decode():
+    """The kernel that decodes codes into rows, by head."""
+
+    @register_jitable
+    def fill(source, h, t, line):
+        codes, scales, begin, levels, bits = source
+        row = row_of(codes, (h, np.int64(begin + t)))
+        scale = scales[h, begin + t]
+        for d in range(len(line)):
+            line[d] = scale * levels[code_at(row, 0, bits, d)]
+
+    multiply_rows = _on_rows(fill)
 
     def kernel(codes, scales, begin, levels, bits, back, out, counter, launch, worker, workers):
         if launch != 0:
             on_threads(launch, workers)
             return
-        num_heads, num_tokens, dim = out.shape
-        blocks = (num_tokens + BLOCK - 1) // BLOCK
-        z = np.empty((BLOCK, dim), np.float32)
-        while True:
-            item = next_item(counter)
-            if item >= blocks * num_heads:
-                break
-            h, t0 = item % num_heads, item // num_heads * BLOCK
-            count = min(BLOCK, num_tokens - t0)
-            for r in range(count):
-                row = row_of(codes, (h, begin + t0 + r))
-                scale = scales[h, begin + t0 + r]
-                for d in range(dim):
-                    z[r, d] = scale * levels[code_at(row, 0, bits, d)]
-            _multiply(z, count, back, h, out[h, t0 : t0 + count])
+        source = (codes, scales, begin, levels, bits)
+        multiply_rows(source, back, len(out) // len(back), out, counter)
 
     return kernel
 
@@ -188,32 +214,22 @@ def make_multiply(SRC):
     zeros.
     """
     load, _ = codec(SRC)
-    BLOCK = ROWS
+
+    @register_jitable
+    def fill(source, h, row, line):
+        rows, group, factor = source
+        found = row_of(rows, (np.int64(row // group), np.int64(h * group + row % group)))
+        for d in range(len(line)):
+            line[d] = factor * load(found[d])
+
+    multiply_rows = _on_rows(fill)
 
     def kernel(rows, matrix, factor, out, counter, launch, worker, workers):
         if launch != 0:
             on_threads(launch, workers)
             return
-        num_heads, dim, columns = matrix.shape
-        group = rows.shape[1] // num_heads
-        of_head = rows.shape[0] * group
-        blocks = (of_head + BLOCK - 1) // BLOCK
-        x = np.empty((BLOCK, dim), np.float32)
-        while True:
-            item = next_item(counter)
-            if item >= blocks * num_heads:
-                break
-            h, first = item % num_heads, item // num_heads * BLOCK
-            count = min(BLOCK, of_head - first)
-            for r in range(count):
-                query, of_group = (first + r) // group, (first + r) % group
-                source = row_of(rows, (np.int64(query), np.int64(h * group + of_group)))
-                line = row_of(x, (np.int64(r),))
-                for d in range(dim):
-                    line[d] = factor * load(source[d])
-            at = h * of_head + first
-            _multiply(x, count, matrix, h, out[at : at + count, :columns])
-            out[at : at + count, columns:] = np.float32(0)
+        group = rows.shape[1] // len(matrix)
+        multiply_rows((rows, group, factor), matrix, rows.shape[0] * group, out, counter)
 
     return kernel
 
@@ -249,27 +265,23 @@ def _make_accumulate(bits):
 def make_attend(BITS, V_BITS):
     """The kernel of scores and of attention on keys' codes of `BITS` bits, values' of `V_BITS`.
 
-    Without `parts`, scores go to `scores`; with them, there is one for each split, and what they get is to be merged.
-    Tokens are counted from `begin`, the first of `length`; splits begin at `start`.
+    It ``attends``, and `out` gets the parts of each kv head, for each query row one of each split, to be merged; or
+    `out` gets scores, of one sequence.
     """
     LENGTH, LANES, BLOCK, BASE_E = SPLIT, CODE_LANES, QUERY_ROWS, np.float32(LN_2)
     score, score_signs, accumulate = _make_scores(BITS), _make_scores(1), _make_accumulate(V_BITS)
     soft_cap = make_soft_cap("float32")
 
     def kernel(
-        q, q_sketch, span, cap, levels, v_levels, sign_levels, k_codes, k_scales, signs, residuals,
-        v_codes, v_scales, scores, parts, counter, launch, worker, workers,
+        q, q_sketch, span, plan, cap, levels, v_levels, sign_levels, k_codes, k_scales, signs,
+        residuals, v_codes, v_scales, out, counter, launch, worker, workers,
     ):  # fmt: skip
         if launch != 0:
             on_threads(launch, workers)
             return
-        dim, projections, begin, start, length, num_queries, window_left = span
+        dim, projections, attends, window_left, group, items, num_seqs, block_size = span[:SPAN]
         num_heads = len(k_codes)
         of_head = len(q) // num_heads
-        group = of_head // num_queries
-        attends = len(parts) > 0
-        splits = (length - start + LENGTH - 1) // LENGTH
-        blocks = (of_head + BLOCK - 1) // BLOCK
         step, sketch_step = q.shape[1], q_sketch.shape[1]
         width, v_width, sign_width = k_codes.shape[2], v_codes.shape[2], signs.shape[2]
         pad = (dim + LANES - 1) // LANES * LANES
@@ -287,24 +299,29 @@ def make_attend(BITS, V_BITS):
         highs = np.empty(BLOCK, np.int64)
         while True:
             item = next_item(counter)
-            if item >= splits * blocks * num_heads:
+            if item >= items * num_heads:
                 break
             g, inner = item % num_heads, item // num_heads
+            item0, query0, part0, table, start, length, num_queries = sequence_at(
+                plan, num_seqs, span[SPAN:], BY_ITEM, inner
+            )
+            splits, inner = (length - start + LENGTH - 1) // LENGTH, inner - item0
             split, row0 = inner % splits, inner // splits * BLOCK
-            rows = min(BLOCK, of_head - row0)
+            rows = min(BLOCK, num_queries * group - row0)
+            q_row0 = g * of_head + query0 * group + row0
             for r in range(rows):
                 position = length - num_queries + (row0 + r) // group
                 lows[r], highs[r] = oldest_visible(position, window_left), position + 1
             first = start + split * LENGTH
             last = min(first + LENGTH, length)
-            if attends:  # whole tiles that no row sees are left out
+            if attends != 0:  # whole tiles that no row sees are left out
                 last = min(last, highs[rows - 1])
                 first += max(np.int64(0), lows[0] - first) // KV_TILE * KV_TILE
             sums[:] = np.float32(0)
             maxima[:] = np.float32(-np.inf)
             totals[:] = np.float32(0)
             for t in range(first, last, KV_TILE):
-                count, token = min(KV_TILE, last - t), begin + t
+                count, token = min(KV_TILE, last - t), slot_at(plan, table, block_size, t)
                 keys = CodeRows(
                     k_bytes, (g * k_codes.shape[1] + token) * width, width, count, dim, code_levels
                 )
@@ -318,7 +335,7 @@ def make_attend(BITS, V_BITS):
                 r = np.int64(0)
                 while r < rows:
                     at_once = 4 if rows - r >= 4 else 1
-                    row = g * of_head + row0 + r
+                    row = q_row0 + r
                     score(q, row * step, step, keys, at_once, s)
                     if projections > 0:
                         score_signs(
@@ -338,7 +355,7 @@ def make_attend(BITS, V_BITS):
                         at = i * KV_TILE
                         low = min(max(lows[r + i] - t, np.int64(0)), np.int64(KV_TILE))
                         high = max(low, min(highs[r + i] - t, count))
-                        if attends:
+                        if attends != 0:
                             maximum, shrink, total = online_softmax_row(
                                 s, at, low, high, maxima[r + i]
                             )
@@ -353,35 +370,36 @@ def make_attend(BITS, V_BITS):
                                     s[at + j] *= v_scales[g, token + j]
                         else:
                             query, of_group = (row0 + r + i) // group, (row0 + r + i) % group
-                            line = row_of(scores, (np.int64(query), np.int64(g * group + of_group)))
+                            line = row_of(out, (np.int64(query), np.int64(g * group + of_group)))
                             factor = BASE_E if cap > 0 else np.float32(1)
                             line[t : t + count] = np.float32(-np.inf)
                             for j in range(low, high):
                                 line[t + j] = s[at + j] * factor
-                    if attends:
+                    if attends != 0:
                         accumulate(s, values, at_once, sums, r * pad, pad, rescale)
                     r += at_once
-            if attends:
+            if attends != 0:
                 for r in range(rows):
-                    row = g * of_head + row0 + r
+                    part = row_of(out, (g, np.int64(part0 + (row0 + r) * splits + split)))
                     for d in range(dim):
-                        parts[row, split, d] = sums[r * pad + d]
-                    parts[row, split, dim] = maxima[r]
-                    parts[row, split, dim + 1] = totals[r]
+                        part[d] = sums[r * pad + d]
+                    part[dim] = maxima[r]
+                    part[dim + 1] = totals[r]
 
     return kernel
 
 
 def make_finish():
     """The kernel that merges splits in order, and rotates the result back."""
-    BLOCK, BASE_2 = ROWS, np.float32(LN_2)
+    LENGTH, BLOCK, BASE_2 = SPLIT, ROWS, np.float32(LN_2)
 
-    def kernel(parts, back, out, lse, counter, launch, worker, workers):
+    def kernel(parts, span, plan, back, out, lse, counter, launch, worker, workers):
         if launch != 0:
             on_threads(launch, workers)
             return
-        num_heads, splits, dim = len(back), parts.shape[1], out.shape[2]
-        of_head, group = len(parts) // num_heads, out.shape[1] // num_heads
+        num_heads, dim, num_seqs = len(back), out.shape[2], span[0]
+        group = out.shape[1] // num_heads
+        of_head = len(out) * group
         blocks = (of_head + BLOCK - 1) // BLOCK
         z = np.empty((BLOCK, dim), np.float32)
         turned = np.empty((BLOCK, dim), np.float32)
@@ -393,22 +411,26 @@ def make_finish():
             count = min(BLOCK, of_head - first)
             z[:] = np.float32(0)
             for r in range(count):
-                row, line = h * of_head + first + r, row_of(z, (np.int64(r),))
+                line, query = row_of(z, (np.int64(r),)), (first + r) // group
+                _, query0, part0, _, start, length, _ = sequence_at(
+                    plan, num_seqs, span[1:], BY_QUERY, query
+                )
+                splits = (length - start + LENGTH - 1) // LENGTH
+                at = part0 + (first + r - query0 * group) * splits
                 top, total = np.float32(-np.inf), np.float32(0)
-                for split in range(splits):
-                    top = max(top, parts[row, split, dim])
-                for split in range(splits):
-                    weight = np.float32(power_of_2(parts[row, split, dim], top))
-                    total += weight * parts[row, split, dim + 1]
-                    part = row_of(parts, (np.int64(row), np.int64(split)))
+                for i in range(at, at + splits):
+                    top = max(top, parts[h, i, dim])
+                for i in range(at, at + splits):
+                    part = row_of(parts, (h, np.int64(i)))
+                    weight = np.float32(power_of_2(part[dim], top))
+                    total += weight * part[dim + 1]
                     for d in range(dim):
                         line[d] += weight * part[d]
                 factor, found = finish(top, total, np.float32(-np.inf), BASE_2)
                 for d in range(dim):
                     line[d] *= np.float32(factor)
                 if len(lse) > 0:
-                    query, of_group = (first + r) // group, (first + r) % group
-                    lse[query, h * group + of_group] = found
+                    lse[query, h * group + (first + r) % group] = found
             _multiply(z, count, back, h, turned)
             for r in range(count):
                 query, of_group = (first + r) // group, (first + r) % group
@@ -429,13 +451,15 @@ _STORED = (_c(_u8, 3), _c(_f32, 2), _c(_u8, 3), _c(_f32, 2))
 _MATRIX, _LEVELS, _COUNTER = _c(_f32, 3), _c(_f32, 1), _c(_i64, 1)
 # What sums may be contracted to: an fma. Their order stays.
 _CONTRACT = {"contract"}
+# Numbers of a call that stand before those of its one sequence; see `make_attend`.
+SPAN = 8
 
 
 @functools.cache
 def _encode(kind: str) -> Any:
     signature = (
-        array(WORDS[kind], 3), _MATRIX, _LEVELS, _LEVELS, _i64, _MATRIX, *_STORED, _i64, _COUNTER,
-        *ON_THREADS,
+        array(WORDS[kind], 3), _MATRIX, _LEVELS, _LEVELS, types.UniTuple(_i64, 2), _MATRIX, *_STORED,
+        _c(_i64, 1), _COUNTER, *ON_THREADS,
     )  # fmt: skip
     label = f"encode_rows, {kind}"
     return build(make_encode, signature, args=(kind,), label=label, fastmath=_CONTRACT)
@@ -444,7 +468,7 @@ def _encode(kind: str) -> Any:
 @functools.cache
 def _decode() -> Any:
     signature = (
-        *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 3), _COUNTER, *ON_THREADS,
+        *_STORED[:2], _i64, _LEVELS, _i64, _MATRIX, _c(_f32, 2), _COUNTER, *ON_THREADS,
     )  # fmt: skip
     return build(make_decode, signature, args=(), label="decode_rows", fastmath=_CONTRACT
     )  # fmt: skip
@@ -465,8 +489,8 @@ def _multiply_rows(kind: str) -> Any:
 @functools.cache
 def _attend(bits: int, v_bits: int) -> Any:
     signature = (
-        _c(_f32, 2), _c(_f32, 2), types.UniTuple(_i64, 7), _f32, _LEVELS, _LEVELS, _LEVELS, *_STORED,
-        *_STORED[:2], _c(_f32, 3), _c(_f32, 3), _COUNTER, *ON_THREADS,
+        _c(_f32, 2), _c(_f32, 2), types.UniTuple(_i64, SPAN + WIDTH), _c(_i64, 1), _f32, _LEVELS,
+        _LEVELS, _LEVELS, *_STORED, *_STORED[:2], _c(_f32, 3), _COUNTER, *ON_THREADS,
     )  # fmt: skip
     label = f"attend_codes, {bits} bits" + ("" if bits == v_bits else f" and {v_bits}")
     return build(make_attend, signature, args=(bits, v_bits), label=label)
@@ -474,7 +498,10 @@ def _attend(bits: int, v_bits: int) -> Any:
 
 @functools.cache
 def _finish() -> Any:
-    signature = (_c(_f32, 3), _MATRIX, _c(_f32, 3), _c(_f32, 2), _COUNTER, *ON_THREADS)
+    signature = (
+        _c(_f32, 3), types.UniTuple(_i64, 1 + WIDTH), _c(_i64, 1), _MATRIX, _c(_f32, 3), _c(_f32, 2),
+        _COUNTER, *ON_THREADS,
+    )  # fmt: skip
     return build(
         make_finish, signature, args=(), label="finish of attend_codes", fastmath=_CONTRACT
     )
@@ -494,67 +521,79 @@ def _rotated(q: Any, q_kind: str, book: Codebook, scale: float) -> tuple[Any, An
     """Queries rotated and scaled, and their products with the sketch, by kv head, in rows padded to whole vectors."""
     dim, projections = book.sketch.shape[1:]
     rows = q.shape[0] * q.shape[1]
-
-    def padded(width: int) -> Any:
-        return np.empty((rows, -(-width // CODE_LANES) * CODE_LANES), np.float32)
-
-    rotated, sketched = padded(dim), padded(projections)
+    rotated = np.empty((rows, -(-dim // CODE_LANES) * CODE_LANES), np.float32)
     _run(_multiply_rows(q_kind), rows * dim * dim, q, book.rotation, scale, rotated)
-    if projections:
-        by_head = rotated[None, :, :dim]
-        work = rows * dim * projections
-        _run(_multiply_rows("fp32"), work, by_head, book.sketch, 1.0, sketched)
+    if not projections:
+        return rotated, NO_ROWS
+    sketched = np.empty((rows, -(-projections // CODE_LANES) * CODE_LANES), np.float32)
+    by_head = rotated[None, :, :dim]
+    work = rows * dim * projections
+    _run(_multiply_rows("fp32"), work, by_head, book.sketch, 1.0, sketched)
     return rotated, sketched
 
 
 @implements(Operations.encode_rows)
 def encode_rows(
-    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start
-):
+    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start,
+    slots=None,
+):  # fmt: skip
     num_tokens, num_heads, dim = rows.shape
     work = num_tokens * num_heads * dim * (dim + sketch.shape[2])
     _run(
-        _encode(rows_kind), work, rows, rotation, edges, levels, _bits(levels), sketch, codes,
-        scales, signs, residuals, start,
+        _encode(rows_kind), work, rows, rotation, edges, levels, (_bits(levels), start), sketch, codes,
+        scales, signs, residuals, NOTHING if slots is None else slots,
     )  # fmt: skip
 
 
 @implements(Operations.decode_rows)
 def decode_rows(codes, scales, begin, levels, back, out):
-    work = out.size * out.shape[2]
-    _run(_decode(), work, codes, scales, begin, levels, _bits(levels), back, out)
+    dim = out.shape[2]
+    rows = out.reshape((-1, dim))
+    _run(_decode(), out.size * dim, codes, scales, begin, levels, _bits(levels), back, rows)
 
 
 @implements(Operations.score_codes)
 def score_codes(q, q_kind, book, stored, options, out):
-    dim, projections = book.sketch.shape[1:]
+    num_heads, dim, projections = book.sketch.shape
     rotated, sketched = _rotated(q, q_kind, book, options.sm_scale)
-    span = (dim, projections, stored.begin, 0, out.shape[2], len(q), options.window_left)
+    length, rows = out.shape[2], len(rotated) // num_heads
+    items = -(-length // SPLIT) * -(-rows // QUERY_ROWS)
+    span = (
+        dim, projections, 0, options.window_left, rows // len(q), items, 1, 0,
+        0, 0, 0, stored.begin, 0, length, len(q),
+    )  # fmt: skip
     _run(
         _attend(_bits(book.levels), _bits(book.v_levels)), out.size * (dim + projections), rotated,
-        sketched, span, options.logits_soft_cap, book.levels, book.v_levels, SIGNS, *stored[:6], out,
-        np.empty((0, 0, 0), np.float32),
+        sketched, span, NOTHING, options.logits_soft_cap, book.levels, book.v_levels, SIGNS,
+        *stored[:6], out,
     )  # fmt: skip
 
 
 @implements(Operations.attend_codes)
 def attend_codes(q, q_kind, book, stored, options, out, lse):
-    dim, projections = book.sketch.shape[1:]
-    (num_queries, num_q_heads), length = q.shape[:2], stored.end - stored.begin
-    most = max(1, MOST_PARTS // (num_q_heads * (dim + 2) * (1 + length // SPLIT)))
-    cap, window_left = options.logits_soft_cap, options.window_left
+    num_heads, dim, projections = book.sketch.shape
+    (num_queries, num_q_heads), sequences = q.shape[:2], stored.sequences
+    group, block_size = num_q_heads // num_heads, 0 if sequences is None else sequences.block_size
+    _, cap, window_left = options
     scale = options.sm_scale * (1.0 if cap else LOG2_E)
     kernel = _attend(_bits(book.levels), _bits(book.v_levels))
-    for first in range(0, num_queries, most):
-        rows = slice(first, first + most)
-        rotated, sketched = _rotated(q[rows], q_kind, book, scale)
-        count = len(rotated) // num_q_heads
-        seen = length - num_queries + first + count
-        start = int(oldest_visible(seen - count, window_left)) // SPLIT * SPLIT
-        parts = np.empty((len(rotated), -(-(seen - start) // SPLIT), dim + 2), np.float32)
-        span = (dim, projections, stored.begin, start, seen, count, window_left)
-        _run(
-            kernel, len(rotated) * (seen - start) * (2 * dim + projections), rotated, sketched, span,
-            cap, book.levels, book.v_levels, SIGNS, *stored[:6], np.empty((0, 0, 0), np.float32), parts,
+    limits = Limits(SPLIT, QUERY_ROWS, MOST_PARTS)
+    heads = num_q_heads, group, dim
+    for some in rounds(num_queries, heads, stored, window_left, limits):
+        q_rows, to, of_lse = q, out, lse
+        if some.end - some.first < num_queries:
+            which = slice(some.first, some.end)
+            q_rows, to, of_lse = q[which], out[which], lse[which]
+        rotated, sketched = _rotated(q_rows, q_kind, book, scale)
+        parts = np.empty((num_heads, some.parts, dim + 2), np.float32)
+        span = (
+            dim, projections, 1, window_left, group, some.items, some.num_seqs, block_size, *some.one,
         )  # fmt: skip
-        _run(_finish(), len(rotated) * dim * dim, parts, book.back, out[rows], lse[rows])
+        _run(
+            kernel, some.pairs * (2 * dim + projections), rotated, sketched, span, some.plan, cap,
+            book.levels, book.v_levels, SIGNS, *stored[:6], parts,
+        )  # fmt: skip
+        _run(
+            _finish(), len(rotated) * dim * dim, parts, (some.num_seqs, *some.one), some.plan,
+            book.back, to, of_lse,
+        )  # fmt: skip

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 
 from numkv.errors import NotSupported
 from numkv.kernels.builder import WORDS
-from numkv.kernels.cuda import memory
+from numkv.kernels.cuda import memory, streams, uploads
 from numkv.kernels.cuda.compress.rows import ROWS, make_decode, make_encode, make_multiply
 from numkv.kernels.cuda.compress.scores import (
     Q_ROWS,
@@ -22,11 +22,12 @@ from numkv.kernels.cuda.compress.scores import (
     make_score,
 )  # fmt: skip
 from numkv.kernels.cuda.launches import array, jit, launch
-from numkv.kernels.cuda.simd import LANES, THREADS, ceil_div
+from numkv.kernels.cuda.simd import LANES, SIMULATED, THREADS, ceil_div
 from numkv.kernels.dispatch import implements
 from numkv.kernels.operations import Operations
-from numkv.kernels.operations_of_codes import Codebook, CodesOptions, StoredCodes
-from numkv.rows.visible import oldest_visible
+from numkv.kernels.operations_of_codes import Codebook, StoredCodes
+from numkv.kernels.plan_of_codes import Limits, rounds
+from numkv.rows.sequences import WIDTH
 
 __all__ = ["attend_codes", "decode_rows", "encode_rows", "score_codes"]
 
@@ -43,15 +44,18 @@ LOG2_E = math.log2(math.e)
 _MATRIX, _BY_TOKEN, _FLOATS = (array(types.float32, ndim) for ndim in (3, 2, 1))
 _PACKED = array(types.uint8, 1)
 _KEYS = (_PACKED, _BY_TOKEN, _PACKED, _BY_TOKEN)
-# Where tokens begin, where splits do, how many tokens and queries there are, the window and the cap.
-_SPAN = types.Tuple((*[types.int64] * 5, types.float32))
+_NUMBERS, _I64 = array(types.int64, 1), types.int64
+# Of scores: where tokens begin, how many tokens and queries there are, the window and the cap.
+_SPAN = types.Tuple((*[_I64] * 4, types.float32))
+# Of attention: the window, q heads of a head, items of a head, sequences, their block size, one sequence, the cap.
+_SPANS = types.Tuple((*[_I64] * (5 + WIDTH), types.float32))
 
 
 @functools.cache
 def _encode(kind: str) -> Any:
     signature = (
-        array(WORDS[kind], 3), _MATRIX, _FLOATS, _FLOATS, types.int64, _MATRIX, array(types.uint8, 3),
-        _BY_TOKEN, array(types.uint8, 3), _BY_TOKEN, types.int64,
+        array(WORDS[kind], 3), _MATRIX, _FLOATS, _FLOATS, types.UniTuple(_I64, 2), _MATRIX,
+        array(types.uint8, 3), _BY_TOKEN, array(types.uint8, 3), _BY_TOKEN, _NUMBERS,
     )  # fmt: skip
     return jit(make_encode, (kind,), signature)
 
@@ -77,18 +81,35 @@ def _score(bits: int, num_rows: int) -> Any:
 @functools.cache
 def _attend(bits: int, v_bits: int, num_rows: int, columns: int) -> Any:
     signature = (
-        _BY_TOKEN, _BY_TOKEN, _FLOATS, _FLOATS, *_KEYS, _PACKED, _BY_TOKEN, _SPAN, _MATRIX,
+        _BY_TOKEN, _BY_TOKEN, _FLOATS, _FLOATS, *_KEYS, _PACKED, _BY_TOKEN, _SPANS, _NUMBERS,
+        _MATRIX,
     )  # fmt: skip
     return jit(make_attend, (bits, v_bits, num_rows, columns), signature)
 
 
 @functools.cache
 def _finish() -> Any:
-    return jit(make_finish, (), (_MATRIX, _MATRIX, _MATRIX, _BY_TOKEN))
+    span = types.UniTuple(_I64, 1 + WIDTH)
+    return jit(make_finish, (), (_MATRIX, span, _NUMBERS, _MATRIX, _MATRIX, _BY_TOKEN))
 
 
 def _bits(levels: Any) -> int:
     return int(levels.size).bit_length() - 1
+
+
+def _nothing() -> Any:
+    """The plan of one sequence, and the slots of tokens that go one behind the other."""
+    return memory.empty((0,), np.int64)
+
+
+def _on_device(plan: Any) -> Any:
+    """A plan, as kernels take it."""
+    if not plan.size:
+        return _nothing()
+    if SIMULATED:
+        return cuda.to_device(plan)
+    streams.spoil()
+    return uploads.upload(plan)
 
 
 def _flat(codes: Any) -> Any:
@@ -139,15 +160,16 @@ def _rows_at_once(group: int, row_bytes: int) -> int:
 
 @implements(Operations.encode_rows)
 def encode_rows(
-    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start
-):
+    rows, rows_kind, rotation, edges, levels, sketch, codes, scales, signs, residuals, start,
+    slots=None,
+):  # fmt: skip
     num_tokens, num_heads, dim = rows.shape
     shared_bytes = 4 * ROWS * (dim + max(dim, sketch.shape[2]))
     _check_shared(shared_bytes, dim)
     launch(
         _encode(rows_kind), ceil_div(num_tokens, ROWS) * num_heads, (LANES, ROWS),
-        rows, rotation, edges, levels, _bits(levels), sketch, codes, scales, signs, residuals, start,
-        shared_bytes=shared_bytes,
+        rows, rotation, edges, levels, (_bits(levels), start), sketch, codes, scales, signs, residuals,
+        _nothing() if slots is None else slots, shared_bytes=shared_bytes,
     )  # fmt: skip
 
 
@@ -170,53 +192,43 @@ def score_codes(q, q_kind, book, stored, options, out):
     blocks = ceil_div(length, THREADS) * ceil_div(of_head, num_rows) * num_heads
     launch(
         _score(_bits(book.levels), num_rows), blocks, THREADS, rotated, sketched, book.levels,
-        *_packed(stored)[:4], _span(stored, 0, q.shape[0], options), out,
-        shared_bytes=num_rows * row_bytes,
+        *_packed(stored)[:4],
+        (stored.begin, length, q.shape[0], options.window_left, np.float32(options.logits_soft_cap)),
+        out, shared_bytes=num_rows * row_bytes,
     )  # fmt: skip
-
-
-def _span(stored: StoredCodes, start: int, num_queries: int, options: CodesOptions) -> Any:
-    """The numbers of a call."""
-    length, cap = stored.end - stored.begin, options.logits_soft_cap
-    return stored.begin, start, length, num_queries, options.window_left, np.float32(cap)
 
 
 @implements(Operations.attend_codes)
 def attend_codes(q, q_kind, book, stored, options, out, lse):
-    num_queries, num_q_heads, dim = q.shape
-    of_query = num_q_heads * (dim + 2) * ceil_div(stored.end - stored.begin, SPLIT)
-    most = max(1, MOST_PARTS // of_query)
-    if num_queries <= most:
-        _attend_few(q, q_kind, book, stored, options, out, lse)
-        return
-    for first in range(0, num_queries, most):
-        rows = slice(first, min(first + most, num_queries))
-        end = stored.end - num_queries + rows.stop
-        some = lse[rows] if lse.size else lse
-        _attend_few(q[rows], q_kind, book, stored._replace(end=end), options, out[rows], some)
-
-
-def _attend_few(
-    q: Any, q_kind: str, book: Codebook, stored: StoredCodes, options: CodesOptions, out: Any, lse: Any
-) -> None:  # fmt: skip
-    num_heads, dim, projections = book.sketch.shape
+    (num_queries, num_q_heads), num_heads = q.shape[:2], book.sketch.shape[0]
+    _, dim, projections = book.sketch.shape
+    group, row_bytes = num_q_heads // num_heads, 4 * (dim + projections)
+    sequences = stored.sequences
+    most = num_queries if sequences is None else int(sequences.query_lens.max())
+    num_rows = _rows_at_once(most * group, row_bytes)
+    block_size = 0 if sequences is None else sequences.block_size
+    limits, heads = Limits(SPLIT, num_rows, MOST_PARTS), (num_q_heads, group, dim)
     scale = options.sm_scale * (1.0 if options.logits_soft_cap else LOG2_E)
-    rotated, sketched = _rotated(q, q_kind, book, scale)
-    of_head, row_bytes = rotated.shape[0] // num_heads, 4 * (dim + projections)
-    num_rows, length = _rows_at_once(of_head, row_bytes), stored.end - stored.begin
-    start = int(oldest_visible(length - q.shape[0], options.window_left)) // SPLIT * SPLIT
-    splits = ceil_div(length - start, SPLIT)
-    parts = memory.empty((rotated.shape[0], splits, dim + 2), np.float32)
-    launch(
-        _attend(_bits(book.levels), _bits(book.v_levels), num_rows, ceil_div(dim, THREADS)),
-        splits * ceil_div(of_head, num_rows) * num_heads, THREADS,
-        rotated, sketched, book.levels, book.v_levels, *_packed(stored),
-        _span(stored, start, q.shape[0], options), parts,
-        shared_bytes=num_rows * row_bytes,
-    )  # fmt: skip
-    launch(
-        _finish(), parts.shape[0], THREADS, parts, book.back, out, lse, shared_bytes=4 * dim
-    )  # fmt: skip
+    kernel = _attend(_bits(book.levels), _bits(book.v_levels), num_rows, ceil_div(dim, THREADS))
+    codes, cap = _packed(stored), np.float32(options.logits_soft_cap)
+    for some in rounds(num_queries, heads, stored, options.window_left, limits):
+        q_rows, to, of_lse = q, out, lse
+        if some.end - some.first < num_queries:
+            which = slice(some.first, some.end)
+            q_rows, to = q[which], out[which]
+            of_lse = lse[which] if lse.size else lse
+        rotated, sketched = _rotated(q_rows, q_kind, book, scale)
+        plan = _on_device(some.plan)
+        parts = memory.empty((num_heads, some.parts, dim + 2), np.float32)
+        span = options.window_left, group, some.items, some.num_seqs, block_size, *some.one, cap
+        launch(
+            kernel, some.items * num_heads, THREADS, rotated, sketched, book.levels, book.v_levels,
+            *codes, span, plan, parts, shared_bytes=num_rows * row_bytes,
+        )  # fmt: skip
+        launch(
+            _finish(), rotated.shape[0], THREADS, parts, (some.num_seqs, *some.one), plan,
+            book.back, to, of_lse, shared_bytes=4 * dim,
+        )  # fmt: skip
 
 
 def catalogue() -> Iterator[tuple[str, Any, tuple[Any, ...]]]:

@@ -54,8 +54,9 @@ def make_encode(SRC):
     SHAPE, TOP = (ROWS, LANES), LARGEST
 
     def kernel(
-        rows, rotation, edges, levels, bits, sketch, codes, scales, signs, residuals, start
+        rows, rotation, edges, levels, span, sketch, codes, scales, signs, residuals, slots
     ):  # fmt: skip
+        bits, start = span
         num_tokens, num_heads, dim = rows.shape
         projections = sketch.shape[2]
         widest = max(dim, projections)
@@ -75,6 +76,9 @@ def make_encode(SRC):
         ):  # fmt: skip
             h, t = item % num_heads, item // num_heads * ROWS + mine
             here = t < num_tokens
+            to = start + t
+            if here and slots.shape[0] > 0:
+                to = np.int64(slots[t])
             square = np.float64(0)
             if here:
                 for d in range(lane, dim, LANES):
@@ -108,9 +112,9 @@ def make_encode(SRC):
             factor = dot / _total(partial, mine, lane, square32)
             if here:
                 if lane == 0:
-                    scales[h, start + t] = np.float32(min(norm * np.float64(factor), TOP))
+                    scales[h, to] = np.float32(min(norm * np.float64(factor), TOP))
                 for i in range(lane, codes.shape[2], LANES):
-                    codes[h, start + t, i] = packed_byte(chosen, own_codes, dim, bits, i)
+                    codes[h, to, i] = packed_byte(chosen, own_codes, dim, bits, i)
             if projections > 0:
                 rest = np.float32(0)
                 for d in range(lane, dim, LANES):
@@ -120,7 +124,7 @@ def make_encode(SRC):
                 rest = _total(partial, mine, lane, rest)
                 if here and lane == 0:
                     left = norm * math.sqrt(np.float64(rest))
-                    residuals[h, start + t] = np.float32(min(left, TOP))
+                    residuals[h, to] = np.float32(min(left, TOP))
                 for i in range(thread, projections, THREADS):
                     _multiply(z, dim, sketch, h, i, sums)
                     for r in range(ROWS):
@@ -128,7 +132,7 @@ def make_encode(SRC):
                 cuda.syncthreads()
                 if here:
                     for i in range(lane, signs.shape[2], LANES):
-                        signs[h, start + t, i] = packed_byte(chosen, own_codes, projections, 1, i)
+                        signs[h, to, i] = packed_byte(chosen, own_codes, projections, 1, i)
             cuda.syncthreads()
 
     return kernel

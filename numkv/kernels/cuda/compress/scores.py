@@ -6,7 +6,8 @@ levels of its own token up, once for all q rows.
 
 *Attention.* A block takes a split of a head's tokens, tile by tile: scores as above, the online softmax of Milakov and
 Gimelshein (arXiv:1805.02867), then every thread adds up the weighted levels of its own columns of the values. A second
-kernel merges the splits in order, and multiplies the sums with the transposed rotation.
+kernel merges the splits in order, and multiplies the sums with the transposed rotation. Several sequences are done in
+one launch (`numkv.rows.sequences`), each as it would be alone.
 
 Query rows of one kv head stand together, query by query. Each knows the tokens that it sees, counted from the first.
 """
@@ -22,6 +23,7 @@ from numba.extending import register_jitable
 
 from numkv.kernels.cuda.simd import SIMULATED, THREADS, natural
 from numkv.rows.codes import code_at
+from numkv.rows.sequences import BY_ITEM, BY_QUERY, sequence_at, slot_at
 from numkv.rows.softmax import finish
 from numkv.rows.visible import oldest_visible
 
@@ -175,7 +177,7 @@ def make_score(BITS, NUM_ROWS):
     TABLE, IN_SHARED = _table_size(BITS), BITS <= SHARED_BITS
 
     def kernel(rotated, sketched, levels, codes, scales, signs, residuals, span, out):
-        begin, _, length, num_queries, window_left, cap = span
+        begin, length, num_queries, window_left, cap = span
         num_heads = scales.shape[0]
         of_head, group = rotated.shape[0] // num_heads, out.shape[1] // num_heads
         thread = natural(cuda.threadIdx.x)
@@ -279,7 +281,8 @@ def _accumulate(BITS, NUM_ROWS, COLUMNS):
                     state.sums[s] = cuda.fma(p[r * THREADS + i], level, state.sums[s])
 
     @register_jitable
-    def store(state, p, parts, row0, rows, split, thread):
+    def store(state, p, parts, h, at, splits, rows, thread):
+        # The first of `rows` q rows has its part at `at`, the next ones `splits` further on each.
         dim = parts.shape[2] - 2
         for r in range(NUM_ROWS):
             p[r * THREADS + thread] = state.totals[r]
@@ -289,13 +292,13 @@ def _accumulate(BITS, NUM_ROWS, COLUMNS):
                 for n in range(COLUMNS):
                     d = thread + n * THREADS
                     if d < dim:
-                        parts[row0 + r, split, d] = state.sums[n * NUM_ROWS + r]
+                        parts[h, at + r * splits, d] = state.sums[n * NUM_ROWS + r]
                 if thread == 0:
                     total = np.float32(0)
                     for i in range(THREADS):
                         total += p[r * THREADS + natural(i)]
-                    parts[row0 + r, split, dim] = state.maxima[r]
-                    parts[row0 + r, split, dim + 1] = total
+                    parts[h, at + r * splits, dim] = state.maxima[r]
+                    parts[h, at + r * splits, dim + 1] = total
 
     return accumulate, store
 
@@ -324,13 +327,13 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
 
     def kernel(
         rotated, sketched, levels, v_levels, k_codes, k_scales, signs, residuals, v_codes, v_scales,
-        span, parts,
+        span, plan, parts,
     ):  # fmt: skip
-        begin, start, length, num_queries, window_left, cap = span
+        window_left, group, items, num_seqs, block_size = span[:5]
+        one, cap = span[5:-1], span[-1]
         num_heads, capacity = k_scales.shape
         dim, v_bytes = rotated.shape[1], v_codes.shape[0] // (num_heads * capacity)
-        of_head, splits = rotated.shape[0] // num_heads, parts.shape[1]
-        group = of_head // num_queries
+        of_head = rotated.shape[0] // num_heads
         thread = natural(cuda.threadIdx.x)
         staged = cuda.shared.array(STAGED, np.uint8)
         table = cuda.shared.array(TABLE, np.float32)
@@ -356,14 +359,16 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
                 v_table[i] = v_levels[i]
         if thread < 2:
             sign_levels[thread] = np.float32(2 * thread - 1)
-        row_blocks = (of_head + NUM_ROWS - 1) // NUM_ROWS
-        for item in range(
-            np.int64(cuda.blockIdx.x), splits * row_blocks * num_heads, np.int64(cuda.gridDim.x)
-        ):  # fmt: skip
-            inner = item // num_heads
-            h, r0 = item % num_heads, inner % row_blocks * NUM_ROWS
-            split = inner // row_blocks
-            row0, rows = h * of_head + r0, min(NUM_ROWS, of_head - r0)
+        for item in range(np.int64(cuda.blockIdx.x), items * num_heads, np.int64(cuda.gridDim.x)):
+            h, inner = item % num_heads, item // num_heads
+            item0, query0, part0, block_table, start, length, num_queries = sequence_at(
+                plan, num_seqs, one, BY_ITEM, inner
+            )
+            inner -= item0
+            row_blocks = (num_queries * group + NUM_ROWS - 1) // NUM_ROWS
+            r0, split = inner % row_blocks * NUM_ROWS, inner // row_blocks
+            splits = (length - start + LENGTH - 1) // LENGTH
+            row0, rows = h * of_head + query0 * group + r0, min(NUM_ROWS, num_queries * group - r0)
             _sees(r0, NUM_ROWS, group, length, num_queries, window_left, lows, highs)
             first = start + split * LENGTH
             # Tiles that no row sees are left out.
@@ -379,7 +384,7 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
                 sums[i] = np.float32(0)
             cuda.syncthreads()
             for t in range(first, last, THREADS):
-                tile, count = begin + t, min(THREADS, last - t)
+                count, tile = min(THREADS, last - t), slot_at(plan, block_table, block_size, t)
                 if IN_SHARED:
                     score(keys, h, tile, count, q, table, staged, thread, scores, sketch_scores)
                 else:
@@ -393,36 +398,45 @@ def make_attend(BITS, V_BITS, NUM_ROWS, COLUMNS):
                 else:
                     accumulate(v_codes, at, v_bytes, count, v_table, p, state, dim, thread)
                 cuda.syncthreads()
-            store(state, p, parts, row0, rows, split, thread)
+            store(state, p, parts, h, part0 + r0 * splits + split, splits, rows, thread)
 
     return kernel
 
 
 def make_finish():
     """The kernel that merges splits in order, and multiplies the result with a matrix of its head."""
+    LENGTH = SPLIT
 
-    def kernel(parts, back, out, lse):
-        num_heads, dim, splits = back.shape[0], out.shape[2], parts.shape[1]
-        of_head, group = parts.shape[0] // num_heads, out.shape[1] // num_heads
+    def kernel(parts, span, plan, back, out, lse):
+        num_seqs, one = span[0], span[1:]
+        num_heads, dim, group = back.shape[0], out.shape[2], out.shape[1] // back.shape[0]
+        of_head = out.shape[0] * group
         thread = natural(cuda.threadIdx.x)
         z = cuda.shared.array(0, types.float32)
-        for row in range(np.int64(cuda.blockIdx.x), parts.shape[0], np.int64(cuda.gridDim.x)):
+        for row in range(
+            np.int64(cuda.blockIdx.x), of_head * num_heads, np.int64(cuda.gridDim.x)
+        ):  # fmt: skip
             h, of_rows = row // of_head, row % of_head
             query, head = of_rows // group, h * group + of_rows % group
+            _, query0, part0, _, start, length, _ = sequence_at(
+                plan, num_seqs, one, BY_QUERY, query
+            )
+            splits = (length - start + LENGTH - 1) // LENGTH
+            at = part0 + (of_rows - query0 * group) * splits
             top = np.float32(-np.inf)
-            for split in range(splits):
-                top = max(top, parts[row, split, dim])
+            for i in range(at, at + splits):
+                top = max(top, parts[h, i, dim])
             base = top if top > np.float32(-np.inf) else np.float32(0)
             total = np.float32(0)
-            for split in range(splits):
-                weight = np.float32(math.exp2(parts[row, split, dim] - base))
-                total = cuda.fma(weight, parts[row, split, dim + 1], total)
+            for i in range(at, at + splits):
+                weight = np.float32(math.exp2(parts[h, i, dim] - base))
+                total = cuda.fma(weight, parts[h, i, dim + 1], total)
             factor, found = finish(top, total, np.float32(-np.inf), LN_2)
             for d in range(thread, dim, THREADS):
                 x = np.float32(0)
-                for split in range(splits):
-                    weight = np.float32(math.exp2(parts[row, split, dim] - base))
-                    x = cuda.fma(weight, parts[row, split, d], x)
+                for i in range(at, at + splits):
+                    weight = np.float32(math.exp2(parts[h, i, dim] - base))
+                    x = cuda.fma(weight, parts[h, i, d], x)
                 z[d] = x * np.float32(factor)
             if thread == 0 and lse.shape[0] > 0:
                 lse[query, head] = found
