@@ -13,8 +13,6 @@ number say, whatever the row's length, and vectors of any number of them are rea
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from numba.extending import register_jitable
 
@@ -35,7 +33,7 @@ LEVELS = (
     *range(1, 30, 2), 32, 34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108,
 )  # fmt: skip
 #: From where on a magnitude belongs to the level above: halfway between levels.
-EDGES = tuple((a + b) / 2 for a, b in itertools.pairwise(LEVELS))
+EDGES = tuple((LEVELS[i] + LEVELS[i + 1]) / 2 for i in range(len(LEVELS) - 1))
 
 
 def _packed(numbers):
