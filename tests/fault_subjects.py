@@ -247,7 +247,10 @@ _PAGED_CACHE = {
     "commit": (_step_of_both, lambda c: c.commit(c.step)),
     "rollback": (_step_of_both, lambda c: c.rollback(c.step)),
 }
-# What a cache with tokens in full precision refuses.
+# Of a cache with tokens in full precision: what it does otherwise than others, and what it refuses.
+_IN_FULL = (
+    "add a known prompt", "truncate", "compact", "decode_attention", "commit", "append", "write", "attention",
+)  # fmt: skip
 _NOT_IN_FULL = {
     "bind": refused(lambda c: c.bind(4)),
     "step_buffers": refused(lambda c: c.step_buffers(2, 4, 8)),
@@ -530,8 +533,10 @@ def _subjects():
         calls = _STEP | fault_bound.OF_STEP | fault_sparse.OF_STEP
         add(name, numkv.Step, functools.partial(_with_step, make), _see_step, calls)
     make = _paged_cache("int8", residual_window=2, num_sink_tokens=1)
-    add("int8, residual", numkv.PagedKVCache, make, _see_paged_cache, _PAGED_CACHE | _NOT_IN_FULL)
-    make, calls = functools.partial(_with_step, make), _STEP | _NOT_IN_STEPS
+    calls = {name: _PAGED_CACHE[name] for name in _IN_FULL if name in _PAGED_CACHE}
+    add("int8, residual", numkv.PagedKVCache, make, _see_paged_cache, calls | _NOT_IN_FULL)
+    make, calls = functools.partial(_with_step, make), {x: _STEP[x] for x in _IN_FULL if x in _STEP}
+    calls |= _NOT_IN_STEPS
     add("int8, residual", numkv.Step, make, _see_step, calls)
     add("states", numkv.PagedKVCache, fault_states.cache, fault_states.see, fault_states.CALLS)
     add("", BlockPool, _block_pool, _see_block_pool, _BLOCK_POOL)
