@@ -29,7 +29,7 @@ __all__ = [
 #: Tokens of a block: whole tiles of every kernel.
 BLOCK_SIZE = 128
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
 NO_BLOCKS: Numbers = np.empty(0, np.int64)
@@ -84,7 +84,7 @@ def with_room(
     A block that other sequences have too is copied before its sequence writes to it. Readers lose nothing: what has
     been copied still belongs to others.
     """
-    wanted = []
+    wanted: list[tuple[int, int]] = []
     references = stored.references() if stored.shared else None
     if references is not None and references.max(initial=0) < 2:  # the others are gone
         stored, references = stored._replace(shared=False), None
@@ -104,7 +104,9 @@ def with_room(
         if len(free) < count:
             stored = grown(stored, count - len(free))
             free = np.flatnonzero(stored.references() == 0)[:count]
-    made, moves, at = {}, [], 0
+    made: dict[int, Sequence] = {}
+    moves: list[tuple[Numbers, Numbers]] = []
+    at = 0
     for seq, n, (kept, new) in zip(seqs, lens, wanted, strict=True):
         blocks, length = stored.sequences[seq]
         table = np.concatenate([blocks[:kept], free[at : at + new]]) if new else blocks

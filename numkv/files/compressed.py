@@ -25,7 +25,7 @@ from numkv.rows.codes import packed_bytes
 
 __all__ = ["CLASSES", "describe", "plan"]
 
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "HeadCompressor": HeadCompressor,
     "MultiHeadCompressor": MultiHeadCompressor,
     "PagedCompressor": PagedCompressor,
